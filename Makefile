@@ -1,0 +1,58 @@
+# Two commands on a bare machine with Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The stamp is newer than what it was made from, or the install runs again. Nothing else triggers it.
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo install test check format bench gpu docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    install, train the reference decoder for about a minute, say where the results are"
+	@echo "make test    install, run every test"
+	@echo "make check   format, lint, types, the shape of the package"
+	@echo "make bench   step time and start-up beside plain torch; rewrites docs/benchmarks.md"
+	@echo "make gpu     the checks that need a CUDA device"
+	@echo "make docs    rewrite docs/reference.md from the docstrings"
+	@echo "make clean   remove caches and .venv (runs/ stays)"
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}. Use make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/shardwise train
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q tests
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/pure/test_shape.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python bench/overhead.py
+
+gpu: $(STAMP)
+	$(BIN)/python tools/gpu.py
+
+docs: $(STAMP)
+	$(BIN)/python tools/reference.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find src tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,107 @@
+"""Distributed PyTorch training: a plan is data, applying it is a list of passes, training is a loop you own.
+
+Public names are imported when they are first used, so that `import shardwise` costs milliseconds and a plan can be
+read, checked and printed without torch.
+
+>>> import shardwise as sw
+>>> sw.Plan.parse("dp2 tp2").world
+4
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardwise.version import __version__ as __version__
+
+if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to `_HOMES`
+    from shardwise import errors as errors
+    from shardwise.checkpoint.store import Store as Store
+    from shardwise.findings import Finding as Finding
+    from shardwise.model.spec import ModelSpec as ModelSpec
+    from shardwise.model.spec import preset as preset
+    from shardwise.model.spec import presets as presets
+    from shardwise.models.decoder import Decoder as Decoder
+    from shardwise.models.decoder import DecoderConfig as DecoderConfig
+    from shardwise.models.gpt import GPT as GPT
+    from shardwise.models.gpt import GPTConfig as GPTConfig
+    from shardwise.parallel.compose import apply as apply
+    from shardwise.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
+    from shardwise.parallel.linear import RowParallelLinear as RowParallelLinear
+    from shardwise.parallel.mesh import Mesh as Mesh
+    from shardwise.parallel.mesh import open_mesh as open_mesh
+    from shardwise.parallel.placed import Placed as Placed
+    from shardwise.plan.constraints import check as check
+    from shardwise.plan.plan import Axes as Axes
+    from shardwise.plan.plan import Batch as Batch
+    from shardwise.plan.plan import Communication as Communication
+    from shardwise.plan.plan import Offload as Offload
+    from shardwise.plan.plan import Plan as Plan
+    from shardwise.plan.plan import Recompute as Recompute
+    from shardwise.plan.plan import Schedule as Schedule
+    from shardwise.plan.plan import Tensor as Tensor
+    from shardwise.train.batches import eval_batches as eval_batches
+    from shardwise.train.batches import loader as loader
+    from shardwise.train.loop import evaluate as evaluate
+    from shardwise.train.loop import steps as steps
+    from shardwise.train.loss import Loss as Loss
+    from shardwise.train.loss import mean_over as mean_over
+    from shardwise.train.loss import token_cross_entropy as token_cross_entropy
+    from shardwise.train.lr import constant as constant
+    from shardwise.train.lr import warmup_cosine as warmup_cosine
+    from shardwise.train.lr import warmup_linear as warmup_linear
+    from shardwise.train.lr import warmup_stable_decay as warmup_stable_decay
+    from shardwise.train.optimizers import adafactor as adafactor
+    from shardwise.train.optimizers import adamw as adamw
+    from shardwise.train.optimizers import lamb as lamb
+    from shardwise.train.optimizers import lion as lion
+    from shardwise.train.optimizers import muon as muon
+    from shardwise.train.optimizers import sgd as sgd
+    from shardwise.train.state import TrainState as TrainState
+    from shardwise.train.step import StepMetrics as StepMetrics
+    from shardwise.train.step import StepOptions as StepOptions
+    from shardwise.train.step import make_step as make_step
+
+# Where each public name lives. The order is the order of docs/reference.md.
+_HOMES = {
+    "shardwise.plan.plan": ("Plan", "Axes", "Batch", "Schedule", "Recompute", "Offload", "Communication", "Tensor"),
+    "shardwise.plan.constraints": ("check",),
+    "shardwise.findings": ("Finding",),
+    "shardwise.model.spec": ("ModelSpec", "preset", "presets"),
+    "shardwise.parallel.mesh": ("Mesh", "open_mesh"),
+    "shardwise.parallel.compose": ("apply",),
+    "shardwise.parallel.placed": ("Placed",),
+    "shardwise.parallel.linear": ("ColumnParallelLinear", "RowParallelLinear"),
+    "shardwise.train.loss": ("Loss", "token_cross_entropy", "mean_over"),
+    "shardwise.train.batches": ("loader", "eval_batches"),
+    "shardwise.train.optimizers": ("adamw", "sgd", "lion", "adafactor", "muon", "lamb"),
+    "shardwise.train.lr": ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
+    "shardwise.train.state": ("TrainState",),
+    "shardwise.train.step": ("make_step", "StepOptions", "StepMetrics"),
+    "shardwise.train.loop": ("steps", "evaluate"),
+    "shardwise.checkpoint.store": ("Store",),
+    "shardwise.models.decoder": ("Decoder", "DecoderConfig"),
+    "shardwise.models.gpt": ("GPT", "GPTConfig"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", "errors", *_HOME_OF]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name == "errors":
+        return import_module("shardwise.errors")
+    if name not in _HOME_OF:
+        raise AttributeError(
+            f"module 'shardwise' has no attribute {name!r}; public names: {', '.join(sorted(_HOME_OF))}"
+        )
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The `shardwise` command: each verb parses, calls one function and prints."""

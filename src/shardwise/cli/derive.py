@@ -1,0 +1,216 @@
+"""Fills in what nobody said, each choice as `(value, reason)`. Pure in settings and surroundings; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.config import Configuration, Given
+from shardwise.errors import ConfigError
+from shardwise.model.spec import ModelSpec, spec_from_dict
+from shardwise.plan.plan import Axes, Plan
+from shardwise.train.settings import RunSettings
+
+Choice = tuple[Any, str]
+
+DEFAULT_PRESET = "bytes-3m"
+CPU_STEPS, GPU_STEPS = 240, 2000
+CPU_BATCH, GPU_BATCH = 16, 64
+SHARDED_FROM_PARAMS = 500_000_000
+"""From here on weights, gradients and AdamW's state (16 bytes per parameter) are worth sharding: 8 GB."""
+LEARNING_RATES: Mapping[str, tuple[float, str]] = {
+    "adamw": (3e-3, "AdamW on a small decoder"),
+    "lamb": (1e-2, "LAMB scales each layer's step by its weights"),
+    "adafactor": (1e-2, "Adafactor scales each step by the weights"),
+    "lion": (3e-4, "Lion steps by the sign: a tenth of AdamW's rate"),
+    "muon": (2e-2, "Muon's orthogonal steps"),
+    "sgd": (0.5, "plain gradients of a mean loss"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the machine says: facts that choices follow from."""
+
+    device: str
+    num_devices: int
+    device_reason: str
+    now: datetime
+    launched_world: int | None = None
+    """Processes that torchrun, srun or mpirun have started already; None: none of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """A complete configuration: every setting has a value and an origin."""
+
+    configuration: Configuration
+    plan: Plan
+    spec: ModelSpec | None
+    """Sizes of the model; None when a factory makes it."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why each field of a derived plan is what it is, by dotted field."""
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings, complete."""
+        return self.configuration.settings
+
+
+def derive(configuration: Configuration, around: Surroundings) -> Derived:
+    """Every value that nobody said, with its reason.
+
+    Raises:
+        ConfigError: settings that contradict each other.
+        PlanError: a plan that does not parse.
+
+    Example:
+        >>> from shardwise.cli.config import read_configuration
+        >>> around = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2))
+        >>> str(derive(read_configuration(None), around).plan)
+        'dp2 / gbs16 / fp32'
+    """
+    _check_contradictions(configuration)
+    chosen: dict[str, Choice] = {}
+    settings = configuration.settings
+    if settings.model.preset is None and settings.model.factory is None:
+        chosen["model.preset"] = (DEFAULT_PRESET, "the byte-level decoder of about 3 M parameters")
+    spec = _spec(configuration, chosen)
+    _choose_device(configuration, around, chosen)
+    plan, reasons = _choose_plan(configuration, around, spec, chosen)
+    _choose_lengths(configuration, spec, plan, chosen)
+    _choose_names(configuration, around, spec, chosen)
+    _choose_optimizer(configuration, chosen)
+    complete = configuration.derive({k: v for k, v in chosen.items() if configuration.value(k) is None})
+    batch = complete.settings.train.global_batch
+    plan = plan.with_(
+        batch=type(plan.batch)(global_size=batch, micro_batches=complete.settings.train.micro_batches or 1)
+    )
+    return Derived(configuration=complete, plan=plan, spec=spec, reasons=reasons)
+
+
+def _check_contradictions(configuration: Configuration) -> None:
+    for one, other in (
+        ("plan.shorthand", "plan.file"),
+        ("train.steps", "train.tokens"),
+        ("model.preset", "model.factory"),
+    ):
+        if configuration.value(one) is not None and configuration.value(other) is not None:
+            raise ConfigError(
+                f"{one} ({configuration.origin(one)}) and {other} ({configuration.origin(other)}) are both given; "
+                f"keep one of them"
+            )
+    model = configuration.settings.model
+    sizes = [k for k, v in model.model_dump(exclude={"preset", "factory"}).items() if v is not None]
+    if model.factory is not None and sizes:
+        raise ConfigError(
+            f"model.{sizes[0]} ({configuration.origin(f'model.{sizes[0]}')}) changes a preset, but model.factory = "
+            f"{model.factory!r} makes the model; set sizes inside the factory"
+        )
+    if model.factory is not None and not re.fullmatch(r"[\w.]+:\w+", model.factory):
+        raise ConfigError(f"model.factory = {model.factory!r} is not a place; write `package.module:function`")
+
+
+def _spec(configuration: Configuration, chosen: dict[str, Choice]) -> ModelSpec | None:
+    model = configuration.settings.model
+    if model.factory is not None:
+        return None
+    preset = model.preset or DEFAULT_PRESET
+    sizes = {k: v for k, v in model.model_dump(exclude={"factory", "preset"}).items() if v is not None}
+    if "num_heads" in sizes and "num_kv_heads" not in sizes:
+        sizes["num_kv_heads"] = sizes["num_heads"]
+        chosen["model.num_kv_heads"] = (sizes["num_heads"], "as many as heads, since heads were given")
+    return spec_from_dict({"preset": preset, **sizes}, name=preset)
+
+
+def _choose_device(configuration: Configuration, around: Surroundings, chosen: dict[str, Choice]) -> None:
+    chosen["train.device"] = (around.device, around.device_reason)
+
+
+def _choose_plan(
+    configuration: Configuration, around: Surroundings, spec: ModelSpec | None, chosen: dict[str, Choice]
+) -> tuple[Plan, dict[str, str]]:
+    settings = configuration.settings
+    device = settings.train.device or around.device
+    given = settings.plan.file or settings.plan.shorthand
+    if given is not None:
+        plan = Plan.load(Path(given)) if settings.plan.file else Plan.parse(given)
+        chosen["train.nproc"] = (plan.world, "the plan's world size")
+        return plan, {}
+    if settings.train.nproc is not None:
+        nproc, why = settings.train.nproc, str(configuration.origin("train.nproc"))
+    elif around.launched_world is not None:
+        nproc, why = around.launched_world, "processes that the launcher has started"
+    elif device == "cpu":
+        nproc, why = 2, "two gloo processes, since there is no accelerator"
+    else:
+        nproc, why = max(1, around.num_devices), f"all {device} devices of this machine"
+    chosen["train.nproc"] = (nproc, why)
+    large = spec is not None and spec.num_params >= SHARDED_FROM_PARAMS
+    axes = Axes(dp_shard=nproc) if large else Axes(dp_replicate=nproc)
+    plan = Plan(axes=axes, zero=3 if large and nproc > 1 else 0, precision="fp32" if device == "cpu" else "bf16")
+    layout = "sharded data parallel: the model is large" if large else "data parallel: the model is small"
+    number = "fast on the device, fp32 parameters kept" if device != "cpu" else "exact, and as fast on a CPU"
+    state = "the model's state is worth sharding" if plan.zero else "every process has room for all of it"
+    chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; {layout}")
+    return plan, {"axes.dp_replicate": layout, "axes.dp_shard": layout, "zero": state, "precision": number}
+
+
+def _choose_lengths(
+    configuration: Configuration, spec: ModelSpec | None, plan: Plan, chosen: dict[str, Choice]
+) -> None:
+    settings = configuration.settings
+    cpu = (settings.train.device or chosen["train.device"][0]) == "cpu"
+    micro, why_micro = plan.batch.micro_batches, "the plan's"
+    if settings.train.micro_batches is None:
+        chosen["train.micro_batches"] = (micro, why_micro)
+    per_step = plan.axes.data * (settings.train.micro_batches or micro)
+    batch: Choice = (
+        CPU_BATCH if cpu else GPU_BATCH,
+        "a minute on 2 cores" if cpu else "fills a device with a small model",
+    )
+    if plan.batch.global_size is not None:
+        batch = (plan.batch.global_size, "the plan's")
+    elif batch[0] % per_step:
+        batch = (-(-batch[0] // per_step) * per_step, f"a multiple of {per_step} micro-batches per step")
+    chosen["train.global_batch"] = batch
+    longest = spec.max_seq_len if spec is not None else 256
+    chosen["data.seq_len"] = (
+        min(256, longest),
+        f"256 at most, and the model's {longest}" if spec else "short documents",
+    )
+    global_batch = settings.train.global_batch or batch[0]
+    seq_len = settings.data.seq_len or chosen["data.seq_len"][0]
+    steps: Choice = (CPU_STEPS, "about a minute on 2 cores") if cpu else (GPU_STEPS, "about a minute on one device")
+    if settings.train.tokens is not None:
+        per = global_batch * seq_len
+        steps = (-(-settings.train.tokens // per), f"{settings.train.tokens:,} tokens of {per:,} per step")
+    chosen["train.steps"] = steps
+    total = settings.train.steps or steps[0]
+    warmup = min(2000, max(1, total // 10)) if settings.schedule.name != "constant" else 0
+    chosen["schedule.warmup"] = (warmup, f"a tenth of {total} steps" if warmup else "a constant rate has none")
+    chosen["train.eval_every"] = (max(1, total // 4), "four times in the run")
+    chosen["train.checkpoint_every"] = (max(1, total // 2), "half-way and at the end")
+    valued = settings.train.clip_value is not None
+    chosen["train.clip_norm"] = (0.0, "clip_value is given") if valued else (1.0, "customary for decoders")
+
+
+def _choose_names(
+    configuration: Configuration, around: Surroundings, spec: ModelSpec | None, chosen: dict[str, Choice]
+) -> None:
+    model = configuration.settings.model
+    made = spec.name if spec is not None else (model.factory or "model").rpartition(":")[2]
+    chosen["train.name"] = (re.sub(r"[^\w.-]+", "-", made), "the model's")
+    name = configuration.settings.train.name or chosen["train.name"][0]
+    chosen["train.out"] = (f"runs/{around.now:%Y%m%d-%H%M%S}-{name}", "the date and the name")
+
+
+def _choose_optimizer(configuration: Configuration, chosen: dict[str, Choice]) -> None:
+    name = configuration.settings.optimizer.name
+    rate, why = LEARNING_RATES[name]
+    chosen["optimizer.lr"] = (rate, why)
+    chosen["optimizer.weight_decay"] = (0.0, "plain SGD") if name == "sgd" else (0.1, "customary for decoders")

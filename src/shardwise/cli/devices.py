@@ -1,0 +1,70 @@
+"""What this machine offers to a run, without importing torch where the answer is plain."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from shardwise.cli.derive import Surroundings
+from shardwise.launch.environment import Launch, read_environment
+from shardwise.launch.variables import variables
+
+_ACCELERATOR_FILES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel*", "davinci*", "habanalabs*")
+"""In /dev: CUDA, ROCm, Intel and other GPUs, TPUs and their like. Without any of them Linux has no accelerator."""
+
+
+def local_devices() -> tuple[str, int, str]:
+    """Type and number of the devices that torch would use, and why.
+
+    Cost: nothing on Linux without device files; else `import torch`.
+
+    >>> local_devices()  # doctest: +SKIP
+    ('cpu', 0, 'no accelerator in /dev')
+    """
+    if sys.platform.startswith("linux") and not any(
+        match for pattern in _ACCELERATOR_FILES for match in Path("/dev").glob(pattern)
+    ):
+        return "cpu", 0, "this machine has no accelerator"
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return "cpu", 0, f"torch {torch.__version__} sees no accelerator"
+    count = torch.accelerator.device_count()
+    return accelerator.type, count, f"torch sees {count} {accelerator.type} device{'s' if count != 1 else ''}"
+
+
+def launched(*, nproc_given: bool, command: str) -> Launch | None:
+    """Who this process is to torchrun, srun or mpirun; None when the ranks are still to be started, here.
+
+    Args:
+        nproc_given: the user says how many processes to start here: then a SLURM allocation around does not matter.
+        command: for the corrected line of an error.
+
+    Raises:
+        LaunchError: the launcher's variables are partial or disagree.
+    """
+    environment = variables()
+    inside = any(name in environment for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+    if nproc_given and not inside and "SLURM_STEP_ID" not in environment:
+        return None
+    launch = read_environment(environment, command=command)
+    return None if launch.launcher == "none" or launch.world == 1 else launch
+
+
+def surroundings(device: str | None, launch: Launch | None) -> Surroundings:
+    """Facts for `derive`.
+
+    Args:
+        device: the type that the user asks for; None: what is found.
+        launch: from `launched`.
+    """
+    kind, count, reason = local_devices() if device != "cpu" else ("cpu", 0, "asked for")
+    return Surroundings(
+        device=device or kind,
+        num_devices=count,
+        device_reason=reason,
+        now=datetime.now(),
+        launched_world=launch.world if launch else None,
+    )

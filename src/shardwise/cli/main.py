@@ -1,0 +1,108 @@
+"""`shardwise`: one verb per file, imported when it is used; errors become one message and a documented exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from shardwise.errors import ExitCode, ShardwiseError
+from shardwise.version import __version__
+
+VERBS = ("train", "run", "check", "schedule")
+"""Verb `x` is the function `x` of `shardwise.cli.x`; none of these files imports torch."""
+
+
+class Verbs(TyperGroup):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The verbs in the order of the help page."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb's command, or None."""
+        if cmd_name in VERBS and cmd_name not in self.commands:
+            self.commands[cmd_name] = _command(cmd_name)
+        return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As the base class does it; a verb that does not exist is told which are near, so all are loaded."""
+        if args and args[0] not in VERBS:
+            for name in VERBS:
+                self.get_command(ctx, name)
+        return super().resolve_command(ctx, args)
+
+
+def _command(name: str) -> TyperCommand:
+    app = typer.Typer(add_completion=False)
+    app.command(name)(getattr(import_module(f"shardwise.cli.{name}"), name))
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=Verbs, add_completion=False, no_args_is_help=True)
+
+
+@app.callback()
+def shardwise(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Distributed PyTorch training: change the mesh, not the maths."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The console script: run a verb and exit with its code (docs/exit-codes.md).
+
+    Args:
+        argv: words after `shardwise`; None: those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    words, rest = _split_script_words(words)
+    try:
+        typer.main.get_command(app).main(args=words, prog_name="shardwise", obj=rest)
+    except ShardwiseError as error:
+        _say(words, type(error).__name__, str(error), error.exit_code)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except Exception as error:
+        path = _save_traceback()
+        text = f"internal error: {type(error).__name__}: {error}; the traceback is in {path}; please report it"
+        _say(words, type(error).__name__, text, ExitCode.INTERNAL)
+        sys.exit(ExitCode.INTERNAL)
+
+
+def _split_script_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """What stands after `--` belongs to the user's script, whatever it looks like."""
+    if words[:1] == ["run"] and "--" in words:
+        at = words.index("--")
+        return words[:at], tuple(words[at + 1 :])
+    return words, ()
+
+
+def _say(words: list[str], kind: str, message: str, code: ExitCode) -> None:
+    """On stderr for people; one JSON object on stdout under --json."""
+    if "--json" in words:
+        typer.echo(json.dumps({"error": {"type": kind, "message": message, "exit_code": int(code)}}, indent=2))
+    else:
+        typer.echo(f"shardwise: {message}", err=True)
+
+
+def _save_traceback() -> str:
+    with tempfile.NamedTemporaryFile("w", prefix="shardwise-", suffix=".traceback", delete=False) as file:
+        file.write(traceback.format_exc())
+        return file.name

@@ -1,0 +1,236 @@
+"""`shardwise train`: from nothing at all, a file or flags to a trained model in a run directory."""
+
+from __future__ import annotations
+
+import json as json_module
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.cli.config import Configuration, Given, Origin, read_configuration
+from shardwise.cli.derive import Derived, derive
+from shardwise.cli.devices import launched, surroundings
+from shardwise.cli.output import (
+    configuration_json,
+    configuration_table,
+    configuration_toml,
+    console,
+    identity,
+    plan_json,
+    print_json,
+    print_plan,
+)
+from shardwise.cli.run import start
+from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.launch.environment import Launch
+from shardwise.launch.job import Job
+from shardwise.plan.constraints import check, refuse
+from shardwise.train.rundir import RunDir, check_out, find_checkpoint, write_text
+
+FLAGS = {
+    "preset": "model.preset", "dim": "model.dim", "layers": "model.num_layers", "heads": "model.num_heads",
+    "kv_heads": "model.num_kv_heads", "ffn": "model.ffn_dim", "vocab": "model.vocab_size",
+    "max_seq_len": "model.max_seq_len", "data": "data.sources", "tokenizer": "data.tokenizer", "seq": "data.seq_len",
+    "optimizer": "optimizer.name", "lr": "optimizer.lr", "weight_decay": "optimizer.weight_decay",
+    "schedule": "schedule.name", "warmup": "schedule.warmup", "steps": "train.steps", "tokens": "train.tokens",
+    "batch": "train.global_batch", "accumulation": "train.micro_batches", "nonfinite": "train.nonfinite",
+    "seed": "train.seed", "deterministic": "train.deterministic", "eval_every": "train.eval_every",
+    "checkpoint_every": "train.checkpoint_every", "resume": "train.resume", "out": "train.out",
+    "sample": "train.sample", "nproc": "train.nproc", "port": "train.port", "device": "train.device",
+    "name": "train.name", "tensorboard": "train.tensorboard",
+}  # fmt: skip
+"""Parameter of `train` -> setting; `model`, `plan` and `clip` mean different settings by their form."""
+
+_Int = Annotated[int | None, typer.Option()]
+
+
+def train(
+    ctx: typer.Context,
+    config: Annotated[Path | None, typer.Argument(help="A run.toml; every key has a flag or `--set`.")] = None,
+    model: Annotated[str | None, typer.Option(help="A preset (bytes-3m, tiny, ...), or `pkg.mod:factory`.")] = None,
+    dim: _Int = None,
+    layers: _Int = None,
+    heads: _Int = None,
+    kv_heads: _Int = None,
+    ffn: _Int = None,
+    vocab: _Int = None,
+    max_seq_len: _Int = None,
+    data: Annotated[list[str] | None, typer.Option(help="stdlib, or text, .jsonl, .parquet files and globs.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes, or a tokenizers JSON file.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
+    plan: Annotated[str | None, typer.Option(help="Shorthand (`fsdp4 tp2 / bf16`) or file.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, adafactor, lion, muon, lamb.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Base learning rate.")] = None,
+    weight_decay: Annotated[float | None, typer.Option()] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, cosine, wsd, linear.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Length of the run in steps.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Length of the run in tokens: 300000, 4M, 1.5B.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per step over all ranks.")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per rank and step.")] = None,
+    clip: Annotated[str | None, typer.Option(help="1.0 or norm:1.0, value:0.5, none.")] = None,
+    nonfinite: Annotated[str | None, typer.Option(help="skip, stop or raise.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Two runs end bit-equal.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: at the end.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, never, or a run or checkpoint to start from.")] = None,
+    out: Annotated[str | None, typer.Option(help="The run's directory.")] = None,
+    sample: Annotated[bool | None, typer.Option("--sample/--no-sample", help="Print text of the model.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes on this machine.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the rendezvous; 0: a free one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: what is there.")] = None,
+    name: Annotated[str | None, typer.Option(help="Part of the run directory's name.")] = None,
+    tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Also write for TensorBoard.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="Any setting: train.seed=3.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print everything, start nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")] = False,
+) -> None:
+    """Train a model. Without arguments: a small decoder on Python's own sources, in about a minute."""
+    configuration = read_configuration(config, _given(ctx.params), sets or ())
+    launch = launched(nproc_given=nproc is not None or dry_run, command="shardwise train")
+    derived = derive(configuration, surroundings(configuration.settings.train.device, launch))
+    run = RunDir(Path(str(derived.settings.train.out)))
+    is_first = launch is None or launch.rank == 0
+    _check(derived, run, configuration, launch)
+    if is_first and not json:
+        out_console = console()
+        out_console.print(configuration_table(derived.configuration))
+        print_plan(out_console, derived)
+    if dry_run:
+        if json:
+            print_json({"out": str(run.path), "plan": plan_json(derived.plan), **configuration_json(derived)})
+        return
+    if is_first:
+        _write(derived, run)
+    code = _start(derived, run, launch, quiet=json)
+    if is_first:
+        _finish(run, code, json=json)
+    raise typer.Exit(code)
+
+
+def _given(params: dict[str, Any]) -> list[Given]:
+    """The flags that were used, as settings."""
+    given = []
+    for parameter, key in FLAGS.items():
+        value = params.get(parameter)
+        if value is not None and (value or not isinstance(value, list | tuple)):
+            flag = f"--{parameter.replace('_', '-')}"
+            if parameter == "tokens":
+                value = _count(value)
+            if parameter == "data":
+                value = tuple(value)
+            if parameter == "sample" and not value:
+                flag = "--no-sample"
+            given.append(Given(key=key, value=value, origin=Origin(kind="flag", detail=flag)))
+    for parameter, split in (("model", _model), ("plan", _plan), ("clip", _clip)):
+        if params.get(parameter) is not None:
+            origin = Origin(kind="flag", detail=f"--{parameter}")
+            given += [Given(key=key, value=value, origin=origin) for key, value in split(params[parameter]).items()]
+    return given
+
+
+def _model(text: str) -> dict[str, Any]:
+    return {"model.factory" if ":" in text else "model.preset": text}
+
+
+def _plan(text: str) -> dict[str, Any]:
+    return {"plan.file" if text.endswith((".toml", ".json")) else "plan.shorthand": text}
+
+
+def _clip(text: str) -> dict[str, Any]:
+    kind, _, number = text.rpartition(":")
+    if text == "none":
+        return {"train.clip_norm": 0.0}
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if kind not in ("", "norm", "value") or value <= 0:
+        raise ConfigError(f"--clip {text!r}: needed a positive number, `norm:1.0`, `value:0.5` or `none`")
+    return {"train.clip_value": value} if kind == "value" else {"train.clip_norm": value}
+
+
+def _count(text: str) -> int:
+    """`300000`, `4M`, `1.5B`."""
+    factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+    factor = factors.get(text[-1:].lower(), 1.0)
+    try:
+        count = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        count = 0.0
+    if count < 1:
+        raise ConfigError(f"--tokens {text!r}: needed a count such as 300000, 4M or 1.5B")
+    return int(count)
+
+
+def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: Launch | None) -> None:
+    """Everything that can be refused before a process starts."""
+    settings = derived.settings
+    world = launch.world if launch else int(settings.train.nproc or 1)
+    refuse(
+        check(
+            derived.plan,
+            spec=derived.spec,
+            world=world,
+            device=settings.train.device,
+            global_batch=settings.train.global_batch,
+            seq_len=settings.data.seq_len,
+        )
+    )
+    if launch is not None and configuration.settings.train.out is None:
+        raise UsageError(
+            f"{launch.launcher} started {launch.world} processes, which must agree on the run's directory; give --out"
+        )
+    if launch is None or launch.rank == 0:
+        resume = settings.train.resume
+        check_out(run, identity(derived), resume=resume)
+        if resume not in ("auto", "never"):
+            find_checkpoint(Path(resume))
+
+
+def _write(derived: Derived, run: RunDir) -> None:
+    write_text(run.config_toml, configuration_toml(derived.configuration))
+    write_text(run.config_json, json_module.dumps(configuration_json(derived), indent=2) + "\n")
+    derived.plan.save(run.plan)
+
+
+def _start(derived: Derived, run: RunDir, launch: Launch | None, *, quiet: bool) -> ExitCode:
+    """The ranks: started here, or this process as one of those that a launcher has started."""
+    settings = derived.settings.train
+    if launch is not None:
+        from shardwise.launch.worker import RunJob, run_session
+
+        run_session(RunJob(run=run, settings=derived.settings, plan=derived.plan, spec=derived.spec, quiet=quiet))
+        return ExitCode.OK
+    job = Job(
+        target="shardwise.launch.worker",
+        is_module=True,
+        args=(str(run.path), *(("--quiet",) if quiet else ())),
+        nproc=int(settings.nproc or 1),
+        port=settings.port,
+        # what cuBLAS asks for; read when its first handle is made, so it must be there from the start
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if settings.deterministic else {},
+    )
+    return start(job)
+
+
+def _finish(run: RunDir, code: ExitCode, *, json: bool) -> None:
+    """What was reached, and where it lies."""
+    summary = json_module.loads(run.summary.read_text()) if code == ExitCode.OK else {}
+    if json:
+        print_json({"run": str(run.path), "exit_code": int(code), **summary})
+        return
+    if code != ExitCode.OK:
+        if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) and run.has_checkpoints:
+            typer.echo(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}", err=True)
+        return
+    if summary["sample"]:
+        typer.echo(f"\na sample of the trained model:\n\n{summary['sample']}\n")
+    typer.echo(
+        f"held-out loss {summary['eval_loss']:.4f} nats per token ({summary['eval_bits_per_byte']:.4f} bits per byte); "
+        f"unigram entropy {summary['unigram_entropy']:.4f} nats; {summary['parameters']:,} parameters, "
+        f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s\nresults: {run.path}"
+    )

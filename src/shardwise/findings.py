@@ -1,0 +1,50 @@
+"""`Finding`: one thing that a check found out, with its evidence and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a constraint, a check or a watcher found.
+
+    `id` is stable across versions (`tp.heads`): tests, documents and JSON readers refer to it.
+    """
+
+    id: str
+    severity: Severity
+    what: str
+    evidence: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"{self.what}", f"found: {self.evidence}" if self.evidence else "", f"do: {self.fix}" if self.fix else ""]
+        return f"[{self.id}] " + "; ".join(part for part in parts if part)
+
+    def to_dict(self) -> dict[str, str]:
+        """The row that `--json` prints: `{id, severity, what, evidence, fix}`."""
+        return asdict(self)
+
+
+def errors_in(findings: Iterable[Finding]) -> list[Finding]:
+    """Those findings that refuse."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
+    """`"did you mean 'layers.*.wq'?"`, or the known names when nothing is near.
+
+    >>> nearest("sead", ["seed", "steps"])
+    "did you mean 'seed'?"
+    """
+    close = get_close_matches(name, known, n=limit, cutoff=0.6)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    shown = ", ".join(sorted(known)[:20])
+    return f"known: {shown}{', ...' if len(known) > 20 else ''}"

@@ -1,0 +1,114 @@
+"""What every rank of a local job runs: a script or module as `__main__`, its first failure kept for the launcher.
+
+`python -m shardwise.launch.entry --script train.py a b` is `python train.py a b`. With `--report RANK FILE PID` in
+front an exception goes to that file in place of the terminal, so that one message is printed and not one per rank.
+Imports no torch: the script does, or does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.errors import ExitCode, ShardwiseError
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Who this rank is to the launcher that started it."""
+
+    rank: int
+    path: Path
+    launcher_pid: int
+
+
+def main(argv: list[str]) -> int:
+    """Run a target as this process; the exit code.
+
+    Args:
+        argv: `--report RANK FILE PID` or nothing, then `--script PATH` or `--module NAME`, then the target's words.
+    """
+    reporting = None
+    if argv[0] == "--report":
+        reporting, argv = Reporting(int(argv[1]), Path(argv[2]), int(argv[3])), argv[4:]
+        _prepare(reporting)
+    kind, target, args = argv[0], argv[1], argv[2:]
+    try:
+        sys.argv = [target, *args]
+        if kind == "--module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(target).resolve().parent)
+            runpy.run_path(target, run_name="__main__")
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        return _report(error, reporting)
+    return ExitCode.OK
+
+
+def _prepare(reporting: Reporting) -> None:
+    # the launcher held signals back while it started us, and that is inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal
+    _die_with_parent(reporting.launcher_pid)
+
+
+def _report(error: Exception, reporting: Reporting | None) -> int:
+    """Write the error for the launcher; without one (torchrun), print it."""
+    known = isinstance(error, ShardwiseError)
+    code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.RANK_FAILED
+    text = "".join(traceback.format_exception(type(error), error, _below_runpy(error)))
+    if reporting is None:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n" if known else text)
+        return code
+    record = {
+        "rank": reporting.rank,
+        "type": type(error).__name__,
+        "message": str(error),
+        "exit_code": int(code),
+        "known": known,
+        "traceback": text,
+        "time_s": time.time(),
+    }
+    part = reporting.path.with_suffix(".part")
+    part.write_text(json.dumps(record), encoding="utf-8")
+    part.replace(reporting.path)  # the launcher never reads half a record
+    return code
+
+
+def _below_runpy(error: Exception) -> TracebackType | None:
+    """The traceback from the user's first frame on: our frames and runpy's say nothing of the failure."""
+    frame = error.__traceback__
+    while frame is not None and (
+        "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
+    ):
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
+def _die_with_parent(parent: int) -> None:
+    """A launcher that is killed without a chance to clean up takes its ranks with it (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    # SystemExit, so that multiprocessing's and torch's exit handlers run
+    sys.exit(main(sys.argv[1:]))

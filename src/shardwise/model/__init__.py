@@ -1,0 +1,1 @@
+"""What a model is, without torch: its size, its parts, its naming rules."""

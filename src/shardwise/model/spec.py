@@ -1,0 +1,203 @@
+"""`ModelSpec`: the sizes of a decoder as data, as far as plans need them; presets of known models.
+
+Parameter counts are sums of the shapes of the layers, exact to the parameter for the published models.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal, get_args
+
+from shardwise.errors import ConfigError, PlanError, UsageError
+from shardwise.findings import nearest
+from shardwise.records import RecordError, from_dict, located, read_file
+
+ModelKind = Literal["llama", "gpt", "moe"]
+
+_BLOCKS = {"llama": "layers.*", "moe": "layers.*", "gpt": "h.*"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes of a decoder: a chain of `num_layers` equal blocks between an embedding and a head.
+
+    `kind` says which layers a block has: `llama` RMSNorm, grouped-query attention, gated feed-forward of three
+    matrices, no bias; `moe` the same with `num_experts` feed-forwards and a router; `gpt` LayerNorm, attention and
+    a feed-forward of two matrices, all with bias, and learned positions.
+
+    Raises:
+        ConfigError: a size that is not positive, or heads that do not fit.
+    """
+
+    num_layers: int
+    dim: int
+    num_heads: int
+    ffn_dim: int
+    vocab_size: int
+    max_seq_len: int
+    name: str = "custom"
+    kind: ModelKind = "llama"
+    num_kv_heads: int = 0
+    """0: as many as `num_heads`."""
+    head_dim: int = 0
+    """0: `dim / num_heads`."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    blocks: str = ""
+    """Name pattern of the blocks; empty: `layers.*`, or `h.*` for gpt."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ModelKind):
+            raise ConfigError(f"model {self.name}: kind: {self.kind!r}; {nearest(self.kind, get_args(ModelKind))}")
+        positive = ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "max_seq_len")
+        for key in (*positive, "num_kv_heads", "head_dim", "num_experts", "experts_per_token"):
+            least = 1 if key in positive else 0
+            if getattr(self, key) < least:
+                raise ConfigError(f"model {self.name}: {key}: found {getattr(self, key)}, needed at least {least}")
+        if not self.head_dim and self.dim % self.num_heads:
+            raise ConfigError(
+                f"model {self.name}: dim: found {self.dim}, which num_heads={self.num_heads} does not divide; "
+                "give head_dim, or change one of them"
+            )
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.num_heads)
+        object.__setattr__(self, "blocks", self.blocks or _BLOCKS[self.kind])
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model {self.name}: num_kv_heads: found {self.num_kv_heads}, needed a divisor of "
+                f"num_heads={self.num_heads}"
+            )
+        if self.kind == "moe" and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"model {self.name}: experts_per_token: found {self.experts_per_token} of "
+                f"num_experts={self.num_experts}, needed 1 <= experts_per_token <= num_experts"
+            )
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one block's attention projections (and head norms)."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        weights = 2 * self.dim * width + 2 * self.dim * kv_width
+        biases = (width + 2 * kv_width) if self.qkv_bias or self.kind == "gpt" else 0
+        biases += self.dim if self.kind == "gpt" else 0
+        return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def ffn_params(self) -> int:
+        """Parameters of one feed-forward (of one expert)."""
+        if self.kind == "gpt":
+            return 2 * self.dim * self.ffn_dim + self.ffn_dim + self.dim
+        return 3 * self.dim * self.ffn_dim
+
+    @property
+    def norm_params(self) -> int:
+        """Parameters of one normalisation over `dim`."""
+        return 2 * self.dim if self.kind == "gpt" else self.dim
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of one block, with all its experts and the router."""
+        ffn = self.ffn_params
+        if self.kind == "moe":
+            ffn = self.num_experts * ffn + self.dim * self.num_experts
+        return self.attention_params + ffn + 2 * self.norm_params
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the token embedding, and of the positions of `gpt`."""
+        return self.vocab_size * self.dim + (self.max_seq_len * self.dim if self.kind == "gpt" else 0)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters of the last normalisation and of the head; a tied head has none of its own."""
+        return self.norm_params + (0 if self.tie_embeddings else self.vocab_size * self.dim)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model.
+
+        >>> preset("llama-8b").num_params
+        8030261248
+        """
+        return self.embedding_params + self.num_layers * self.block_params + self.head_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token meets: all but the experts it is not routed to."""
+        idle = (self.num_experts - self.experts_per_token) * self.ffn_params if self.kind == "moe" else 0
+        return self.num_params - self.num_layers * idle
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Names of the blocks in order.
+
+        >>> preset("tiny-gpt").block_names
+        ('h.0', 'h.1', 'h.2', 'h.3')
+        """
+        return tuple(self.blocks.replace("*", str(i)) for i in range(self.num_layers))
+
+
+def presets() -> list[str]:
+    """Names that `preset` knows."""
+    return list(_table())
+
+
+def preset(name: str) -> ModelSpec:
+    """The sizes of a known model.
+
+    Raises:
+        UsageError: an unknown name, with the nearest one.
+    """
+    table = _table()
+    if name not in table:
+        raise UsageError(
+            f"model {name!r}: unknown preset; {nearest(name, list(table))} (or give a .toml file of sizes)"
+        )
+    return spec_from_dict(table[name], name=name)
+
+
+def spec_from_dict(data: Mapping[str, Any], *, name: str = "custom") -> ModelSpec:
+    """A user's sizes; keys are the fields of `ModelSpec`. A key `preset` starts from a known model.
+
+    Raises:
+        ConfigError: an unknown key with the nearest one, a missing key, a wrong type, or sizes that do not fit.
+
+    >>> spec_from_dict({"preset": "tiny", "num_layers": 2}).num_layers
+    2
+    """
+    sizes = dict(data)
+    base: dict[str, Any] = {}
+    if "preset" in sizes:
+        known = sizes.pop("preset")
+        if not isinstance(known, str):
+            raise RecordError(("preset",), f"found {known!r}, needed the name of a preset")
+        if known not in _table():
+            raise RecordError(("preset",), f"unknown preset {known!r}; {nearest(known, presets())}")
+        base = {"name": known, **_table()[known]}
+    return from_dict(ModelSpec, {"name": name, **base, **sizes})
+
+
+def load_spec(source: str | os.PathLike[str]) -> ModelSpec:
+    """A preset by name, or the sizes in a .toml or .json file.
+
+    Raises:
+        UsageError: an unknown preset, or (as ConfigError) a file that does not hold sizes, with the line.
+    """
+    if isinstance(source, str) and not source.endswith((".toml", ".json")):
+        return preset(source)
+    data, text = read_file(source)
+    try:
+        return spec_from_dict(data, name=os.path.splitext(os.path.basename(source))[0])
+    except (ConfigError, PlanError) as error:
+        raise located(error, source, text) from None
+
+
+def _table() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("shardwise.model").joinpath("presets.toml").read_text(encoding="utf-8"))

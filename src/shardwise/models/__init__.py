@@ -1,0 +1,1 @@
+"""Reference models and the presets of public ones."""

@@ -1,0 +1,1 @@
+"""Passes that put a plan onto a module, and the mesh they run on."""

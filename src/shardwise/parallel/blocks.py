@@ -1,0 +1,117 @@
+"""`recompute_blocks` and `compile_blocks`: what happens block by block, names unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.errors import ModelError
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import Plan, Recompute
+
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+)
+"""Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
+(Korthikanti et al., arXiv:2205.05198, section 5)."""
+
+
+def own_blocks(placed: Placed) -> list[tuple[str, nn.Module]]:
+    """The blocks that hold parameters on this rank, by their original names, in order."""
+    found = []
+    for part in placed.parts:
+        for name in placed.blocks:
+            block = part.root.get_submodule(name)
+            if next(block.parameters(), None) is not None:
+                found.append((name, block))
+    return found
+
+
+def recomputed(blocks: tuple[str, ...], recompute: Recompute) -> set[str]:
+    """Names of the blocks whose activations are recomputed; spread evenly for a ratio.
+
+    >>> sorted(recomputed(("a", "b", "c", "d"), Recompute(mode="ratio", ratio=0.5)))
+    ['b', 'd']
+    """
+    match recompute.mode:
+        case "none":
+            return set()
+        case "every":
+            return {name for i, name in enumerate(blocks) if i % recompute.every == 0}
+        case "ratio":
+            r = recompute.ratio
+            return {name for i, name in enumerate(blocks) if int((i + 1) * r + 1e-9) > int(i * r + 1e-9)}
+        case _:
+            return set(blocks)
+
+
+def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """Recompute the chosen blocks in the backward pass, and keep saved activations in host memory if asked.
+
+    Raises:
+        ModelError: the plan recomputes blocks, and the model shows none.
+    """
+    if plan.recompute.mode == "none" and not plan.offload.activations:
+        return placed
+    if not placed.blocks:
+        raise ModelError(
+            f"recompute_blocks: the plan `{plan}` recomputes or offloads blocks, and no repeated blocks were found in "
+            f"{type(placed.parts[0].root).__name__}; name them with blocks=PATTERN (as `blocks=layers.*`)"
+        )
+    chosen = recomputed(placed.blocks, plan.recompute)
+    for name, block in own_blocks(placed):
+        forward: Callable[..., Any] = block.forward
+        if name in chosen:
+            options: dict[str, Any] = {"use_reentrant": False}
+            if plan.recompute.mode == "ops":
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+            forward = partial(checkpoint, forward, **options)
+        if plan.offload.activations:
+            forward = partial(_offloaded, forward, mesh.device.type != "cpu")
+        # an attribute of the instance: the class, the names and the state dict stay the user's
+        object.__setattr__(block, "forward", forward)
+    return placed
+
+
+def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloaded(forward: Callable[..., Any], pin_memory: bool, *args: Any, **kwargs: Any) -> Any:
+    with save_on_cpu(pin_memory=pin_memory):
+        return forward(*args, **kwargs)
+
+
+def compile_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """Compile each block by itself (`nn.Module.compile`): equal blocks share one compilation.
+
+    Raises:
+        ModelError: the plan compiles blocks, and the model shows none.
+    """
+    if not plan.compile:
+        return placed
+    if not placed.blocks:
+        raise ModelError(
+            f"compile_blocks: no repeated blocks were found in {type(placed.parts[0].root).__name__}; "
+            "name them with blocks=PATTERN, or drop `compile` from the plan"
+        )
+    for _, block in own_blocks(placed):
+        block.compile()
+    return placed

@@ -1,0 +1,111 @@
+"""`apply`: the passes, in their order, and what makes the module real at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.model.tracer import find_blocks
+from shardwise.parallel.blocks import compile_blocks, recompute_blocks
+from shardwise.parallel.blueprint import Init
+from shardwise.parallel.data import replicate_data, shard_data
+from shardwise.parallel.init import blueprint_for, materialize
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import cut_pipeline
+from shardwise.parallel.placed import Batch, Part, Placed, Placement
+from shardwise.parallel.precision import convert_precision
+from shardwise.parallel.tensor import shard_tensor
+from shardwise.plan.constraints import check, refuse
+from shardwise.plan.plan import Plan
+
+Pass = Callable[[Placed, Plan, Mesh], Placed]
+
+PASSES: tuple[Pass, ...] = (
+    convert_precision,  # first: every later pass sees parameters in the type that is kept
+    cut_pipeline,  # before sharding: what is on no stage of this rank is never sharded
+    shard_tensor,  # before recompute: a recomputed block holds the collectives of its own layers
+    recompute_blocks,  # inside compile, so that the compiler sees what is recomputed
+    compile_blocks,  # inside the data shards: gathers stay outside of compiled code
+    shard_data,  # last: it groups whatever parameters the others left
+)
+
+
+def apply(
+    module: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    init: Init | None = None,
+    seed: int = 0,
+    sample: Batch | None = None,
+    rules: Mapping[str, str] | None = None,
+) -> Placed:
+    """Put a plan onto a module: same names, same initial weights, this rank's share of them.
+
+    Args:
+        module: a factory (a class or a function without arguments), built on the meta device and materialised
+            shard by shard; or a module, whose own weights are kept and must be equal on all ranks.
+        plan: the layout.
+        mesh: from `open_mesh(plan)`.
+        init: None: what the constructor does, replayed per parameter; a function called with each submodule;
+            or `"reset_parameters"`.
+        seed: initial weights are a function of (seed, parameter name), the same bits under every plan.
+        sample: an example micro-batch; lets a pipeline place parameters by how forward uses them.
+        rules: tensor-parallel styles by name pattern, in place of the plan's recipe.
+
+    Returns:
+        The module's parts on this rank, ready to train.
+
+    Raises:
+        PlanError: the constraints refuse the plan.
+        ModelError: the module does not allow what the plan asks for.
+
+    Cost: collective; time to build the module once, memory of this rank's shard plus one full parameter.
+
+    >>> placed = apply(GPT, plan, mesh, seed=1234)  # doctest: +SKIP
+    """
+    refuse(check(plan, world=mesh.world, device=mesh.device.type))
+    blueprint = blueprint_for(module, init, mesh)
+    root = blueprint.module
+    placed = Placed(
+        parts=(Part(root=root, run=root),),
+        plan=plan,
+        mesh=mesh,
+        blocks=_blocks(root, plan),
+        sample=sample,
+        blueprint=blueprint,
+        rules=rules,
+        original_names=tuple(name for name, _ in root.named_modules()),
+    )
+    for run in PASSES:
+        placed = run(placed, plan, mesh)
+    placed = record_replicated(placed)
+    placed = materialize(placed, init, seed, mesh.device)
+    return replicate_data(placed, plan, mesh)
+
+
+def _blocks(root: nn.Module, plan: Plan) -> tuple[str, ...]:
+    try:
+        return find_blocks(root, plan.blocks)
+    except ModelError:
+        if plan.blocks != "auto":
+            raise
+        return ()  # a model without repeated blocks: the passes that need blocks say so
+
+
+def record_replicated(placed: Placed) -> Placed:
+    """Complete the placement table: what no pass placed is whole on every rank, and says so."""
+    rows = dict(placed.placements)
+    for name, parameter in placed.named_parameters().items():
+        rows.setdefault(
+            name,
+            Placement(
+                pass_name="none",
+                text="replicated",
+                global_shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype),
+            ),
+        )
+    return placed.with_(placements={name: rows[name] for name in placed.named_parameters()})

@@ -1,0 +1,156 @@
+"""`shard_data`: replicate or shard parameters, gradients and optimizer state over the data axes.
+
+One dial, `zero`, on torch's `fully_shard`:
+
+| zero | parameters within a step | gradients of a step's micro-batches   | optimizer state |
+|------|--------------------------|---------------------------------------|-----------------|
+| 0    | whole                    | summed whole, all-reduced once        | whole           |
+| 1    | gathered once            | summed whole, reduce-scattered once   | shard           |
+| 2    | gathered once            | reduce-scattered per micro-batch      | shard           |
+| 3    | gathered per use         | reduce-scattered per micro-batch      | shard           |
+
+Gradients are summed, never averaged: the step divides once, by the weight of the whole window.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.parallel.batchnorm import synchronise_batch_norm
+from shardwise.parallel.blocks import own_blocks
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Part, Placed, Placement
+from shardwise.parallel.precision import mixed_precision
+from shardwise.plan.plan import Plan
+
+
+def uses_fully_shard(plan: Plan) -> bool:
+    """True where `fully_shard` carries the data axes; else DDP does, or there is one data rank.
+
+    DDP is faster for plain replication, and does not compose with DTensor parameters, pipelines of several
+    stages or the mixed-precision policy.
+    """
+    composed = plan.axes.data > 1 and (plan.axes.tp > 1 or plan.axes.pp > 1)
+    return plan.zero > 0 or plan.precision in ("bf16", "fp16") or composed
+
+
+def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """Shard every parameter over the data axes (`fully_shard`), grouped by block or by size.
+
+    Plain replication is left to `replicate_data`, which needs real parameters.
+    """
+    if mesh.batch.size > 1:
+        for part in placed.parts:
+            synchronise_batch_norm(part.root, mesh.group("dp_replicate", "dp_shard"))
+    if not uses_fully_shard(plan):
+        return placed
+    data_mesh = _data_mesh(mesh)
+    options: dict[str, Any] = {
+        "mesh": data_mesh,
+        "mp_policy": mixed_precision(plan),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
+        if plan.offload.state
+        else OffloadPolicy(),
+    }
+    reshard = plan.communication.reshard_after_forward
+    if reshard is None:
+        reshard = plan.zero == 3
+    for part in placed.parts:
+        grouped = _groups(placed, part, plan)
+        for module in grouped:
+            fully_shard(module, reshard_after_forward=reshard, **options)
+        fully_shard(part.run, reshard_after_forward=False, **options)
+        _set_prefetch(grouped, plan.communication.prefetch)
+        for module in part.run.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    return placed.with_(placements=_record(placed, plan))
+
+
+def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """Wrap for plain replication (DDP) once the parameters are real. DDP averages; the step undoes it."""
+    if mesh.batch.size == 1 or uses_fully_shard(plan):
+        return placed
+    communication = plan.communication
+    parts = []
+    for part in placed.parts:
+        if next((p for p in part.root.parameters() if p.requires_grad), None) is None:
+            parts.append(part)
+            continue
+        with warnings.catch_warnings():
+            # deprecated in torch 2.13 without a replacement for "never": buffers are equal by construction
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            wrapped = DistributedDataParallel(
+                part.root,
+                process_group=mesh.group("dp_replicate", "dp_shard"),
+                bucket_cap_mb=communication.bucket_mb,
+                broadcast_buffers=False,
+                init_sync=False,
+                find_unused_parameters=communication.find_unused,
+                gradient_as_bucket_view=communication.bucket_view,
+                static_graph=communication.static_graph,
+            )
+        parts.append(Part(root=part.root, run=wrapped, stage=part.stage))
+    return placed.with_(parts=tuple(parts))
+
+
+def gradient_divisor(placed: Placed) -> int:
+    """By how much the data-parallel engine has divided the summed gradient: DDP averages, fully_shard sums."""
+    return placed.mesh.batch.size if isinstance(placed.parts[0].run, DistributedDataParallel) else 1
+
+
+def _data_mesh(mesh: Mesh) -> DeviceMesh:
+    if mesh.size("dp_replicate") > 1:
+        return mesh.device_mesh["dp_replicate", "dp_shard"]
+    return mesh.device_mesh["dp_shard"]
+
+
+def _groups(placed: Placed, part: Part, plan: Plan) -> list[nn.Module]:
+    """Modules whose parameters are gathered together, innermost first: blocks, or modules of a given size."""
+    if plan.wrap_min_params:
+        return _by_size(part.root, plan.wrap_min_params)[0]
+    inside = set(part.root.modules())
+    return [block for _, block in own_blocks(placed) if block in inside]
+
+
+def _by_size(module: nn.Module, min_params: int) -> tuple[list[nn.Module], int]:
+    """Modules below `module` that hold at least `min_params` not yet grouped, and how many stay ungrouped."""
+    found: list[nn.Module] = []
+    left = sum(p.numel() for p in module.parameters(recurse=False))
+    for child in module.children():
+        groups, rest = _by_size(child, min_params)
+        found += groups
+        callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if rest >= min_params and callable_child:
+            found.append(child)
+        else:
+            left += rest
+    return found, left
+
+
+def _set_prefetch(blocks: list[nn.Module], depth: int) -> None:
+    """Gather `depth` blocks ahead; 1 is what torch does by itself in the backward pass."""
+    if depth < 2:
+        return
+    modules = [block for block in blocks if isinstance(block, FSDPModule)]
+    for i, module in enumerate(modules):
+        module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + depth])
+        module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])
+
+
+def _record(placed: Placed, plan: Plan) -> dict[str, Placement]:
+    rows = dict(placed.placements)
+    for name, parameter in placed.named_parameters().items():
+        before = rows.get(name)
+        axes = "replicated over dp_replicate" if plan.zero == 0 else "Shard(0) over dp_shard"
+        text = f"{before.text}; {axes}" if before else axes
+        shape = before.global_shape if before else tuple(parameter.shape)
+        rows[name] = Placement(pass_name="shard_data", text=text, global_shape=shape, dtype=str(parameter.dtype))
+    return rows

@@ -1,0 +1,118 @@
+"""How a micro-batch becomes the arguments of the model's forward."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+
+LOSS_KEYS = ("labels", "weight")
+"""Keys of a dict batch that belong to the loss and are not given to the model."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Which keys of a dict batch a module's forward takes; None: any (`**kwargs`)."""
+
+    names: tuple[str, ...] | None
+    module: str
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Signature:
+        """Read it from the module's forward."""
+        parameters = inspect.signature(module.forward).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return cls(None, type(module).__name__)
+        return cls(tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL), type(module).__name__)
+
+
+def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments that a micro-batch gives to the model.
+
+    A dict gives the keys that forward names, all but `labels` and `weight`; a tuple or list gives its first
+    item; a tensor gives itself.
+
+    Raises:
+        ModelError: a dict of which forward takes no key.
+    """
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        takes = {
+            key: value
+            for key, value in batch.items()
+            if key not in LOSS_KEYS and (signature.names is None or key in signature.names)
+        }
+        if not takes:
+            raise ModelError(
+                f"{signature.module}.forward takes {', '.join(signature.names or ())}, and none of them is in the "
+                f"batch, which has {', '.join(map(str, batch))}; rename the keys in the collate function or the "
+                "arguments of forward, or give batches as tuples (inputs, targets)"
+            )
+        return (), takes
+    return (batch[0],), {}
+
+
+def num_rows(batch: Any) -> int:
+    """Samples in a micro-batch: the first dim of its first tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0]
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return next(v.shape[0] for v in values if isinstance(v, torch.Tensor))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device; the same object where they are there already (CPU)."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def split_rows(batch: Any, num_parts: int) -> list[Any]:
+    """A batch cut into micro-batches along its rows, as evenly as possible, the larger ones first.
+
+    Raises:
+        ModelError: fewer rows than micro-batches.
+    """
+    if num_parts == 1:
+        return [batch]
+    rows = num_rows(batch)
+    if rows < num_parts:
+        raise ModelError(f"a batch of {rows} rows cannot be cut into {num_parts} micro-batches; use mb{rows} or fewer")
+    share, extra = divmod(rows, num_parts)
+    sizes = [share + (i < extra) for i in range(num_parts)]
+    starts = [sum(sizes[:i]) for i in range(num_parts)]
+    return [_rows(batch, start, size, rows) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _rows(batch: Any, start: int, size: int, rows: int) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch[start : start + size] if batch.dim() and batch.shape[0] == rows else batch
+    if isinstance(batch, Mapping):
+        return {key: _rows(value, start, size, rows) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(_rows(value, start, size, rows) for value in batch)
+    return batch
+
+
+def distinct(micro: list[Any]) -> list[Any]:
+    """Micro-batches as different objects: padding may be the same object as the rows that it copies."""
+    seen: set[int] = set()
+    result = []
+    for batch in micro:
+        result.append(copy.copy(batch) if id(batch) in seen else batch)
+        seen.add(id(batch))
+    return result

@@ -1,0 +1,217 @@
+"""`Mesh`: the processes of a job, arranged along the axes of a plan, and how this process reaches the others.
+
+Every axis is there under every plan, with size 1 where the plan does not use it, so that code that reduces
+over `"tp"` needs no branch. Nothing is ambient: whoever communicates was given the mesh.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import LaunchError
+from shardwise.launch.environment import Launch, read_environment
+from shardwise.parallel.torch_private import flatten_mesh
+from shardwise.plan.plan import AXES, Plan
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""The axes whose ranks see different samples."""
+
+
+@dataclass(frozen=True)
+class BatchRank:
+    """Which share of a global batch this rank reads: share `rank` of `size`."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The live processes of a job along the axes `pp, dp_replicate, dp_shard, cp, tp`. Made by `open_mesh`."""
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    rank: int
+    world: int
+    batch: BatchRank
+    groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return self.device_mesh.size(AXES.index(axis))
+
+    def index(self, axis: str) -> int:
+        """This rank's coordinate on an axis."""
+        return int(self.device_mesh.get_local_rank(axis))
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The process group over one axis or over several together, this rank's own one.
+
+        The first call for a new set of several axes creates groups: every rank must make it.
+
+        >>> dist.all_reduce(tensor, group=mesh.group("dp_replicate", "dp_shard"))  # doctest: +SKIP
+        """
+        key = tuple(axis for axis in AXES if axis in axes and self.size(axis) > 1)
+        if set(axes) - set(AXES):
+            raise LaunchError(f"mesh.group({', '.join(map(repr, axes))}): unknown axis; the axes are {', '.join(AXES)}")
+        if key not in self.groups:
+            self.groups[key] = self._make_group(key, axes)
+        return self.groups[key]
+
+    def _make_group(self, key: tuple[str, ...], axes: tuple[str, ...]) -> dist.ProcessGroup:
+        if len(key) <= 1:
+            return self.device_mesh.get_group(key[0] if key else axes[0])
+        return flatten_mesh(self.device_mesh, key).get_group()
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0 of the world: who prints and writes."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank of the world is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def all_reduce_sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
+        """Sum a tensor in place over some axes (the whole world when none is named) and return it."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, axes)
+
+    def all_reduce_max(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
+        """Maximum in place over some axes (the whole world when none is named)."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, axes)
+
+    def all_reduce_min(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
+        """Minimum in place over some axes (the whole world when none is named)."""
+        return self._all_reduce(tensor, dist.ReduceOp.MIN, axes)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, axes: tuple[str, ...]) -> torch.Tensor:
+        if not axes:
+            if self.world > 1:
+                dist.all_reduce(tensor, op=op)
+        elif any(self.size(axis) > 1 for axis in axes):
+            dist.all_reduce(tensor, op=op, group=self.group(*axes))
+        return tensor
+
+
+@contextmanager
+def open_mesh(
+    plan: Plan,
+    *,
+    backend: str | None = None,
+    init: str | dist.Store | None = None,
+    timeout_s: float = 600.0,
+    device: str | torch.device | None = None,
+) -> Iterator[Mesh]:
+    """Join the job's processes and arrange them along the plan's axes; leave them at the end.
+
+    Rank and world size come from the launcher's environment (torchrun, SLURM, Open MPI; none of them: one
+    process). A process group that exists already is used and left alone.
+
+    Args:
+        plan: its axes give the mesh; their product must be the number of processes.
+        backend: `nccl`, `gloo`, `mpi`, ...; None: what torch prefers for the device.
+        init: `env://`, `tcp://host:port`, `file://path`, or a torch `Store`; None: what the launcher left.
+        timeout_s: seconds after which a collective that does not complete is an error.
+        device: `cpu`, `cuda`, ...; None: the accelerator that torch sees, else the CPU.
+
+    Raises:
+        LaunchError: the world is not what the plan needs, or the launcher's variables contradict each other.
+
+    >>> with open_mesh(Plan()) as mesh:  # doctest: +SKIP
+    ...     print(mesh.rank, mesh.batch)
+    """
+    launch = read_environment(os.environ)
+    own = not dist.is_initialized()
+    world = launch.world if own else dist.get_world_size()
+    if world != plan.world:
+        raise LaunchError(
+            f"open_mesh: the plan `{plan}` needs {plan.world} processes, found {world} "
+            f"({'an initialised process group' if not own else f'launcher: {launch.launcher}'}); "
+            f"start {plan.world} processes, or {_suggestion(plan, world)}"
+        )
+    here = _device(device, launch.local_rank)
+    if here.type != "cpu":
+        torch.accelerator.set_device_index(here)
+    if own:
+        _join(launch, backend or _backend(here), init, timeout_s)
+    try:
+        yield _arrange(plan, here)
+    finally:
+        if own and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _suggestion(plan: Plan, world: int) -> str:
+    fixed = plan.world // plan.axes.data
+    if world % fixed == 0:
+        return f"change the data axes to {world // fixed} in all (`dp{world // fixed}` or `fsdp{world // fixed}`)"
+    return f"choose pp x tp that divides {world} (now {fixed})"
+
+
+def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    if device is None:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise LaunchError(
+            f"open_mesh: local rank {local_rank} has no {device.type} device, this machine shows {count}; "
+            f"start at most {count} processes here, or pass device='cpu'"
+        )
+    return torch.device(device.type, local_rank)
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    name = dist.get_default_backend_for_device(device)
+    # collectives on CPU tensors (checkpoints, tickets) go through gloo beside the device's own back-end
+    return f"cpu:gloo,{device.type}:{name}"
+
+
+def _join(launch: Launch, backend: str, init: str | dist.Store | None, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if isinstance(init, dist.Store):
+            dist.init_process_group(
+                backend, store=init, rank=launch.rank, world_size=launch.world, timeout=timeout
+            )
+        elif launch.launcher == "none" and init is None and launch.world == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            method = init or launch.init
+            dist.init_process_group(
+                backend, init_method=method, rank=launch.rank, world_size=launch.world, timeout=timeout
+            )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"open_mesh: rank {launch.rank} of {launch.world} could not join ({backend}, {init or launch.init}): "
+            f"{str(error).splitlines()[0]}; check that the address is reachable, the port free and every rank started"
+        ) from error
+
+
+def _arrange(plan: Plan, device: torch.device) -> Mesh:
+    axes = plan.axes
+    shape = (axes.pp, axes.dp_replicate, axes.dp_shard, axes.cp, axes.tp)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    replicate, shard = (int(device_mesh.get_local_rank(axis)) for axis in DATA_AXES)
+    mesh = Mesh(
+        device_mesh=device_mesh,
+        device=device,
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        batch=BatchRank(rank=replicate * axes.dp_shard + shard, size=axes.data),
+    )
+    mesh.group(*DATA_AXES)  # created here, while every rank is at the same place
+    return mesh

@@ -1,0 +1,119 @@
+"""`Placed`: a module with a plan applied to it, as this rank sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ModelError
+from shardwise.parallel.mesh import Mesh
+from shardwise.plan.plan import Plan
+
+Batch = Any
+"""One micro-batch as the collate function gives it: a dict of tensors, a tuple, or a tensor; rows first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one parameter went: the pass that placed it, in which way, and its shape before."""
+
+    pass_name: str
+    text: str
+    global_shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One stage of the model on this rank (the whole model without a pipeline)."""
+
+    root: nn.Module
+    """The user's module, pruned to this stage; parameters keep their original names."""
+    run: nn.Module
+    """What is called: the root, a data-parallel wrapper around it, or the pipeline's stage around it."""
+    stage: int = 0
+
+
+class PipelineRunner(Protocol):
+    """What `cut_pipeline` leaves for the step."""
+
+    def run(
+        self, micro_batches: list[Batch], loss_fn: Callable[[Any, Batch], torch.Tensor], *, backward: bool
+    ) -> list[torch.Tensor]:
+        """Run the schedule over this rank's micro-batches; losses on the rank of the last stage, else empty."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A module with a plan applied: its parts on this rank and where each parameter went.
+
+    Made by `shardwise.apply`. Names are those of the user's module under every plan.
+    """
+
+    parts: tuple[Part, ...]
+    plan: Plan
+    mesh: Mesh
+    blocks: tuple[str, ...] = ()
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    sample: Batch | None = None
+    blueprint: Any = None
+    rules: Mapping[str, str] | None = None
+    pipeline: PipelineRunner | None = None
+    original_names: tuple[str, ...] = ()
+    """Names of all modules of the original model, whatever was pruned from this rank."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module on this rank, pruned to its stage under a pipeline.
+
+        Raises:
+            ModelError: several stages live on this rank; use `parts`.
+        """
+        if len(self.parts) != 1:
+            raise ModelError(
+                f"placed.module: rank {self.mesh.rank} holds {len(self.parts)} pipeline stages "
+                f"({self.plan.schedule.kind}), so there is no single module; iterate over placed.parts"
+            )
+        return self.parts[0].root
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Original name -> parameter of this rank (a DTensor where it is sharded)."""
+        return {name: p for part in self.parts for name, p in part.root.named_parameters()}
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """Original name -> buffer of this rank."""
+        return {name: b for part in self.parts for name, b in part.root.named_buffers()}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, in order of their names in the module."""
+        return iter(self.named_parameters().values())
+
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """Original name -> parameter over this rank's shard, sharing its storage.
+
+        Element-wise optimizers (SGD, AdamW, Lion) step these: the update is the same and free of the
+        cost of dispatching through DTensor.
+        """
+        local: dict[str, nn.Parameter] = {}
+        for name, parameter in self.named_parameters().items():
+            if isinstance(parameter, DTensor):
+                shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+                local[name] = shard
+            else:
+                local[name] = parameter
+        return local
+
+    def train(self, mode: bool = True) -> None:
+        """Switch all parts between training and evaluation behaviour."""
+        for part in self.parts:
+            part.run.train(mode)
+
+    def with_(self, **changes: Any) -> Placed:
+        """A copy with some fields replaced: what a pass returns."""
+        return replace(self, **changes)

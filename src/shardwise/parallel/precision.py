@@ -1,0 +1,49 @@
+"""`convert_precision`: the type of the parameters, and the policy of mixed precision.
+
+One policy under every plan: bf16 and fp16 compute through `fully_shard`'s mixed precision on any mesh, size 1
+included, so that changing the mesh does not change which operations run in which type.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Placed
+from shardwise.parallel.torch_private import apply_to_tensors
+from shardwise.plan.plan import Plan
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def convert_precision(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """Give the parameters the type in which the optimizer keeps them.
+
+    fp64 and fp32 convert parameters and floating buffers; bf16 and fp16 keep fp32 parameters (the master
+    weights) and compute in the half type; bf16-pure stores parameters in bf16, and the optimizer keeps an fp32
+    master copy of them.
+    """
+    kept = {"fp64": torch.float64, "bf16-pure": torch.bfloat16}.get(plan.precision, torch.float32)
+    for part in placed.parts:
+        if plan.precision == "bf16-pure":
+            for parameter in part.root.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(kept)
+        else:
+            apply_to_tensors(part.root, lambda t: t.to(kept) if t.is_floating_point() else t)
+    if mesh.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = plan.tf32
+        torch.backends.cudnn.allow_tf32 = plan.tf32
+    return placed
+
+
+def mixed_precision(plan: Plan) -> MixedPrecisionPolicy:
+    """The policy that `fully_shard` is given: compute type, type of gradients on the wire."""
+    reduce = plan.communication.reduce_dtype
+    reduce_dtype = _DTYPES[reduce] if reduce else None
+    if plan.precision in ("bf16", "fp16"):
+        return MixedPrecisionPolicy(param_dtype=_DTYPES[plan.precision], reduce_dtype=reduce_dtype or torch.float32)
+    if plan.precision == "bf16-pure":
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype or torch.float32)
+    return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)

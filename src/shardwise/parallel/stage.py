@@ -1,0 +1,196 @@
+"""One stage of a pipeline: the user's own module with what belongs to other stages taken out.
+
+The module keeps its class, its forward and its names. Blocks of other stages become pass-throughs without
+parameters; a parameter that is used before the blocks is on the first stage only, one used after them on the last.
+Forward runs on every stage as it is written, so that masks, positions and rotary tables, which each stage needs,
+are made where they are used; the pass-through in front of a stage's first block gives what was received, and the
+one behind its last block ends the forward there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ModelError
+from shardwise.model.nested import at, put
+from shardwise.model.tracer import Chain, copy_module, tensors_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Which part of a model a stage is: its blocks, and the names that it keeps or loses."""
+
+    stage: int
+    num_stages: int
+    first: int
+    """Index of the first block of this stage."""
+    last: int
+    """Index of the last block of this stage."""
+    blocks: tuple[str, ...]
+    """Names of all blocks of the model."""
+    elsewhere: frozenset[str]
+    """Parameters and written buffers outside of the blocks that belong to other stages."""
+
+    @property
+    def is_last(self) -> bool:
+        """True for the stage that computes the loss."""
+        return self.stage == self.num_stages - 1
+
+
+@dataclass
+class Wiring:
+    """What a stage's pass-throughs share: the traced chain, and what was received for the running micro-batch."""
+
+    chain: Chain | None = None
+    received: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass
+class Feed:
+    """What the last stage needs beside the model's inputs: the micro-batches of the running call, and the loss."""
+
+    micro_batches: list[Any] = field(default_factory=list)
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+
+
+class StageDone(BaseException):  # noqa: N818 - no error: it leaves a forward, past any `except Exception` in it
+    """Ends the forward of a stage behind its last block, with the tensors that go on to the next stage."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        super().__init__("the stage's blocks are done")
+        self.tensors = tensors
+
+
+class PassThrough(nn.Module):
+    """Stands for a block of another stage, with the same plain attributes and no parameters."""
+
+    def __init__(self, block: nn.Module, index: int, cut: Cut, wiring: Wiring) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and not isinstance(v, torch.Tensor)}
+        for name, value in plain.items():
+            if name not in ("training", "forward"):
+                setattr(self, name, value)
+        self.block_class, self.block_index, self.cut, self.wiring = type(block), index, cut, wiring
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the block's class, as a constant that forward looks at."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block_class"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block would return, with the received tensors in it; or the end of this stage's forward."""
+        chain, index = self.wiring.chain, self.block_index
+        assert chain is not None
+        if index > self.cut.last:
+            arguments = {"args": args, "kwargs": kwargs}
+            raise StageDone(tuple(at(arguments, path) for path in chain.links[index - 1].inputs))
+        received = self.wiring.received
+        # only the last of them is used; the ones before it may be of other shapes, and nothing looks at them
+        paths = chain.links[index].outputs
+        return put(chain.forms[index], {path: received[min(i, len(received) - 1)] for i, path in enumerate(paths)})
+
+    def extra_repr(self) -> str:
+        """Shown by `print(module)`."""
+        return f"{self.block_class.__name__} of another pipeline stage"
+
+
+class StageModule(nn.Module):
+    """What a pipeline's schedule calls: received tensors in, tensors for the next stage or the loss out."""
+
+    def __init__(self, root: nn.Module, cut: Cut, wiring: Wiring) -> None:
+        super().__init__()
+        self.root = root
+        self.cut, self.wiring, self.feed = cut, wiring, Feed()
+
+    def forward(self, *received: torch.Tensor, index: int, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Run the user's forward on micro-batch `index`, as far as this stage goes.
+
+        Args:
+            received: what the stage before gave; on the first stage nothing that matters.
+            index: number of the micro-batch, for the loss.
+            inputs: positional and keyword arguments of the user's forward, the same on every stage.
+
+        Returns:
+            A tuple of contiguous tensors for the next stage; on the last stage the 0-dim loss.
+        """
+        if self.cut.stage:
+            self.wiring.received = tuple(_Receive.apply(tensor) for tensor in received)  # type: ignore[no-untyped-call]
+        try:
+            output = self.root(*inputs[0], **inputs[1])
+        except StageDone as done:
+            return tuple(self._sendable(tensor) for tensor in done.tensors)
+        finally:
+            self.wiring.received = ()
+        if not self.cut.is_last:
+            raise ModelError(
+                f"pipeline stage {self.cut.stage}: forward returned without calling "
+                f"{self.cut.blocks[self.cut.last + 1]}, which the traced forward did call; forward must call its "
+                "blocks in every micro-batch"
+            )
+        assert self.feed.loss_fn is not None
+        return self.feed.loss_fn(output, self.feed.micro_batches[index])
+
+    def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            raise ModelError(
+                f"pipeline stage {self.cut.stage}: {self.cut.blocks[self.cut.last]} returns a DTensor "
+                f"({tensor.placements}); blocks at a stage boundary must return plain tensors: let the last layer of "
+                "the block give its local output (use_local_output=True)"
+            )
+        return tensor.contiguous()  # what the transport needs
+
+
+class _Receive(torch.autograd.Function):
+    """The received tensor, no longer a leaf (blocks may add to it in place), with a gradient that can be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].contiguous()
+
+
+def prune(root: nn.Module, cut: Cut, wiring: Wiring, device: torch.device) -> nn.Module:
+    """A copy of a module with only one stage's parameters: the same objects, under the same names.
+
+    Args:
+        root: the whole module, meta or real; it is not changed.
+        cut: what stays.
+        wiring: shared by the pass-throughs.
+        device: where the zeros live that stand for parameters of other stages (one number each).
+
+    Raises:
+        ModelError: the module's structure cannot be copied.
+    """
+    stage = copy_module(root, {id(t): t for t in (*root.parameters(), *root.buffers())})
+    for index, name in enumerate(cut.blocks):
+        if not cut.first <= index <= cut.last:
+            _replace(stage, name, PassThrough(stage.get_submodule(name), index, cut, wiring))
+    for name in sorted(cut.elsewhere):
+        path, _, last = name.rpartition(".")
+        owner = stage.get_submodule(path)
+        tensor = cast(torch.Tensor, getattr(owner, last))
+        delattr(owner, last)
+        zeros = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        setattr(owner, last, zeros.clone() if not isinstance(tensor, nn.Parameter) else zeros)
+    return stage
+
+
+def _replace(module: nn.Module, name: str, new: nn.Module) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(module.get_submodule(path), last, new)
+
+
+def signature_of(inputs: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Paths, shapes and types of the tensors in each micro-batch's inputs: equal ones can share buffers."""
+    return tuple(tuple((path, tuple(t.shape), t.dtype) for path, t in tensors_in(x)) for x in inputs)

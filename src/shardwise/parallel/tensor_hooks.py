@@ -1,0 +1,230 @@
+"""What tensor parallelism adds around the forward of a module: inputs split or gathered, parameters made local.
+
+Each function changes one module in place, without touching its class, its names or its state dict.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shardwise.errors import ModelError
+from shardwise.parallel.regions import enter, gather, split
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Put `wrapper(forward, *args, **kwargs)` in place of the instance's forward; its signature stays visible."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
+
+    # an attribute of the instance: the class, the names and the state dict stay the user's
+    object.__setattr__(module, "forward", forward)
+
+
+def with_local_parameters(module: nn.Module, gradient: Placement) -> None:
+    """The module's own forward sees this rank's plain tensors in place of its DTensor parameters.
+
+    Args:
+        module: Its own parameters are replicated DTensors.
+        gradient: `Replicate()` where every rank computes the same gradient, `Partial()` where ranks' gradients add up.
+    """
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        local = {
+            name: parameter.to_local(grad_placements=(gradient,))
+            for name, parameter in module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        }
+        # instance attributes come before registered parameters in attribute lookup; gone again after the call
+        vars(module).update(local)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for name in local:
+                del vars(module)[name]
+
+    wrap_forward(module, run)
+
+
+class Holder:
+    """The input that the column layers of one module share, while that module's forward runs.
+
+    Without it each of wq, wk and wv would gather, and reduce the gradient of, the same tensor.
+    """
+
+    def __init__(self, tp_mesh: DeviceMesh, sequence_dim: int | None, name: str) -> None:
+        """`sequence_dim`: the dim along which the module's input is split; None: it is whole."""
+        self.tp_mesh = tp_mesh
+        self.sequence_dim = sequence_dim
+        self.name = name
+        self.plain: torch.Tensor | None = None
+        self.shared: DTensor | None = None
+
+    def serve(self, column: nn.Module) -> None:
+        """Give `column` the shared form when it is called with the plain one; any other input is left as it is."""
+
+        def swap(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if self.plain is not None and args and args[0] is self.plain:
+                return (self.shared, *args[1:])
+            return None
+
+        column.register_forward_pre_hook(swap, prepend=True)
+
+
+def hold(module: nn.Module, holder: Holder) -> None:
+    """Let `module` gather its first input where that is split, and share it with its column layers."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first = _First.of(module, args, kwargs)
+        if first is None or not first.tensor.is_floating_point() or isinstance(first.tensor, DTensor):
+            return forward(*args, **kwargs)
+        holder.plain, holder.shared = enter(first.tensor, holder.tp_mesh, holder.sequence_dim)
+        try:
+            args, kwargs = first.replaced(holder.plain, args, kwargs)
+            outputs = forward(*args, **kwargs)
+        finally:
+            holder.plain = holder.shared = None
+        if holder.sequence_dim is not None:
+            _check_split_again(outputs, first.tensor, holder)
+        return outputs
+
+    wrap_forward(module, run)
+
+
+def _check_split_again(outputs: Any, local_input: torch.Tensor, holder: Holder) -> None:
+    """A module that gathered the sequence must end in a row layer, which splits it again."""
+    dim = holder.sequence_dim
+    output = outputs[0] if isinstance(outputs, tuple) else outputs
+    if not isinstance(output, torch.Tensor) or dim is None or output.dim() <= dim:
+        return
+    if output.shape[dim] != local_input.shape[dim]:
+        raise ModelError(
+            f"sequence shards: {holder.name} returned {output.shape[dim]} tokens, needed {local_input.shape[dim]} "
+            f"(1/{holder.tp_mesh.size()} of the sequence); its last layer must have the rule 'row'"
+        )
+
+
+def accept_whole_or_split(linear: nn.Linear, tp_mesh: DeviceMesh, name: str) -> None:
+    """Let a row layer take the whole input too (after a 'column-gather' layer): the shape tells which it is."""
+    whole, part = linear.in_features, linear.in_features // tp_mesh.size()
+
+    def to_split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        tensor = args[0]
+        if isinstance(tensor, DTensor) or tensor.shape[-1] == part:
+            return None
+        if tensor.shape[-1] != whole:
+            raise ModelError(
+                f"row layer {name}: the input has {tensor.shape[-1]} features, needed {part} (split by the column "
+                f"layers before it) or {whole} (whole); give the layers that feed it the rule 'column' or "
+                "'column-gather'"
+            )
+        shared = DTensor.from_local(tensor, tp_mesh, (Replicate(),), run_check=False)
+        return (shared.redistribute(placements=(Shard(tensor.dim() - 1),)), *args[1:])
+
+    linear.register_forward_pre_hook(to_split, prepend=True)
+
+
+def split_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:
+    """The block's first input arrives whole and is split along the sequence."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        first = _First.of(block, args, kwargs)
+        if first is None or first.tensor.dim() <= dim:
+            found = "no tensor" if first is None else f"shape {tuple(first.tensor.shape)}"
+            raise ModelError(
+                f"sequence shards: the first input of the block {name} is {found}, needed (batch, sequence, features); "
+                "pass the hidden states first, or drop `seq` from the plan"
+            )
+        if first.tensor.shape[dim] % tp_mesh.size():
+            raise ModelError(
+                f"sequence shards: tp={tp_mesh.size()} does not divide the {first.tensor.shape[dim]} tokens of the "
+                f"input of {name} (shape {tuple(first.tensor.shape)}); pad sequences to a multiple of "
+                f"{tp_mesh.size()}, or drop `seq` from the plan"
+            )
+        args, kwargs = first.replaced(split(first.tensor, tp_mesh, dim), args, kwargs)
+        return forward(*args, **kwargs)
+
+    wrap_forward(block, run)
+
+
+def leave_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:
+    """The block's output (the first of a tuple) is gathered along the sequence."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        if isinstance(outputs, torch.Tensor):
+            return gather(outputs, tp_mesh, dim)
+        if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], torch.Tensor):
+            return (gather(outputs[0], tp_mesh, dim), *outputs[1:])
+        raise ModelError(
+            f"sequence shards: the block {name} returned {type(outputs).__name__}, needed a tensor or a tuple that "
+            "starts with one; return the hidden states first, or drop `seq` from the plan"
+        )
+
+    wrap_forward(block, run)
+
+
+def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, name: str) -> None:
+    """At its first call, a module declared 'replicate' must see the same input on every tp rank.
+
+    Else each rank computes a part of its gradient, and training would go on with a wrong one.
+    Cost: one all-reduce of two numbers, once.
+    """
+    pending = [True]
+
+    def check(_: nn.Module, args: tuple[Any, ...]) -> None:
+        tensor = args[0] if args else None
+        # fake and compiled tensors have no values to compare
+        if not pending or torch.compiler.is_compiling() or type(tensor) is not torch.Tensor or tensor.is_meta:
+            return
+        pending.clear()
+        with torch.no_grad():
+            flat = tensor.detach().reshape(-1).double()
+            print_ = (flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)).sum()
+            low_high = torch.stack([-print_, print_])
+            dist.all_reduce(low_high, op=dist.ReduceOp.MAX, group=tp_mesh.get_group())
+            spread = float(low_high.sum())
+        if spread > 1e-3 * float(flat.abs().sum() + 1e-6):
+            raise ModelError(
+                f"sharding rule 'replicate' on {name}: its input differs between tp ranks (by {spread:.3g}), so its "
+                "gradient would be a part of the whole; needed: the same input everywhere; use 'heads' for a norm of "
+                "split queries or keys, or 'column-gather' for the layers that feed it"
+            )
+
+    module.register_forward_pre_hook(check)
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first tensor that a module is called with: position 0, or the keyword of forward's first parameter."""
+
+    tensor: torch.Tensor
+    keyword: str | None
+
+    @staticmethod
+    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _First | None:
+        if args:
+            return _First(args[0], None) if isinstance(args[0], torch.Tensor) else None
+        keyword = next(iter(inspect.signature(module.forward).parameters), None)
+        value = kwargs.get(keyword) if keyword else None
+        return _First(value, keyword) if isinstance(value, torch.Tensor) else None
+
+    def replaced(
+        self, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with the first tensor exchanged."""
+        if self.keyword is None:
+            return (tensor, *args[1:]), kwargs
+        return args, {**kwargs, self.keyword: tensor}

@@ -1,0 +1,151 @@
+"""The private torch names that this folder uses, and nothing else. Each has a test that fails when torch moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """One axis out of several: `DeviceMesh._flatten`, private in torch 2.13. Every rank must call it."""
+    return mesh[axes]._flatten("_".join(axes))
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer in place, ties kept: `Module._apply`, what `Module.to` is made of."""
+    module._apply(function)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Address of a tensor's storage object, on the meta device too: `UntypedStorage._cdata`."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def skipped_init(frame: FrameType) -> tuple[Callable[..., torch.Tensor], dict[str, Any]] | None:
+    """The function of `torch.nn.init` that is about to do nothing because its tensor is on meta, with its arguments.
+
+    `trunc_normal_` (through `_no_grad_trunc_normal_`), `orthogonal_` and `sparse_` return early on meta tensors, and
+    offer no other hook than the read of `Tensor.is_meta` in their own frame.
+    """
+    code = frame.f_code
+    if frame.f_globals.get("__name__") != "torch.nn.init":
+        return None
+    names = code.co_varnames[: code.co_argcount]
+    return getattr(torch.nn.init, code.co_name), {name: frame.f_locals[name] for name in names}
+
+
+def resync_fully_sharded(module: nn.Module) -> None:
+    """Tell `fully_shard` that its parameters' local shards are other tensors now: `FSDPModule._apply` does it."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            refresh(part)
+
+
+def refresh(module: nn.Module) -> None:
+    """Tell one module that its tensors are other objects now, after which it rebuilds what it derives from them."""
+    module._apply(lambda tensor: tensor, recurse=False)
+
+
+def strided_shard_factor(placement: Placement) -> int | None:
+    """`split_factor` of a `_StridedShard` (sharded after the placements to its right), None for any other placement."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
+SCHEDULE_CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
+"""torch's schedule for each kind of a plan."""
+
+
+def run_schedule(
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti,
+    stages: list[PipelineStage],
+    arguments: list[tuple[torch.Tensor, ...]],
+    keywords: list[dict[str, object]],
+) -> list[torch.Tensor]:
+    """One forward and backward of every micro-batch: `_step_microbatches`, the part of `step` after it splits a batch.
+
+    Returns the losses on the rank of the last stage, an empty list elsewhere.
+    """
+    losses: list[torch.Tensor] = []
+    for stage in stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    targets = [None] * len(arguments)
+    schedule._step_microbatches(arguments, keywords, targets, losses, return_outputs=False)
+    for stage in stages:
+        stage.clear_runtime_states()
+    return losses
+
+
+@dataclass
+class _StandIn:
+    """As much of a stage as a schedule looks at when it writes its table."""
+
+    num_stages: int
+    group_size: int
+    stage_index: int = 0
+    group_rank: int = 0
+    is_first: bool = True
+    is_last: bool = False
+    submod: None = None
+    stage_index_to_group_rank: dict[int, int] = dataclass_field(default_factory=dict)
+
+
+def schedule_order(
+    kind: str, num_ranks: int, stages_per_rank: int, micro_batches: int
+) -> list[list[tuple[str, int, int]]]:
+    """Torch's own order of work: rows per rank of (kind of work, stage, micro-batch), without a process group.
+
+    `F` forward, `B` whole backward, `I` backward to the inputs, `W` backward to the weights. An overlapped pair is
+    two rows, as torch runs it. From `_get_pipeline_order` of single-stage schedules, `pipeline_order` of others.
+    """
+    stages: Any = [_StandIn(num_ranks * stages_per_rank, num_ranks) for _ in range(stages_per_rank)]
+    single = issubclass(SCHEDULE_CLASSES[kind], PipelineScheduleSingle)
+    schedule: Any = SCHEDULE_CLASSES[kind](stages[0] if single else stages, micro_batches, scale_grads=False)
+    table = []
+    for rank in range(num_ranks):
+        rows = []
+        for action in schedule.pipeline_order[rank]:
+            for part in () if action is None else action.sub_actions or (action,):
+                work = part.computation_type.value
+                if work in ("F", "B", "I", "W"):
+                    rows.append((work, int(part.stage_index), int(part.microbatch_index)))
+        table.append(rows)
+    return table
+
+
+def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange two tensors and keep the objects: `torch.utils.swap_tensors`, public but without types."""
+    torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+
+
+OperationMode = TorchDispatchMode
+"""Base of a context that sees every aten operation: `torch.utils._python_dispatch.TorchDispatchMode`."""

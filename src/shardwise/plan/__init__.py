@@ -1,0 +1,1 @@
+"""Plans: what they are, which are legal, what they cost. Nothing here imports torch."""

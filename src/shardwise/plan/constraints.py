@@ -1,0 +1,115 @@
+"""Every rule between features, in one table: "X does not work with Y" is said here and nowhere else.
+
+The rows stand in three files by section: `rows_data.py`, `rows_pipeline.py`, `rows_tensor.py`. To add one, write below
+the others of its section:
+
+    @_row("pp.some-id", "One sentence for docs/constraints.md: what is refused, and why.")
+    def _some_id(case: Case) -> Hit | None:
+        if case.plan.axes.pp == 1 or not case.plan.compile:
+            return None
+        return Hit(what="...", found="...", fix="...", plans=[change(case.plan, compile=False)])
+
+`plans` are candidates that do not break this row; `check` searches on from them to the nearest plan that breaks none.
+Then run `python -m shardwise.plan.constraints > docs/constraints.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from shardwise.errors import PlanError
+from shardwise.findings import Finding, errors_in
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Plan
+from shardwise.plan.repair import Case, Hit, Row, change, markdown, nearest_legal
+from shardwise.plan.rows_data import BLOCKS, DATA, WORLD
+from shardwise.plan.rows_pipeline import PIPELINE
+from shardwise.plan.rows_tensor import TENSOR
+
+SECTIONS: Mapping[str, Mapping[str, Row]] = {
+    "World and axes": WORLD,
+    "Data axes and batch": DATA,
+    "Pipeline": PIPELINE,
+    "Tensor": TENSOR,
+    "Recompute and precision": BLOCKS,
+}
+"""The table by section; findings are given in this order."""
+
+ROWS: Mapping[str, Row] = {row_id: row for rows in SECTIONS.values() for row_id, row in rows.items()}
+"""The whole table: id -> row."""
+
+
+def check(
+    plan: Plan,
+    *,
+    spec: ModelSpec | None = None,
+    world: int | None = None,
+    device: str | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+) -> list[Finding]:
+    """What the table says of a plan: errors refuse it, warnings and notes do not.
+
+    What is not given is not checked. `global_batch` counts when the plan has none of its own. An error's `fix` ends
+    with the nearest plan that breaks no row under the same model, world, device and length. Needs no torch.
+    Cost: about 30 microseconds for a legal plan, some milliseconds per error.
+
+    >>> [f.id for f in check(Plan.parse("fsdp4"), world=8)]
+    ['world.size']
+    """
+    given = plan
+    if plan.batch.global_size is None and global_batch is not None:
+        plan = change(plan, batch__global_size=global_batch)
+    case = Case(plan=plan, spec=spec, world=world, device=device, seq_len=seq_len)
+    first_error = cache(_first_error)  # searches of several errors meet the same plans
+    findings = []
+    for row in ROWS.values():
+        hit = row.test(case)
+        if hit is None:
+            continue
+        fix = hit.fix
+        if hit.severity == "error":
+            works = nearest_legal(case, hit.plans, first_error)
+            if works.batch.global_size == plan.batch.global_size:
+                works = change(works, batch__global_size=given.batch.global_size)
+            fix = f"{fix}; nearest plan that works: `{works}`"
+        findings.append(Finding(id=row.id, severity=hit.severity, what=hit.what, evidence=hit.found, fix=fix))
+    return findings
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise when any finding is an error; warnings and notes pass.
+
+    Raises:
+        PlanError: with every error, its numbers and the nearest plan that works.
+    """
+    errors = errors_in(findings)
+    if errors:
+        count = "1 constraint does" if len(errors) == 1 else f"{len(errors)} constraints do"
+        raise PlanError("\n".join([f"the plan is refused, {count} not hold:", *(f"  {error}" for error in errors)]))
+
+
+def _first_error(case: Case) -> Hit | None:
+    for row in ROWS.values():
+        hit = row.test(case)
+        if hit is not None and hit.severity == "error":
+            return hit
+    return None
+
+
+def docs_text() -> str:
+    """The text of docs/constraints.md."""
+    head = (
+        "# Constraints\n\n"
+        "Every rule between features. `shardwise check`, `shardwise plan` and `apply` ask this one table before any "
+        "process starts.\nA refusal names its numbers and the nearest plan that works. An unparsable shorthand has the "
+        "id `plan.syntax`.\n\n"
+        "Written by `python -m shardwise.plan.constraints > docs/constraints.md`; a test holds it current.\n\n"
+    )
+    return head + markdown(SECTIONS)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(docs_text())

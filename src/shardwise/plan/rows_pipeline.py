@@ -1,0 +1,224 @@
+"""Rows of the table of constraints: the pipeline axis and its schedules. See `constraints.py`.
+
+What each schedule needs was read from, and is tested against, the constructors of torch 2.13's schedules.
+"""
+
+from __future__ import annotations
+
+from shardwise.plan.plan import LOOPED, V_SHAPED, ZERO_BUBBLE, Plan, Schedule
+from shardwise.plan.repair import Case, Hit, change, divisors, resize, shrink, table
+
+PIPELINE, _row = table()
+
+
+def micro_batches_fit(kind: str, pp: int, micro_batches: int) -> bool:
+    """Whether torch's schedule of this kind runs with so many micro-batches on so many pipeline ranks.
+
+    >>> [m for m in range(1, 11) if micro_batches_fit("interleaved", 4, m)]
+    [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    """
+    if kind == "1f1b":
+        return micro_batches >= pp
+    if kind in ("interleaved", "zero-bubble"):
+        return micro_batches % max(1, micro_batches // pp) == 0
+    return kind != "dualpipe-v" or micro_batches >= 2 * pp
+
+
+@_row("pp.schedule", "Note: without a pipeline (`pp` 1) the schedule, its stages and its split are ignored.")
+def _schedule(case: Case) -> Hit | None:
+    if case.plan.axes.pp > 1 or case.plan.schedule == Schedule():
+        return None
+    return Hit(
+        severity="note",
+        what="the schedule is ignored without a pipeline",
+        found=f"pp=1, schedule={case.plan.schedule.kind}",
+        fix="drop it, or add pp ranks",
+    )
+
+
+@_row(
+    "pp.stages-per-rank",
+    "gpipe and 1f1b put one stage on a rank, zero-bubble-v and dualpipe-v exactly two; the other schedules any number.",
+)
+def _stages(case: Case) -> Hit | None:
+    plan, kind, stages = case.plan, case.plan.schedule.kind, case.plan.schedule.stages
+    needed = 2 if kind in V_SHAPED else stages if kind in LOOPED else 1
+    if plan.axes.pp == 1 or stages == needed:
+        return None
+    plans = [change(plan, schedule__stages_per_rank=None)]
+    if kind not in LOOPED:
+        plans.append(change(plan, schedule__kind="interleaved"))
+    return Hit(
+        what=f"{kind} puts {needed} stage{'s' if needed > 1 else ''} on a rank",
+        found=f"stages per rank={stages}",
+        fix=f"use vs{needed}" + ("" if kind in LOOPED else ", or the schedule interleaved"),
+        plans=plans,
+    )
+
+
+@_row("pp.micro-batches", "Each schedule needs a number of micro-batches: " + (
+    "1f1b at least `pp`; dualpipe-v at least 2 x `pp`; interleaved and zero-bubble a multiple of their rounds, "
+    "`micro-batches // pp` (any number up to `pp`, and every multiple of `pp`, fits); gpipe, looped-bfs and "
+    "zero-bubble-v any."
+))  # fmt: skip
+def _micro_batches(case: Case) -> Hit | None:
+    plan, kind, pp, micro = case.plan, case.plan.schedule.kind, case.plan.axes.pp, case.plan.batch.micro_batches
+    if pp == 1 or micro_batches_fit(kind, pp, micro):
+        return None
+    fits = [m for m in range(1, max(micro, 2 * pp) + pp + 1) if micro_batches_fit(kind, pp, m)]
+    near = sorted(fits, key=lambda m: (abs(m - micro), -m))[:6]
+    return Hit(
+        what=f"{kind} over {pp} pipeline ranks does not run with {micro} micro-batches",
+        found=f"pp={pp}, micro-batches={micro}",
+        fix=f"use mb{near[0]}, or the schedule gpipe, which takes any number",
+        plans=[
+            *(change(plan, batch__micro_batches=m) for m in near),
+            change(plan, schedule__kind="gpipe", schedule__stages_per_rank=None, schedule__boundaries=()),
+        ],
+    )
+
+
+@_row("pp.layers", "Every stage holds at least one block.")
+def _layers(case: Case) -> Hit | None:
+    plan, spec = case.plan, case.spec
+    if plan.axes.pp == 1 or spec is None or case.num_stages <= spec.num_layers:
+        return None
+    plans = [_unsplit(resize(plan, "pp", d)) for d in divisors(plan.axes.pp)[:-1]]
+    plans.append(_unsplit(change(plan, schedule__kind="1f1b", schedule__stages_per_rank=None)))
+    return Hit(
+        what=f"{spec.name} has fewer blocks than the pipeline has stages",
+        found=f"blocks={spec.num_layers}, stages = pp x stages per rank = {plan.axes.pp} x {plan.schedule.stages}",
+        fix=f"use at most {spec.num_layers} stages",
+        plans=plans,
+    )
+
+
+@_row(
+    "pp.boundaries",
+    "`split` names the first block of stage 1, 2, ...: one name fewer than stages, known, in order, none twice.",
+)
+def _boundaries(case: Case) -> Hit | None:
+    plan, given = case.plan, case.plan.schedule.boundaries
+    if plan.axes.pp == 1 or not given:
+        return None
+    wrong = _wrong_boundaries(case, given)
+    if wrong is None:
+        return None
+    what, found = wrong
+    return Hit(
+        what=what,
+        found=found,
+        fix=f"name {case.num_stages - 1} blocks in order, or drop split: stages are balanced by parameter count",
+        plans=[_unsplit(plan)],
+    )
+
+
+def _wrong_boundaries(case: Case, given: tuple[str, ...]) -> tuple[str, str] | None:
+    if len(given) != case.num_stages - 1:
+        return (
+            f"split names {len(given)} blocks for {case.num_stages} stages",
+            f"split={','.join(given)}, stages={case.num_stages}, needed {case.num_stages - 1} names",
+        )
+    twice = sorted({name for name in given if given.count(name) > 1})
+    if twice:
+        return "split names a block twice", ", ".join(twice)
+    if case.spec is None or (case.plan.blocks != "auto" and case.plan.blocks.count("*") != 1):
+        return None
+    pattern = case.spec.blocks if case.plan.blocks == "auto" else case.plan.blocks
+    names = [pattern.replace("*", str(i)) for i in range(case.spec.num_layers)]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        return f"split names blocks that {case.spec.name} does not have", f"{', '.join(unknown)}; blocks are {pattern}"
+    places = [names.index(name) for name in given]
+    if places[0] == 0:
+        return "split starts with the first block, so that stage 0 would hold none", f"split={','.join(given)}"
+    if places != sorted(places):
+        return "split is not in the order of the blocks", f"split={','.join(given)}"
+    return None
+
+
+@_row(
+    "pp.zero-bubble-reshard",
+    "zero-bubble, zero-bubble-v and dualpipe-v with parameters resharded after forward (zero 3) train silently wrong "
+    "in torch 2.13: gradients come out wrong by up to 69 % or missing. Zero 2 equals one process.",
+)
+def _zero_bubble_reshard(case: Case) -> Hit | None:
+    plan = case.plan
+    if plan.axes.pp == 1 or plan.schedule.kind not in ZERO_BUBBLE or not plan.reshards:
+        return None
+    return Hit(
+        what=f"{plan.schedule.kind} with parameters resharded after forward trains silently wrong in torch",
+        found=f"zero={plan.zero}, reshard={str(plan.communication.reshard_after_forward).lower()}",
+        fix="use zero2, or the schedule interleaved or 1f1b",
+        plans=[change(plan, zero=2, communication__reshard_after_forward=None)],
+    )
+
+
+@_row(
+    "pp.dualpipe-composition",
+    "dualpipe-v together with data ranks and `tp`: loss and gradients differed from one process without an error.",
+)
+def _dualpipe(case: Case) -> Hit | None:
+    plan, axes = case.plan, case.plan.axes
+    if axes.pp == 1 or plan.schedule.kind != "dualpipe-v" or axes.data == 1 or axes.tp == 1:
+        return None
+    return Hit(
+        what="dualpipe-v with data parallelism and tensor parallelism together is not proven right",
+        found=f"pp={axes.pp}, dp x fsdp={axes.data}, tp={axes.tp}",
+        fix="use the schedule zero-bubble-v, or tp=1",
+        plans=[change(plan, schedule__kind="zero-bubble-v"), resize(plan, "tp", 1)],
+    )
+
+
+@_row(
+    "pp.zero-bubble-recompute-ops",
+    "Per-op recompute with schedules that split the backward raises inside torch; full recompute of blocks is exact.",
+)
+def _recompute_ops(case: Case) -> Hit | None:
+    plan = case.plan
+    if plan.axes.pp == 1 or plan.schedule.kind not in ZERO_BUBBLE or plan.recompute.mode != "ops":
+        return None
+    return Hit(
+        what=f"{plan.schedule.kind} splits the backward, which per-op recompute does not survive",
+        found="recompute=ops",
+        fix="use recompute=blocks",
+        plans=[change(plan, recompute__mode="blocks"), change(plan, recompute__mode="none")],
+    )
+
+
+@_row(
+    "pp.zero-bubble-compile",
+    "Schedules that split the backward into input and weight parts do not work with compiled stages in torch 2.13.",
+)
+def _compile(case: Case) -> Hit | None:
+    plan = case.plan
+    if plan.axes.pp == 1 or plan.schedule.kind not in ZERO_BUBBLE or not plan.compile:
+        return None
+    return Hit(
+        what=f"{plan.schedule.kind} splits the backward, which torch does not support for compiled blocks",
+        found="compile",
+        fix="drop compile, or use the schedule interleaved",
+        plans=[
+            change(plan, compile=False),
+            change(plan, schedule__kind="interleaved"),
+        ],
+    )
+
+
+@_row("pp.ties", "An embedding tied to the head would live on two stages; not available in this version.")
+def _ties(case: Case) -> Hit | None:
+    if case.plan.axes.pp == 1 or case.spec is None or not case.spec.tie_embeddings:
+        return None
+    return Hit(
+        what=f"{case.spec.name} ties its head to its embedding, which stand on different stages",
+        found=f"pp={case.plan.axes.pp}, tie_embeddings=true",
+        fix="use pp=1, or untie them in the model",
+        plans=[_unsplit(plan) for plan in shrink(case.plan, "pp", 1)],
+    )
+
+
+def _unsplit(plan: Plan) -> Plan:
+    """Boundaries go with the number of stages, schedules with a pipeline."""
+    if plan.axes.pp == 1:
+        return plan.with_(schedule=Schedule())
+    return change(plan, schedule__boundaries=())

@@ -1,0 +1,197 @@
+"""Frozen dataclasses as nested dicts and as TOML or JSON files, strictly: no unknown key, no wrong type.
+
+Errors name the key, what was found, what is needed, the nearest key and, from a file, the line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from shardwise.errors import ConfigError, PlanError
+from shardwise.findings import nearest
+
+T = TypeVar("T")
+
+
+class RecordError(ConfigError):
+    """A `ConfigError` that knows the path of the key it is about, so that a line can be found for it."""
+
+    def __init__(self, keys: tuple[str, ...], message: str):
+        self.keys = keys
+        self.reason = message
+        super().__init__(f"{'.'.join(keys)}: {message}" if keys else message)
+
+
+def as_dict(record: Any, *, drop_none: bool = True) -> dict[str, Any]:
+    """Nested plain data of a dataclass: dicts, lists, numbers, strings, booleans.
+
+    >>> from shardwise.plan.plan import Batch
+    >>> as_dict(Batch(micro_batches=2))
+    {'micro_batches': 2}
+    """
+    plain: dict[str, Any] = {}
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if is_dataclass(value):
+            plain[f.name] = as_dict(value, drop_none=drop_none)
+        elif value is not None or not drop_none:
+            plain[f.name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def from_dict(record_type: type[T], data: object, keys: tuple[str, ...] = ()) -> T:
+    """The dataclass that nested plain data describes; missing keys take their defaults.
+
+    Raises:
+        RecordError: (a `ConfigError`) an unknown key with the nearest one, a missing key, or a value of a wrong type.
+    """
+    if not isinstance(data, Mapping):
+        raise RecordError(keys, f"found {_shown(data)}, needed a table of keys")
+    hints = get_type_hints(record_type)
+    names = [f.name for f in fields(record_type)]  # type: ignore[arg-type]
+    for key in data:
+        if key not in names:
+            raise RecordError((*keys, str(key)), f"unknown key; {nearest(str(key), names)}")
+    values = {name: _value(hints[name], data[name], (*keys, name)) for name in names if name in data}
+    try:
+        return record_type(**values)
+    except TypeError as error:
+        raise RecordError(keys, str(error).split("__init__() ")[-1]) from None
+
+
+def _value(hint: Any, value: object, keys: tuple[str, ...]) -> Any:
+    if is_dataclass(hint):
+        return from_dict(hint, value, keys)  # type: ignore[arg-type]
+    if not _fits(hint, value):
+        raise RecordError(keys, f"found {_shown(value)}, needed {_named(hint)}")
+    if get_origin(hint) is tuple:
+        assert isinstance(value, list | tuple)
+        return tuple(value)
+    return float(value) if hint is float and isinstance(value, int) else value
+
+
+def _fits(hint: Any, value: object) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(option, value) for option in get_args(hint))
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(get_args(hint)[0], item) for item in value)
+    if hint is NoneType:
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _named(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_named(option) for option in get_args(hint) if option is not NoneType)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(option) for option in get_args(hint))
+    if origin is tuple:
+        return f"a list of {_named(get_args(hint)[0])}s"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """The data of a .toml or .json file, and its text.
+
+    Raises:
+        ConfigError: the file is missing, a directory, unreadable, empty, binary, malformed (with line), or of another
+            kind.
+    """
+    file = Path(path)
+    if file.suffix not in (".toml", ".json"):
+        raise ConfigError(f"{file}: found the ending '{file.suffix}', needed .toml or .json; rename the file")
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; check the path (working directory: {Path.cwd()})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file}: not a text file (byte {error.start} is not UTF-8); give a TOML or JSON text"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); check the path and its permissions") from None
+    if not text.strip():
+        raise ConfigError(f"{file}: the file is empty; was writing it interrupted?")
+    try:
+        data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = len(text.splitlines()) if "end of document" in str(error) else None
+        where = f", line {line}" if line else ""
+        raise ConfigError(f"{file}{where}: malformed or truncated TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}, line {error.lineno}: malformed or truncated JSON: {error.msg}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file}, line 1: found a {type(data).__name__}, needed a table of keys")
+    return data, text
+
+
+def located(error: ConfigError | PlanError, path: str | os.PathLike[str], text: str) -> ConfigError:
+    """The same error with the file's name and, where the key is known, its line."""
+    line = _line_of(text, error.keys) if isinstance(error, RecordError) else None
+    return ConfigError(f"{path}{f', line {line}' if line else ''}: {error}")
+
+
+def _line_of(text: str, keys: tuple[str, ...]) -> int | None:
+    position = 0
+    for key in keys:
+        found = re.compile(rf"(?<![\w.-]){re.escape(key)}(?![\w-])").search(text, position)
+        if not found:
+            return None
+        position = found.end()
+    return text.count("\n", 0, position) + 1 if keys else None
+
+
+def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: str = "") -> None:
+    """Write nested plain data as .toml or .json; the file appears whole or not at all.
+
+    Raises:
+        ConfigError: another file ending, or a place that cannot be written.
+    """
+    file = Path(path)
+    if file.suffix not in (".toml", ".json"):
+        raise ConfigError(f"{file}: found the ending '{file.suffix}', needed .toml or .json; rename the file")
+    text = json.dumps(data, indent=2) + "\n" if file.suffix == ".json" else _toml(data, comment)
+    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(file)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise ConfigError(
+            f"{file}: cannot be written ({error.strerror}); check the folder and its permissions"
+        ) from None
+
+
+def _toml(data: Mapping[str, Any], comment: str) -> str:
+    lines = [f"# {comment}"] if comment else []
+    lines += [f"{key} = {_literal(value)}" for key, value in data.items() if not isinstance(value, Mapping)]
+    for key, table in data.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{key}]", *(f"{inner} = {_literal(value)}" for inner, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: object) -> str:
+    """A TOML literal; JSON's spelling of strings, numbers, booleans and lists is TOML's too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -1,0 +1,1 @@
+"""Tools for testing distributed code on one machine."""

@@ -1,0 +1,1 @@
+"""The user-owned loop: loss, step, norm, data order, optimizers, metrics."""

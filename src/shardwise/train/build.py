@@ -1,0 +1,131 @@
+"""From settings to the parts of a run: text, model, optimizer, schedule. What `shardwise train` builds them from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, DataError
+from shardwise.findings import nearest
+from shardwise.model.spec import ModelSpec
+from shardwise.models.presets import build
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Placed
+from shardwise.train.corpus import TokenDataset, read_corpus, split, unigram_entropy
+from shardwise.train.loss import Loss, token_cross_entropy
+from shardwise.train.lr import LrSchedule, constant, warmup_cosine, warmup_linear, warmup_stable_decay
+from shardwise.train.optim import NamedOptimizer
+from shardwise.train.optimizers import OPTIMIZERS
+from shardwise.train.rundir import RunDir
+from shardwise.train.settings import OptimizerSettings, RunSettings, ScheduleSettings
+from shardwise.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+
+NO_DECAY = ("*norm*", "*.bias", "*ln_*")
+"""Parameters of the reference models without weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The data of a run, as tokens."""
+
+    tokenizer: Tokenizer
+    train: TokenDataset
+    held_out: TokenDataset
+    entropy: float
+    """Unigram entropy of the held-out tokens under their own frequencies, nats per token."""
+    held_out_bytes: int
+
+
+def token_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> Loss:
+    """Cross-entropy of next tokens; a model that returns an object has its logits in `.logits`."""
+    return token_cross_entropy(getattr(output, "logits", output), batch["labels"])
+
+
+def read_text(settings: RunSettings, run: RunDir, mesh: Mesh) -> Text:
+    """Read, tokenize and split; with a tokenizer file rank zero does it, the others map its tokens."""
+    data = settings.data
+    seq_len = _said(data.seq_len)
+    tokenizer: Tokenizer = ByteTokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
+    cache = None if data.tokenizer == "bytes" else run.path / "tokens"
+    if cache is not None and not mesh.is_first:
+        mesh.barrier()
+    corpus = read_corpus(data.sources, tokenizer, text_field=data.text_field, cache=cache)
+    train, held_out = split(corpus, data.holdout)
+    if cache is not None and mesh.is_first:
+        mesh.barrier()
+    if min(len(train), len(held_out)) < 2:
+        raise DataError(
+            f"data {', '.join(data.sources)}: {len(train)} tokens to train on and {len(held_out)} held out; needed: 2 "
+            f"of each; give more text, or another --set data.holdout"
+        )
+    text_bytes = held_out.size if data.tokenizer == "bytes" else len(tokenizer.decode(held_out).encode())
+    return Text(
+        tokenizer=tokenizer,
+        train=TokenDataset(train, seq_len),
+        held_out=TokenDataset(held_out, seq_len),
+        entropy=unigram_entropy(held_out),
+        held_out_bytes=text_bytes,
+    )
+
+
+def make_factory(settings: RunSettings, spec: ModelSpec | None) -> Callable[[], nn.Module]:
+    """The model's factory: a reference model of these sizes, or the user's `pkg.mod:function`.
+
+    Raises:
+        ConfigError: the module or the function does not exist.
+    """
+    if spec is not None:
+        return build(spec)
+    module_name, _, name = _said(settings.model.factory).partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # a module beside run.toml, as `python -m` finds it
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"model.factory = {settings.model.factory!r}: {error}; needed: an importable module; install it, or start "
+            f"in the directory where it lies"
+        ) from error
+    if not callable(getattr(module, name, None)):
+        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(f"model.factory = {settings.model.factory!r}: no function {name!r}; {nearest(name, known)}")
+    factory: Callable[[], nn.Module] = getattr(module, name)
+    return factory
+
+
+def make_optimizer(placed: Placed, settings: OptimizerSettings, spec: ModelSpec | None) -> NamedOptimizer:
+    """The optimizer by name. Norms and biases of the reference models have no weight decay."""
+    dials: dict[str, Any] = {}
+    if settings.betas is not None:
+        dials["betas"] = settings.betas
+    if settings.momentum is not None:
+        dials["momentum"] = settings.momentum
+    dials["weight_decay"] = settings.weight_decay
+    if spec is not None and settings.name != "muon":
+        names = list(placed.named_parameters())
+        dials["no_decay"] = tuple(p for p in NO_DECAY if any(fnmatchcase(name, p) for name in names))
+    return OPTIMIZERS[settings.name](placed, _said(settings.lr), **dials)
+
+
+def make_schedule(settings: ScheduleSettings, total: int) -> LrSchedule:
+    """The learning rate's factor over a run of `total` steps."""
+    warmup = _said(settings.warmup)
+    if settings.name == "constant":
+        return constant(warmup)
+    if settings.name == "cosine":
+        return warmup_cosine(warmup, total, settings.final)
+    if settings.name == "linear":
+        return warmup_linear(warmup, total, settings.final)
+    return warmup_stable_decay(warmup, total, max(1, round(settings.decay * total)), settings.final)
+
+
+def _said(value: Any) -> Any:
+    assert value is not None, "the command line resolves every setting"
+    return value

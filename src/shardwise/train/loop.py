@@ -1,0 +1,178 @@
+"""`steps`: the loop as a generator, and `evaluate`: one exact pass. The user's code is the loop's body."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.errors import ExitCode, UsageError
+from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
+from shardwise.parallel.placed import Placed
+from shardwise.train.batches import Window
+from shardwise.train.loss import Loss, as_loss
+from shardwise.train.state import TrainState
+from shardwise.train.step import STOP_SIGINT, STOP_SIGTERM, LossFn, StepMetrics, StepOptions, TrainStep
+
+EXIT_CODES = {"SIGINT": ExitCode.INTERRUPTED, "SIGTERM": ExitCode.TERMINATED}
+
+
+class Saver(Protocol):
+    """Where the loop saves when it is told to stop: a `Store`."""
+
+    def save(self, state: TrainState) -> Any:
+        """Write a checkpoint of the state; every rank takes part."""
+        ...
+
+
+def steps(
+    state: TrainState,
+    loss_fn: LossFn,
+    *,
+    until: int,
+    clip: float | None = None,
+    options: StepOptions | None = None,
+    store: Saver | None = None,
+) -> Iterator[StepMetrics]:
+    """Train until a step, yielding what each step did; the body of the loop is the user's.
+
+    SIGTERM and SIGINT finish the step on all ranks, save to `store` when one is given, and exit with code 143
+    or 130. A second signal ends the process at once.
+
+    Args:
+        state: its batches are read; its step says where to begin.
+        loss_fn: see `make_step`.
+        until: number of steps after which the loop ends, counted from the beginning of the run.
+        clip: largest gradient norm.
+        options: clipping and what happens to values that are not finite.
+        store: where to save when a signal asks to stop.
+
+    Raises:
+        UsageError: the state has no batches.
+        NonFiniteError: under `on_nonfinite="raise"`.
+        SystemExit: after a signal, when the step is finished and the state saved; and code 5 under
+            `on_nonfinite="stop"`.
+
+    >>> for m in steps(state, loss_fn, until=1000, clip=1.0):  # doctest: +SKIP
+    ...     print(m.step, m.loss)
+    """
+    if state.batches is None:
+        raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
+    step = TrainStep(state, loss_fn, options or StepOptions(clip_norm=clip))
+    state.placed.train(True)
+    with _signals(step):
+        while state.step < until:
+            try:
+                window = next(state.batches)  # type: ignore[call-overload]  # a loader is an iterator
+            except StopIteration:
+                return
+            metrics = step(window)
+            yield metrics
+            if metrics.stopping is not None:
+                if store is not None:
+                    store.save(state)
+                raise SystemExit(int(EXIT_CODES.get(metrics.stopping, ExitCode.NON_FINITE)))
+
+
+@contextmanager
+def _signals(step: TrainStep) -> Iterator[None]:
+    """The first SIGTERM or SIGINT asks the step to stop; the second one acts as if nobody listened."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kinds = {signal.SIGINT: STOP_SIGINT, signal.SIGTERM: STOP_SIGTERM}
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        step.stop_requested = kinds[signal.Signals(number)]
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_DFL)
+
+    for kind in kinds:
+        signal.signal(kind, ask)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss:
+    """Sum of the loss and its weight over one exact pass; nothing dropped, nothing counted twice.
+
+    Args:
+        placed: the training mesh's module, as it is.
+        loss_fn: as in training.
+        windows: from `eval_batches`; every rank must get the same number of them.
+
+    Returns:
+        `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`.
+
+    Cost: forward passes, one all-reduce at the end. Modules return to training mode.
+
+    >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
+    """
+    device = placed.mesh.device
+    signature = Signature.of(placed.parts[0].root)
+    counts_here = placed.mesh.index("tp") == 0
+    totals = torch.zeros(2, dtype=torch.float64)
+
+    def add(result: Any, micro: Any, is_zero: bool) -> torch.Tensor:
+        loss = as_loss(result, num_rows(micro))
+        if counts_here and not is_zero:
+            totals[0] += float(loss.sum)
+            totals[1] += float(loss.weight)
+        return loss.sum
+
+    placed.train(False)
+    try:
+        with torch.no_grad():
+            for window in windows:
+                micro = [to_device(m, device) for m in window.micro_batches]
+                if placed.pipeline is not None:
+                    _pipelined(placed, micro, tuple(window.weights_zero), loss_fn, add)
+                    continue
+                for batch, is_zero in zip(micro, window.weights_zero, strict=True):
+                    args, kwargs = model_inputs(batch, signature)
+                    add(loss_fn(placed.parts[0].run(*args, **kwargs), batch), batch, is_zero)
+    finally:
+        placed.train(True)
+        reshard(placed)
+    placed.mesh.all_reduce_sum(summed := totals.to(device))
+    return Loss(summed[0], summed[1])
+
+
+def _pipelined(
+    placed: Placed,
+    micro: list[Any],
+    zero: tuple[bool, ...],
+    loss_fn: LossFn,
+    add: Callable[[Any, Any, bool], torch.Tensor],
+) -> None:
+    assert placed.pipeline is not None
+    results: dict[int, tuple[Any, Any, bool]] = {}
+    micro = distinct(micro)
+    flags = {id(m): z for m, z in zip(micro, zero, strict=True)}
+
+    def keep(output: Any, batch: Any) -> torch.Tensor:
+        result = loss_fn(output, batch)
+        results[id(batch)] = (result, batch, flags[id(batch)])  # a dict: shapes may be learnt by an extra call
+        return as_loss(result, num_rows(batch)).sum
+
+    placed.pipeline.run(micro, keep, backward=False)
+    for result, batch, is_zero in results.values():
+        add(result, batch, is_zero)
+
+
+def reshard(placed: Placed) -> None:
+    """Free parameters that a forward without backward left gathered."""
+    for part in placed.parts:
+        for module in part.run.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

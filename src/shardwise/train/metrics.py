@@ -1,0 +1,127 @@
+"""`MetricsLog`: records of a run as JSON lines, written by rank zero; and what a record's numbers are made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+
+from shardwise.errors import UsageError
+from shardwise.train.tokens import optional_module
+
+PEAK_FLOPS: Mapping[str, float] = {
+    "B200": 2.25e15,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100": 9.89e14,
+    "A100": 3.12e14,
+    "L40S": 3.62e14,
+    "L4": 1.21e14,
+    "A10": 1.25e14,
+    "V100": 1.25e14,
+    "T4": 6.5e13,
+}
+"""Dense matrix multiplications per second in half precision, from the makers' data sheets. First match wins."""
+
+
+class MetricsLog:
+    """Appends one JSON object per line; each is on disk's way before `write` returns.
+
+    Args:
+        path: the `.jsonl` file; its directory must exist.
+        after_step: keep only older records up to this step: what a resumed run does again is not there twice.
+        tensorboard: also write scalars for TensorBoard into this directory (extra `tensorboard`).
+
+    Raises:
+        UsageError: the file cannot be written.
+        ConfigError: TensorBoard is asked for and not installed.
+
+    Example:
+        >>> with MetricsLog(Path("metrics.jsonl")) as log:  # doctest: +SKIP
+        ...     log.write({"step": 1, "loss": 5.5})
+    """
+
+    def __init__(self, path: Path, *, after_step: int | None = None, tensorboard: Path | None = None) -> None:
+        if tensorboard is not None:
+            optional_module("tensorboard", extra="tensorboard", need="train.tensorboard")
+        try:
+            if after_step is not None and path.exists():
+                keep = [row for row in read_metrics(path) if row.get("step", 0) <= after_step]
+                path.write_text("".join(_line(row) for row in keep), encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
+        self._board = _board(tensorboard)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record. Numbers that are not finite are written as null: JSON has none."""
+        self._file.write(_line(record))
+        self._file.flush()
+        if self._board is not None:
+            for key, value in record.items():
+                if isinstance(value, int | float) and key != "step":
+                    self._board.add_scalar(key, value, record.get("step"))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _board(folder: Path | None) -> Any:
+    if folder is None:
+        return None
+    module = optional_module("torch.utils.tensorboard", extra="tensorboard", need="train.tensorboard")
+    return module.SummaryWriter(str(folder))
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that was cut by a crash is left out.
+
+    Raises:
+        UsageError: a line before the last one is not JSON.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise UsageError(
+                    f"{path}:{number}: not a JSON record ({error.msg}); repair or remove the line"
+                ) from None
+    return rows
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the device, or this process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process(os.getpid()).memory_info().rss)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's rate in half precision; None where it is not known (a CPU, fp32, a device not in the table)."""
+    if device.type != "cuda" or precision not in ("bf16", "bf16-pure", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for key, rate in PEAK_FLOPS.items() if key in name), None)

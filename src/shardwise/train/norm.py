@@ -1,0 +1,57 @@
+"""The norm of a gradient that is spread over a mesh: each element counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from shardwise.parallel.mesh import Mesh
+from shardwise.plan.plan import AXES
+
+
+def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """This rank's shard of the gradient, laid out as the parameter is; None where it has none.
+
+    A gradient that is still a partial sum over the tensor axis is summed here (one collective): without it
+    each rank would step on its own part of the sum.
+    """
+    grad = parameter.grad
+    if grad is None or not isinstance(grad, DTensor):
+        return grad
+    if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
+        grad = grad.redistribute(placements=parameter.placements)
+        parameter.grad = grad
+    local: torch.Tensor = grad.to_local()
+    return local
+
+
+def is_counted_here(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
+    """True on the one rank, of those that hold the same elements, which adds them to a sum over the world.
+
+    Stages of a pipeline hold different parameters: `pp` counts as sharded always.
+    """
+    sharded = {"pp"}
+    if isinstance(parameter, DTensor):
+        for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            if not placement.is_replicate():  # Shard, and the strided one of tensor shards sharded again
+                sharded.add(axis)
+    return all(mesh.index(axis) == 0 for axis in AXES if axis not in sharded and mesh.size(axis) > 1)
+
+
+def sum_of_squares(grads: Mapping[str, torch.Tensor], counted: Mapping[str, bool]) -> torch.Tensor:
+    """Sum of squares of this rank's share, fp64, shape (): add it up over the world for the squared norm.
+
+    Half types are accumulated in fp32.
+    """
+    mine = [grad for name, grad in grads.items() if counted[name]]
+    if not mine:
+        return torch.zeros((), dtype=torch.float64)
+    half = [grad for grad in mine if grad.element_size() < 4]
+    full = [grad for grad in mine if grad.element_size() >= 4]
+    total = get_total_norm(full).double().square() if full else torch.zeros((), dtype=torch.float64)
+    for grad in half:
+        total = total + torch.linalg.vector_norm(grad, dtype=torch.float32).double().square().to(total.device)
+    return total

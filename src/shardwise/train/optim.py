@@ -1,0 +1,317 @@
+"""`NamedOptimizer`: the table from the names of a placed model's parameters to what an optimizer steps.
+
+The step function hands gradients over by name (`take_grads`), the store reads and writes state by name
+(`state_tensors`), so both work the same for every optimizer and under every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ModelError, UsageError
+from shardwise.findings import nearest
+from shardwise.parallel.placed import Placed
+from shardwise.train.torch_private import shard_like
+from shardwise.train.update_rules import local_shard
+
+PREFIX = "optim."
+MASTER = "master"
+"""State key of the fp32 copy that is stepped in place of a parameter in half precision."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class NamedOptimizer:
+    """A `torch.optim.Optimizer` with names: which parameter of the model each stepped tensor belongs to.
+
+    Attributes:
+        torch: the optimizer itself.
+        params: original name -> the tensor that is stepped: the parameter, its local shard, or its fp32 master.
+        live: original name -> the placed model's parameter.
+        base_lrs: learning rate of each group before the schedule's factor.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], live: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Use the constructors of this module, or `name_optimizer`."""
+        self.torch = optimizer
+        self.params = dict(params)
+        self.live = dict(live)
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._masters = {name: p for name, p in self.params.items() if p.dtype != self.live[name].dtype}
+        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._numbers: dict[str, type] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups."""
+        return self.torch.param_groups
+
+    def scale_lr(self, factor: float) -> None:
+        """Set every group's learning rate to its base times `factor` (a schedule's value)."""
+        for group, base in zip(self.param_groups, self.base_lrs, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+
+    @torch.no_grad()
+    def take_grads(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Hand over this step's gradients, `(global shape)` as DTensors or `(local shape)` as plain tensors.
+
+        A parameter that is not named, or whose gradient is None, is not stepped.
+
+        Raises:
+            ModelError: a name is not one of this optimizer's.
+        """
+        if not grads.keys() <= self.params.keys():
+            unknown = sorted(grads.keys() - self.params.keys())
+            raise ModelError(
+                f"take_grads: {_some(unknown)} not stepped by this {type(self.torch).__name__}; "
+                f"{nearest(unknown[0], list(self.params))}; hand over gradients of its parameters only"
+            )
+        for name, parameter in self.params.items():
+            grad = grads.get(name)
+            parameter.grad = None if grad is None else _grad_for(parameter, grad, self.live[name])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters from the gradients that were handed over."""
+        self.torch.step()
+        for name, master in self._masters.items():
+            local_shard(self.live[name]).copy_(local_shard(master))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, here and on the model's parameters."""
+        for parameter in (*self.params.values(), *self.live.values()):
+            parameter.grad = None
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """`optim.<parameter>.<key>` -> state, with the layout and global shape of the parameter where it is sharded.
+
+        Plain numbers (a step count) come as 0-dim tensors. A parameter that was never stepped has no entries.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.params.items():
+            tensors |= self._named_state(name, self.torch.state.get(parameter, {}))
+        return tensors
+
+    @torch.no_grad()
+    def state_template(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Fresh tensors for the state that a checkpoint holding `names` would load; values unspecified.
+
+        The optimizer is left as it is. Every rank calls it: a rule that gathers does so here.
+        Cost: one step of those parameters that have no state yet, and the memory of the state.
+        """
+        wanted = {param for param, key in map(_split, names) if key != MASTER or param not in self._masters}
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.params.items():
+            state = (self.torch.state.get(parameter) or self._state_after_step(name)) if name in wanted else {}
+            self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
+            tensors |= self._named_state(name, state)
+        return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all state by `tensors`: what `state_template` gave, filled. They are kept, not copied.
+
+        Raises:
+            ModelError: an entry of a parameter that this optimizer does not step.
+        """
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in self.params}
+        for full_name, tensor in tensors.items():
+            name, key = _split(full_name)
+            if name not in states:
+                raise ModelError(
+                    f"load_state_tensors: {full_name!r} is of no parameter that this {type(self.torch).__name__} "
+                    f"steps; {nearest(name, list(self.params))}"
+                )
+            states[name][key] = tensor
+        for name, parameter in self.params.items():
+            if name in self._masters:
+                local_shard(parameter).copy_(local_shard(states[name].pop(MASTER)))
+            self.torch.state.pop(parameter, None)
+            if states[name]:
+                self.torch.state[parameter] = {k: self._stepped_state(parameter, k, t) for k, t in states[name].items()}
+
+    def _named_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        parameter, live = self.params[name], self.live[name]
+        values = {MASTER: parameter.detach(), **state} if name in self._masters else state
+        named: dict[str, Tensor] = {}
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                # a plain state as large as a stepped shard is a shard too; a step count or a row of means is whole
+                shard = isinstance(live, DTensor) and not isinstance(parameter, DTensor) and value.dim() > 0
+                named[f"{PREFIX}{name}.{key}"] = (
+                    shard_like(value, live)
+                    if shard and isinstance(live, DTensor) and value.shape == parameter.shape
+                    else value
+                )
+            elif isinstance(value, int | float):
+                kind = torch.float64 if isinstance(value, float) else torch.int64
+                named[f"{PREFIX}{name}.{key}"] = torch.tensor(value, dtype=kind)
+            elif value is not None:
+                raise ModelError(
+                    f"{type(self.torch).__name__}: state {key!r} of {name!r} is a {type(value).__name__}; only tensors "
+                    "and numbers can be saved by name; use another optimizer"
+                )
+        return named
+
+    def _stepped_state(self, parameter: Tensor, key: str, tensor: Tensor) -> Any:
+        if key in self._numbers:
+            return self._numbers[key](tensor.item())
+        return tensor if isinstance(parameter, DTensor) else local_shard(tensor)
+
+    def _state_after_step(self, name: str) -> dict[str, Any]:
+        """The state that a step of one parameter leaves: its keys, shapes and types are wanted, nothing else."""
+        parameter = self.params[name]
+        grad, before = parameter.grad, local_shard(parameter).clone()
+        lists = [group["params"] for group in self.param_groups]
+        for i, group in enumerate(self.param_groups):
+            group["params"] = [parameter] if i == self._group_of[id(parameter)] else []
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            self.torch.step()
+        finally:
+            for group, params in zip(self.param_groups, lists, strict=True):
+                group["params"] = params
+            parameter.grad = grad
+            local_shard(parameter).copy_(before)
+        state: dict[str, Any] = self.torch.state.pop(parameter, {})
+        return state
+
+
+def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Placed) -> NamedOptimizer:
+    """Give names to an optimizer that the user built over `placed.parameters()`.
+
+    Parameters are recognised by identity, so build the optimizer after `apply`. A group that mixes sharded and
+    plain parameters has its `foreach` and `fused` switched off: torch cannot run those over a mixture.
+
+    Raises:
+        ModelError: a parameter is not the model's, a trainable one is missing, or the optimizer cannot work by
+            steps of given gradients (LBFGS, SparseAdam), or on shards (Rprop).
+
+    >>> name_optimizer(torch.optim.AdamW(placed.parameters(), lr=3e-4), placed)  # doctest: +SKIP
+    """
+    if isinstance(optimizer, NamedOptimizer):
+        return optimizer
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ModelError(
+            f"name_optimizer: {kind} cannot be used: a step here has one dense gradient and no closure; "
+            "use adamw, sgd, lion, lamb, muon, adafactor or another first-order torch optimizer"
+        )
+    live = _trainable(placed)
+    if isinstance(optimizer, torch.optim.Rprop) and any(isinstance(p, DTensor) for p in live.values()):
+        raise ModelError(
+            "name_optimizer: torch's Rprop cannot step sharded parameters (in-place indexing of a DTensor); "
+            "use adamw, sgd or another optimizer, or a plan without zero and tp"
+        )
+    frozen = {id(p) for p in placed.parameters() if not p.requires_grad}
+    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for p in live.values()} | frozen
+    unknown = [f"a {tuple(p.shape)} {p.dtype}" for key, p in stepped.items() if key not in known]
+    missing = [name for name, p in live.items() if id(p) not in stepped]
+    if unknown or missing:
+        problem = f"steps {_some(unknown)}, no parameter of the placed model" if unknown else f"lacks {_some(missing)}"
+        raise ModelError(
+            f"name_optimizer: {kind} {problem} (rank {placed.mesh.rank}); build it over placed.parameters() after "
+            "apply(), and set requires_grad=False on what shall not be trained"
+        )
+    for group in optimizer.param_groups:
+        if len({isinstance(p, DTensor) for p in group["params"]}) > 1:
+            group.update({key: False for key in ("foreach", "fused") if group.get(key)})
+    return NamedOptimizer(optimizer, live, live)
+
+
+def _trainable(placed: Placed) -> dict[str, nn.Parameter]:
+    """Trainable parameters of this rank, each object once (tied ones under their first name)."""
+    first: dict[int, str] = {}
+    parameters = placed.named_parameters()
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            first.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in first.values()}
+
+
+def stepped_parameters(placed: Placed, *, local: bool) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """What an optimizer steps, and the model's parameters, by name; fp32 copies of those in half precision.
+
+    Raises:
+        ModelError: nothing is trainable on this rank.
+    """
+    live = _trainable(placed)
+    if not live:
+        raise ModelError(
+            f"optimizer: rank {placed.mesh.rank} has no trainable parameter (of {len(placed.named_parameters())}); "
+            "set requires_grad=True on some in every pipeline stage"
+        )
+    shards = placed.local_parameters() if local else live
+    stepped = {name: shards[name] for name in live}
+    for name, parameter in stepped.items():
+        if parameter.dtype in _HALF:
+            stepped[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+    return stepped, live
+
+
+def split_by_pattern(
+    placed: Placed, names: Sequence[str], patterns: Sequence[str], what: str, *, strict: bool = True
+) -> set[str]:
+    """Those names that a shell-style pattern matches (`*` crosses dots: `*.bias`, `*norm*`).
+
+    Raises:
+        ModelError: `strict`, and a pattern matches nothing on any pipeline stage.
+    """
+    hits = [{name for name in names if fnmatchcase(name, pattern)} for pattern in patterns]
+    found = [bool(hit) or not strict for hit in hits]
+    if patterns and strict and placed.mesh.size("pp") > 1:
+        stages: list[list[bool]] = [[] for _ in range(placed.mesh.size("pp"))]
+        dist.all_gather_object(stages, found, group=placed.mesh.group("pp"))
+        found = [any(column) for column in zip(*stages, strict=True)]
+    for pattern, ok in zip(patterns, found, strict=True):
+        if not ok:
+            raise ModelError(
+                f"{what}: pattern {pattern!r} matches none of the model's parameters; {nearest(pattern, list(names))}"
+            )
+    return set().union(*hits)
+
+
+def check_dials(name: str, **dials: float) -> None:
+    """Refuse negative, infinite or NaN dials, and decays (`beta...`, `momentum`) of 1 or more.
+
+    Raises:
+        UsageError: naming the dial, the value and the range.
+    """
+    for dial, value in dials.items():
+        below_one = dial.startswith(("beta", "momentum"))
+        if not (math.isfinite(value) and value >= 0 and (not below_one or value < 1)):
+            raise UsageError(f"{name}: {dial}={value}; it must be {'in [0, 1)' if below_one else 'finite and >= 0'}")
+
+
+def _split(full_name: str) -> tuple[str, str]:
+    """`optim.layers.0.wq.exp_avg` -> (`layers.0.wq`, `exp_avg`)."""
+    name, _, key = full_name.removeprefix(PREFIX).rpartition(".")
+    return name, key
+
+
+def _grad_for(parameter: Tensor, grad: Tensor, live: Tensor) -> Tensor:
+    if isinstance(grad, DTensor) and isinstance(live, DTensor) and grad.placements != live.placements:
+        grad = grad.redistribute(placements=live.placements)
+    if grad.dtype != parameter.dtype:
+        grad = grad.to(parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return local_shard(grad)
+    return grad if isinstance(grad, DTensor) else shard_like(grad, parameter)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

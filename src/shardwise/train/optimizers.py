@@ -1,0 +1,230 @@
+"""The optimizers by name: `adamw`, `sgd`, `lion`, `lamb`, `muon`, `adafactor`, each over a placed model.
+
+All give the same update under every plan. Parameters in half precision get an fp32 master copy, which is what
+is stepped; it is part of the saved state. `weight_decay` is decoupled (AdamW's) everywhere but in `sgd`.
+Patterns are shell-style over original parameter names, and `*` crosses dots: `*.bias`, `*norm*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel.placed import Placed
+from shardwise.train.optim import NamedOptimizer, check_dials, split_by_pattern, stepped_parameters
+from shardwise.train.update_rules import Adafactor, Lamb, Lion, Muon
+
+NOT_MUON = ("*embed*", "*wte*", "*wpe*", "*head*")
+"""Matrices that `muon` gives to AdamW unless told otherwise: embeddings and output heads."""
+_FUSED = ("cpu", "cuda", "xpu")
+
+
+def adamw(
+    placed: Placed,
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    no_decay: Sequence[str] = (),
+) -> NamedOptimizer:
+    """AdamW: `torch.optim.AdamW`, fused, over the local shards.
+
+    Args:
+        placed: from `apply`.
+        lr: base learning rate; a schedule's factor multiplies it.
+        betas: decays of the two running averages.
+        eps: added to the root of the second one.
+        weight_decay: decoupled, scaled by the learning rate.
+        no_decay: patterns of parameters without decay, e.g. `("*.bias", "*norm*")`.
+
+    Cost: two numbers of state per local element; no communication.
+
+    Raises:
+        UsageError: a dial out of range.
+        ModelError: nothing to train, or a pattern that matches nothing.
+
+    >>> optimizer = adamw(placed, 3e-4, weight_decay=0.1, no_decay=("*norm*",))  # doctest: +SKIP
+    """
+    check_dials("adamw", lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    params, live = stepped_parameters(placed, local=True)
+    groups = _decay_groups(placed, params, weight_decay, no_decay)
+    return NamedOptimizer(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **_fast(placed)), params, live)
+
+
+def sgd(
+    placed: Placed,
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    no_decay: Sequence[str] = (),
+) -> NamedOptimizer:
+    """SGD: `torch.optim.SGD`, fused, over the local shards. `weight_decay` is an L2 penalty in the gradient.
+
+    Cost: with momentum one number of state per local element; no communication.
+
+    Raises:
+        UsageError: a dial out of range, or `nesterov` without momentum.
+        ModelError: nothing to train, or a pattern that matches nothing.
+
+    >>> optimizer = sgd(placed, 0.1, momentum=0.9)  # doctest: +SKIP
+    """
+    check_dials("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if nesterov and momentum == 0:
+        raise UsageError("sgd: nesterov=True with momentum=0; it needs a momentum, give momentum=0.9 or so")
+    params, live = stepped_parameters(placed, local=True)
+    groups = _decay_groups(placed, params, weight_decay, no_decay)
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_fast(placed))
+    return NamedOptimizer(optimizer, params, live)
+
+
+def lion(
+    placed: Placed,
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    no_decay: Sequence[str] = (),
+) -> NamedOptimizer:
+    """Lion (Chen et al., arXiv 2302.06675): the sign of an interpolated momentum, over the local shards.
+
+    The paper takes a learning rate 3 to 10 times smaller, and a decay as much larger, than AdamW's.
+    Cost: one number of state per local element; no communication.
+
+    Raises:
+        UsageError: a dial out of range.
+        ModelError: nothing to train, or a pattern that matches nothing.
+
+    >>> optimizer = lion(placed, 1e-4, weight_decay=0.3)  # doctest: +SKIP
+    """
+    check_dials("lion", lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    params, live = stepped_parameters(placed, local=True)
+    groups = _decay_groups(placed, params, weight_decay, no_decay)
+    return NamedOptimizer(Lion(groups, lr=lr, betas=betas), params, live)
+
+
+def lamb(
+    placed: Placed,
+    lr: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    no_decay: Sequence[str] = (),
+) -> NamedOptimizer:
+    """LAMB (You et al., arXiv 1904.00962): Adam, each tensor's step scaled to the tensor's norm.
+
+    Cost: two numbers of state per local element, one more copy of the local shards during a step, and one small
+    all-reduce per mesh axis that shards parameters.
+
+    Raises:
+        UsageError: a dial out of range.
+        ModelError: nothing to train, or a pattern that matches nothing.
+
+    >>> optimizer = lamb(placed, 2e-3)  # doctest: +SKIP
+    """
+    check_dials("lamb", lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    params, live = stepped_parameters(placed, local=False)
+    groups = _decay_groups(placed, params, weight_decay, no_decay)
+    return NamedOptimizer(Lamb(groups, lr=lr, betas=betas, eps=eps), params, live)
+
+
+def muon(
+    placed: Placed,
+    lr: float,
+    *,
+    momentum: float = 0.95,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    not_muon: Sequence[str] | None = None,
+) -> NamedOptimizer:
+    """Muon for matrices (Jordan 2024; step length of arXiv 2502.16982), AdamW for everything else.
+
+    Args:
+        placed: from `apply`.
+        lr: base learning rate of both; take AdamW's.
+        momentum: decay of the matrices' running average.
+        weight_decay: decoupled; of matrices only.
+        betas: AdamW's, for parameters that are not matrices.
+        not_muon: patterns of matrices for AdamW; None: embeddings and heads (`NOT_MUON`).
+
+    Cost: per step an all-gather of every matrix, one full matrix in memory at a time, and its Newton-Schulz
+    iteration on every rank that shares it.
+
+    Raises:
+        UsageError: a dial out of range.
+        ModelError: nothing to train, or a pattern (given by the caller) that matches nothing.
+
+    >>> optimizer = muon(placed, 3e-4)  # doctest: +SKIP
+    """
+    check_dials("muon", lr=lr, momentum=momentum, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
+    params, live = stepped_parameters(placed, local=False)
+    strict = not_muon is not None
+    excluded = split_by_pattern(placed, list(params), NOT_MUON if not_muon is None else not_muon, "muon", strict=strict)
+    matrices = [p for name, p in params.items() if p.dim() == 2 and name not in excluded]
+    others = [p for name, p in params.items() if p.dim() != 2 or name in excluded]
+    groups = [
+        {"params": matrices, "orthogonal": True},
+        {"params": others, "orthogonal": False, "weight_decay": 0.0},
+    ]
+    optimizer = Muon([g for g in groups if g["params"]], lr, momentum, weight_decay, betas)
+    return NamedOptimizer(optimizer, params, live)
+
+
+def adafactor(
+    placed: Placed,
+    lr: float = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    clip: float = 1.0,
+    weight_decay: float = 0.0,
+    no_decay: Sequence[str] = (),
+) -> NamedOptimizer:
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235), with the dials and numbers of `torch.optim.Adafactor`.
+
+    Cost: state of rows + columns numbers per matrix, on every rank; per step an all-gather of every gradient,
+    one full tensor in memory at a time, and one scalar all-reduce per parameter.
+
+    Raises:
+        UsageError: a dial out of range.
+        ModelError: nothing to train, or a pattern that matches nothing.
+
+    >>> optimizer = adafactor(placed, 1e-2)  # doctest: +SKIP
+    """
+    check_dials("adafactor", lr=lr, clip=clip, weight_decay=weight_decay, minus_beta2_decay=-beta2_decay)
+    params, live = stepped_parameters(placed, local=False)
+    groups = _decay_groups(placed, params, weight_decay, no_decay)
+    return NamedOptimizer(Adafactor(groups, lr, beta2_decay, clip=clip), params, live)
+
+
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    "lamb": lamb,
+    "muon": muon,
+    "adafactor": adafactor,
+}
+"""By the name that a configuration uses. All take `(placed, lr)` and dials by keyword."""
+
+
+def _fast(placed: Placed) -> dict[str, bool]:
+    """One kernel for all parameters: 3 to 5 times less time than a loop or foreach on CPU (measured, 40 tensors)."""
+    return {"fused": True} if placed.mesh.device.type in _FUSED else {"foreach": True}
+
+
+def _decay_groups(
+    placed: Placed, params: Mapping[str, nn.Parameter], weight_decay: float, no_decay: Sequence[str]
+) -> list[dict[str, Any]]:
+    without = split_by_pattern(placed, list(params), no_decay, "no_decay")
+    groups = [
+        {"params": [p for name, p in params.items() if name not in without], "weight_decay": weight_decay},
+        {"params": [p for name, p in params.items() if name in without], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

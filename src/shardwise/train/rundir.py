@@ -1,0 +1,215 @@
+"""`RunDir`: the directory of a run, what lies where in it, and the checks before it is used. No torch.
+
+runs/<date>-<name>/  plan.toml  config.toml  config.json  environment.json  metrics.jsonl  loss.png  sample.txt
+                     checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.version import __version__
+
+RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run's directory.
+
+    >>> RunDir(Path("runs/a")).metrics.name
+    'metrics.jsonl'
+    """
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        """The plan that was used."""
+        return self.path / "plan.toml"
+
+    @property
+    def config_toml(self) -> Path:
+        """The resolved configuration, with the origin of each value as a comment; `shardwise train` reads it."""
+        return self.path / "config.toml"
+
+    @property
+    def config_json(self) -> Path:
+        """The same for programs: `{settings, origins, identity}`."""
+        return self.path / "config.json"
+
+    @property
+    def environment(self) -> Path:
+        """Versions and facts of the machine."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record per step and per evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The store."""
+        return self.path / "checkpoints"
+
+    @property
+    def picture(self) -> Path:
+        """The loss curves."""
+        return self.path / "loss.png"
+
+    @property
+    def sample(self) -> Path:
+        """Text of the trained model."""
+        return self.path / "sample.txt"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a complete checkpoint lies in the store."""
+        return _newest(self.checkpoints) is not None
+
+    def identity(self) -> dict[str, Any] | None:
+        """What makes the run that lies here this run; None for a directory without one.
+
+        Raises:
+            CheckpointError: its config.json cannot be read.
+        """
+        try:
+            loaded = json.loads(self.config_json.read_text(encoding="utf-8"))
+            return dict(loaded["identity"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.config_json} is damaged ({error}), so it cannot be told which run lies in {self.path}; "
+                f"choose another --out, or remove the directory"
+            ) from error
+
+
+def check_out(run: RunDir, identity: Mapping[str, Any], *, resume: str) -> None:
+    """Whether a run may use a directory; creates nothing that stays.
+
+    Args:
+        run: the directory, which need not exist.
+        identity: what must agree with the run that lies there: model, data, optimizer.
+        resume: `auto`, `never`, or a path.
+
+    Raises:
+        UsageError: it is a file, cannot be written, holds something else, or holds another run.
+        CheckpointError: it holds a run that cannot be read.
+    """
+    _check_writable(run.path)
+    if not run.path.is_dir():
+        return
+    there = run.identity()
+    if there is None:
+        if any(run.path.iterdir()):
+            raise UsageError(
+                f"--out {run.path} holds files, but no run (no config.json); needed: a new or empty directory, or a "
+                f"run's; choose another --out"
+            )
+        return
+    changed = [f"{k} was {there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v]
+    if changed and resume != "never":
+        raise UsageError(
+            f"--out {run.path} holds another run: {'; '.join(changed)}; choose another --out, or train it on as it was"
+        )
+    if resume == "never" and run.has_checkpoints:
+        raise UsageError(
+            f"--out {run.path} holds checkpoints, and --resume never would overwrite them; choose another --out, or "
+            f"leave --resume out to continue"
+        )
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of a store or of a run's directory.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / "manifest.json").is_file():
+        return path
+    newest = _newest(path / "checkpoints") or _newest(path)
+    if newest is None:
+        found = "no complete checkpoint lies there" if path.is_dir() else "no such directory"
+        raise CheckpointError(
+            f"--resume {path}: {found}; needed: auto, never, a run's directory, its checkpoints/ or a checkpoint"
+        )
+    return newest
+
+
+def _newest(store: Path) -> Path | None:
+    """The checkpoint of the greatest step: a directory has that name only when it is complete."""
+    complete = [found for found in store.glob("step-*/manifest.json") if "." not in found.parent.name]
+    return max((found.parent for found in complete), key=lambda found: int(found.name[5:]), default=None)
+
+
+def _check_writable(path: Path) -> None:
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        what = "is a file" if nearest == path else f"lies below {nearest}, which is a file"
+        raise UsageError(f"--out {path} {what}; needed: a directory; choose another --out")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--out {path}: cannot write in {nearest}: {error.strerror or error}; choose another --out"
+        ) from None
+
+
+def environment_facts() -> dict[str, Any]:
+    """Versions and machine facts, from a fixed list: no user, host name, path or variable."""
+    return {
+        "shardwise": __version__,
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "system": platform.system(),
+        "release": platform.release(),
+        "machine": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": {name: found for name in RECORDED if (found := _version(name)) is not None},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole: a reader never sees half of it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}; free space or choose another --out"
+        ) from error

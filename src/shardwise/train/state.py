@@ -1,0 +1,150 @@
+"""`TrainState`: everything that changes while a run goes on, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.errors import CheckpointError
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Placed
+from shardwise.train.optim import NamedOptimizer, name_optimizer
+
+Tensors = dict[str, torch.Tensor]
+
+
+class DataPosition(Protocol):
+    """What a state needs of its batches: where they are, as plain numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position."""
+        ...
+
+
+@dataclass
+class LossScale:
+    """Dynamic scale of fp16 losses: halved on a gradient that is not finite, doubled after `period` good steps.
+
+    The loss is a sum over the window, so the scale starts low: a window of 2^12 tokens at 2^4 is 2^16 for a mean.
+    Its decisions rest on numbers that are summed over the world: the same on every rank and every mesh.
+    """
+
+    scale: float = 16.0
+    good_steps: int = 0
+    period: int = 2000
+
+    def update(self, finite: bool) -> None:
+        """Account for one step."""
+        if not finite:
+            self.scale, self.good_steps = self.scale / 2, 0
+        elif self.good_steps + 1 >= self.period:
+            self.scale, self.good_steps = self.scale * 2, 0
+        else:
+            self.good_steps += 1
+
+
+class TrainState:
+    """A placed module, its optimizer, learning-rate schedule, position in the data, step and tokens.
+
+    Args:
+        placed: from `apply`.
+        optimizer: from `shardwise.adamw` and its like, or a torch optimizer over `placed.parameters()`.
+        batches: from `shardwise.loader`; None: the user feeds `make_step` by hand.
+        schedule: step (from 0) -> factor of the base learning rate; None: constant.
+        seed: kept in checkpoints, so that a resumed run goes on with the same randomness.
+
+    >>> state = TrainState(placed, adamw(placed, lr=3e-4), batches)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        placed: Placed,
+        optimizer: NamedOptimizer | Optimizer,
+        batches: DataPosition | None = None,
+        *,
+        schedule: Callable[[int], float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """See the class."""
+        self.placed = placed
+        self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
+        self.batches = batches
+        self.schedule = schedule
+        self.seed = seed
+        self.step = 0
+        self.skipped = 0
+        self.weight = 0.0
+        """Loss weight seen so far: tokens, for a token loss."""
+        self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
+        self._factor = 1.0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the state lives on."""
+        return self.placed.mesh
+
+    def set_lr(self) -> float:
+        """Give the optimizer this step's learning rate; returns that of its first group."""
+        factor = self.schedule(self.step) if self.schedule is not None else 1.0
+        if factor != self._factor:
+            self.optimizer.scale_lr(factor)
+            self._factor = factor
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def tensors(self) -> Tensors:
+        """Every tensor by its logical name: `model.<parameter or buffer>`, `optim.<parameter>.<key>`."""
+        model: Tensors = {f"model.{name}": p.detach() for name, p in self.placed.named_parameters().items()}
+        for part in self.placed.parts:
+            persistent = part.root.state_dict(keep_vars=True)
+            for name, buffer in part.root.named_buffers():
+                if name in persistent:
+                    model[f"model.{name}"] = buffer
+        return model | self.optimizer.state_tensors()
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything that is not a tensor, as JSON."""
+        scale = self.loss_scale
+        return {
+            "step": self.step,
+            "skipped": self.skipped,
+            "weight": self.weight,
+            "seed": self.seed,
+            "base_lr": self.optimizer.base_lrs,
+            "data": self.batches.state_dict() if self.batches is not None else None,
+            "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
+            "plan": str(self.placed.plan),
+        }
+
+    def load_tensors(self, tensors: Tensors) -> None:
+        """Take over tensors that were read for the names and layouts of `tensors()`."""
+        own = self.tensors()
+        missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+        if missing or extra:
+            raise CheckpointError(
+                f"the checkpoint does not hold this run's tensors: missing {missing[:5]}, not known here {extra[:5]}; "
+                "was it written with another model or optimizer?"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name.startswith("model.") and tensors[name] is not tensor:
+                    tensor.copy_(tensors[name])
+        self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith("optim.")})
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Continue where `scalars()` was taken."""
+        self.step = int(scalars["step"])
+        self.skipped = int(scalars["skipped"])
+        self.weight = float(scalars["weight"])
+        self.seed = int(scalars["seed"])
+        if self.batches is not None and scalars["data"] is not None:
+            self.batches.load_state_dict(scalars["data"])
+        if self.loss_scale is not None and scalars["loss_scale"] is not None:
+            self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]

@@ -1,0 +1,270 @@
+"""`make_step`: one update from one global batch, the same under every plan.
+
+Gradients of a step are those of the *sum* of the loss over the global batch; they are divided once, by the
+weight of all of it. So ragged masks, any accumulation and uneven ranks change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.errors import NonFiniteError
+from shardwise.parallel.data import gradient_divisor
+from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
+from shardwise.parallel.placed import Part
+from shardwise.train.batches import Window
+from shardwise.train.loss import Loss, as_loss
+from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
+from shardwise.train.state import TrainState
+from shardwise.train.torch_private import clamp_all, scale_all
+
+LossFn = Callable[[Any, Any], Any]
+"""(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean."""
+
+STOP_SIGINT = 1
+STOP_SIGTERM = 100_000
+"""Requests to stop are summed over the world; these two stay apart in any sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a step does with its gradient."""
+
+    clip_norm: float | None = None
+    """Largest L2 norm of the whole gradient; larger ones are scaled down."""
+    clip_value: float | None = None
+    """Largest absolute value of an element."""
+    on_nonfinite: Literal["skip", "stop", "raise"] = "skip"
+    """A loss or gradient that is not finite, on any rank: skip the update, end the loop in order, or raise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one step did. Losses and norms are those of the global batch, equal on all ranks."""
+
+    step: int
+    """Updates tried so far, this one included."""
+    loss: float
+    """Mean loss over the window's weight."""
+    weight: float
+    """The window's weight: tokens, for a token loss."""
+    grad_norm: float
+    """L2 norm of the mean gradient before clipping."""
+    lr: float
+    seconds: float
+    skipped: bool = False
+    stopping: str | None = None
+    """Why the loop ends after this step; None while it goes on."""
+
+
+class TrainStep:
+    """One update per call; made by `make_step`."""
+
+    def __init__(self, state: TrainState, loss_fn: LossFn, options: StepOptions) -> None:
+        """See `make_step`."""
+        self.state, self.loss_fn, self.options = state, loss_fn, options
+        placed = state.placed
+        self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
+        self._counted = {n: is_counted_here(p, placed.mesh) for n, p in self._parameters.items()}
+        self._signatures = [Signature.of(part.root) for part in placed.parts]
+        self._divisor = gradient_divisor(placed)
+        self._is_loss_rank = placed.mesh.index("tp") == 0
+        self._scalar_mean = False
+        self._warned = False
+        self.stop_requested = 0
+        """STOP_SIGINT or STOP_SIGTERM: the loop ends after this step, on all ranks together."""
+
+    def __call__(self, batch: Any) -> StepMetrics:
+        """Train on this rank's share of one global batch.
+
+        Args:
+            batch: a `Window` of the loader, a list of micro-batches, or one batch of rows, which is cut into
+                the plan's micro-batches.
+
+        Raises:
+            NonFiniteError: under `on_nonfinite="raise"`, on all ranks alike.
+        """
+        start = time.perf_counter()
+        micro, zero = self._micro_batches(batch)
+        losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
+        grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
+        loss, weight, squares, stop, rows, rows_squared = self._world_sums(losses, grads, micro, zero)
+        self._check_equal_rows(rows, rows_squared)
+        return self._update(grads, loss, weight, squares, int(stop), start)
+
+    def _micro_batches(self, batch: Any) -> tuple[list[Any], tuple[bool, ...]]:
+        device = self.state.mesh.device
+        if isinstance(batch, Window):
+            micro, zero = list(batch.micro_batches), tuple(batch.weights_zero)
+        elif isinstance(batch, list):
+            micro, zero = batch, (False,) * len(batch)
+        else:
+            micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
+            zero = (False,) * len(micro)
+        return [to_device(m, device) for m in micro], zero
+
+    def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:
+        result = self.loss_fn(output, micro)
+        self._scalar_mean = isinstance(result, torch.Tensor)
+        loss = as_loss(result, num_rows(micro))
+        return Loss(loss.sum * 0, loss.weight * 0) if is_zero else loss
+
+    def _seeded(self, loss: Loss) -> torch.Tensor:
+        scale = self.state.loss_scale
+        return loss.sum * scale.scale if scale is not None else loss.sum
+
+    def _accumulated(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
+        part, signature = self.state.placed.parts[0], self._signatures[0]
+        losses = []
+        for i, (batch, is_zero) in enumerate(zip(micro, zero, strict=True)):
+            with self._reduction(part, first=i == 0, last=i == len(micro) - 1):
+                args, kwargs = model_inputs(batch, signature)
+                loss = self._loss(part.run(*args, **kwargs), batch, is_zero)
+                self._seeded(loss).backward()
+            losses.append(Loss(loss.sum.detach(), loss.weight))
+        return losses
+
+    def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:
+        """Tell the data-parallel engine which micro-batch closes the window."""
+        if isinstance(part.run, DistributedDataParallel):
+            return nullcontext() if last else part.run.no_sync()
+        if isinstance(part.run, FSDPModule) and not (first and last):
+            if self.state.placed.plan.zero < 2:
+                part.run.set_requires_gradient_sync(last)
+            else:
+                part.run.set_requires_all_reduce(last)  # HSDP: replicas are summed once per window
+            if self.state.placed.plan.zero < 3:
+                part.run.set_reshard_after_backward(last)
+            part.run.set_is_last_backward(last)
+        return nullcontext()
+
+    def _pipelined(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
+        pipeline = self.state.placed.pipeline
+        assert pipeline is not None
+        micro = distinct(micro)
+        flags = {id(m): z for m, z in zip(micro, zero, strict=True)}
+        seen: dict[int, Loss] = {}
+
+        def loss_fn(output: Any, batch: Any) -> torch.Tensor:
+            loss = self._loss(output, batch, flags[id(batch)])
+            seen[id(batch)] = Loss(loss.sum.detach(), loss.weight)  # a dict: a stage may run once more to learn shapes
+            return self._seeded(loss)
+
+        pipeline.run(micro, loss_fn, backward=True)
+        return list(seen.values())
+
+    def _world_sums(
+        self, losses: list[Loss], grads: dict[str, torch.Tensor], micro: list[Any], zero: tuple[bool, ...]
+    ) -> list[float]:
+        """Loss, weight, squared norm, stop requests, rows and squared rows, over the world: one all-reduce."""
+        rows = float(sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z))
+        mine = losses if self._is_loss_rank else []
+        mesh = self.state.mesh
+        squares = sum_of_squares(grads, self._counted).to(mesh.device)
+        if mesh.device.type == "cpu":  # plain numbers: a dozen small kernels less
+            loss, weight = sum(float(x.sum) for x in mine), sum(float(x.weight) for x in mine)
+            numbers = [loss, weight, float(squares), float(self.stop_requested), rows, rows * rows]
+            sums = torch.tensor(numbers, dtype=torch.float64)
+        else:
+            zero_ = torch.zeros((), dtype=torch.float64, device=mesh.device)
+            loss_ = sum((x.sum.double() for x in mine), zero_)
+            weight_ = sum((torch.as_tensor(x.weight, device=mesh.device).double() for x in mine), zero_)
+            rest = torch.tensor([float(self.stop_requested), rows, rows * rows], dtype=torch.float64)
+            sums = torch.cat([torch.stack([loss_, weight_, squares]), rest.to(mesh.device, non_blocking=True)])
+        values: list[float] = mesh.all_reduce_sum(sums).tolist()
+        return values
+
+    def _check_equal_rows(self, rows: float, rows_squared: float) -> None:
+        world = self.state.mesh.world
+        if self._scalar_mean and not self._warned and abs(rows * rows - world * rows_squared) > 0.5:
+            self._warned = True
+            if self.state.mesh.is_first:
+                warnings.warn(
+                    "the loss function returns a plain mean, and ranks hold different numbers of rows: every row "
+                    "weighs the same; return (sum, weight) if the mean is over anything else (shardwise.mean_over)",
+                    stacklevel=4,
+                )
+
+    def _update(
+        self, grads: dict[str, torch.Tensor], loss: float, weight: float, squares: float, stop: int, start: float
+    ) -> StepMetrics:
+        state, options = self.state, self.options
+        scale = state.loss_scale.scale if state.loss_scale is not None else 1.0
+        mean = loss / weight if weight else math.nan
+        factor = self._divisor / (weight * scale) if weight else 0.0
+        norm = math.sqrt(squares) * factor if squares >= 0 else math.nan
+        finite = math.isfinite(norm) and math.isfinite(loss) and weight > 0
+        lr = state.set_lr()
+        state.step += 1
+        state.weight += weight
+        stopping = None if not stop else "SIGTERM" if stop >= STOP_SIGTERM else "SIGINT"
+        if finite:
+            if options.clip_norm is not None:
+                factor *= min(1.0, options.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            values = list(grads.values())
+            if factor != 1.0 and values:
+                scale_all(values, factor)
+            if options.clip_value is not None and values:
+                clamp_all(values, options.clip_value)
+            state.optimizer.take_grads(grads)
+            state.optimizer.step()
+        else:
+            state.skipped += 1
+            overflow = state.loss_scale is not None and math.isfinite(loss)
+            if options.on_nonfinite != "skip" and not overflow:
+                stopping = self._nonfinite(mean, norm)
+        state.optimizer.zero_grad()
+        if state.loss_scale is not None:
+            state.loss_scale.update(finite)
+        return StepMetrics(
+            step=state.step,
+            loss=mean,
+            weight=weight,
+            grad_norm=norm,
+            lr=lr,
+            seconds=time.perf_counter() - start,
+            skipped=not finite,
+            stopping=stopping,
+        )
+
+    def _nonfinite(self, loss: float, norm: float) -> str:
+        text = (
+            f"step {self.state.step}: loss {loss}, gradient norm {norm} over all {self.state.mesh.world} ranks; the "
+            "update was not made; look for NaN in the data, lower the learning rate, or use on_nonfinite='skip'"
+        )
+        if self.options.on_nonfinite == "raise":
+            raise NonFiniteError(text)
+        return f"not finite: {text}"
+
+
+def make_step(
+    state: TrainState,
+    loss_fn: LossFn,
+    *,
+    clip: float | None = None,
+    options: StepOptions | None = None,
+) -> TrainStep:
+    """A function that trains on one global batch: forward, backward, norm, clip, update.
+
+    Args:
+        state: what is trained.
+        loss_fn: (model output, micro-batch) -> `Loss(sum, weight)`; a scalar mean means equal weights per row.
+        clip: largest gradient norm; short for `StepOptions(clip_norm=clip)`.
+        options: clipping and what happens to values that are not finite.
+
+    Cost beyond the model: one all-reduce of six numbers, one pass over the gradients.
+
+    >>> step = make_step(state, loss_fn, clip=1.0)  # doctest: +SKIP
+    >>> metrics = step(batch)  # this rank's rows  # doctest: +SKIP
+    """
+    return TrainStep(state, loss_fn, options or StepOptions(clip_norm=clip))

@@ -1,0 +1,187 @@
+"""Iterable data sets: windows read in the order the data comes, with the ends agreed between the ranks.
+
+The promise is weaker than that of a data set with a length: the order is the stream's own, and resuming reads
+again what was consumed. The samples of a step are the same under every number of ranks, as long as each rank's
+stream gives the same samples; where they differ, every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from shardwise.errors import ConfigError, DataError
+from shardwise.parallel.mesh import DATA_AXES
+from shardwise.train.loader_options import Collate, LoaderOptions
+from shardwise.train.windows import DataMesh, Window, WindowSpec, divide, shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """What one rank read for one window."""
+
+    own: list[Any]
+    """Samples of this rank."""
+    spare: list[Any]
+    """One sample that was seen, for padding; empty when none ever was."""
+    total: int
+    """Samples of all ranks, as far as this rank can know: its own when each rank has a stream of its own."""
+
+
+class StreamReader(IterableDataset[Stretch]):
+    """This rank's share of each window of a stream; runs in the process of the step or in one worker."""
+
+    def __init__(
+        self, dataset: Iterable[Any], spec: WindowSpec, options: LoaderOptions, start: tuple[int, int]
+    ) -> None:
+        self.dataset = dataset
+        self.spec = spec
+        self.options = options
+        self.start = start  # step and position of the first window
+
+    def __iter__(self) -> Iterator[Stretch]:
+        """Stretches without end: empty ones once the stream is exhausted, since other ranks may still have rows."""
+        stream = _passes(self.dataset, self.options.epochs)
+        rank, ranks, wanted = self.spec.rank, self.spec.ranks, self.spec.global_size
+        step, position = self.start
+        if self.options.sharded:
+            wanted, rank, ranks = shares(wanted, ranks)[rank], 0, 1
+            _skip(stream, step * wanted, may_end=True)
+        else:
+            _skip(stream, position, may_end=False)
+        spare: list[Any] = []
+        while True:
+            own: list[Any] = []
+            total = 0
+            for total, sample in enumerate(islice(stream, wanted), start=1):
+                if total == 1:
+                    spare = [sample]
+                if (total - 1) % ranks == rank:
+                    own.append(sample)
+            yield Stretch(own=own, spare=spare, total=total)
+
+
+def stream_windows(
+    reader: StreamReader, mesh: DataMesh, collate: Collate, generator: torch.Generator
+) -> Iterator[Window]:
+    """The windows of a stream; one tiny all-reduce each over the data axes when they are wider than 1.
+
+    Raises:
+        DataError: the stream is empty, or the ranks' streams differ.
+    """
+    spec, options = reader.spec, reader.options
+    step, position = reader.start
+    for stretch in _background(reader, generator):
+        rows = _agree(stretch, spec, mesh, options, first=position == 0)
+        num_rows = sum(rows)
+        if num_rows == 0 or (options.drop_last and num_rows < spec.global_size):
+            return
+        begun = 0
+        for layout in divide(rows, spec):
+            own = stretch.own[begun : begun + layout.rows]
+            base = position + spec.rank + begun * spec.ranks
+            positions = range(base, base + layout.rows * spec.ranks, spec.ranks)
+            filler = (stretch.own or stretch.spare)[:1]
+            yield Window(
+                step=step,
+                micro_batches=[
+                    collate(filler * chunk.rows if chunk.zero else own[chunk.start : chunk.stop])
+                    for chunk in layout.chunks
+                ],
+                weights_zero=layout.weights_zero,
+                rows=layout.row_counts,
+                num_rows=layout.num_rows,
+                positions=positions,
+                indices=list(positions),
+            )
+            begun += layout.rows
+            step += 1
+        position += num_rows
+
+
+def _agree(
+    stretch: Stretch, spec: WindowSpec, mesh: DataMesh, options: LoaderOptions, *, first: bool
+) -> tuple[int, ...]:
+    """How many rows each data rank has for this window; every rank gets the same verdict, so none waits alone."""
+    counts = [0] * (2 * spec.ranks + 1)
+    counts[spec.rank], counts[spec.ranks + spec.rank] = len(stretch.own), stretch.total
+    counts[-1] = int(not stretch.spare)
+    if spec.ranks > 1:
+        local = torch.tensor(counts, dtype=torch.int64, device=mesh.device)
+        counts = mesh.all_reduce_sum(local, *DATA_AXES).tolist()
+    rows, totals, num_without = tuple(counts[: spec.ranks]), counts[spec.ranks : -1], counts[-1]
+    total = sum(rows)
+    if not options.sharded and len(set(totals)) > 1:
+        raise DataError(
+            f"loader: the ranks' streams differ: the data ranks read {totals} samples for one window; needed: the "
+            "same samples in the same order on each rank; remove what makes it depend on the rank or on time, or say "
+            "sharded=True when each rank reads a share of its own"
+        )
+    if total == 0 and first:
+        raise DataError(
+            "loader: the iterable data set gave no sample; needed: at least one; check its source, and that it was "
+            "not a generator that has been consumed before"
+        )
+    if total and num_without:
+        raise DataError(
+            f"loader: {num_without} of {spec.ranks} data ranks have no sample at all, so there is nothing to pad with; "
+            "needed: at least one sample in each rank's stream; give fewer shards, or fewer data ranks"
+        )
+    return rows
+
+
+def _background(reader: StreamReader, generator: torch.Generator) -> Iterator[Stretch]:
+    """Read here, or ahead in a worker process."""
+    options = reader.options
+    if options.workers == 0:
+        return iter(reader)
+    return iter(
+        DataLoader(
+            reader,
+            batch_size=None,
+            num_workers=options.workers,
+            collate_fn=_same,
+            prefetch_factor=options.prefetch,
+            timeout=options.timeout_s,
+            worker_init_fn=options.worker_init,
+            multiprocessing_context=options.worker_context,
+            generator=generator,
+        )
+    )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _passes(dataset: Iterable[Any], epochs: int | None) -> Iterator[Any]:
+    """One pass after another; ends after `epochs`, or when a pass gives nothing (a generator gives one pass only)."""
+    if epochs not in (None, 1) and iter(dataset) is dataset:
+        raise ConfigError(
+            f"loader: epochs={epochs} over a {type(dataset).__name__}, which can be read once only; needed: an object "
+            "whose __iter__ starts anew (an IterableDataset, a list), or epochs=1"
+        )
+    count = 0
+    while epochs is None or count < epochs:
+        seen = False
+        for sample in dataset:
+            seen = True
+            yield sample
+        if not seen:
+            return
+        count += 1
+
+
+def _skip(stream: Iterator[Any], num_samples: int, *, may_end: bool) -> None:
+    """Read and forget; the way a stream resumes. A rank's own share may have ended before the others'."""
+    skipped = sum(1 for _ in islice(stream, num_samples))
+    if skipped < num_samples and not may_end:
+        raise DataError(
+            f"loader: resuming needs to skip {num_samples} samples of the stream, it ended after {skipped}; "
+            "needed: the stream of the run that was saved; give the same data"
+        )

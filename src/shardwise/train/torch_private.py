@@ -1,0 +1,32 @@
+"""The private torch names that this folder uses, and nothing else. Each has a test that fails when torch moves it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def scale_all(tensors: list[Tensor], factor: float) -> None:
+    """Multiply every tensor by a number, in place: `torch._foreach_mul_`, one kernel for all where there is one."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def clamp_all(tensors: list[Tensor], limit: float) -> None:
+    """Clamp every element to [-limit, limit], in place: `torch._foreach_clamp_min_` and `_max_`."""
+    torch._foreach_clamp_min_(tensors, -limit)
+    torch._foreach_clamp_max_(tensors, limit)
+
+
+def shard_like(local: Tensor, like: DTensor) -> DTensor:
+    """`local` as the shard of a DTensor with the layout and global shape of `like`, sharing its storage.
+
+    `DTensor.from_local` would do, but it moves the shard to the mesh's device: state that lives in host memory
+    on purpose (offload) would land on the accelerator. So: `DTensor(local, spec)`, private in torch 2.13.
+    """
+    spec = like._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)

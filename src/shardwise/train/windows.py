@@ -1,0 +1,206 @@
+"""How the rows of a step are divided over data ranks and micro-batches: arithmetic only, the same on every rank.
+
+A *window* is what one step consumes. Its rows are divided over the data ranks, and each rank's rows over its
+micro-batches. Every rank has the same number of micro-batches in a window, because each one may end in a
+collective; a micro-batch without rows carries copies of a real row and is flagged to weigh zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class DataRank(Protocol):
+    """Rank and size of the data axes."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the replicas."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of replicas that see different samples."""
+        ...
+
+
+class DataMesh(Protocol):
+    """What the loader needs of a mesh; `shardwise.Mesh` has it all."""
+
+    @property
+    def batch(self) -> DataRank:
+        """Rank and size of the data axes, the same for all tp and pp ranks of a replica."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the counts of streams are summed."""
+        ...
+
+    def size(self, axis: str) -> int:
+        """Degree of an axis."""
+        ...
+
+    def all_reduce_sum(self, tensor: torch.Tensor, *axes: str) -> torch.Tensor:
+        """The sum over the ranks of these axes."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec:
+    """The division of a step that plan and mesh ask for, as one rank sees it."""
+
+    global_size: int
+    """Rows of a full window over all ranks."""
+    micro_batches: int
+    rank: int
+    ranks: int
+    equal_rows: bool
+    """Under a pipeline: the micro-batches that run together must have the same number of rows."""
+    split: bool = False
+    """In evaluation: a window that needs two runs of a pipeline becomes two windows."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that a micro-batch of a full window has: what memory was planned for."""
+        return shares(shares(self.global_size, self.ranks)[0], self.micro_batches)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One micro-batch: rows `start` to `stop` of this rank's rows, or padding of `rows` copies of a real row."""
+
+    start: int
+    stop: int
+    rows: int
+    zero: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A window as one rank sees it."""
+
+    offset: int
+    """Rows of the window that belong to ranks before this one."""
+    rows: int
+    """Rows of this rank."""
+    num_rows: int
+    """Rows of all ranks."""
+    chunks: tuple[Chunk, ...]
+    weights_zero: tuple[bool, ...]
+    """Which micro-batches are padding."""
+    row_counts: tuple[int, ...]
+    """Real rows of each micro-batch; 0 for padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What one step consumes on this rank.
+
+    `micro_batches[i]` weighs nothing when `weights_zero[i]`: the step multiplies its loss and its weight by 0.
+    All ranks have the same number of micro-batches; without a pipeline it is the plan's. Under a pipeline it
+    is the plan's or twice that, and each run of the plan's number has equal rows.
+    """
+
+    step: int
+    """Index of the window, from 0."""
+    micro_batches: list[Any]
+    weights_zero: tuple[bool, ...]
+    rows: tuple[int, ...]
+    """Real rows of each micro-batch; 0 for padding."""
+    num_rows: int
+    """Rows over all ranks and micro-batches, known without communication."""
+    positions: range
+    """Where this rank's rows stand in the endless run of epochs."""
+    indices: list[int] = field(repr=False)
+    """The samples at these positions; for a stream, the positions themselves."""
+
+    @property
+    def sample_ids(self) -> tuple[tuple[int, int], ...]:
+        """(position, sample index) of each of this rank's rows, in order; padding is not among them."""
+        return tuple(zip(self.positions, self.indices, strict=True))
+
+
+def shares(total: int, parts: int) -> tuple[int, ...]:
+    """`total` divided over `parts` as evenly as can be; the first ones get one more.
+
+    >>> shares(8, 3)
+    (3, 3, 2)
+    """
+    base, more = divmod(total, parts)
+    return (base + 1,) * more + (base,) * (parts - more)
+
+
+def divide(rows: Sequence[int], spec: WindowSpec) -> list[Layout]:
+    """The window in which rank d has `rows[d]` rows, as `spec.rank` sees it.
+
+    One layout; with `spec.split` one per run of `spec.micro_batches` micro-batches.
+    """
+    if not spec.equal_rows:
+        groups = [[shares(own, spec.micro_batches) for own in rows]]
+        return [_layout(groups[0], rows, spec, used=[0] * len(rows), equal=False)]
+    groups = _equal_groups(rows, spec)
+    if len(groups) == 1 or not spec.split:
+        joined = [tuple(n for group in groups for n in group[d]) for d in range(len(rows))]
+        return [_layout(joined, rows, spec, used=[0] * len(rows), equal=True)]
+    layouts: list[Layout] = []
+    used = [0] * len(rows)
+    for group in groups:
+        layouts.append(_layout(group, rows, spec, used=used, equal=True))
+        used = [before + sum(sizes) for before, sizes in zip(used, group, strict=True)]
+    return layouts
+
+
+def _layout(
+    sizes: Sequence[tuple[int, ...]], rows: Sequence[int], spec: WindowSpec, *, used: Sequence[int], equal: bool
+) -> Layout:
+    """The chunks of this rank from the sizes of every rank's micro-batches; `used` rows went into layouts before."""
+    own = sizes[spec.rank]
+    chunks: list[Chunk] = []
+    start = 0
+    for number, size in enumerate(own):
+        peers = own[number - number % spec.micro_batches :][: spec.micro_batches] if equal else ()
+        padding = max(1, *peers) if peers else 1  # a pipeline needs the padding in the shape of its neighbours
+        chunks.append(Chunk(start=start, stop=start + size, rows=size or padding, zero=size == 0))
+        start += size
+    return Layout(
+        offset=sum(rows[: spec.rank]) + used[spec.rank],
+        rows=start,
+        num_rows=sum(sum(of_rank) for of_rank in sizes),
+        chunks=tuple(chunks),
+        weights_zero=tuple(size == 0 for size in own),
+        row_counts=tuple(own),
+    )
+
+
+def _equal_groups(rows: Sequence[int], spec: WindowSpec) -> list[list[tuple[int, ...]]]:
+    """Micro-batch sizes per group and rank, all real ones of a group and rank equal.
+
+    One group where each rank's rows are at most `micro_batches` equal parts of at most `max_rows`; else two: as
+    many equal parts as fit, and what is left row by row.
+    """
+    count = spec.micro_batches
+    parts = {own: _equal_part(own, count, spec.max_rows) for own in set(rows)}
+    if all(parts.values()):
+        one = [(parts[own],) * (own // parts[own]) + (0,) * (count - own // parts[own]) for own in rows]
+        return [one]
+    first, second = [], []
+    for own in rows:
+        part = max(1, own // count)
+        taken = min(count, own // part)
+        first.append((part,) * taken + (0,) * (count - taken))
+        left = own - taken * part
+        second.append((1,) * left + (0,) * (count - left))
+    return [first, second]
+
+
+def _equal_part(own: int, count: int, cap: int) -> int:
+    """The least part that divides `own` into at most `count` parts and is at most `cap`; 0 when there is none."""
+    for part in range(max(1, -(-own // count)), cap + 1):
+        if own % part == 0:
+            return part
+    return 0

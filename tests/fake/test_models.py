@@ -1,0 +1,125 @@
+"""The reference models: names, counts, and what forward does, against independent computations."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.model.spec import preset, presets
+from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, num_params
+from shardwise.models.gpt import GPT, GPTConfig, gpt_flops_per_token, gpt_num_params
+from shardwise.models.presets import build
+from shardwise.models.sample import generate
+
+SMALL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16)
+SMALL_GPT = GPTConfig(dim=32, num_layers=2, num_heads=4, max_seq_len=16)
+
+
+def ids(batch: int = 2, seq: int = 8) -> torch.Tensor:
+    return torch.randint(0, 256, (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+def test_parameter_names_are_those_that_rules_refer_to() -> None:
+    layer = {n.removeprefix("layers.0.") for n, _ in Decoder(SMALL).named_parameters() if n.startswith("layers.0.")}
+    attention = {f"attn.{w}.weight" for w in ("wq", "wk", "wv", "wo")}
+    assert layer == attention | {f"ffn.{w}.weight" for w in ("w1", "w2", "w3")} | {
+        "attn_norm.weight",
+        "ffn_norm.weight",
+    }
+    tops = {n.split(".")[0] for n, _ in GPT(SMALL_GPT).named_parameters()}
+    assert tops == {"wte", "wpe", "h", "ln_f", "lm_head"}
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_num_params_is_exact(tie: bool, extra: bool) -> None:
+    config = DecoderConfig(dim=32, num_layers=2, ffn_dim=40, tie_embeddings=tie, qkv_bias=extra, qk_norm=extra)
+    assert num_params(config) == sum(p.numel() for p in Decoder(config).parameters())
+    gpt = GPTConfig(dim=32, num_layers=2, ffn_dim=40 if extra else 0, tie_embeddings=tie)
+    assert gpt_num_params(gpt) == sum(p.numel() for p in GPT(gpt).parameters())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_build_with_the_published_number_of_parameters(name: str) -> None:
+    spec = preset(name)
+    if spec.kind == "moe":
+        with pytest.raises(ModelError, match="experts"):
+            build(spec)
+        return
+    with torch.device("meta"):
+        model = build(spec)()
+    assert sum(p.numel() for p in model.parameters()) == spec.num_params
+
+
+@pytest.mark.parametrize(("model", "flops"), [(Decoder(SMALL), flops_per_token), (GPT(SMALL_GPT), gpt_flops_per_token)])
+def test_flops_equal_those_that_torch_counts(model: nn.Module, flops) -> None:  # type: ignore[no-untyped-def]
+    with torch.device("meta"):
+        ghost = type(model)(model.config)
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            ghost(tokens)
+    assert 3 * counter.get_total_flops() == flops(model.config, 8) * tokens.numel()
+
+
+@pytest.mark.parametrize("model", [Decoder(SMALL).double(), GPT(SMALL_GPT).double()])
+def test_causal_and_differentiable_in_fp64(model: nn.Module) -> None:
+    x = ids()
+    changed = x.clone()
+    changed[:, 5] += 1
+    changed %= 256
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
+    before.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in model.parameters())
+
+
+def test_attention_equals_an_explicit_one() -> None:
+    attention = Decoder(SMALL).double().layers[0].attn
+    x = torch.randn(1, 6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    split = lambda y: y.view(6, -1, 8)  # noqa: E731
+    q, k, v = split(attention.wq(x)), split(attention.wk(x)), split(attention.wv(x))
+    out = torch.zeros(6, 4, 8, dtype=torch.float64)
+    frequency = [10_000 ** -(i / 4) for i in range(4)]
+
+    def turned(row: torch.Tensor, position: int) -> torch.Tensor:
+        z = torch.complex(row[:4], row[4:])
+        z = z * torch.tensor([complex(math.cos(position * f), math.sin(position * f)) for f in frequency])
+        return torch.cat((z.real, z.imag))
+
+    for head in range(4):
+        for i in range(6):
+            scores = torch.stack(
+                [turned(q[i, head], i) @ turned(k[j, head // 2], j) for j in range(i + 1)]
+            ) / math.sqrt(8)
+            out[i, head] = torch.softmax(scores, 0) @ v[: i + 1, head // 2]
+    expected = attention.wo(out.reshape(1, 6, 32))
+    assert torch.allclose(attention(x), expected, atol=1e-7)
+
+
+def test_residual_projections_start_smaller() -> None:
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(dim=128, num_layers=8, ffn_dim=256))
+    assert float(model.layers[3].attn.wo.weight.detach().std()) == pytest.approx(0.02 / 4, rel=0.05)
+    assert float(model.layers[3].ffn.w1.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
+        DecoderConfig(dim=32, num_heads=4, num_kv_heads=3)
+    with pytest.raises(ConfigError, match="not a multiple of num_heads=5"):
+        GPTConfig(dim=32, num_heads=5)
+
+
+def test_generate_is_reproducible_and_keeps_the_mode() -> None:
+    model = Decoder(SMALL).train()
+    start = ids(1, 3)
+    first, second = generate(model, start, 20, seed=1), generate(model, start, 20, seed=1)
+    assert first.shape == (1, 23) and torch.equal(first, second) and model.training
+    assert not torch.equal(first, generate(model, start, 20, seed=2))
+    greedy = generate(model, start, 1, temperature=0)
+    assert greedy[0, -1] == model(start)[0, -1].argmax()
+    with pytest.raises(UsageError, match="start from at least one token"):
+        generate(model, start[:, :0], 1)

@@ -1,0 +1,39 @@
+"""Every Python block of the documentation runs: each in as many processes as stands above it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from pages import Block, all_blocks
+from shardwise.testing.world import World, WorldError
+
+BLOCKS = [block for block in all_blocks() if block.language == "python"]
+
+
+def execute(text: str, plan: str, argv: list[str], directory: str) -> None:
+    os.chdir(directory)
+    sys.argv = argv
+    names = {"torch": torch, "dist": dist, "sw": sw, "__name__": "__main__" if argv else "block"}
+    if not plan:
+        exec(compile(text, "block", "exec"), names)
+        return
+    with sw.open_mesh(sw.Plan.parse(plan)) as mesh:
+        exec(compile(text, "block", "exec"), names | {"mesh": mesh})
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_block_runs(world: World, block: Block, tmp_path: Path) -> None:
+    world(block.world, execute, block.text, block.plan, block.argv, str(tmp_path))
+
+
+def test_negative_control_a_wrong_block_fails(world: World, tmp_path: Path) -> None:
+    wrong = "x = torch.ones(1)\ndist.all_reduce(x, group=mesh.group('tp'))\nassert x.item() == 1.0"
+    with pytest.raises(WorldError, match="AssertionError"):
+        world(2, execute, wrong, "tp2", [], str(tmp_path))

@@ -1,0 +1,223 @@
+"""Saved under one layout, loaded under another; what does not fit is refused before anything changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.store import Store
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.parallel.mesh import Mesh, open_mesh
+from shardwise.testing.world import World
+from shardwise.train.optimizers import OPTIMIZERS, adamw, sgd
+from tests.parity.placing import LAYOUTS, State, place
+
+
+def make(layout: str, mesh: Mesh, kind: str = "adamw", **options: Any) -> State:
+    placed = place(layout, mesh, **options)
+    return State(placed, OPTIMIZERS[kind](placed, 0.01))
+
+
+def train_and_save(layout: str, path: str, kind: str) -> dict[str, Tensor]:
+    """Three steps, a save, one step more: the tensors at the save, and at the end under `end.`."""
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        state = make(layout, mesh, kind)
+        state.run(3)
+        Store(path).save(state)
+        saved = state.whole()
+        state.run(1)
+        return saved | {f"end.{name}": tensor for name, tensor in state.whole().items()}
+
+
+def load_and_go_on(layout: str, path: str, kind: str) -> dict[str, Tensor]:
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        state = make(layout, mesh, kind)
+        loaded = Store(path).load_latest(state)
+        assert loaded is not None and loaded.step == state.step == 3 and not loaded.skipped
+        there = state.whole()
+        state.run(1)
+        return there | {f"end.{name}": tensor for name, tensor in state.whole().items()}
+
+
+def union(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all ranks; those that several ranks hold are equal."""
+    merged: dict[str, Tensor] = {}
+    for result in results:
+        for name, tensor in result.items():
+            assert torch.equal(merged.setdefault(name, tensor), tensor), name
+    return merged
+
+
+PAIRS = [
+    ("fsdp4", "fsdp4"), ("fsdp4", "fsdp2"), ("fsdp4", "dp2"), ("fsdp4", "tp2"), ("fsdp4", "one"), ("one", "fsdp4"),
+    ("fsdp2tp2", "fsdp2tp2"), ("fsdp2tp2", "one"), ("fsdp2tp2", "pp2"), ("hsdp2x2", "fsdp2tp2"), ("pp2", "fsdp4"),
+    ("fsdp2", "pp2fsdp2"), ("pp2fsdp2", "tp2"), ("pp2fsdp2", "pp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_any_layout_loads_into_any_other(world: World, tmp_path: Path, before: str, after: str) -> None:
+    saved = union(world(LAYOUTS[before].world, train_and_save, before, str(tmp_path), "adamw"))
+    loaded = union(world(LAYOUTS[after].world, load_and_go_on, after, str(tmp_path), "adamw"))
+    assert saved.keys() == loaded.keys()
+    for name, tensor in saved.items():
+        if not name.startswith("end."):
+            assert torch.equal(loaded[name], tensor), name  # not a bit lost on the way
+        elif before == after:
+            assert torch.equal(loaded[name], tensor), name  # and the run goes on as if it had not stopped
+        else:
+            torch.testing.assert_close(loaded[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizers_state_moves(world: World, tmp_path: Path, kind: str) -> None:
+    saved = union(world(2, train_and_save, "fsdp2", str(tmp_path), kind))
+    loaded = union(world(2, load_and_go_on, "tp2", str(tmp_path), kind))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items() if not name.startswith("end."))
+
+
+def untrained(path: str) -> int:
+    """A checkpoint of step 0 has no optimizer state; loading it leaves none."""
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        Store(path).save(make("fsdp2", mesh))
+        state = make("fsdp2", mesh)
+        state.run(2)
+        Store(path).load_latest(state)
+        return len(state.optimizer.state_tensors())
+
+
+def test_a_run_that_has_not_stepped(world: World, tmp_path: Path) -> None:
+    assert world(2, untrained, str(tmp_path)) == [0, 0]
+
+
+def keep_two(path: str) -> list[list[str]]:
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        state, store, seen = make("fsdp2", mesh), Store(path, keep=2), []
+        for _ in range(4):
+            state.run(1)
+            handle = store.save(state)
+            assert handle.wait().path == store.latest()
+            mesh.barrier()
+            seen.append([p.name for p in store.checkpoints()])
+        store.load(state, Path(path) / "step-00000003")  # back to an older step: the newest save stays the newest
+        store.save(state)
+        mesh.barrier()
+        seen.append([p.name for p in store.checkpoints()])
+        return seen
+
+
+def test_pruning_keeps_the_newest_saves(world: World, tmp_path: Path) -> None:
+    one, two, three, four = (f"step-0000000{i}" for i in (1, 2, 3, 4))
+    for seen in world(2, keep_two, str(tmp_path)):
+        assert seen == [[one], [two, one], [three, two], [four, three], [three, four]]
+    assert (tmp_path / "latest").read_text() == f"{three}\n"
+    assert sorted(os.listdir(tmp_path)) == ["latest", three, four, "store.json"]
+
+
+def manifest_of(path: str) -> None:
+    with open_mesh(LAYOUTS["fsdp2tp2"]) as mesh:
+        state = make("fsdp2tp2", mesh)
+        state.run(1)
+        Store(path).save(state)
+
+
+def test_the_manifest_says_what_is_there(world: World, tmp_path: Path) -> None:
+    world(4, manifest_of, str(tmp_path))
+    directory = tmp_path / "step-00000001"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["plan"] == str(LAYOUTS["fsdp2tp2"])
+    assert manifest["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert manifest["scalars"] == {"step": 1}
+    assert manifest["tensors"]["model.up.weight"] == {"shape": [7, 6], "dtype": "float32"}
+    assert manifest["tensors"]["optim.up.weight.exp_avg"] == {"shape": [7, 6], "dtype": "float32"}
+    assert sorted(manifest["files"]) == sorted(set(os.listdir(directory)) - {"manifest.json"})
+
+
+def load_wrong(path: str, what: str) -> tuple[str, bool]:
+    """The error, and whether the state is as it was."""
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        state = make("fsdp2", mesh, wide=9 if what == "shape" else 7)
+        if what == "optimizer":
+            state.optimizer = sgd(state.placed, 0.1, momentum=0.9)
+        if what == "type":
+            state = make("fsdp2", mesh, dtype=torch.float64)
+        if what == "missing":
+            state.placed.module.register_parameter("added", torch.nn.Parameter(torch.ones(3)))
+            state.optimizer = adamw(state.placed, 0.01)
+        if what == "extra":
+            del state.placed.module.cube
+            state.optimizer = adamw(state.placed, 0.01)
+        before = state.whole()
+        with pytest.raises(CheckpointError) as caught:
+            Store(path).load_latest(state)
+        after = state.whole()
+        same = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+        return str(caught.value), same and state.step == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("shape", "model.up.weight"),
+        ("type", "float64"),
+        ("optimizer", "optim.embed.weight.exp_avg"),
+        ("missing", "model.added"),
+        ("extra", "model.cube"),
+    ],
+)
+def test_another_model_is_refused_and_nothing_changes(world: World, tmp_path: Path, what: str, named: str) -> None:
+    world(2, train_and_save, "fsdp2", str(tmp_path), "adamw")
+    for message, untouched in world(2, load_wrong, str(tmp_path), what):
+        assert named in message
+        assert untouched
+
+
+def other_run(path: str) -> str:
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        state = make("fsdp2", mesh)
+        state.run(1)
+        with pytest.raises(CheckpointError) as caught:
+            Store(path).save(state)
+        Store(path).load_latest(state)
+        return str(caught.value)
+
+
+def test_a_directory_of_another_run_is_not_written_into(world: World, tmp_path: Path) -> None:
+    world(2, train_and_save, "fsdp2", str(tmp_path), "adamw")
+    for message in world(2, other_run, str(tmp_path)):
+        assert "holds another run, at step 3" in message
+
+
+def disagree(path: str) -> str:
+    with open_mesh(LAYOUTS["dp2"]) as mesh:
+        state = make("dp2", mesh)
+        state.step = 5 + mesh.rank
+        with pytest.raises(CheckpointError) as caught:
+            Store(path).save(state)
+        return str(caught.value)
+
+
+def test_ranks_at_different_steps_do_not_save(world: World, tmp_path: Path) -> None:
+    assert all("ranks disagree on 'step'" in message for message in world(2, disagree, str(tmp_path)))
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_paths_that_cannot_be_a_store(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointError, match="it is a file"):
+        Store(file)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model.safetensors").write_text("")
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        Store(tmp_path / "theirs")
+    with pytest.raises(UsageError, match="keep=0"):
+        Store(tmp_path / "new", keep=0)
+    assert Store(tmp_path / "new").latest() is None

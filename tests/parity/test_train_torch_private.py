@@ -1,0 +1,36 @@
+"""The private torch names of the train folder: each test fails loudly when torch moves one."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.parallel.mesh import open_mesh
+from shardwise.testing.world import World
+from shardwise.train.torch_private import clamp_all, scale_all, shard_like
+from tests.parity.placing import LAYOUTS, place
+
+
+def test_scale_and_clamp_in_place() -> None:
+    tensors = [torch.tensor([1.0, -5.0]), torch.tensor(4.0)]
+    scale_all(tensors, 2.0)
+    assert [t.tolist() for t in tensors] == [[2.0, -10.0], 8.0]
+    clamp_all(tensors, 3.0)
+    assert [t.tolist() for t in tensors] == [[2.0, -3.0], 3.0]
+
+
+def rewrap(layout: str) -> bool:
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        for parameter in place(layout, mesh).parameters():
+            assert isinstance(parameter, DTensor)
+            local = parameter.to_local().detach()
+            for shard in (local, local.double()):
+                again = shard_like(shard, parameter)
+                assert again.shape == parameter.shape and again.placements == parameter.placements
+                assert again.dtype == shard.dtype and again.to_local().data_ptr() == shard.data_ptr()
+                assert torch.equal(again.full_tensor().float(), parameter.full_tensor())
+    return True
+
+
+def test_shard_like_keeps_layout_and_storage(world: World) -> None:
+    assert all(world(2, rewrap, "fsdp2")) and all(world(4, rewrap, "fsdp2tp2"))

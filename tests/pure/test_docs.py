@@ -1,0 +1,98 @@
+"""The pages: links lead somewhere, blocks are of kinds that some test runs, the generated page is current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pages import ROOT, Block, all_blocks, blocks_of, pages
+from reference import reference
+
+LANGUAGES = {"python", "console", "text", "toml", "json"}
+BLOCKS = all_blocks()
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchor(heading: str) -> str:
+    """The anchor that a heading gets on a rendered page."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in LINK.findall(prose):
+        file, _, fragment = link.partition("#")
+        if link.startswith(("https://", "http://")):
+            continue
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists():
+            broken.append(link)
+        elif fragment and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            broken += [] if fragment in map(anchor, headings) else [link]
+    return broken
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    assert broken_links(path, path.read_text(encoding="utf-8")) == []
+
+
+def test_negative_control_broken_links_are_found() -> None:
+    assert broken_links(ROOT / "README.md", "[a](docs/none.md) [b](#none)") == ["docs/none.md", "#none"]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    linked = {(ROOT / "docs" / link).resolve() for link in LINK.findall(index)}
+    found = {path for path in pages() if path.parent == ROOT / "docs"} - {ROOT / "docs" / "index.md"}
+    assert sorted(path.name for path in found - linked) == []
+
+
+def offence(block: Block) -> str:
+    if block.language not in LANGUAGES:
+        return f"unknown language {block.language!r}"
+    if {key for key, _ in block.options} - {"world", "plan", "argv"}:
+        return f"unknown options {block.options}"
+    try:
+        if block.language == "python":
+            ast.parse(block.text)
+        if block.language == "toml":
+            tomllib.loads(block.text)
+    except (SyntaxError, tomllib.TOMLDecodeError) as error:
+        return str(error)
+    return ""
+
+
+def test_there_are_blocks() -> None:
+    assert len([block for block in BLOCKS if block.language == "python"]) > 15
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_block_is_of_a_kind_that_is_checked(block: Block) -> None:
+    assert offence(block) == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["```\n```\n", "```python\nx = = 1\n```\n", "```toml\nx\n```\n", "```python wrld=2\n```\n"]
+)
+def test_negative_control_bad_blocks_are_found(text: str) -> None:
+    (block,) = blocks_of("planted", text)
+    assert offence(block)
+
+
+def test_reference_is_current() -> None:
+    assert (ROOT / "docs" / "reference.md").read_text(encoding="utf-8") == reference(), "run `make docs`"
+
+
+def test_generating_the_reference_needs_no_torch() -> None:
+    code = "import sys, reference; reference.reference(); print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "tools")
+    assert ran.stdout.strip() == "False"

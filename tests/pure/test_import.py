@@ -1,0 +1,80 @@
+"""What `import shardwise` offers, what it costs, and what it does not import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+PUBLIC = """
+__version__ errors Plan Axes Batch Schedule Recompute Offload Communication Tensor check Finding
+ModelSpec preset presets Mesh open_mesh apply Placed ColumnParallelLinear RowParallelLinear Loss
+token_cross_entropy mean_over loader eval_batches adamw sgd lion adafactor muon lamb constant
+warmup_cosine warmup_linear warmup_stable_decay TrainState make_step StepOptions StepMetrics steps
+evaluate Store Decoder DecoderConfig GPT GPTConfig
+""".split()  # noqa: SIM905
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_public_names() -> None:
+    assert sorted(shardwise.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", shardwise.__all__)
+def test_name_is_there(name: str) -> None:
+    assert getattr(shardwise, name) is not None
+    assert name in dir(shardwise)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(shardwise.__file__).read_text(encoding="utf-8"))
+    (guard,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {alias.asname for node in guard.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen | {"__version__"} == set(shardwise.__all__)
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Plam'.*Plan"):
+        shardwise.Plam  # noqa: B018
+
+
+def test_import_takes_no_torch() -> None:
+    heavy = "{'torch', 'numpy', 'pydantic', 'rich', 'typer', 'PIL'}"
+    assert run(f"import sys, shardwise; print({heavy} & set(sys.modules))").strip() == "set()"
+
+
+def test_a_plan_takes_no_torch() -> None:
+    assert run("import sys, shardwise; shardwise.Plan(); print('torch' in sys.modules)").strip() == "False"
+
+
+def test_negative_control_torch_is_seen_when_a_name_needs_it() -> None:
+    assert run("import sys, shardwise; shardwise.Mesh; print('torch' in sys.modules)").strip() == "True"
+
+
+def fastest_s(code: str, times: int) -> float:
+    """The fastest of several runs: what the machine's other work adds, it adds to some of them only."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        run(code)
+        return time.perf_counter() - start
+
+    return min(once() for _ in range(times))
+
+
+def test_import_costs_less_than_50_ms() -> None:
+    bare, imported = fastest_s("pass", 8), fastest_s("import shardwise", 8)
+    assert imported - bare < 0.050
+
+
+def test_negative_control_a_slow_import_is_measured() -> None:
+    assert fastest_s("import time; time.sleep(0.06)", 3) - fastest_s("pass", 8) > 0.050
