@@ -185,11 +185,21 @@ def test_evaluation_is_exact(size: int, global_size: int, micro_batches: int, ra
 
 
 def check_pipeline(windows: tuple[Window, ...], micro_batches: int) -> None:
-    """Runs of the pipeline: the plan's number of micro-batches, all with the same number of rows on a rank."""
+    """What a schedule takes: a multiple of the plan's number, all of one shape on a rank, none larger than planned."""
     for window in windows:
-        assert len(window.micro_batches) in (micro_batches, 2 * micro_batches)
-        for start in range(0, len(window.micro_batches), micro_batches):
-            assert len({len(b) for b in window.micro_batches[start : start + micro_batches]}) == 1
+        assert len(window.micro_batches) % micro_batches == 0
+        assert len({len(batch) for batch in window.micro_batches}) == 1
+
+
+def test_a_pipelines_parts_are_as_large_as_can_be() -> None:
+    def sizes(size: int, make: Callable[..., Batches] = loader) -> list[list[int]]:
+        batches = make(list(range(size)), Batch(global_size=32, micro_batches=4), FakeMesh(pp=2), epochs=1)
+        return [[len(b) * (not zero) for b, zero in zip(w.micro_batches, w.weights_zero, strict=True)] for w in batches]
+
+    assert sizes(32) == [[8, 8, 8, 8]]
+    assert sizes(6) == [[2, 2, 2, 0]]
+    assert sizes(26) == [[2] * 13 + [0] * 3]  # 13 rows at once are more than memory was planned for
+    assert sizes(26, eval_batches) == [[6, 6, 6, 6], [1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 8), (2, 3)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,15 +22,25 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.init import init_model
 
 VOCAB, SEQ, ROWS, STEPS, SEED, LR, CLIP = 64, 16, 40, 2, 7, 1e-3, 0.5
+
+
+def decoder(num_layers: int, num_heads: int = 4, num_kv_heads: int = 2) -> Callable[[], nn.Module]:
+    sizes = DecoderConfig(
+        vocab_size=VOCAB,
+        dim=32,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        ffn_dim=64,
+        max_seq_len=SEQ,
+    )
+    return functools.partial(Decoder, sizes)
+
+
 MODELS = {
-    "decoder": functools.partial(
-        Decoder,
-        DecoderConfig(vocab_size=VOCAB, dim=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=SEQ),
-    ),
-    "decoder-tp4": functools.partial(
-        Decoder,
-        DecoderConfig(vocab_size=VOCAB, dim=32, num_layers=2, num_heads=8, num_kv_heads=4, ffn_dim=64, max_seq_len=SEQ),
-    ),
+    "decoder": decoder(4),
+    "decoder-deep": decoder(8),
+    "decoder-tp4": decoder(2, num_heads=8, num_kv_heads=4),
     "gpt": functools.partial(GPT, GPTConfig(vocab_size=VOCAB, dim=32, num_layers=4, num_heads=4, max_seq_len=SEQ)),
 }
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

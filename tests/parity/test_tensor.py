@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Part, Placed
 from shardwise.parallel.tensor import shard_tensor
@@ -184,11 +186,23 @@ def build(name: str) -> tuple[nn.Module, str, dict[str, str] | None]:
     torch.manual_seed(7)
     match name:
         case "decoder":
+            config = DecoderConfig(
+                vocab_size=VOCAB,
+                dim=DIM,
+                num_layers=2,
+                num_heads=HEADS,
+                num_kv_heads=KV_HEADS,
+                ffn_dim=64,
+                max_seq_len=TOKENS,
+            )
+            return Decoder(config), "layers", None
+        case "by-keyword":
             return TinyDecoder(), "layers", None
         case "qk-norm":
             return TinyDecoder(qk_norm=True), "layers", None
         case "gpt":
-            return TinyGPT(), "h", None
+            config = GPTConfig(vocab_size=VOCAB, dim=DIM, num_layers=2, num_heads=HEADS, max_seq_len=TOKENS)
+            return GPT(config), "h", None
         case "gpt-fused":
             rules = {"wte": "vocab", "wpe": "replicate", "h.*.ln_1": "sequence", "h.*.ln_2": "sequence"}
             rules |= {"h.*.attn.c_attn": "column-gather", "h.*.attn.c_proj": "row", "h.*.mlp.fc": "column"}
@@ -296,7 +310,7 @@ def test_parity_in_fp32(world: World, model: str, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("model", ["qk-norm", "gpt-fused", "scaled"])
+@pytest.mark.parametrize("model", ["by-keyword", "qk-norm", "gpt-fused", "scaled"])
 def test_parity_of_other_architectures(world: World, model: str, sequence: bool) -> None:
     check(world, Case(model=model, sequence=sequence))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -232,7 +233,7 @@ def test_an_axis_of_size_one_returns_its_input(world: World) -> None:
 
 def worst_difference(how: str) -> float:
     """Largest relative difference of outputs and gradients to one process."""
-    with open_mesh(Plan(axes=Axes(tp=2))) as mesh:
+    with warnings.catch_warnings(), open_mesh(Plan(axes=Axes(tp=2))) as mesh:
         torch.manual_seed(3)
         reference = Model().double()
         model = copy.deepcopy(reference)
@@ -243,6 +244,8 @@ def worst_difference(how: str) -> float:
                 object.__setattr__(layer, "forward", lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False))
             elif how == "compile":
                 layer.compile(backend="aot_eager")
+        if how == "compile":  # torch's compiler looks at .grad of its inputs and instantiates autograd functions
+            warnings.simplefilter("ignore")
         ids = torch.arange(8).reshape(2, 4)
         if how == "no_grad":
             with torch.no_grad():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -86,6 +89,36 @@ def test_block_is_of_a_kind_that_is_checked(block: Block) -> None:
 def test_negative_control_bad_blocks_are_found(text: str) -> None:
     (block,) = blocks_of("planted", text)
     assert offence(block)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(block, line) of every `$ shardwise ...` on the pages."""
+    lines = [(str(block), line) for block in BLOCKS if block.language == "console" for line in block.text.splitlines()]
+    return [(block, line.partition("  #")[0]) for block, line in lines if line.startswith("$ shardwise ")]
+
+
+@functools.cache
+def help_of(verb: str) -> str:
+    command = [Path(sys.executable).with_name("shardwise"), *verb.split(), "--help"]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}).stdout
+
+
+def unknown_flags(line: str) -> list[str]:
+    words = shlex.split(line)[2:]
+    verb = "" if words[0].startswith("-") else words[0]
+    return [word for word in words if word.startswith("--") and word not in help_of(verb).split()] + (
+        [] if "Usage" in help_of(verb) else [f"no verb {verb}"]
+    )
+
+
+@pytest.mark.parametrize(("block", "line"), commands())
+def test_commands_on_the_pages_exist(block: str, line: str) -> None:
+    assert unknown_flags(line) == []
+
+
+@pytest.mark.parametrize("line", ["$ shardwise train --stepz 1", "$ shardwise trian"])
+def test_negative_control_unknown_commands_are_found(line: str) -> None:
+    assert unknown_flags(line)
 
 
 def test_reference_is_current() -> None:

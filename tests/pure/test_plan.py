@@ -99,7 +99,7 @@ def test_a_missing_file_or_place_is_a_config_error(tmp_path: Path) -> None:
         Plan().save(tmp_path / "plan.txt")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 @given(data=st.data())
 def test_a_truncated_file_never_loads_as_another_plan(data: st.DataObject, tmp_path: Path) -> None:
     plan = Plan.parse(SHORTHANDS[3])

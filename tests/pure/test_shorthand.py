@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
@@ -57,11 +57,13 @@ PLANS = st.builds(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(PLANS)
 def test_every_plan_survives_its_spelling(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
 
 
+@settings(deadline=None, max_examples=60)
 @given(PLANS, st.randoms())
 def test_order_and_slashes_mean_nothing(plan: Plan, random: object) -> None:
     tokens = str(plan).replace("/", " ").split()
@@ -143,6 +145,7 @@ def test_the_caret_stands_under_the_token() -> None:
     assert line[caret.index("^") :] == "fp23"
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=30))
 def test_any_text_parses_or_is_a_plan_error(text: str) -> None:
     try:

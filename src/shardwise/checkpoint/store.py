@@ -22,6 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import gather, on_first, together
@@ -258,6 +261,20 @@ class Store:
         return final
 
 
+class _Writer(FileSystemWriter):
+    """Raises what the disk said: torch reports a failed write as an unexpected position in its zip file."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise (cause or error) from None
+
+
 def _write(mesh: Mesh, partial: Path, tensors: dict[str, Tensor]) -> Metadata:
     if not partial.is_dir():
         raise CheckpointError(
@@ -266,7 +283,7 @@ def _write(mesh: Mesh, partial: Path, tensors: dict[str, Tensor]) -> Metadata:
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.distributed")
-        result = state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(partial), no_dist=mesh.world == 1)
+        result = state_dict_saver.save(dict(tensors), storage_writer=_Writer(partial), no_dist=mesh.world == 1)
     assert isinstance(result, Metadata)
     return result
 

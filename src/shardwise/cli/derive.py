@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.config import Configuration, Given
+from shardwise.cli.config import Configuration
 from shardwise.errors import ConfigError
 from shardwise.model.spec import ModelSpec, spec_from_dict
 from shardwise.plan.plan import Axes, Plan
@@ -18,6 +18,11 @@ from shardwise.train.settings import RunSettings
 Choice = tuple[Any, str]
 
 DEFAULT_PRESET = "bytes-3m"
+DIALS: Mapping[str, tuple[str, ...]] = {
+    "betas": ("adamw", "lion", "muon", "lamb"),
+    "momentum": ("sgd", "muon"),
+}
+"""Settings of `[optimizer]` that only some have."""
 CPU_STEPS, GPU_STEPS = 240, 2000
 CPU_BATCH, GPU_BATCH = 16, 64
 SHARDED_FROM_PARAMS = 500_000_000
@@ -27,7 +32,7 @@ LEARNING_RATES: Mapping[str, tuple[float, str]] = {
     "lamb": (1e-2, "LAMB scales each layer's step by its weights"),
     "adafactor": (1e-2, "Adafactor scales each step by the weights"),
     "lion": (3e-4, "Lion steps by the sign: a tenth of AdamW's rate"),
-    "muon": (2e-2, "Muon's orthogonal steps"),
+    "muon": (6e-3, "Muon with steps of AdamW's length; it bears twice the rate"),
     "sgd": (0.5, "plain gradients of a mean loss"),
 }
 
@@ -86,6 +91,7 @@ def derive(configuration: Configuration, around: Surroundings) -> Derived:
     _choose_names(configuration, around, spec, chosen)
     _choose_optimizer(configuration, chosen)
     complete = configuration.derive({k: v for k, v in chosen.items() if configuration.value(k) is None})
+    check_schedule(complete)
     batch = complete.settings.train.global_batch
     plan = plan.with_(
         batch=type(plan.batch)(global_size=batch, micro_batches=complete.settings.train.micro_batches or 1)
@@ -191,7 +197,7 @@ def _choose_lengths(
         steps = (-(-settings.train.tokens // per), f"{settings.train.tokens:,} tokens of {per:,} per step")
     chosen["train.steps"] = steps
     total = settings.train.steps or steps[0]
-    warmup = min(2000, max(1, total // 10)) if settings.schedule.name != "constant" else 0
+    warmup = min(2000, total // 10) if settings.schedule.name != "constant" else 0
     chosen["schedule.warmup"] = (warmup, f"a tenth of {total} steps" if warmup else "a constant rate has none")
     chosen["train.eval_every"] = (max(1, total // 4), "four times in the run")
     chosen["train.checkpoint_every"] = (max(1, total // 2), "half-way and at the end")
@@ -210,7 +216,31 @@ def _choose_names(
 
 
 def _choose_optimizer(configuration: Configuration, chosen: dict[str, Choice]) -> None:
-    name = configuration.settings.optimizer.name
-    rate, why = LEARNING_RATES[name]
+    settings = configuration.settings.optimizer
+    for dial, users in DIALS.items():
+        if getattr(settings, dial) is not None and settings.name not in users:
+            raise ConfigError(
+                f"optimizer.{dial} ({configuration.origin(f'optimizer.{dial}')}): {settings.name} has none; "
+                f"those that do: {', '.join(users)}; leave it out"
+            )
+    rate, why = LEARNING_RATES[settings.name]
     chosen["optimizer.lr"] = (rate, why)
-    chosen["optimizer.weight_decay"] = (0.0, "plain SGD") if name == "sgd" else (0.1, "customary for decoders")
+    plain = settings.name == "sgd"
+    chosen["optimizer.weight_decay"] = (0.0, "plain SGD") if plain else (0.1, "customary for decoders")
+    if settings.name == "adamw":
+        chosen["optimizer.betas"] = ((0.9, 0.95), "customary for decoders")
+
+
+def check_schedule(configuration: Configuration) -> None:
+    """Refuse a warm-up that leaves no step for the schedule.
+
+    Raises:
+        ConfigError: `schedule.warmup` is not below `train.steps`.
+    """
+    settings = configuration.settings
+    warmup, steps = settings.schedule.warmup or 0, settings.train.steps or 0
+    if settings.schedule.name != "constant" and warmup >= steps:
+        raise ConfigError(
+            f"schedule.warmup = {warmup} ({configuration.origin('schedule.warmup')}) leaves nothing of train.steps = "
+            f"{steps} ({configuration.origin('train.steps')}); needed: fewer warm-up steps, or a longer run"
+        )

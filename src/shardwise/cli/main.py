@@ -15,28 +15,32 @@ from typer.core import TyperCommand, TyperGroup
 from shardwise.errors import ExitCode, ShardwiseError
 from shardwise.version import __version__
 
-VERBS = ("train", "run", "check", "schedule")
-"""Verb `x` is the function `x` of `shardwise.cli.x`; none of these files imports torch."""
+VERBS = {
+    "train": "Train a model; without arguments a small one on Python's own sources, in about a minute.",
+    "run": "Run any script as the ranks of a world on this machine.",
+    "check": "Is a plan legal for a model and a number of ranks?",
+    "schedule": "Show a pipeline schedule and its bubble.",
+}
+"""Verb `x` is the function `x` of `shardwise.cli.x`; none of these files imports torch. Here is its line of help."""
 
 
 class Verbs(TyperGroup):
-    """A group whose commands are imported when they are asked for."""
+    """A group whose commands are imported when they are run; its help page shows the lines of `VERBS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The verbs in the order of the help page."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb's command, or None."""
+        """The verb's command once it is resolved; before that its name and line of help; None: no such verb."""
         if cmd_name in VERBS and cmd_name not in self.commands:
-            self.commands[cmd_name] = _command(cmd_name)
+            return TyperCommand(cmd_name, help=VERBS[cmd_name])
         return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As the base class does it; a verb that does not exist is told which are near, so all are loaded."""
-        if args and args[0] not in VERBS:
-            for name in VERBS:
-                self.get_command(ctx, name)
+        """The command that a word names, imported; an unknown word raises with the nearest verbs."""
+        for name in VERBS if args[0] not in VERBS else (args[0],):
+            self.commands[name] = _command(name)
         return super().resolve_command(ctx, args)
 
 

@@ -90,32 +90,38 @@ def train(
 ) -> None:
     """Train a model. Without arguments: a small decoder on Python's own sources, in about a minute."""
     configuration = read_configuration(config, _given(ctx.params), sets or ())
-    launch = launched(nproc_given=nproc is not None or dry_run, command="shardwise train")
-    derived = derive(configuration, surroundings(configuration.settings.train.device, launch))
+    raise typer.Exit(_train(configuration, dry_run=dry_run, json=json))
+
+
+def _train(configuration: Configuration, *, dry_run: bool, json: bool) -> ExitCode:
+    """Resolve, check, show, start, finish: in this order, so that a refusal comes before any process."""
+    asked = configuration.settings.train
+    launch = launched(nproc_given=asked.nproc is not None or dry_run, command="shardwise train")
+    derived = derive(configuration, surroundings(asked.device, launch))
     run = RunDir(Path(str(derived.settings.train.out)))
     is_first = launch is None or launch.rank == 0
     _check(derived, run, configuration, launch)
     if is_first and not json:
-        out_console = console()
-        out_console.print(configuration_table(derived.configuration))
-        print_plan(out_console, derived)
+        out = console()
+        out.print(configuration_table(derived.configuration))
+        print_plan(out, derived)
     if dry_run:
         if json:
             print_json({"out": str(run.path), "plan": plan_json(derived.plan), **configuration_json(derived)})
-        return
+        return ExitCode.OK
     if is_first:
         _write(derived, run)
     code = _start(derived, run, launch, quiet=json)
     if is_first:
         _finish(run, code, json=json)
-    raise typer.Exit(code)
+    return code
 
 
 def _given(params: dict[str, Any]) -> list[Given]:
     """The flags that were used, as settings."""
     given = []
     for parameter, key in FLAGS.items():
-        value = params.get(parameter)
+        value: Any = params.get(parameter)
         if value is not None and (value or not isinstance(value, list | tuple)):
             flag = f"--{parameter.replace('_', '-')}"
             if parameter == "tokens":

@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,8 +165,8 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     hooks = []
     for index, name in enumerate(blocks):
         block = module.get_submodule(name)
-        hooks.append(block.register_forward_pre_hook(_Enter(trace, index), with_kwargs=True))
-        hooks.append(block.register_forward_hook(_Leave(trace, index), with_kwargs=True))
+        hooks.append(block.register_forward_pre_hook(partial(_enter, trace, index), with_kwargs=True))
+        hooks.append(block.register_forward_hook(partial(_leave, trace, index), with_kwargs=True))
     try:
         with torch.no_grad(), torch.device("meta"), trace, trace.counter:
             output = module(*found[0], **found[1])
@@ -187,24 +188,12 @@ def _as_meta(value: Any) -> Any:
     return put(value, {path: torch.empty_like(t, device="meta") for path, t in tensors_in(value)})
 
 
-class _Enter:
-    """Forward pre-hook of block `index`."""
-
-    def __init__(self, trace: _Trace, index: int) -> None:
-        self.trace, self.index = trace, index
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.trace.enter(self.index, {"args": args, "kwargs": kwargs})
+def _enter(trace: _Trace, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    trace.enter(index, {"args": args, "kwargs": kwargs})
 
 
-class _Leave:
-    """Forward hook of block `index`."""
-
-    def __init__(self, trace: _Trace, index: int) -> None:
-        self.trace, self.index = trace, index
-
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.trace.leave(self.index, output)
+def _leave(trace: _Trace, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    trace.leave(index, output)
 
 
 class _Trace(TorchFunctionMode):
@@ -228,7 +217,8 @@ class _Trace(TorchFunctionMode):
         self.alive: list[Any] = []  # a storage that is freed would give its key to another
         self.phases: dict[str, list[str]] = {}
         self.written: set[str] = set()
-        self.outputs: list[tuple[Path, torch.Tensor]] = []
+        self.outputs: list[tuple[Path, torch.Tensor]] = []  # of the block before
+        self.given: set[int] = set()  # storages that the running block was given by the block before
         self.links: list[Link] = []
         self.forms: list[Any] = []
         self.counter = FlopCounterMode(display=False)
@@ -262,9 +252,10 @@ class _Trace(TorchFunctionMode):
                 phases = self.phases.setdefault(name, [])
                 if self.phase not in phases:
                     phases.append(self.phase)
-            if key in self.parameters:
+            if key in self.parameters or key in self.given:
                 labels.add(self.phase)
-            labels |= self.labels.get(key, frozenset())
+            else:
+                labels |= self.labels.get(key, frozenset())
         allowed = self._allowed()
         if allowed is not None and labels - allowed:
             raise self._around(f"`{func}` in {self.phase}", labels - allowed)
@@ -333,8 +324,7 @@ class _Trace(TorchFunctionMode):
                 f"forward is not a chain: no input of {name} is the output of {previous}, which returned "
                 f"{len(self.outputs)} tensors; give each block what the one before returned, or use a plan with pp1"
             )
-        for _, _, tensor in carried:
-            self._label(tensor, frozenset((name,)))
+        self.given = {_key(tensor) for _, _, tensor in carried}
         return Link(
             outputs=tuple(source for source, _, _ in carried),
             inputs=tuple(path for _, path, _ in carried),
@@ -345,6 +335,7 @@ class _Trace(TorchFunctionMode):
     def leave(self, index: int, output: Any) -> None:
         """Block `index` returned."""
         self.outputs = tensors_in(output)
+        self.given = set()
         for _, tensor in self.outputs:
             self._label(tensor, frozenset((self.blocks[index],)))
         self.forms.append(put(output, {path: None for path, _ in self.outputs}))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -14,23 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.errors import ModelError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.torch_private import COSTLY_OPERATIONS
 from shardwise.plan.plan import Plan, Recompute
-
-_KEPT = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.linear.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
-)
-"""Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
-(Korthikanti et al., arXiv:2205.05198, section 5)."""
 
 
 def own_blocks(placed: Placed) -> list[tuple[str, nn.Module]]:
@@ -91,7 +75,7 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _offloaded(forward: Callable[..., Any], pin_memory: bool, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ Gradients are summed, never averaged: the step divides once, by the weight of th
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -139,7 +139,7 @@ def _set_prefetch(blocks: list[nn.Module], depth: int) -> None:
     """Gather `depth` blocks ahead; 1 is what torch does by itself in the backward pass."""
     if depth < 2:
         return
-    modules = [block for block in blocks if isinstance(block, FSDPModule)]
+    modules = [cast(FSDPModule, block) for block in blocks]
     for i, module in enumerate(modules):
         module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + depth])
         module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])

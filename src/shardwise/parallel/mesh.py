@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import Launch, read_environment
-from shardwise.parallel.torch_private import flatten_mesh
+from shardwise.parallel.torch_private import HashStore, Store, flatten_mesh
 from shardwise.plan.plan import AXES, Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -107,7 +107,7 @@ def open_mesh(
     plan: Plan,
     *,
     backend: str | None = None,
-    init: str | dist.Store | None = None,
+    init: str | Store | None = None,
     timeout_s: float = 600.0,
     device: str | torch.device | None = None,
 ) -> Iterator[Mesh]:
@@ -159,9 +159,9 @@ def _suggestion(plan: Plan, world: int) -> str:
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
     if device is None:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu" or ":" in str(device):
         return device
     count = torch.accelerator.device_count()
     if local_rank >= count:
@@ -180,15 +180,13 @@ def _backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{name}"
 
 
-def _join(launch: Launch, backend: str, init: str | dist.Store | None, timeout_s: float) -> None:
+def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     try:
-        if isinstance(init, dist.Store):
-            dist.init_process_group(
-                backend, store=init, rank=launch.rank, world_size=launch.world, timeout=timeout
-            )
+        if isinstance(init, Store):
+            dist.init_process_group(backend, store=init, rank=launch.rank, world_size=launch.world, timeout=timeout)
         elif launch.launcher == "none" and init is None and launch.world == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             method = init or launch.init
             dist.init_process_group(

@@ -10,7 +10,7 @@ section 4.2).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
-        return view.detach()
+        # a collective still in flight: compiled code that is given one loses its gradient (torch 2.13)
+        wait = getattr(view, "wait", None)
+        return view.detach() if wait is None else cast(torch.Tensor, wait())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -28,10 +30,11 @@ class _Own(torch.autograd.Function):
 
 
 def own(view: torch.Tensor) -> torch.Tensor:
-    """A view that nothing else uses, as a tensor of its own, without a copy.
+    """A view that nothing else uses, as a complete tensor of its own, without a copy.
 
-    `DTensor.to_local` gives views, and `fully_shard` warns of a module that returns one: an in-place operation on it
-    would drop the hook that gathers parameters for the backward pass.
+    `DTensor.to_local` gives views of collectives in flight. What leaves a module must be neither: an in-place operation
+    on a view drops the hook by which `fully_shard` gathers parameters for the backward pass, and a compiled block
+    sends the gradient of a view to its base.
     """
     result: torch.Tensor = _Own.apply(view)  # type: ignore[no-untyped-call]
     return result

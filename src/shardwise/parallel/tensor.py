@@ -285,8 +285,8 @@ def _split(site: _Site, job: _Job) -> None:
     elif site.style == "row":
         assert isinstance(site.module, nn.Linear)
         accept_whole_or_split(site.module, job.tp_mesh, site.name)
-    elif site.style == "head" and not job.loss:
-        site.module.register_forward_hook(lambda _, __, logits: own(logits))
+    if site.style == "vocab" or (site.style == "head" and not job.loss):
+        site.module.register_forward_hook(lambda _, __, output: own(output))
 
 
 def _torch_style(site: _Site, job: _Job) -> ParallelStyle:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
+from torch._C._distributed_c10d import Store as Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
@@ -149,3 +151,20 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
 
 OperationMode = TorchDispatchMode
 """Base of a context that sees every aten operation: `torch.utils._python_dispatch.TorchDispatchMode`."""
+
+
+COSTLY_OPERATIONS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+)
+"""Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
+(Korthikanti et al., arXiv:2205.05198, section 5)."""

@@ -112,7 +112,9 @@ def _start_worker(rank: int, job: _Job) -> tuple[mp.process.BaseProcess, Connect
 
 def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], timeout_s: float) -> list[tuple[bool, bytes]]:
     """One (ok, data) per rank. After a first failure the others get 5 s: they may wait for it in a collective."""
-    results: list[tuple[bool, bytes]] = [(False, b"no answer: hung until the time limit, or ended with the others")] * len(crew)
+    results: list[tuple[bool, bytes]] = [
+        (False, b"no answer: hung until the time limit, or ended with the others")
+    ] * len(crew)
     open_ranks = dict(enumerate(crew))
     deadline = time.monotonic() + timeout_s
     while open_ranks and time.monotonic() < deadline:

@@ -65,7 +65,7 @@ def token_cross_entropy(
     if isinstance(logits, DTensor):
         local, tp_mesh = _vocabulary_shard(logits)
         if tp_mesh is not None:
-            local = _promoted(local.reshape(-1, local.shape[-1]))
+            local = _promoted(local.reshape(labels.numel(), local.shape[-1]))
             terms: tuple[torch.Tensor, torch.Tensor] = _ShardedTerms.apply(  # type: ignore[no-untyped-call]
                 local, labels, tp_mesh, logits.shape[-1]
             )
@@ -241,7 +241,7 @@ def as_loss(result: Any, rows: int) -> Loss:
 def _scalar(value: Any, what: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return whole.reshape(())
+        return whole if whole.dim() == 0 else whole.sum()  # no view: pipelines detach their outputs in place
     found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise UsageError(
         f"the loss function returned as its {what} {found}, needed a floating tensor of one element; return a scalar "

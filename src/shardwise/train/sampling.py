@@ -20,18 +20,20 @@ from shardwise.train.tokens import Tokenizer
 class WholeModel(nn.Module):
     """A placed model as a function of tokens, the same on every rank.
 
-    Rows are padded at the end to `seq_len`, which a causal model does not see: pipelines and compiled blocks want
-    one shape.
+    Where the plan wants one shape (pipelines, compiled blocks, sharded sequences) rows are padded at the end to
+    `seq_len`, which a causal model does not see.
     """
 
     def __init__(self, placed: Placed, seq_len: int) -> None:
         super().__init__()
         self.placed, self.seq_len = placed, seq_len
+        plan = placed.plan
+        self.pads = plan.axes.pp > 1 or plan.compile or plan.tensor.sequence
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(1, seq) int64 -> logits (1, seq, vocab), on every rank."""
         width = ids.shape[1]
-        padded = nn.functional.pad(ids, (0, self.seq_len - width))
+        padded = nn.functional.pad(ids, (0, self.seq_len - width)) if self.pads else ids
         batch = {"input_ids": padded, "labels": padded}
         logits = self._pipelined(batch) if self.placed.pipeline is not None else self._whole(batch)
         return logits[:, :width]
@@ -78,11 +80,11 @@ def as_logits(output: Any) -> torch.Tensor:
 
 
 def sample_text(
-    placed: Placed, tokenizer: Tokenizer, prompt: str, *, seq_len: int, num_tokens: int = 240, seed: int = 0
+    placed: Placed, tokenizer: Tokenizer, prompt: str, *, seq_len: int, num_tokens: int = 200, seed: int = 0
 ) -> str:
     """The prompt and what the model writes after it. Collective: every rank calls it and gets the same text.
 
-    Cost: one forward pass per token, of `seq_len` tokens.
+    Cost: one forward pass of the whole context per token.
 
     Raises:
         ModelError: the model does not return logits (batch, seq, vocab).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
-from shardwise.train.optim import NamedOptimizer, name_optimizer
+from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 
 Tensors = dict[str, torch.Tensor]
 
@@ -101,13 +101,21 @@ class TrainState:
 
     def tensors(self) -> Tensors:
         """Every tensor by its logical name: `model.<parameter or buffer>`, `optim.<parameter>.<key>`."""
+        return self._model_tensors() | self.optimizer.state_tensors()
+
+    def template(self, names: Collection[str]) -> Tensors:
+        """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here."""
+        model = {name: torch.empty_like(tensor) for name, tensor in self._model_tensors().items()}
+        return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)])
+
+    def _model_tensors(self) -> Tensors:
         model: Tensors = {f"model.{name}": p.detach() for name, p in self.placed.named_parameters().items()}
         for part in self.placed.parts:
             persistent = part.root.state_dict(keep_vars=True)
             for name, buffer in part.root.named_buffers():
                 if name in persistent:
                     model[f"model.{name}"] = buffer
-        return model | self.optimizer.state_tensors()
+        return model
 
     def scalars(self) -> dict[str, Any]:
         """Everything that is not a tensor, as JSON."""
@@ -124,19 +132,22 @@ class TrainState:
         }
 
     def load_tensors(self, tensors: Tensors) -> None:
-        """Take over tensors that were read for the names and layouts of `tensors()`."""
-        own = self.tensors()
-        missing, extra = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-        if missing or extra:
+        """Take over a filled `template`.
+
+        Raises:
+            CheckpointError: it lacks tensors of the model.
+        """
+        own = self._model_tensors()
+        missing = sorted(own.keys() - tensors.keys())
+        if missing:
             raise CheckpointError(
-                f"the checkpoint does not hold this run's tensors: missing {missing[:5]}, not known here {extra[:5]}; "
-                "was it written with another model or optimizer?"
+                f"load_tensors: {', '.join(missing[:5])} of the model are not there ({len(missing)} in all); "
+                "was the checkpoint written with another model?"
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                if name.startswith("model.") and tensors[name] is not tensor:
-                    tensor.copy_(tensors[name])
-        self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith("optim.")})
+                tensor.copy_(tensors[name])
+        self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith(PREFIX)})
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Continue where `scalars()` was taken."""

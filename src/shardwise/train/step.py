@@ -130,7 +130,7 @@ class TrainStep:
             with self._reduction(part, first=i == 0, last=i == len(micro) - 1):
                 args, kwargs = model_inputs(batch, signature)
                 loss = self._loss(part.run(*args, **kwargs), batch, is_zero)
-                self._seeded(loss).backward()
+                torch.autograd.backward(self._seeded(loss))
             losses.append(Loss(loss.sum.detach(), loss.weight))
         return losses
 

@@ -50,6 +50,10 @@ class DataMesh(Protocol):
         ...
 
 
+Sizes = tuple[int, ...]
+"""Rows of each micro-batch of one rank; 0 for padding."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec:
     """The division of a step that plan and mesh ask for, as one rank sees it."""
@@ -62,7 +66,7 @@ class WindowSpec:
     equal_rows: bool
     """Under a pipeline: the micro-batches that run together must have the same number of rows."""
     split: bool = False
-    """In evaluation: a window that needs two runs of a pipeline becomes two windows."""
+    """In evaluation: rows that do not fall into equal micro-batches become two windows."""
 
     @property
     def max_rows(self) -> int:
@@ -102,8 +106,8 @@ class Window:
     """What one step consumes on this rank.
 
     `micro_batches[i]` weighs nothing when `weights_zero[i]`: the step multiplies its loss and its weight by 0.
-    All ranks have the same number of micro-batches; without a pipeline it is the plan's. Under a pipeline it
-    is the plan's or twice that, and each run of the plan's number has equal rows.
+    All ranks have the same number of micro-batches: the plan's. Under a pipeline all those of a rank have equal
+    rows, for which a training step that does not divide takes a multiple of the plan's number.
     """
 
     step: int
@@ -138,33 +142,28 @@ def shares(total: int, parts: int) -> tuple[int, ...]:
 def divide(rows: Sequence[int], spec: WindowSpec) -> list[Layout]:
     """The window in which rank d has `rows[d]` rows, as `spec.rank` sees it.
 
-    One layout; with `spec.split` one per run of `spec.micro_batches` micro-batches.
+    One layout; with `spec.split`, where equal micro-batches need it, two that follow one another.
     """
+    zeros = [0] * len(rows)
     if not spec.equal_rows:
-        groups = [[shares(own, spec.micro_batches) for own in rows]]
-        return [_layout(groups[0], rows, spec, used=[0] * len(rows), equal=False)]
-    groups = _equal_groups(rows, spec)
-    if len(groups) == 1 or not spec.split:
-        joined = [tuple(n for group in groups for n in group[d]) for d in range(len(rows))]
-        return [_layout(joined, rows, spec, used=[0] * len(rows), equal=True)]
+        return [_layout([shares(own, spec.micro_batches) for own in rows], rows, spec, used=zeros)]
+    if not spec.split:
+        return [_layout(_equal_sizes(rows, spec), rows, spec, used=zeros)]
     layouts: list[Layout] = []
-    used = [0] * len(rows)
-    for group in groups:
-        layouts.append(_layout(group, rows, spec, used=used, equal=True))
+    used = zeros
+    for group in _equal_groups(rows, spec):
+        layouts.append(_layout(group, rows, spec, used=used))
         used = [before + sum(sizes) for before, sizes in zip(used, group, strict=True)]
     return layouts
 
 
-def _layout(
-    sizes: Sequence[tuple[int, ...]], rows: Sequence[int], spec: WindowSpec, *, used: Sequence[int], equal: bool
-) -> Layout:
+def _layout(sizes: Sequence[Sizes], rows: Sequence[int], spec: WindowSpec, *, used: Sequence[int]) -> Layout:
     """The chunks of this rank from the sizes of every rank's micro-batches; `used` rows went into layouts before."""
     own = sizes[spec.rank]
+    padding = max(1, *own) if spec.equal_rows else 1  # a pipeline needs the padding in the shape of its neighbours
     chunks: list[Chunk] = []
     start = 0
-    for number, size in enumerate(own):
-        peers = own[number - number % spec.micro_batches :][: spec.micro_batches] if equal else ()
-        padding = max(1, *peers) if peers else 1  # a pipeline needs the padding in the shape of its neighbours
+    for size in own:
         chunks.append(Chunk(start=start, stop=start + size, rows=size or padding, zero=size == 0))
         start += size
     return Layout(
@@ -177,23 +176,34 @@ def _layout(
     )
 
 
-def _equal_groups(rows: Sequence[int], spec: WindowSpec) -> list[list[tuple[int, ...]]]:
-    """Micro-batch sizes per group and rank, all real ones of a group and rank equal.
+def _equal_sizes(rows: Sequence[int], spec: WindowSpec) -> list[Sizes]:
+    """Micro-batch sizes of a training step under a pipeline: on each rank, all real ones equal.
 
-    One group where each rank's rows are at most `micro_batches` equal parts of at most `max_rows`; else two: as
-    many equal parts as fit, and what is left row by row.
+    As many micro-batches as the plan says, or the least multiple of that for which each rank's rows fall into
+    equal parts of at most `max_rows`; parts of one row always do.
     """
     count = spec.micro_batches
-    parts = {own: _equal_part(own, count, spec.max_rows) for own in set(rows)}
-    if all(parts.values()):
-        one = [(parts[own],) * (own // parts[own]) + (0,) * (count - own // parts[own]) for own in rows]
-        return [one]
-    first, second = [], []
+    while not all(_equal_part(own, count, spec.max_rows) for own in set(rows)):
+        count += spec.micro_batches
+    parts = [_equal_part(own, count, spec.max_rows) for own in rows]
+    return [(part,) * (own // part) + (0,) * (count - own // part) for own, part in zip(rows, parts, strict=True)]
+
+
+def _equal_groups(rows: Sequence[int], spec: WindowSpec) -> list[list[Sizes]]:
+    """The same for evaluation, where the rows need not be one step: one or two windows of the plan's micro-batches.
+
+    Two where one does not do: as many equal parts as fit, and what is left row by row.
+    """
+    count = spec.micro_batches
+    if all(_equal_part(own, count, spec.max_rows) for own in set(rows)):
+        return [_equal_sizes(rows, spec)]
+    first: list[Sizes] = []
+    second: list[Sizes] = []
     for own in rows:
         part = max(1, own // count)
         taken = min(count, own // part)
-        first.append((part,) * taken + (0,) * (count - taken))
         left = own - taken * part
+        first.append((part,) * taken + (0,) * (count - taken))
         second.append((1,) * left + (0,) * (count - left))
     return [first, second]
 

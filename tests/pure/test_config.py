@@ -1,0 +1,178 @@
+"""Settings from files and flags: errors name the key and the nearest one; every value knows where it came from."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.config import Configuration, Given, Origin, read_configuration
+from shardwise.cli.derive import Derived, Surroundings, derive
+from shardwise.cli.output import configuration_json, configuration_toml
+from shardwise.errors import ConfigError, PlanError, UsageError
+from shardwise.train.settings import KEYS, RunSettings
+
+CPU = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2, 3, 4, 5))
+GPUS = Surroundings(device="cuda", num_devices=4, device_reason="4 seen", now=datetime(2026, 1, 2))
+
+
+def read(tmp_path: Path, text: str, *sets: str) -> Configuration:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return read_configuration(path, sets=sets)
+
+
+def resolve(*sets: str, around: Surroundings = CPU) -> Derived:
+    return derive(read_configuration(None, sets=sets), around)
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("[train]\nsteps = 1\nsead = 3\n", ["run.toml:3", "'sead' in [train]", "did you mean 'seed'"]),
+        ("[trian]\nsteps = 1\n", ["run.toml:1", "table 'trian'", "did you mean 'train'"]),
+        ("\nseed = 3\n", ["run.toml:2", "'seed' belongs in [train]"]),
+        ("[model]\n\nsteps = 3\n", ["run.toml:3", "'steps' belongs in [train]"]),
+        (
+            "[optimizer]\nlearning = 3\n",
+            ["'learning' in [optimizer]", "known: betas, lr, momentum, name, weight_decay"],
+        ),
+        ("train.sead = 3\n", ["run.toml:1", "did you mean 'seed'"]),
+        ("train = 3\n", ["run.toml:1", "[train]"]),
+        ('[train]\nsteps = "10"\n', ["run.toml:2", "train.steps = '10'", "integer", "leave out the quotes"]),
+        ("[train]\nseed = -1\n", ["run.toml:2", "train.seed = -1", "greater than or equal to 0"]),
+        ("[train]\nsteps = 1.5\n", ["train.steps = 1.5", "integer"]),
+        ('[optimizer]\nname = "adam"\n', ["optimizer.name = 'adam'", "did you mean 'adamw'"]),
+        ("[optimizer]\nbetas = [0.9]\n", ["optimizer.betas"]),
+        ('[train]\nnonfinite = "ignore"\n', ["train.nonfinite = 'ignore'", "known: raise, skip, stop"]),
+        ("[data]\nholdout = 1.0\n", ["data.holdout = 1.0", "less than 1"]),
+        ("[train\n", ["is not TOML", "line 1"]),
+    ],
+)
+def test_file_errors(tmp_path: Path, text: str, texts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert [text for text in texts if text not in str(caught.value)] == [], str(caught.value)
+
+
+def test_all_bad_values_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "[train]\nseed = -1\nsteps = 0\n")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_configuration(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="TOML text file"):
+        read_configuration(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize("text", ["seed=3", "train.seed", "train.sead=3", "tarin.seed=3"])
+def test_set_errors(text: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        read_configuration(None, sets=[text])
+
+
+def test_later_words_win_and_say_so(tmp_path: Path) -> None:
+    found = read(tmp_path, "[train]\nseed = 1\nsteps = 5\n[model]\ndim = 64\n", "train.seed=3", "optimizer.name=lion")
+    assert found.settings.train.seed == 3
+    assert found.settings.optimizer.name == "lion"
+    assert str(found.origin("train.seed")) == "flag --set train.seed=3"
+    assert str(found.origin("train.steps")) == f"file {tmp_path / 'run.toml'}:3"
+    assert str(found.origin("train.keep")) == "default"
+
+
+def test_a_flag_replaces_a_files_other_spelling(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[train]\ntokens = 100\n[plan]\nfile = "p.toml"\n')
+    flag = Origin(kind="flag", detail="--steps")
+    found = read_configuration(
+        tmp_path / "run.toml",
+        [Given(key="train.steps", value=7, origin=flag), Given(key="plan.shorthand", value="dp1", origin=flag)],
+    )
+    assert (found.settings.train.steps, found.settings.train.tokens) == (7, None)
+    assert found.settings.plan.file is None
+
+
+def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
+    derived = resolve()
+    settings = derived.configuration
+    optional = {"plan.file", "train.tokens", "train.clip_value", "optimizer.momentum", "model.factory"}
+    optional |= {key for key in KEYS if key.startswith("model.") and key != "model.preset"}
+    assert {key for key in KEYS if settings.value(key) is None} == optional
+    reasons = [str(settings.origin(key)) for key in KEYS if settings.origin(key).kind == "derived"]
+    assert len(reasons) >= 15
+    assert all(len(reason) > len("derived: ") for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("sets", "around", "plan"),
+    [
+        ((), CPU, "dp2 / gbs16 / fp32"),
+        (("train.nproc=3",), CPU, "dp3 / gbs18 / fp32"),
+        (("train.nproc=1",), CPU, "dp1 / gbs16 / fp32"),
+        ((), GPUS, "dp4 / gbs64 / bf16"),
+        (("model.preset=llama-8b",), GPUS, "fsdp4 / gbs64 / bf16"),
+        (("plan.shorthand=tp2",), CPU, "tp2 / gbs16 / fp32"),
+        (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs18 / fp32"),
+        (("plan.shorthand=dp2 gbs6", "train.micro_batches=3"), CPU, "dp2 / mb3 gbs6 / fp32"),
+    ],
+)
+def test_plans(sets: tuple[str, ...], around: Surroundings, plan: str) -> None:
+    assert str(resolve(*sets, around=around).plan) == plan
+
+
+def test_a_launcher_decides_the_number_of_processes() -> None:
+    around = Surroundings(device="cpu", num_devices=0, device_reason="", now=datetime(2026, 1, 1), launched_world=8)
+    assert resolve(around=around).plan.world == 8
+
+
+def test_tokens_become_steps() -> None:
+    derived = resolve("train.tokens=10000", "train.global_batch=10", "data.seq_len=100")
+    assert derived.settings.train.steps == 10
+    assert "10,000 tokens of 1,000 per step" in str(derived.configuration.origin("train.steps"))
+
+
+@pytest.mark.parametrize(
+    ("sets", "error", "text"),
+    [
+        (("train.steps=1", "train.tokens=1"), ConfigError, "both given"),
+        (("plan.shorthand=dp2", "plan.file=p.toml"), ConfigError, "both given"),
+        (("model.factory=a:b", "model.preset=tiny"), ConfigError, "both given"),
+        (("model.factory=a:b", "model.dim=64"), ConfigError, "inside the factory"),
+        (("model.factory=a.b",), ConfigError, "package.module:function"),
+        (("model.preset=bytes-3n",), UsageError, "bytes-3m"),
+        (("model.num_heads=7",), UsageError, "num_heads"),
+        (("optimizer.name=adafactor", "optimizer.betas=[0.9, 0.9]"), ConfigError, "adafactor has none"),
+        (("optimizer.momentum=0.9",), ConfigError, "sgd, muon"),
+        (("schedule.warmup=9", "train.steps=9"), ConfigError, "leaves nothing"),
+        (("plan.shorthand=dpp2",), PlanError, "dpp2"),
+        (("plan.file=none.toml",), ConfigError, "none.toml"),
+    ],
+)
+def test_contradictions(sets: tuple[str, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        resolve(*sets)
+
+
+def test_one_step_is_a_legal_run() -> None:
+    settings = resolve("train.steps=1").settings
+    assert (settings.schedule.warmup, settings.train.eval_every) == (0, 1)
+
+
+def test_saved_configuration_gives_the_same_run(tmp_path: Path) -> None:
+    first = resolve("train.seed=3", "optimizer.betas=[0.8, 0.9]", "data.sources=['a.txt', 'b.txt']")
+    text = configuration_toml(first.configuration)
+    assert "flag --set train.seed=3" in text
+    (tmp_path / "config.toml").write_text(text)
+    again = derive(read_configuration(tmp_path / "config.toml"), GPUS)
+    assert again.settings == first.settings
+    assert again.plan == first.plan
+    saved = json.loads(json.dumps(configuration_json(first)))
+    assert RunSettings.model_validate_json(json.dumps(saved["settings"])) == first.settings
+    assert saved["identity"] == json.loads(json.dumps(configuration_json(again)["identity"]))
+    assert tomllib.loads(text)["train"]["seed"] == 3
