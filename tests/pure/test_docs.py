@@ -16,6 +16,7 @@ import pytest
 
 from pages import ROOT, Block, all_blocks, blocks_of, pages
 from reference import reference
+from shardwise.errors import ExitCode
 
 LANGUAGES = {"python", "console", "text", "toml", "json"}
 BLOCKS = all_blocks()
@@ -57,6 +58,11 @@ def test_every_page_is_in_the_index() -> None:
     linked = {(ROOT / "docs" / link).resolve() for link in LINK.findall(index)}
     found = {path for path in pages() if path.parent == ROOT / "docs"} - {ROOT / "docs" / "index.md"}
     assert sorted(path.name for path in found - linked) == []
+
+
+def test_every_exit_code_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (\d+) \| `(\w+)`", page, re.MULTILINE) == [(str(int(c)), c.name) for c in ExitCode]
 
 
 def offence(block: Block) -> str:

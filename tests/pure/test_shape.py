@@ -39,7 +39,7 @@ LAYERS = {
     "launch": 5,
     "diagnose": 5,
     "board": 5,
-    "__main__": 6,
+    "__main__": 7,
     "cli": 6,
     "testing": 6,
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.manifest import DamagedError
 from shardwise.errors import CheckpointError

@@ -29,4 +29,4 @@ def shard_like(local: Tensor, like: DTensor) -> DTensor:
     spec = like._spec
     if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

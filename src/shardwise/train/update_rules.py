@@ -220,7 +220,7 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
     """Singular values of `(rows, columns)` pulled towards 1 by a quintic Newton-Schulz iteration."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.mT if tall else matrix
+    x: Tensor = matrix.mT if tall else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+from shardwise.cli.schedule import schedule
+from shardwise.errors import ExitCode, PlanError
+from shardwise.parallel.pipeline import first_blocks, split_evenly
+from shardwise.parallel.schedules import (
+    Action,
+    Costs,
+    action_table,
+    picture,
+    save_png,
+    simulate,
+    stages_of,
+    table_of,
+)
+from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule
+
+app = typer.Typer()
+app.command()(schedule)
+
+
+def stages_per_rank(kind: str) -> int:
+    return 2 if kind in LOOPED else 1
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_action_is_there_once_on_the_rank_of_its_stage(kind: str, pp: int) -> None:
+    micro_batches, stages = 2 * pp, stages_per_rank(kind)
+    table = action_table(kind, pp, stages, micro_batches)
+    for rank, actions in enumerate(table):
+        assert {action.stage for action in actions} == set(stages_of(kind, rank, pp, stages))
+    done = [action for actions in table for action in actions]
+    assert len(done) == len(set(done))
+    pairs = {(s, m) for s in range(pp * stages) for m in range(micro_batches)}
+    assert {(a.stage, a.micro_batch) for a in done if a.work == "F"} == pairs
+    assert {(a.stage, a.micro_batch) for a in done if a.work in "BI"} == pairs
+    split = {(a.stage, a.micro_batch) for a in done if a.work == "I"}
+    assert split == {(a.stage, a.micro_batch) for a in done if a.work == "W"}
+    assert bool(split) == (kind in ZERO_BUBBLE)
+
+
+def test_stages_of_a_v() -> None:
+    assert [stages_of("dualpipe-v", rank, 3, 2) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert stages_of("interleaved", 1, 2, 3) == (1, 3, 5)
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
+def test_bubble_equals_the_formula(kind: str, turns: int, pp: int, micro_batches: int) -> None:
+    # (p - 1) / (v m + p - 1): Narayanan et al., arXiv:2104.04473, section 2.2
+    expected = (pp - 1) / (turns * micro_batches + pp - 1)
+    assert simulate(action_table(kind, pp, turns, micro_batches)).bubble == pytest.approx(expected)
+
+
+def test_zero_bubbles_are_smaller() -> None:
+    bubbles = {kind: simulate(action_table(kind, 4, stages_per_rank(kind), 16)).bubble for kind in SCHEDULES}
+    assert max(bubbles[kind] for kind in ZERO_BUBBLE) < bubbles["interleaved"] < bubbles["1f1b"]
+
+
+def test_costs_change_times() -> None:
+    table = action_table("1f1b", 2, 1, 2)
+    assert simulate(table).total == 2 * 3 + 3
+    assert simulate(table, Costs(forward=2, backward=4)).total == 18
+
+
+def test_an_action_starts_after_what_it_needs() -> None:
+    timeline = simulate(action_table("zero-bubble-v", 4, 2, 8))
+    ends = {span.action: span.end for rank in timeline.ranks for span in rank}
+    for rank in timeline.ranks:
+        for (work, stage, micro_batch), start, _ in rank:
+            if work == "F" and stage:
+                assert start >= ends[Action("F", stage - 1, micro_batch)]
+            if work == "I" and stage < 7:
+                assert start >= ends[Action("I", stage + 1, micro_batch)]
+
+
+def test_a_table_that_cannot_finish_is_refused() -> None:
+    table = action_table("gpipe", 2, 1, 2)
+    table[0].reverse()
+    with pytest.raises(PlanError, match="cannot finish, 0B1, 1F0 wait for each other"):
+        simulate(table)
+
+
+def test_what_torch_refuses() -> None:
+    with pytest.raises(PlanError, match="schedule dualpipe-v: torch refuses 4 ranks x 2 stages with 3 micro-batches"):
+        action_table("dualpipe-v", 4, 2, 3)
+    with pytest.raises(PlanError, match="has no pipeline"):
+        table_of(Plan())
+
+
+def test_picture_shows_work_and_waiting() -> None:
+    lines = [line.plain for line in picture(simulate(action_table("1f1b", 2, 1, 2)), width=3)]
+    assert lines == ["rank 0  F0 F1 ...B0    ...B1", "rank 1  ...F0 B0    F1 B1    ..."]
+
+
+def test_png(tmp_path: Path) -> None:
+    timeline = simulate(action_table("interleaved", 4, 2, 8))
+    save_png(timeline, tmp_path / "a.png", title="pp4 / interleaved mb8")
+    image = Image.open(tmp_path / "a.png").convert("RGB")
+    assert image.width > 1000
+    colours = {colour for _, colour in image.getcolors(maxcolors=1 << 20) or []}
+    assert {(0x4C, 0x78, 0xA8), (0x54, 0xA2, 0x4B), (0xEE, 0xEE, 0xEE)} <= colours  # forward, backward, bubble
+
+
+def test_command(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pp4 1f1b mb8", "--png", str(tmp_path / "a.png")], env={"COLUMNS": "200"})
+    assert result.exit_code == ExitCode.OK
+    assert "bubble 27.3 %" in result.stdout and result.stdout.count("rank ") == 4
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_command_as_json() -> None:
+    result = CliRunner().invoke(app, ["pp2 zero-bubble mb4", "--json"])
+    answer = json.loads(result.stdout)
+    assert answer["plan"] == "pp2 / zero-bubble mb4 / fp32"
+    assert answer["ranks"][0][0] == {"work": "F", "stage": 0, "micro_batch": 0, "start": 0.0, "end": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["pp4 dualpipe-v mb2"], ExitCode.REFUSED),
+        (["dp4"], ExitCode.REFUSED),
+        (["pp4 interleavd"], ExitCode.REFUSED),
+        (["pp2 mb2", "--png", "/no/such/folder/a.png"], ExitCode.USAGE),
+        (["pp2 mb2", "--png", "a.picture"], ExitCode.USAGE),
+    ],
+)
+def test_command_refuses(words: list[str], code: ExitCode) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code
+    assert result.stderr and not isinstance(result.exception, ValueError | OSError)
+
+
+# ---------------------------------------------------------------- the split of blocks
+
+
+@pytest.mark.parametrize("costs", [[1] * 7, [1, 2, 3, 4, 5, 6], [9, 1, 1, 1, 1, 5], [0, 0, 1, 0, 0, 1]])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_split_is_the_best_there_is(costs: list[int], parts: int) -> None:
+    def largest(starts: tuple[int, ...]) -> int:
+        ends = (*starts[1:], len(costs))
+        return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    found = split_evenly(costs, parts)
+    assert len(found) == parts and list(found) == sorted(set(found)) and found[0] == 0
+    assert largest(found) == min(largest((0, *cut)) for cut in combinations(range(1, len(costs)), parts - 1))
+
+
+def test_even_blocks_are_split_evenly() -> None:
+    starts = split_evenly([1] * 10, 4)
+    assert sorted(b - a for a, b in zip(starts, (*starts[1:], 10), strict=True)) == [2, 2, 3, 3]
+
+
+class Lopsided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10_000, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.head = nn.Linear(4, 20)
+
+
+def test_a_head_counts_and_an_embedding_does_not() -> None:
+    blocks = tuple(f"layers.{i}" for i in range(6))
+    plan = Plan(axes=Axes(pp=2))
+    assert first_blocks(Lopsided(), blocks, plan) == (0, 5)
+    given = plan.with_(schedule=Schedule(boundaries=("layers.2",)))
+    assert first_blocks(Lopsided(), blocks, given) == (0, 2)
+    with pytest.raises(PlanError, match="every stage needs one"):
+        first_blocks(Lopsided(), blocks, Plan(axes=Axes(pp=8)))
+
+
+def test_v_shaped_schedules_are_looped() -> None:
+    assert set(V_SHAPED) <= set(LOOPED)

@@ -1,0 +1,150 @@
+"""Negative controls: each classic fault of distributed training is planted, and the grid's comparison must see it.
+
+A fault is planted inside the processes of the world by replacing one name there; the package has no switch for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.parallel import compose, data
+from shardwise.parallel.pipeline import Layout
+from shardwise.parallel.stage import Cut, PassThrough, StageModule
+from shardwise.train import step as step_module
+from shardwise.train.step import TrainStep
+from tests.parity import grid
+
+BATCH, TOLERANCE = 16, 1e-11
+
+
+def nothing() -> None:
+    """The control of the controls."""
+
+
+def mean_of_means() -> None:
+    """Every rank and micro-batch divides by its own number of tokens."""
+    right = grid.loss_fn
+
+    def wrong(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
+        total, weight = right(logits, batch)
+        return sw.Loss(total / weight, 1)
+
+    grid.loss_fn = wrong
+
+
+def doubled_gradients() -> None:
+    """As where one rank too many is summed, or an average is undone twice."""
+    right = step_module.gradient_divisor
+    step_module.gradient_divisor = lambda placed: 2 * right(placed)
+
+
+def doubled_without_clipping() -> None:
+    grid.CLIP = 1e9
+    doubled_gradients()
+
+
+def unreduced_parameter() -> None:
+    """One parameter that data parallelism forgot: each rank steps it on its own rows' gradient."""
+    shard = data.fully_shard
+
+    def wrong(module: nn.Module, **options: Any) -> Any:
+        forgotten = {p for n, p in module.named_parameters() if n.endswith("ffn_norm.weight")}
+        return shard(module, ignored_params=forgotten, **options)
+
+    data.fully_shard = wrong
+
+
+def unsummed_tensor_gradient() -> None:
+    """Norms between sequence shards as if every tp rank saw all tokens: their gradient is a summand, taken for whole."""
+    from shardwise.parallel import tensor
+
+    right = tensor._sites
+    tensor._sites = lambda *args: [
+        replace(site, style="replicate") if site.style == "sequence" else site for site in right(*args)
+    ]
+    tensor._check_siblings = lambda *args: None  # which refuses it
+
+
+def clipping_per_shard() -> None:
+    """Each rank clips by the norm of what it holds."""
+    right = TrainStep._world_sums
+
+    def wrong(self: TrainStep, losses: Any, grads: dict[str, torch.Tensor], *rest: Any) -> list[float]:
+        values = right(self, losses, grads, *rest)
+        values[2] = float(sum(g.double().square().sum() for g in grads.values()))
+        return values
+
+    TrainStep._world_sums = wrong  # type: ignore[method-assign]
+
+
+def norm_counted_twice() -> None:
+    """Replicas and tensor shards that hold the same elements all add them to the norm."""
+    step_module.is_counted_here = lambda parameter, mesh: True
+
+
+def block_on_no_stage() -> None:
+    """A boundary that is off by one: the second stage begins a block too late."""
+    right = Layout.cut
+
+    def wrong(self: Layout, stage: int) -> Cut:
+        cut = right(self, stage)
+        return replace(cut, first=cut.first + 1) if stage == 1 else cut
+
+    Layout.cut = wrong  # type: ignore[method-assign]
+
+
+def block_skipped() -> None:
+    """All parameters are there, and the first block of the second stage is not run."""
+    right = StageModule.forward
+
+    def wrong(self: StageModule, *received: torch.Tensor, **rest: Any) -> Any:
+        if self.cut.stage == 1:
+            block = self.root.get_submodule(self.cut.blocks[self.cut.first])
+            object.__setattr__(block, "forward", lambda x, *_, **__: x + 0 * sum(p.sum() for p in block.parameters()))
+        return right(self, *received, **rest)
+
+    StageModule.forward = wrong  # type: ignore[method-assign]
+
+
+def run_with(fault: Callable[[], None], plan: str) -> grid.Trace:
+    fault()
+    return grid.run_plan(f"{plan} / fp64", "decoder", BATCH)
+
+
+def reference_with(fault: Callable[[], None]) -> grid.Trace:
+    if fault is doubled_without_clipping:
+        grid.CLIP = 1e9
+    return grid.reference("decoder", "fp64", BATCH)
+
+
+@functools.cache
+def truth(world: Any, fault: Callable[[], None]) -> grid.Trace:
+    return world(1, reference_with, fault)[0]
+
+
+def seen(world: Any, fault: Callable[[], None], plan: str) -> dict[str, float] | str:
+    """Differences above the grid's tolerance; or what `grid.differences` said where it refused to compare."""
+    ranks = world(sw.Plan.parse(plan).world, run_with, fault, plan)
+    try:
+        worst = grid.differences(ranks, truth(world, fault if fault is doubled_without_clipping else nothing))
+    except AssertionError as error:
+        return str(error).splitlines()[0]
+    return {kind: value for kind, value in worst.items() if not value <= TOLERANCE}
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2", "tp2 / seq", "pp2 / 1f1b mb4"])
+def test_no_fault_is_not_caught(world, plan: str) -> None:
+    assert seen(world, nothing, plan) == {}
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2", "dp1 / mb3"])
+def test_mean_of_means(world, plan: str) -> None:
+    assert seen(world, mean_of_means, plan).keys() >= {"loss", "norm", "grad"}
