@@ -101,7 +101,7 @@ def test_what_torch_refuses() -> None:
 
 def test_picture_shows_work_and_waiting() -> None:
     lines = [line.plain for line in picture(simulate(action_table("1f1b", 2, 1, 2)), width=3)]
-    assert lines == ["rank 0  F0 F1 ...B0    ...B1", "rank 1  ...F0 B0    F1 B1    ..."]
+    assert lines == ["rank 0  F0 F1 ......B0    ...B1", "rank 1  ...F0 B0    F1 B1    ......"]
 
 
 def test_png(tmp_path: Path) -> None:

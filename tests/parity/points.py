@@ -158,9 +158,7 @@ def placed_state(text: str, case: Case, data: Any = None, **options: Any) -> Ite
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(Net, plan, mesh, seed=SEED, rules=RULES if plan.axes.tp > 1 else None)
         source = data if data is not None else Points(case.rows)
-        batches = sw.loader(
-            source, grid.batch(plan, case.global_batch), mesh, seed=SEED, epochs=case.epochs, **options
-        )
+        batches = sw.loader(source, grid.batch(plan, case.global_batch), mesh, seed=SEED, epochs=case.epochs, **options)
         yield sw.TrainState(placed, sw.adamw(placed, lr=LR), batches)
 
 

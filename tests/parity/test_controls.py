@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel import compose, data
+from shardwise.parallel import data, tensor
 from shardwise.parallel.pipeline import Layout
-from shardwise.parallel.stage import Cut, PassThrough, StageModule
+from shardwise.parallel.stage import Cut, StageModule
 from shardwise.train import step as step_module
 from shardwise.train.step import TrainStep
 from tests.parity import grid
@@ -63,9 +63,7 @@ def unreduced_parameter() -> None:
 
 
 def unsummed_tensor_gradient() -> None:
-    """Norms between sequence shards as if every tp rank saw all tokens: their gradient is a summand, taken for whole."""
-    from shardwise.parallel import tensor
-
+    """Norms between sequence shards as if every tp rank saw all tokens: a summand is taken for the whole gradient."""
     right = tensor._sites
     tensor._sites = lambda *args: [
         replace(site, style="replicate") if site.style == "sequence" else site for site in right(*args)
@@ -77,10 +75,9 @@ def clipping_per_shard() -> None:
     """Each rank clips by the norm of what it holds."""
     right = TrainStep._world_sums
 
-    def wrong(self: TrainStep, losses: Any, grads: dict[str, torch.Tensor], *rest: Any) -> list[float]:
-        values = right(self, losses, grads, *rest)
-        values[2] = float(sum(g.double().square().sum() for g in grads.values()))
-        return values
+    def wrong(self: TrainStep, losses: Any, grads: dict[str, torch.Tensor], *rest: Any) -> Any:
+        squares = sum(float(g.double().square().sum()) for g in grads.values())
+        return right(self, losses, grads, *rest)._replace(squares=squares)
 
     TrainStep._world_sums = wrong  # type: ignore[method-assign]
 
@@ -148,3 +145,39 @@ def test_no_fault_is_not_caught(world, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "dp1 / mb3"])
 def test_mean_of_means(world, plan: str) -> None:
     assert seen(world, mean_of_means, plan).keys() >= {"loss", "norm", "grad"}
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2 tp2"])
+def test_doubled_gradients(world, plan: str) -> None:
+    clipped, unclipped = seen(world, doubled_gradients, plan), seen(world, doubled_without_clipping, plan)
+    assert clipped["norm"] == pytest.approx(1) and unclipped["norm"] == pytest.approx(1), (clipped, unclipped)
+    assert unclipped["grad"] == pytest.approx(1)
+    # why a grid of losses alone would not do: AdamW divides the factor out again, clipping does as well
+    assert unclipped.get("loss", 0) < 1e-5 and clipped.get("loss", 0) < 1e-5
+
+
+@pytest.mark.parametrize("plan", ["fsdp2", "fsdp2 / zero1", "dp2 fsdp2"])
+def test_parameter_that_is_not_sharded(world, plan: str) -> None:
+    assert "disagree about layers.0.ffn_norm.weight" in seen(world, unreduced_parameter, plan)
+
+
+def test_tensor_parallel_gradient_that_is_not_summed(world) -> None:
+    assert "disagree" in seen(world, unsummed_tensor_gradient, "tp2 / seq")
+
+
+@pytest.mark.parametrize("plan", ["fsdp2", "tp2", "pp2 / 1f1b mb4"])
+def test_clipping_per_shard(world, plan: str) -> None:
+    assert seen(world, clipping_per_shard, plan) == "ranks disagree about loss or norm"
+
+
+@pytest.mark.parametrize("plan", ["dp2", "tp2"])
+def test_norm_that_counts_copies(world, plan: str) -> None:
+    assert seen(world, norm_counted_twice, plan).keys() >= {"norm", "grad", "param"}
+
+
+def test_block_on_no_stage(world) -> None:
+    assert "names differ: ['layers.2." in seen(world, block_on_no_stage, "pp2 / 1f1b mb4")
+
+
+def test_block_that_is_not_run(world) -> None:
+    assert seen(world, block_skipped, "pp2 / 1f1b mb4").keys() == {"loss", "norm", "grad", "param"}

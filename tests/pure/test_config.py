@@ -112,13 +112,13 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
 @pytest.mark.parametrize(
     ("sets", "around", "plan"),
     [
-        ((), CPU, "dp2 / gbs16 / fp32"),
-        (("train.nproc=3",), CPU, "dp3 / gbs18 / fp32"),
-        (("train.nproc=1",), CPU, "dp1 / gbs16 / fp32"),
+        ((), CPU, "dp2 / gbs4 / fp32"),
+        (("train.nproc=3",), CPU, "dp3 / gbs6 / fp32"),
+        (("train.nproc=1",), CPU, "dp1 / gbs4 / fp32"),
         ((), GPUS, "dp4 / gbs64 / bf16"),
         (("model.preset=llama-8b",), GPUS, "fsdp4 / gbs64 / bf16"),
-        (("plan.shorthand=tp2",), CPU, "tp2 / gbs16 / fp32"),
-        (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs18 / fp32"),
+        (("plan.shorthand=tp2",), CPU, "tp2 / gbs4 / fp32"),
+        (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs6 / fp32"),
         (("plan.shorthand=dp2 gbs6", "train.micro_batches=3"), CPU, "dp2 / mb3 gbs6 / fp32"),
     ],
 )

@@ -23,12 +23,13 @@ DIALS: Mapping[str, tuple[str, ...]] = {
     "momentum": ("sgd", "muon"),
 }
 """Settings of `[optimizer]` that only some have."""
-CPU_STEPS, GPU_STEPS = 240, 2000
-CPU_BATCH, GPU_BATCH = 16, 64
+CPU_STEPS, GPU_STEPS = 440, 2000
+CPU_BATCH, GPU_BATCH = 4, 64
+CPU_SEQ, GPU_SEQ = 128, 1024
 SHARDED_FROM_PARAMS = 500_000_000
 """From here on weights, gradients and AdamW's state (16 bytes per parameter) are worth sharding: 8 GB."""
 LEARNING_RATES: Mapping[str, tuple[float, str]] = {
-    "adamw": (3e-3, "AdamW on a small decoder"),
+    "adamw": (4e-3, "AdamW on a small decoder"),
     "lamb": (1e-2, "LAMB scales each layer's step by its weights"),
     "adafactor": (1e-2, "Adafactor scales each step by the weights"),
     "lion": (3e-4, "Lion steps by the sign: a tenth of AdamW's rate"),
@@ -77,7 +78,7 @@ def derive(configuration: Configuration, around: Surroundings) -> Derived:
         >>> from shardwise.cli.config import read_configuration
         >>> around = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2))
         >>> str(derive(read_configuration(None), around).plan)
-        'dp2 / gbs16 / fp32'
+        'dp2 / gbs4 / fp32'
     """
     _check_contradictions(configuration)
     chosen: dict[str, Choice] = {}
@@ -184,7 +185,7 @@ def _choose_lengths(
     elif batch[0] % per_step:
         batch = (-(-batch[0] // per_step) * per_step, f"a multiple of {per_step} micro-batches per step")
     chosen["train.global_batch"] = batch
-    longest = spec.max_seq_len if spec is not None else 256
+    longest = spec.max_seq_len if spec is not None else CPU_SEQ
     chosen["data.seq_len"] = (
         min(256, longest),
         f"256 at most, and the model's {longest}" if spec else "short documents",
@@ -199,8 +200,8 @@ def _choose_lengths(
     total = settings.train.steps or steps[0]
     warmup = min(2000, total // 10) if settings.schedule.name != "constant" else 0
     chosen["schedule.warmup"] = (warmup, f"a tenth of {total} steps" if warmup else "a constant rate has none")
-    chosen["train.eval_every"] = (max(1, total // 4), "four times in the run")
-    chosen["train.checkpoint_every"] = (max(1, total // 2), "half-way and at the end")
+    chosen["train.eval_every"] = (max(1, -(-total // 2)), "half-way and at the end")
+    chosen["train.checkpoint_every"] = (max(1, -(-total // 2)), "half-way and at the end")
     valued = settings.train.clip_value is not None
     chosen["train.clip_norm"] = (0.0, "clip_value is given") if valued else (1.0, "customary for decoders")
 

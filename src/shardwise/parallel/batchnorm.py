@@ -6,61 +6,107 @@ to one process on the whole micro-batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
+
+from shardwise.parallel.placed import Part
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
-def synchronise_batch_norm(root: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make every batch norm below `root` use the rows of the whole group; names and parameters stay.
+@dataclass
+class Padding:
+    """Which micro-batches of a step are padding: their rows are copies, and count in no statistics."""
 
-    Cost: one all-reduce of 2 x channels + 1 numbers per norm in forward, and one in backward.
+    flags: tuple[bool, ...] = ()
+    now: bool = False
+    """The micro-batch that runs is padding."""
+
+
+def synchronise_batch_norm(part: Part, group: dist.ProcessGroup | None) -> None:
+    """Make every batch norm of a part use the rows of the whole group; names and parameters stay.
+
+    Args:
+        part: whose norms.
+        group: the data ranks; None: this rank is the only one.
+
+    Cost: one all-reduce of channels + 1 numbers and one of channels per norm in forward, and the same in backward.
     """
-    for module in root.modules():
-        if isinstance(module, BatchNorm):
-            # an attribute of the instance, as for recompute: the module stays the user's
-            object.__setattr__(module, "forward", _Forward(module, group))
+    norms = [module for module in part.root.modules() if isinstance(module, BatchNorm)]
+    if not norms:
+        return
+    padding = Padding()
+    for norm in norms:
+        # an attribute of the instance, as for recompute: the module stays the user's
+        object.__setattr__(norm, "forward", _Forward(norm, group, padding))
+    if part.run is not part.root:  # a pipeline runs micro-batches in an order of its own, and says which
+
+        def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            padding.now = bool(padding.flags) and padding.flags[kwargs["index"]]
+
+        part.run.register_forward_pre_hook(mark, with_kwargs=True)
+
+
+def padding_of(root: nn.Module) -> Padding | None:
+    """What the batch norms below `root` are told of padding; None where there are none."""
+    forwards = (vars(module).get("forward") for module in root.modules() if isinstance(module, BatchNorm))
+    return next((forward.padding for forward in forwards if isinstance(forward, _Forward)), None)
 
 
 class _Forward:
-    def __init__(self, norm: BatchNorm, group: dist.ProcessGroup) -> None:
-        self.norm, self.group = norm, group
+    def __init__(self, norm: BatchNorm, group: dist.ProcessGroup | None, padding: Padding) -> None:
+        self.norm, self.group, self.padding = norm, group, padding
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.element_size() >= 4:
+            return self._normalised(x)
+        return self._normalised(x.float()).to(x.dtype)  # half types: statistics are taken and kept in fp32
+
+    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
         if not (norm.training or norm.running_mean is None):
-            return type(norm).forward(norm, x)
+            return self._by_running_statistics(x)
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        count = torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype, device=x.device)
-        total = _sum(torch.cat([x.sum(dims), count]), self.group)
+        counts = 0.0 if self.padding.now else 1.0  # padding takes part in the sums, with nothing
+        count = x.new_full((1,), counts * x.numel() / x.shape[1])
+        total = self._sum(torch.cat([x.sum(dims) * counts, count]))
         count = total[-1].detach()
+        if self.padding.now and not count:  # padding on all ranks
+            return self._by_running_statistics(x) if norm.running_mean is not None else x
         mean = total[:-1] / count
         # squares of what is centred: no cancellation for channels far from zero
-        variance = _sum((x - mean.view(shape)).square().sum(dims), self.group) / count
+        variance = self._sum((x - mean.view(shape)).square().sum(dims) * counts) / count
         if norm.track_running_stats:
             self._update(mean.detach(), variance.detach(), count)
         y = (x - mean.view(shape)) * torch.rsqrt(variance + norm.eps).view(shape)
         return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
 
+    def _by_running_statistics(self, x: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        weight, bias = (norm.weight.to(x.dtype), norm.bias.to(x.dtype)) if norm.affine else (None, None)
+        return F.batch_norm(x, norm.running_mean, norm.running_var, weight, bias, training=False, eps=norm.eps)
+
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
         norm = self.norm
         tracked = cast(torch.Tensor, norm.num_batches_tracked)
         tracked.add_(1)
-        unbiased = variance * (count / (count - 1))
+        unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, value in ((norm.running_mean, mean), (norm.running_var, unbiased)):
             assert running is not None  # track_running_stats is on
             factor: Any = (1.0 / tracked).to(running.dtype) if norm.momentum is None else norm.momentum
             running.lerp_(value.to(running.dtype), factor)
 
-
-def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    y: torch.Tensor = _SumOverGroup.apply(x, group)  # type: ignore[no-untyped-call]  # torch has no types here
-    return y
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return x
+        y: torch.Tensor = _SumOverGroup.apply(x, self.group)  # type: ignore[no-untyped-call]  # torch has no types here
+        return y
 
 
 class _SumOverGroup(torch.autograd.Function):

@@ -45,9 +45,10 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
     Plain replication is left to `replicate_data`, which needs real parameters.
     """
-    if mesh.batch.size > 1:
+    group = mesh.group("dp_replicate", "dp_shard") if mesh.batch.size > 1 else None
+    if group is not None or placed.pipeline is not None or plan.precision in ("bf16", "fp16"):
         for part in placed.parts:
-            synchronise_batch_norm(part.root, mesh.group("dp_replicate", "dp_shard"))
+            synchronise_batch_norm(part, group)
     if not uses_fully_shard(plan):
         return placed
     data_mesh = _data_mesh(mesh)

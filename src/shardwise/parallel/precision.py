@@ -6,7 +6,11 @@ included, so that changing the mesh does not change which operations run in whic
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.parallel.mesh import Mesh
@@ -22,7 +26,7 @@ def convert_precision(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
     fp64 and fp32 convert parameters and floating buffers; bf16 and fp16 keep fp32 parameters (the master
     weights) and compute in the half type; bf16-pure stores parameters in bf16, and the optimizer keeps an fp32
-    master copy of them.
+    master copy of them. Floating inputs of the model are converted likewise.
     """
     kept = {"fp64": torch.float64, "bf16-pure": torch.bfloat16}.get(plan.precision, torch.float32)
     for part in placed.parts:
@@ -32,10 +36,23 @@ def convert_precision(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                     parameter.data = parameter.data.to(kept)
         else:
             apply_to_tensors(part.root, lambda t: t.to(kept) if t.is_floating_point() else t)
+        if kept is not torch.float32:  # bf16 and fp16: fully_shard's policy does it
+            part.root.register_forward_pre_hook(partial(_cast_inputs, kept), with_kwargs=True)
     if mesh.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         torch.backends.cudnn.allow_tf32 = plan.tf32
     return placed
+
+
+def _cast_inputs(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Floating inputs in the type of the parameters: one script runs under every precision."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
 
 
 def mixed_precision(plan: Plan) -> MixedPrecisionPolicy:

@@ -122,7 +122,7 @@ class StageModule(nn.Module):
             A tuple of contiguous tensors for the next stage; on the last stage the 0-dim loss.
         """
         if self.cut.stage:
-            self.wiring.received = tuple(_Receive.apply(tensor) for tensor in received)  # type: ignore[no-untyped-call]
+            self.wiring.received = tuple(_own(tensor) for tensor in received)
         try:
             output = self.root(*inputs[0], **inputs[1])
         except StageDone as done:
@@ -136,7 +136,7 @@ class StageModule(nn.Module):
                 "blocks in every micro-batch"
             )
         assert self.feed.loss_fn is not None
-        return self.feed.loss_fn(output, self.feed.micro_batches[index])
+        return _own(self.feed.loss_fn(output, self.feed.micro_batches[index]))
 
     def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):
@@ -145,12 +145,19 @@ class StageModule(nn.Module):
                 f"({tensor.placements}); blocks at a stage boundary must return plain tensors: let the last layer of "
                 "the block give its local output (use_local_output=True)"
             )
-        return tensor.contiguous()  # what the transport needs
+        return _own(tensor.contiguous())  # contiguous: what the transport needs
 
 
-class _Receive(torch.autograd.Function):
-    """The received tensor, no longer a leaf (blocks may add to it in place), with a gradient that can be sent."""
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same data as a tensor that is neither a leaf nor a view, with a contiguous gradient.
 
+    Blocks may write to a received tensor in place, which a leaf forbids; torch detaches what a stage sent in
+    place, which a view forbids; a gradient is sent as it is.
+    """
+    return cast(torch.Tensor, _Own.apply(tensor))  # type: ignore[no-untyped-call]
+
+
+class _Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()

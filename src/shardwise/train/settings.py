@@ -50,8 +50,8 @@ class DataSettings(Section):
     tokenizer: str = "bytes"
     """`bytes`, or the path of a `tokenizers` JSON file."""
     seq_len: Positive | None = None
-    holdout: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
-    """Fraction of the documents kept for evaluation."""
+    holdout: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.005
+    """Fraction of the text kept for evaluation, as whole documents."""
     text_field: str = "text"
     """Field of a jsonl object, or column of a parquet file."""
     num_workers: Annotated[int, Field(ge=0)] = 0

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import NonFiniteError
+from shardwise.parallel.batchnorm import padding_of
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
 from shardwise.parallel.placed import Part
@@ -67,6 +68,20 @@ class StepMetrics:
     """Why the loop ends after this step; None while it goes on."""
 
 
+class _Sums(NamedTuple):
+    """Sums over the world of what ranks know of a step."""
+
+    loss: float
+    weight: float
+    squares: float
+    """Of the gradient, each element counted once."""
+    stop: float
+    rows: float
+    rows_squared: float
+    num_means: float
+    """Ranks whose loss function returned a plain mean."""
+
+
 class TrainStep:
     """One update per call; made by `make_step`."""
 
@@ -76,8 +91,10 @@ class TrainStep:
         placed = state.placed
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
         self._counted = {n: is_counted_here(p, placed.mesh) for n, p in self._parameters.items()}
-        self._signatures = [Signature.of(part.root) for part in placed.parts]
+        self._signature = Signature.of(placed.parts[0].root)
+        self._paddings = [padding for part in placed.parts if (padding := padding_of(part.root)) is not None]
         self._divisor = gradient_divisor(placed)
+        self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
         self._is_loss_rank = placed.mesh.index("tp") == 0
         self._scalar_mean = False
         self._warned = False
@@ -89,24 +106,30 @@ class TrainStep:
 
         Args:
             batch: a `Window` of the loader, a list of micro-batches, or one batch of rows, which is cut into
-                the plan's micro-batches.
+                the plan's micro-batches: a tensor, a dict, a tuple, or a list of tensors `[x, y]`, as torch's
+                `DataLoader` gives it.
 
         Raises:
             NonFiniteError: under `on_nonfinite="raise"`, on all ranks alike.
         """
         start = time.perf_counter()
         micro, zero = self._micro_batches(batch)
+        for padding in self._paddings:
+            padding.flags = zero
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
-        grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
-        loss, weight, squares, stop, rows, rows_squared = self._world_sums(losses, grads, micro, zero)
-        self._check_equal_rows(rows, rows_squared)
-        return self._update(grads, loss, weight, squares, int(stop), start)
+        with torch.no_grad():
+            grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
+            sums = self._world_sums(losses, grads, micro, zero)
+            self._check_equal_rows(sums)
+            return self._update(grads, sums, start)
 
     def _micro_batches(self, batch: Any) -> tuple[list[Any], tuple[bool, ...]]:
         device = self.state.mesh.device
         if isinstance(batch, Window):
             micro, zero = list(batch.micro_batches), tuple(batch.weights_zero)
-        elif isinstance(batch, list):
+            if not self._needs_padding:  # nobody waits for this rank in a collective
+                micro, zero = [m for m, z in zip(micro, zero, strict=True) if not z], (False,) * zero.count(False)
+        elif isinstance(batch, list) and not isinstance(batch[0], torch.Tensor):
             micro, zero = batch, (False,) * len(batch)
         else:
             micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
@@ -124,9 +147,11 @@ class TrainStep:
         return loss.sum * scale.scale if scale is not None else loss.sum
 
     def _accumulated(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
-        part, signature = self.state.placed.parts[0], self._signatures[0]
+        part, signature = self.state.placed.parts[0], self._signature
         losses = []
         for i, (batch, is_zero) in enumerate(zip(micro, zero, strict=True)):
+            for padding in self._paddings:
+                padding.now = is_zero
             with self._reduction(part, first=i == 0, last=i == len(micro) - 1):
                 args, kwargs = model_inputs(batch, signature)
                 loss = self._loss(part.run(*args, **kwargs), batch, is_zero)
@@ -165,28 +190,27 @@ class TrainStep:
 
     def _world_sums(
         self, losses: list[Loss], grads: dict[str, torch.Tensor], micro: list[Any], zero: tuple[bool, ...]
-    ) -> list[float]:
-        """Loss, weight, squared norm, stop requests, rows and squared rows, over the world: one all-reduce."""
-        rows = float(sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z))
+    ) -> _Sums:
+        """What every rank must know, summed over the world: one all-reduce."""
         mine = losses if self._is_loss_rank else []
         mesh = self.state.mesh
-        squares = sum_of_squares(grads, self._counted).to(mesh.device)
+        squares = sum_of_squares(grads, self._counted)
+        # rows matter to a plain mean only
+        rows = sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z) if self._scalar_mean else 0
+        rest = [self.stop_requested, rows, rows * rows, self._scalar_mean]
         if mesh.device.type == "cpu":  # plain numbers: a dozen small kernels less
             loss, weight = sum(float(x.sum) for x in mine), sum(float(x.weight) for x in mine)
-            numbers = [loss, weight, float(squares), float(self.stop_requested), rows, rows * rows]
-            sums = torch.tensor(numbers, dtype=torch.float64)
+            sums = torch.tensor([loss, weight, float(squares), *rest], dtype=torch.float64)
         else:
             zero_ = torch.zeros((), dtype=torch.float64, device=mesh.device)
             loss_ = sum((x.sum.double() for x in mine), zero_)
             weight_ = sum((torch.as_tensor(x.weight, device=mesh.device).double() for x in mine), zero_)
-            rest = torch.tensor([float(self.stop_requested), rows, rows * rows], dtype=torch.float64)
-            sums = torch.cat([torch.stack([loss_, weight_, squares]), rest.to(mesh.device, non_blocking=True)])
-        values: list[float] = mesh.all_reduce_sum(sums).tolist()
-        return values
+            rest_ = torch.tensor(rest, dtype=torch.float64).to(mesh.device, non_blocking=True)
+            sums = torch.cat([torch.stack([loss_, weight_, squares.to(mesh.device)]), rest_])
+        return _Sums(*mesh.all_reduce_sum(sums).tolist())
 
-    def _check_equal_rows(self, rows: float, rows_squared: float) -> None:
-        world = self.state.mesh.world
-        if self._scalar_mean and not self._warned and abs(rows * rows - world * rows_squared) > 0.5:
+    def _check_equal_rows(self, sums: _Sums) -> None:
+        if sums.num_means and not self._warned and sums.rows**2 != sums.num_means * sums.rows_squared:
             self._warned = True
             if self.state.mesh.is_first:
                 warnings.warn(
@@ -195,47 +219,51 @@ class TrainStep:
                     stacklevel=4,
                 )
 
-    def _update(
-        self, grads: dict[str, torch.Tensor], loss: float, weight: float, squares: float, stop: int, start: float
-    ) -> StepMetrics:
-        state, options = self.state, self.options
+    def _update(self, grads: dict[str, torch.Tensor], sums: _Sums, start: float) -> StepMetrics:
+        state, weight = self.state, sums.weight
         scale = state.loss_scale.scale if state.loss_scale is not None else 1.0
-        mean = loss / weight if weight else math.nan
+        mean = sums.loss / weight if weight else math.nan
         factor = self._divisor / (weight * scale) if weight else 0.0
-        norm = math.sqrt(squares) * factor if squares >= 0 else math.nan
-        finite = math.isfinite(norm) and math.isfinite(loss) and weight > 0
+        norm = math.sqrt(sums.squares) * factor if sums.squares >= 0 else math.nan
+        finite = math.isfinite(norm) and math.isfinite(sums.loss) and weight > 0
         lr = state.set_lr()
         state.step += 1
         state.weight += weight
-        stopping = None if not stop else "SIGTERM" if stop >= STOP_SIGTERM else "SIGINT"
         if finite:
-            if options.clip_norm is not None:
-                factor *= min(1.0, options.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-            values = list(grads.values())
-            if factor != 1.0 and values:
-                scale_all(values, factor)
-            if options.clip_value is not None and values:
-                clamp_all(values, options.clip_value)
-            state.optimizer.take_grads(grads)
-            state.optimizer.step()
+            self._apply(grads, factor, norm)
         else:
             state.skipped += 1
-            overflow = state.loss_scale is not None and math.isfinite(loss)
-            if options.on_nonfinite != "skip" and not overflow:
-                stopping = self._nonfinite(mean, norm)
         state.optimizer.zero_grad()
-        if state.loss_scale is not None:
+        # too large a scale, or nothing that counts in the window, is no fault of the model or its data
+        excused = weight == 0 or (state.loss_scale is not None and math.isfinite(sums.loss))
+        if state.loss_scale is not None and weight:
             state.loss_scale.update(finite)
+        stopping = None if not sums.stop else "SIGTERM" if sums.stop >= STOP_SIGTERM else "SIGINT"
+        if not finite and not excused and self.options.on_nonfinite != "skip":
+            stopping = self._nonfinite(mean, norm)
+        seconds = time.perf_counter() - start
         return StepMetrics(
             step=state.step,
             loss=mean,
             weight=weight,
             grad_norm=norm,
             lr=lr,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             skipped=not finite,
             stopping=stopping,
         )
+
+    def _apply(self, grads: dict[str, torch.Tensor], factor: float, norm: float) -> None:
+        """Divide, clip and step: `factor` makes the summed gradient the mean one."""
+        if self.options.clip_norm is not None:
+            factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        values = list(grads.values())
+        if factor != 1.0 and values:
+            scale_all(values, factor)
+        if self.options.clip_value is not None and values:
+            clamp_all(values, self.options.clip_value)
+        self.state.optimizer.take_grads(grads)
+        self.state.optimizer.step()
 
     def _nonfinite(self, loss: float, norm: float) -> str:
         text = (
@@ -262,7 +290,7 @@ def make_step(
         clip: largest gradient norm; short for `StepOptions(clip_norm=clip)`.
         options: clipping and what happens to values that are not finite.
 
-    Cost beyond the model: one all-reduce of six numbers, one pass over the gradients.
+    Cost beyond the model: one all-reduce of seven numbers, one pass over the gradients.
 
     >>> step = make_step(state, loss_fn, clip=1.0)  # doctest: +SKIP
     >>> metrics = step(batch)  # this rank's rows  # doctest: +SKIP
