@@ -36,11 +36,11 @@ def main(plan):
     train, held_out = digits()
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(cnn, plan, mesh, seed=3)
-        data = sw.loader(train, 100, mesh, seed=3, epochs=3)
+        data = sw.loader(train, plan.batch, mesh, global_size=100, seed=3, epochs=3)
         state = sw.TrainState(placed, sw.sgd(placed, lr=0.1, momentum=0.9), data)
         for m in sw.steps(state, loss_fn, until=data.num_steps):
             pass
-        right = sw.evaluate(placed, is_right, sw.eval_batches(held_out, 100, mesh))
+        right = sw.evaluate(placed, is_right, data.evaluation(held_out))
         if mesh.is_first:
             print(f"{m.step} steps  loss {m.loss:.4f}  right {right.sum:.0f} of {right.weight:.0f}")
 

@@ -19,7 +19,7 @@ def main(plan, out, until):
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(model, plan, mesh, seed=1234)
         optim = sw.adamw(placed, lr=3e-3)
-        data = sw.loader(Sums(), 64, mesh, seed=1)
+        data = sw.loader(Sums(), plan.batch, mesh, global_size=64, seed=1)
         state = sw.TrainState(placed, optim, data, schedule=sw.warmup_cosine(20, until))
         store = sw.Store(out, keep=2)
         store.load_latest(state)
@@ -28,7 +28,7 @@ def main(plan, out, until):
                 if mesh.is_first:
                     print(f"step {m.step}  loss {m.loss:.4f}  gradient norm {m.grad_norm:.4f}")
                 store.save(state)
-        total = sw.evaluate(placed, loss_fn, sw.eval_batches(Sums(held_out=True), 100, mesh))
+        total = sw.evaluate(placed, loss_fn, data.evaluation(Sums(held_out=True)))
         if mesh.is_first:
             print(f"held-out loss {total.sum / total.weight:.4f} over {total.weight:.0f} tokens")
 

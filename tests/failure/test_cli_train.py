@@ -114,6 +114,11 @@ def test_a_resumed_run_ends_bit_equal_on_other_processes(whole: Path, text: Path
     assert tensors(out) == tensors(whole)
 
 
+def test_negative_control_another_seed_is_another_run(whole: Path, text: Path, tmp_path: Path) -> None:
+    assert train(text, tmp_path / "run", "--steps", "1", "--seed", "1", "--no-sample").returncode == 0
+    assert losses(tmp_path / "run")[0] != losses(whole)[0]
+
+
 def test_sigterm_saves_and_the_run_continues(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ("--steps", "100000", "--checkpoint-every", "0", "--no-sample")

@@ -65,6 +65,7 @@ def model_for(plan: sw.Plan) -> Callable[[], nn.Module]:
     return decoder(max(4, stages), num_heads=heads, num_kv_heads=max(2, plan.axes.tp))
 
 
+@torch.no_grad()
 def number(module: nn.Module) -> None:
     """Every element is its own index in its parameter."""
     for parameter in module.parameters(recurse=False):
@@ -80,6 +81,11 @@ def placed_on(plan: sw.Plan, rank: int, model: Callable[[], nn.Module]) -> Itera
 def stage_ranks(plan: sw.Plan) -> range:
     """The first rank of each pipeline coordinate; pp is the outermost axis."""
     return range(0, plan.world, plan.world // plan.axes.pp)
+
+
+def ends(ranks: range) -> list[int]:
+    """The first, the middle and the last."""
+    return list(dict.fromkeys((ranks[0], ranks[len(ranks) // 2], ranks[-1])))
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -100,7 +106,8 @@ def test_every_parameter_is_on_one_stage_whole_or_in_equal_shards(text: str) -> 
     model = model_for(plan)
     expected = {name: tuple(p.shape) for name, p in model().named_parameters()}
     seen: list[str] = []
-    for rank in stage_ranks(plan):
+    ranks = stage_ranks(plan)
+    for rank in ranks if plan.world < 1024 else ends(ranks):
         with placed_on(plan, rank, model) as placed:
             parameters = placed.named_parameters()
             assert list(placed.placements) == list(parameters)
@@ -113,7 +120,8 @@ def test_every_parameter_is_on_one_stage_whole_or_in_equal_shards(text: str) -> 
                 if all(size % shards == 0 for size in parameter.shape):
                     assert held.numel() * shards == parameter.numel(), (name, row.text)
                 assert ("Shard" in row.text) == (shards > 1 or "fsdp" in text), (name, row.text)
-    assert sorted(seen) == sorted(expected), "stages partition the names"
+    assert len(seen) == len(set(seen)) and set(seen) <= set(expected), "a name is on two stages, or is new"
+    assert plan.world >= 1024 or set(seen) == set(expected), "a name is on no stage"
 
 
 @pytest.mark.parametrize("text", EVERY_RANK)
@@ -159,9 +167,8 @@ def test_golden_placements(text: str) -> None:
 
 def table(plan: sw.Plan) -> str:
     """One line per parameter of the first, middle and last pipeline ranks."""
-    ranks = stage_ranks(plan)
     lines = []
-    for rank in dict.fromkeys((ranks[0], ranks[len(ranks) // 2], ranks[-1])):
+    for rank in ends(stage_ranks(plan)):
         with placed_on(plan, rank, model_for(plan)) as placed:
             lines.append(f"# {plan}: rank {rank} of {plan.world}")
             for name, row in placed.placements.items():

@@ -21,34 +21,38 @@ DIM, VOCAB, SEQ = 8, 11, 5
 
 
 class Block(nn.Module):
-    """Attention-like: reads a mask and positions from outside of the chain, adds in place."""
+    """Attention-like: reads a mask and positions from outside of the chain.
+
+    Awkward: writes to its input in place, and returns a view that is not contiguous.
+    """
 
     kind = "full"
 
-    def __init__(self, in_place: bool = False) -> None:
+    def __init__(self, awkward: bool = False) -> None:
         super().__init__()
-        self.in_place = in_place
+        self.awkward = awkward
         self.shift = nn.Parameter(torch.randn(DIM))
         self.norm = nn.LayerNorm(DIM)
         self.qkv = nn.Linear(DIM, 3 * DIM, bias=False)
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, angle: torch.Tensor) -> torch.Tensor:
-        if self.in_place:  # fully_shard does not allow it, with or without a pipeline
+        if self.awkward:  # fully_shard does not allow it, with or without a pipeline
             x += self.shift
         else:
             x = x + self.shift
         q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + self.out(F.scaled_dot_product_attention(q + angle, k + angle, v, attn_mask=mask))
+        x = x + self.out(F.scaled_dot_product_attention(q + angle, k + angle, v, attn_mask=mask))
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if self.awkward else x
 
 
 class Tower(nn.Module):
     """Embedding, blocks with extra inputs made by the root's forward, norm, head."""
 
-    def __init__(self, depth: int = 4, in_place: bool = False) -> None:
+    def __init__(self, depth: int = 4, awkward: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block(in_place) for _ in range(depth))
+        self.layers = nn.ModuleList(Block(awkward) for _ in range(depth))
         self.register_buffer("table", torch.linspace(0, 1, 64)[:, None] * torch.ones(DIM), persistent=False)
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
@@ -115,7 +119,7 @@ class Stretch(nn.Conv1d):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tower": Tower,
     "tower8": lambda: Tower(8),
-    "tower-in-place": lambda: Tower(4, in_place=True),
+    "tower-awkward": lambda: Tower(4, awkward=True),
     "pair": PairTower,
     "pyramid": Pyramid,
 }
@@ -140,7 +144,8 @@ def batches(num: int, *, mask: bool = False, rows: int = 2, seed: int = 0) -> li
 
 def loss_fn(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits, more = (output["logits"], output["memory"][0]) if isinstance(output, dict) else (output, 0.0)
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / 100 + more
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / 100 + more
+    return loss.expand(2)[0]  # a view, as losses may be
 
 
 @dataclass(frozen=True, kw_only=True)

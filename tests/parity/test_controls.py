@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import shardwise as sw
 from shardwise.parallel import data, tensor
@@ -64,11 +65,8 @@ def unreduced_parameter() -> None:
 
 def unsummed_tensor_gradient() -> None:
     """Norms between sequence shards as if every tp rank saw all tokens: a summand is taken for the whole gradient."""
-    right = tensor._sites
-    tensor._sites = lambda *args: [
-        replace(site, style="replicate") if site.style == "sequence" else site for site in right(*args)
-    ]
-    tensor._check_siblings = lambda *args: None  # which refuses it
+    right = tensor.with_local_parameters
+    tensor.with_local_parameters = lambda module, gradient: right(module, Replicate())
 
 
 def clipping_per_shard() -> None:
@@ -150,8 +148,9 @@ def test_mean_of_means(world, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2 tp2"])
 def test_doubled_gradients(world, plan: str) -> None:
     clipped, unclipped = seen(world, doubled_gradients, plan), seen(world, doubled_without_clipping, plan)
-    assert clipped["norm"] == pytest.approx(1) and unclipped["norm"] == pytest.approx(1), (clipped, unclipped)
-    assert unclipped["grad"] == pytest.approx(1)
+    assert isinstance(clipped, dict) and isinstance(unclipped, dict)
+    twice = pytest.approx(1, rel=0.01)  # the second step's gradient is taken at other parameters
+    assert [clipped["norm"], unclipped["norm"], unclipped["grad"]] == [twice, twice, twice], (clipped, unclipped)
     # why a grid of losses alone would not do: AdamW divides the factor out again, clipping does as well
     assert unclipped.get("loss", 0) < 1e-5 and clipped.get("loss", 0) < 1e-5
 

@@ -83,6 +83,8 @@ PLANS = [
     "pp2 fsdp2 tp2 / interleaved mb4",
     "pp2 fsdp2 tp2 / looped-bfs mb4",
     "pp2 fsdp2 tp2 / zero2 / zero-bubble-v mb4 / seq",
+    "pp2 fsdp2 tp2 / zero2 / dualpipe-v mb4 / seq",
+    "pp2 fsdp2 / zero2 / dualpipe-v mb4",
     "pp2 dp2 tp2 / 1f1b mb4 / seq",
     # what happens block by block
     "dp2 / recompute=blocks",

@@ -66,8 +66,6 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("pp.zero-bubble-reshard", "pp2 fsdp2 zbv mb4", {}),
     ("pp.zero-bubble-reshard", "pp2 fsdp2 dualpipev mb4", {}),
     ("pp.zero-bubble-reshard", "pp2 fsdp4 zb mb4 reshard=2", {}),
-    ("pp.dualpipe-composition", "pp2 fsdp2 zero2 tp2 dualpipev mb4", {"world": 8}),
-    ("pp.dualpipe-composition", "pp2 dp2 tp2 dualpipev mb4", {"world": 8}),
     ("pp.zero-bubble-recompute-ops", "pp2 zb mb2 recompute=ops", {}),
     ("pp.zero-bubble-compile", "pp2 zbv mb2 compile", {}),
     ("pp.ties", "pp2 mb2", {"spec": TIED}),
@@ -251,9 +249,6 @@ BREAKS: dict[str, dict[str, Any]] = {
     "pp.zero-bubble-compile": {"axes__pp": 2, "schedule__kind": "zero-bubble", "compile": True},
     "pp.zero-bubble-reshard": {
         "axes__pp": 2, "schedule__kind": "zero-bubble", "zero": 3, "communication__reshard_after_forward": None
-    },
-    "pp.dualpipe-composition": {
-        "axes__pp": 2, "axes__dp_shard": 2, "axes__tp": 2, "schedule__kind": "dualpipe-v", "zero": 2
     },
     "tp.sequence": {"axes__tp": 1, "tensor__sequence": True},
     "tp.recipe": {"tensor__recipe": "none-such"},

@@ -186,10 +186,9 @@ def _choose_lengths(
         batch = (-(-batch[0] // per_step) * per_step, f"a multiple of {per_step} micro-batches per step")
     chosen["train.global_batch"] = batch
     longest = spec.max_seq_len if spec is not None else CPU_SEQ
-    chosen["data.seq_len"] = (
-        min(256, longest),
-        f"256 at most, and the model's {longest}" if spec else "short documents",
-    )
+    short = CPU_SEQ if cpu else GPU_SEQ
+    why_seq = f"the model's longest is {longest}" if longest <= short else "short samples, many steps in a minute"
+    chosen["data.seq_len"] = (min(short, longest), why_seq)
     global_batch = settings.train.global_batch or batch[0]
     seq_len = settings.data.seq_len or chosen["data.seq_len"][0]
     steps: Choice = (CPU_STEPS, "about a minute on 2 cores") if cpu else (GPU_STEPS, "about a minute on one device")

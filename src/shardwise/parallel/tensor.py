@@ -285,7 +285,7 @@ def _split(site: _Site, job: _Job) -> None:
     elif site.style == "row":
         assert isinstance(site.module, nn.Linear)
         accept_whole_or_split(site.module, job.tp_mesh, site.name)
-    if site.style == "vocab" or (site.style == "head" and not job.loss):
+    if site.style != "head" or not job.loss:  # with `wrap` any layer may be one that `fully_shard` gathers
         site.module.register_forward_hook(lambda _, __, output: own(output))
 
 

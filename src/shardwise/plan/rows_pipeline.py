@@ -155,22 +155,6 @@ def _zero_bubble_reshard(case: Case) -> Hit | None:
 
 
 @_row(
-    "pp.dualpipe-composition",
-    "dualpipe-v together with data ranks and `tp`: loss and gradients differed from one process without an error.",
-)
-def _dualpipe(case: Case) -> Hit | None:
-    plan, axes = case.plan, case.plan.axes
-    if axes.pp == 1 or plan.schedule.kind != "dualpipe-v" or axes.data == 1 or axes.tp == 1:
-        return None
-    return Hit(
-        what="dualpipe-v with data parallelism and tensor parallelism together is not proven right",
-        found=f"pp={axes.pp}, dp x fsdp={axes.data}, tp={axes.tp}",
-        fix="use the schedule zero-bubble-v, or tp=1",
-        plans=[change(plan, schedule__kind="zero-bubble-v"), resize(plan, "tp", 1)],
-    )
-
-
-@_row(
     "pp.zero-bubble-recompute-ops",
     "Per-op recompute with schedules that split the backward raises inside torch; full recompute of blocks is exact.",
 )
