@@ -24,7 +24,8 @@ class Finding:
     fix: str = ""
 
     def __str__(self) -> str:
-        parts = [f"{self.what}", f"found: {self.evidence}" if self.evidence else "", f"do: {self.fix}" if self.fix else ""]
+        found = f"found: {self.evidence}" if self.evidence else ""
+        parts = [self.what, found, f"do: {self.fix}" if self.fix else ""]
         return f"[{self.id}] " + "; ".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, str]:

@@ -17,10 +17,10 @@ import shardwise as sw
 from tests.parity import grid
 
 BATCH = 16
-# Rounding to bf16 (8 significant bits) errs by at most 2^-9 = 0.2 % per number, at random: a loss is a mean over 160
-# tokens and stays well below that; a gradient sums products of numbers that passed some twenty roundings, so a few
-# times that. fp16 has 11 bits, an eighth of it. What is compared are whole runs of two steps.
-LOSS, NORM, GRAD = 2e-3, 0.02, 0.05
+# Rounding to bf16 (8 significant bits) errs by at most 2^-9 = 2e-3 of a number, to either side at random. A gradient
+# passes some twenty roundings one after another: sqrt(20) times that, 9e-3, or 3 times it for the worst tensor. The
+# whole norm averages over 40,000 elements, the loss over 160 tokens times 64 classes. fp16 has 11 bits: 1/8 of it all.
+LOSS, NORM, GRAD = 1e-4, 2e-3, 0.027
 PLANS = ["dp1", "dp1 / mb2", "dp2", "fsdp2", "fsdp2 / zero1 / mb2", "tp2", "pp2 / 1f1b mb4"]
 
 
@@ -42,7 +42,8 @@ def run(text: str, spied: bool = False) -> tuple[grid.Trace, Policy]:
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(grid.MODELS["decoder"], plan, mesh, seed=grid.SEED)
         data = sw.loader(grid.Rows(), grid.batch(plan, BATCH), mesh, seed=grid.SEED)
-        state = sw.TrainState(placed, sw.adamw(placed, lr=grid.LR), data)
+        # as in the grid's fp32 runs: AdamW's first steps are signs, and would make noise of noise
+        state = sw.TrainState(placed, sw.sgd(placed, lr=grid.LR, momentum=0.9), data)
         grid.spy_on_gradients(state, trace)
         if spied:
             watch(placed, policy)
@@ -94,7 +95,7 @@ def assert_close(trace: grid.Trace, truth: grid.Trace, scale: float = 1.0) -> No
 def test_near_fp32_on_every_mesh(world, plan: str, precision: str) -> None:
     trace = on_mesh(world, f"{plan} / {precision}")
     assert_close(trace, fp32(world), {"bf16": 1.0, "fp16": 1 / 8, "bf16-pure": 1.0}[precision])
-    assert max(trace.losses) != pytest.approx(max(fp32(world).losses), rel=1e-8)  # it did compute in half precision
+    assert grid.differences([trace], fp32(world))["grad"] > 1e-3  # it did compute in half precision
 
 
 @pytest.mark.parametrize("plan", PLANS[1:])

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.parallel.history import History, Operation, View, substitute, tensors_in
-from shardwise.parallel.torch_private import OperationMode, skipped_init, storage_key
+from shardwise.parallel.torch_private import IS_META, SET_DATA, OperationMode, skipped_init, storage_key
 
 CONSTRUCTORS = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer))
 """Calls that carry data from Python's side: under the meta device they would lose it."""
@@ -137,11 +137,11 @@ class Recorder:
             self.paused = before
 
 
-class _Operations(OperationMode):
+class _Operations(OperationMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Below autograd: every aten operation, its tensors on the meta device."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,7 +204,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         recorder = self.recorder
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if recorder.paused:
             return func(*args, **kwargs)
         if func in CONSTRUCTORS and not isinstance(first, torch.Tensor):
@@ -214,9 +214,9 @@ class _Calls(TorchFunctionMode):
             return torch.tensor(data, dtype=kwargs.get("dtype") or first.dtype, device="cpu")
         if func in READS and isinstance(first, torch.Tensor) and (first.is_meta or not recorder.is_constant(first)):
             return func(recorder.read(recorder.twin(first), func.__name__), *args[1:], **kwargs)
-        if func == torch.Tensor.is_meta.__get__:
+        if func == IS_META:
             self._skipped(sys._getframe(1))
-        elif func == torch.Tensor.data.__set__ and first.is_meta:
+        elif func == SET_DATA and first.is_meta:
             args = (first, recorder.twin(args[1]))
         elif func in (torch.Tensor.cpu, torch.Tensor.cuda):
             return first if first.is_meta else func(*args, **kwargs)

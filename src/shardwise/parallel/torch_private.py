@@ -36,7 +36,7 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer in place, ties kept: `Module._apply`, what `Module.to` is made of."""
-    module._apply(function)
+    module._apply(function)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -66,7 +66,7 @@ def resync_fully_sharded(module: nn.Module) -> None:
 
 def refresh(module: nn.Module) -> None:
     """Tell one module that its tensors are other objects now, after which it rebuilds what it derives from them."""
-    module._apply(lambda tensor: tensor, recurse=False)
+    module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def strided_shard_factor(placement: Placement) -> int | None:
@@ -168,3 +168,7 @@ COSTLY_OPERATIONS = frozenset(
 )
 """Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
 (Korthikanti et al., arXiv:2205.05198, section 5)."""
+
+IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+"""How torch names reading `tensor.is_meta` and assigning `tensor.data` to a function mode."""

@@ -1,4 +1,7 @@
-"""The pytest plugin: `world`, a warm forked gloo world. Enable it with `pytest_plugins = ["shardwise.testing.plugin"]`."""
+"""The pytest plugin: `world`, a warm forked gloo world.
+
+Enable it with `pytest_plugins = ["shardwise.testing.plugin"]`.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def read_text(settings: RunSettings, run: RunDir, mesh: Mesh) -> Text:
             f"data {', '.join(data.sources)}: {len(train)} tokens to train on and {len(held_out)} held out; needed: 2 "
             f"of each; give more text, or another --set data.holdout"
         )
-    text_bytes = held_out.size if data.tokenizer == "bytes" else len(tokenizer.decode(held_out).encode())
+    text_bytes = held_out.size if data.tokenizer == "bytes" else len(tokenizer.decode(held_out.tolist()).encode())
     return Text(
         tokenizer=tokenizer,
         train=TokenDataset(train, seq_len),

@@ -7,7 +7,7 @@ Patterns are shell-style over original parameter names, and `*` crosses dots: `*
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ def adafactor(
     return NamedOptimizer(Adafactor(groups, lr, beta2_decay, clip=clip), params, live)
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., NamedOptimizer]] = {
     "adamw": adamw,
     "sgd": sgd,
     "lion": lion,

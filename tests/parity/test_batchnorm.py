@@ -1,0 +1,180 @@
+"""A convolutional net with batch norm on scikit-learn's digits: statistics, gradients and weights of one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.parallel.init import init_model
+from tests.parity import grid
+
+SEED, LR, BATCH = 5, 1e-2, 22  # 22 rows over 4 ranks: 6, 6, 5, 5
+
+
+class CNN(nn.Module):
+    """Images (rows, 1, 8, 8) -> logits (rows, 10); blocks keep the number of channels, so a pipeline can cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(8 * 16, momentum=None)  # a cumulative average
+        self.head = nn.Linear(8 * 16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(F.max_pool2d(x.relu(), 2).flatten(1)))
+
+
+class Digits:
+    """Samples (image, label), as most data sets of torchvision give them."""
+
+    def __init__(self, rows: slice) -> None:
+        digits = load_digits()
+        self.x = torch.tensor(digits.images[rows], dtype=torch.float32)[:, None] / 16
+        self.y = torch.tensor(digits.target[rows])
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def loss_fn(logits: Tensor, batch: Any) -> sw.Loss:
+    return sw.token_cross_entropy(logits, batch[1])
+
+
+@dataclass
+class Run:
+    trace: grid.Trace = field(default_factory=grid.Trace)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int = 200
+    batch: int = BATCH
+    steps: int = 3
+    epochs: int | None = None
+
+
+def reference(case: Case) -> Run:
+    """Plain PyTorch, one process, whole batches."""
+    module, data, run = init_model(CNN, seed=SEED, dtype=torch.float64), Digits(slice(case.rows)), Run()
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
+    with sw.open_mesh(sw.Plan()) as mesh:
+        order = sw.loader(data, case.batch, mesh, seed=SEED, epochs=case.epochs)
+        for window, _ in zip(order, range(case.steps), strict=False):
+            loss = F.cross_entropy(module(data.x[window.indices].double()), data.y[window.indices])
+            loss.backward()
+            run.trace.losses.append(loss.item())
+            run.trace.norms.append(nn.utils.clip_grad_norm_(module.parameters(), torch.inf).item())
+            run.trace.grads.append({n: p.grad.clone() for n, p in module.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+    run.trace.params = {n: p.detach().clone() for n, p in module.named_parameters()}
+    run.buffers = {n: b.clone() for n, b in module.named_buffers()}
+    return run
+
+
+def run_plan(text: str, case: Case) -> Run:
+    plan, run = sw.Plan.parse(text), Run()
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(CNN, plan, mesh, seed=SEED)
+        data = sw.loader(Digits(slice(case.rows)), grid.batch(plan, case.batch), mesh, seed=SEED, epochs=case.epochs)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=LR, momentum=0.9), data)
+        grid.spy_on_gradients(state, run.trace)
+        for metrics in sw.steps(state, loss_fn, until=case.steps):
+            run.trace.losses.append(metrics.loss)
+            run.trace.norms.append(metrics.grad_norm)
+        run.trace.params = {n: grid.whole(p) for n, p in placed.named_parameters().items()}
+        run.buffers = {n: b.clone() for n, b in placed.named_buffers().items()}
+    return run
+
+
+@functools.cache
+def truth(world: Any, case: Case) -> Run:
+    return world(1, reference, case)[0]
+
+
+def check(world: Any, plan: str, case: Case) -> None:
+    ranks, right = world(sw.Plan.parse(plan).world, run_plan, f"{plan} / fp64", case), truth(world, case)
+    worst = grid.differences([rank.trace for rank in ranks], right.trace)
+    assert max(worst.values()) <= 1e-11, worst
+    buffers: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, buffer in rank.buffers.items():
+            torch.testing.assert_close(buffer, right.buffers[name], rtol=1e-11, atol=1e-13)
+        buffers |= rank.buffers
+    assert buffers.keys() == right.buffers.keys()
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp1", "dp2", "dp4", "fsdp2", "fsdp4 / zero1", "dp2 fsdp2", "pp2 / gpipe mb1", "pp2 dp2 / gpipe mb1"]
+)
+def test_equals_one_process(world, plan: str) -> None:
+    check(world, plan, Case())
+
+
+@pytest.mark.parametrize("plan", ["dp1 / mb3", "dp4", "fsdp4", "pp2 dp2 / 1f1b mb2"])
+def test_padding_counts_in_no_statistics(world, plan: str) -> None:
+    """The last window has two rows: some ranks (or micro-batches) hold copies that must not be seen."""
+    if plan in ("dp4", "fsdp4"):
+        check(world, plan, Case(rows=2 * BATCH + 2, epochs=1, steps=3))
+    else:  # with micro-batches each has statistics of its own, so only windows of one row each compare
+        check(world, plan, Case(rows=1, batch=1, epochs=1, steps=1))
+
+
+def unsynchronised(text: str, case: Case) -> Run:
+    from shardwise.parallel import data
+
+    data.synchronise_batch_norm = lambda part, group: None
+    return run_plan(text, case)
+
+
+def test_statistics_of_one_rank_would_be_seen(world) -> None:
+    ranks = world(2, unsynchronised, "dp2 / fp64", Case())
+    right = truth(world, Case())
+    assert max(grid.differences([rank.trace for rank in ranks], right.trace).values()) > 1e-3
+    assert not torch.allclose(ranks[0].buffers["norm.running_mean"], right.buffers["norm.running_mean"])
+
+
+def accuracy(text: str) -> list[float]:
+    """Right answers on held-out digits after 30 steps, as a share: counted by `evaluate`, and by hand."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(CNN, plan, mesh, seed=SEED)
+        data = sw.loader(Digits(slice(1400)), grid.batch(plan, 64), mesh, seed=SEED)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=LR), data)
+        for _ in sw.steps(state, loss_fn, until=30, clip=1.0):
+            pass
+        held_out = Digits(slice(1400, None))
+        right = sw.evaluate(placed, hits, data.evaluation(held_out))
+        assert right.weight == len(held_out) == 397
+        placed.train(False)
+        with torch.no_grad():
+            by_hand = placed.parts[0].run(held_out.x).argmax(dim=1) == held_out.y
+        return [float(right.sum / right.weight), float(by_hand.double().mean())]
+
+
+def hits(logits: Tensor, batch: Any) -> sw.Loss:
+    return sw.mean_over((logits.argmax(dim=1) == batch[1]).float())
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp2", "fsdp2", "dp2 / bf16", "fsdp2 / bf16-pure"])
+def test_learns_digits(world, plan: str) -> None:
+    for by_evaluate, by_hand in world(sw.Plan.parse(plan).world, accuracy, plan):
+        assert by_evaluate == by_hand > 0.8
