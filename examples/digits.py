@@ -38,8 +38,7 @@ def main(plan):
         placed = sw.apply(cnn, plan, mesh, seed=3)
         data = sw.loader(train, plan.batch, mesh, global_size=100, seed=3, epochs=3)
         state = sw.TrainState(placed, sw.sgd(placed, lr=0.1, momentum=0.9), data)
-        for m in sw.steps(state, loss_fn, until=data.num_steps):
-            pass
+        *_, m = sw.steps(state, loss_fn, until=data.num_steps)
         right = sw.evaluate(placed, is_right, data.evaluation(held_out))
         if mesh.is_first:
             print(f"{m.step} steps  loss {m.loss:.4f}  right {right.sum:.0f} of {right.weight:.0f}")

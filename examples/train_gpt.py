@@ -1,10 +1,12 @@
-"""Train a small GPT to add, under any plan: `python train_gpt.py dp1 runs/a`."""
+"""Train a small GPT to add, under any plan: `python train_gpt.py PLAN FOLDER [STEP TO STOP AT]`."""
 
 import sys
 
 from sums import SEQ_LEN, VOCAB_SIZE, Sums
 
 import shardwise as sw
+
+STEPS = 60
 
 
 def model():
@@ -20,7 +22,7 @@ def main(plan, out, until):
         placed = sw.apply(model, plan, mesh, seed=1234)
         optim = sw.adamw(placed, lr=3e-3)
         data = sw.loader(Sums(), plan.batch, mesh, global_size=64, seed=1)
-        state = sw.TrainState(placed, optim, data, schedule=sw.warmup_cosine(20, until))
+        state = sw.TrainState(placed, optim, data, schedule=sw.warmup_cosine(20, STEPS))
         store = sw.Store(out, keep=2)
         store.load_latest(state)
         for m in sw.steps(state, loss_fn, until=until, clip=1.0, store=store):
@@ -34,4 +36,4 @@ def main(plan, out, until):
 
 
 if __name__ == "__main__":
-    main(sw.Plan.load(sys.argv[1]), sys.argv[2], until=int(sys.argv[3]) if len(sys.argv) > 3 else 60)
+    main(sw.Plan.load(sys.argv[1]), sys.argv[2], until=int(sys.argv[3]) if len(sys.argv) > 3 else STEPS)

@@ -1,4 +1,7 @@
-"""The pages of the documentation and the code blocks on them."""
+"""The pages of the documentation and the code blocks on them.
+
+`python tools/pages.py` writes the files of examples/ into the blocks that show them.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,11 @@ class Block:
         """Name and arguments of the script that the block is; empty: it is no script."""
         return dict(self.options).get("argv", "").split()
 
+    @property
+    def file(self) -> str:
+        """The file, from the root of the repository, that the block shows; empty: none."""
+        return dict(self.options).get("file", "")
+
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
@@ -65,3 +73,19 @@ def all_blocks() -> list[Block]:
         for path in pages()
         for block in blocks_of(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
     ]
+
+
+def with_files(text: str) -> str:
+    """A page whose blocks with `file=` hold what is in the file now."""
+    for block in blocks_of("", text):
+        if block.file:
+            now = (ROOT / block.file).read_text(encoding="utf-8")
+            text = text.replace(f"\n{block.text}```\n", f"\n{now}```\n", 1)
+    return text
+
+
+if __name__ == "__main__":
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := with_files(before)) != before:
+            page.write_text(after, encoding="utf-8")

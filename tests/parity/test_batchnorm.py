@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.parallel import data
 from shardwise.parallel.init import init_model
 from tests.parity import grid
 
@@ -22,13 +23,13 @@ SEED, LR, BATCH = 5, 1e-2, 22  # 22 rows over 4 ranks: 6, 6, 5, 5
 class CNN(nn.Module):
     """Images (rows, 1, 8, 8) -> logits (rows, 10); blocks keep the number of channels, so a pipeline can cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8))
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)
         )
-        self.norm = nn.BatchNorm1d(8 * 16, momentum=None)  # a cumulative average
+        self.norm = nn.BatchNorm1d(8 * 16, momentum=momentum)
         self.head = nn.Linear(8 * 16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,11 +70,16 @@ class Case:
     batch: int = BATCH
     steps: int = 3
     epochs: int | None = None
+    momentum: float | None = 0.1
+    """Of the last norm; None: a cumulative average."""
+
+    def model(self) -> nn.Module:
+        return CNN(self.momentum)
 
 
 def reference(case: Case) -> Run:
     """Plain PyTorch, one process, whole batches."""
-    module, data, run = init_model(CNN, seed=SEED, dtype=torch.float64), Digits(slice(case.rows)), Run()
+    module, data, run = init_model(case.model, seed=SEED, dtype=torch.float64), Digits(slice(case.rows)), Run()
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     with sw.open_mesh(sw.Plan()) as mesh:
         order = sw.loader(data, case.batch, mesh, seed=SEED, epochs=case.epochs)
@@ -93,9 +99,9 @@ def reference(case: Case) -> Run:
 def run_plan(text: str, case: Case) -> Run:
     plan, run = sw.Plan.parse(text), Run()
     with sw.open_mesh(plan) as mesh:
-        placed = sw.apply(CNN, plan, mesh, seed=SEED)
-        data = sw.loader(Digits(slice(case.rows)), grid.batch(plan, case.batch), mesh, seed=SEED, epochs=case.epochs)
-        state = sw.TrainState(placed, sw.sgd(placed, lr=LR, momentum=0.9), data)
+        placed = sw.apply(case.model, plan, mesh, seed=SEED)
+        batches = sw.loader(Digits(slice(case.rows)), grid.batch(plan, case.batch), mesh, seed=SEED, epochs=case.epochs)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=LR, momentum=0.9), batches)
         grid.spy_on_gradients(state, run.trace)
         for metrics in sw.steps(state, loss_fn, until=case.steps):
             run.trace.losses.append(metrics.loss)
@@ -129,18 +135,21 @@ def test_equals_one_process(world, plan: str) -> None:
     check(world, plan, Case())
 
 
-@pytest.mark.parametrize("plan", ["dp1 / mb3", "dp4", "fsdp4", "pp2 dp2 / 1f1b mb2"])
-def test_padding_counts_in_no_statistics(world, plan: str) -> None:
-    """The last window has two rows: some ranks (or micro-batches) hold copies that must not be seen."""
-    if plan in ("dp4", "fsdp4"):
-        check(world, plan, Case(rows=2 * BATCH + 2, epochs=1, steps=3))
-    else:  # with micro-batches each has statistics of its own, so only windows of one row each compare
-        check(world, plan, Case(rows=1, batch=1, epochs=1, steps=1))
+def test_cumulative_average(world) -> None:
+    check(world, "dp2", Case(momentum=None))
+
+
+@pytest.mark.parametrize("plan", ["dp4", "fsdp4"])
+def test_ranks_without_rows_count_in_no_statistics(world, plan: str) -> None:
+    check(world, plan, Case(rows=2 * BATCH + 2, epochs=1))  # the third window has two rows for four ranks
+
+
+@pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp2 / zero1 / mb3", "dp2 fsdp2 / mb2", "pp2 dp2 / 1f1b mb2"])
+def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> None:
+    check(world, plan, Case(rows=2, batch=2, steps=2))  # both rows are in the first micro-batch, one on each rank
 
 
 def unsynchronised(text: str, case: Case) -> Run:
-    from shardwise.parallel import data
-
     data.synchronise_batch_norm = lambda part, group: None
     return run_plan(text, case)
 
@@ -157,12 +166,12 @@ def accuracy(text: str) -> list[float]:
     plan = sw.Plan.parse(text)
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(CNN, plan, mesh, seed=SEED)
-        data = sw.loader(Digits(slice(1400)), grid.batch(plan, 64), mesh, seed=SEED)
-        state = sw.TrainState(placed, sw.adamw(placed, lr=LR), data)
+        batches = sw.loader(Digits(slice(1400)), grid.batch(plan, 64), mesh, seed=SEED)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=LR), batches)
         for _ in sw.steps(state, loss_fn, until=30, clip=1.0):
             pass
         held_out = Digits(slice(1400, None))
-        right = sw.evaluate(placed, hits, data.evaluation(held_out))
+        right = sw.evaluate(placed, hits, batches.evaluation(held_out))
         assert right.weight == len(held_out) == 397
         placed.train(False)
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from pages import Block, all_blocks
+from pages import ROOT, Block, all_blocks
 from shardwise.testing.world import World, WorldError
 
 BLOCKS = [block for block in all_blocks() if block.language == "python"]
@@ -20,6 +20,7 @@ BLOCKS = [block for block in all_blocks() if block.language == "python"]
 def execute(text: str, plan: str, argv: list[str], directory: str) -> None:
     os.chdir(directory)
     sys.argv = argv
+    sys.path.insert(0, str(ROOT / "examples"))  # where python puts a script's own folder
     names = {"torch": torch, "dist": dist, "sw": sw, "__name__": "__main__" if argv else "block"}
     if not plan:
         exec(compile(text, "block", "exec"), names)

@@ -43,6 +43,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp.flags", "dp2 tp2 find-unused", {}),
     ("ddp.flags", "dp2 bf16 static-graph", {}),
     ("ddp.static-unused", "dp2 static-graph find-unused", {}),
+    ("ddp.static-accumulation", "dp2 mb2 static-graph", {}),
     ("ddp.reduce", "dp2 reduce=bf16", {}),
     ("batch.small", "dp8 gbs4", {"world": 8}),
     ("batch.small", "dp8", {"global_batch": 4}),

@@ -68,13 +68,15 @@ def test_every_exit_code_is_on_its_page() -> None:
 def offence(block: Block) -> str:
     if block.language not in LANGUAGES:
         return f"unknown language {block.language!r}"
-    if {key for key, _ in block.options} - {"world", "plan", "argv"}:
+    if {key for key, _ in block.options} - {"world", "plan", "argv", "file"}:
         return f"unknown options {block.options}"
     try:
         if block.language == "python":
             ast.parse(block.text)
         if block.language == "toml":
             tomllib.loads(block.text)
+        if block.file and (ROOT / block.file).read_text(encoding="utf-8") != block.text:
+            return f"{block.file} is another text: run `python tools/pages.py`"
     except (SyntaxError, tomllib.TOMLDecodeError) as error:
         return str(error)
     return ""
@@ -90,7 +92,14 @@ def test_block_is_of_a_kind_that_is_checked(block: Block) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["```\n```\n", "```python\nx = = 1\n```\n", "```toml\nx\n```\n", "```python wrld=2\n```\n"]
+    "text",
+    [
+        "```\n```\n",
+        "```python\nx = = 1\n```\n",
+        "```toml\nx\n```\n",
+        "```python wrld=2\n```\n",
+        "```python file=examples/digits.py\nx = 1\n```\n",
+    ],
 )
 def test_negative_control_bad_blocks_are_found(text: str) -> None:
     (block,) = blocks_of("planted", text)

@@ -99,7 +99,7 @@ class _Forward:
         unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, value in ((norm.running_mean, mean), (norm.running_var, unbiased)):
             assert running is not None  # track_running_stats is on
-            factor: Any = (1.0 / tracked).to(running.dtype) if norm.momentum is None else norm.momentum
+            factor: Any = tracked.to(running.dtype).reciprocal() if norm.momentum is None else norm.momentum
             running.lerp_(value.to(running.dtype), factor)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.tracer import find_blocks
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Init
@@ -18,7 +19,7 @@ from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.plan.constraints import check, refuse
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import AXES, Plan
 
 Pass = Callable[[Placed, Plan, Mesh], Placed]
 
@@ -59,14 +60,17 @@ def apply(
         The module's parts on this rank, ready to train.
 
     Raises:
-        PlanError: the constraints refuse the plan.
+        PlanError: the constraints refuse the plan, or the mesh was opened with other axes.
         ModelError: the module does not allow what the plan asks for.
+        UsageError: an argument of the wrong kind, such as a factory that needs arguments.
 
     Cost: collective; time to build the module once, memory of this rank's shard plus one full parameter.
 
     >>> placed = apply(GPT, plan, mesh, seed=1234)  # doctest: +SKIP
     """
+    _check_arguments(module, plan, mesh, init, seed, rules)
     refuse(check(plan, world=mesh.world, device=mesh.device.type))
+    _check_mesh(plan, mesh)
     blueprint = blueprint_for(module, init, mesh)
     root = blueprint.module
     placed = Placed(
@@ -86,13 +90,69 @@ def apply(
     return replicate_data(placed, plan, mesh)
 
 
+def _check_arguments(module: object, plan: object, mesh: object, init: object, seed: object, rules: object) -> None:
+    for name, value, kind, write in (
+        ("plan", plan, Plan, "Plan.parse(...)"),
+        ("mesh", mesh, Mesh, "the mesh of `with open_mesh(plan) as mesh`"),
+        ("seed", seed, int, "an integer"),
+        ("rules", rules, Mapping | None, 'None or a mapping, as {"layers.*.attn.wq": "column", ...}'),
+    ):
+        if not isinstance(value, kind):
+            raise UsageError(f"apply: {name}: found {value!r} of type {type(value).__name__}; give {write}")
+    if not (init is None or callable(init) or init == "reset_parameters"):
+        raise UsageError(f"apply: init: found {init!r}; give None, a function of a module, or 'reset_parameters'")
+    if isinstance(module, nn.Module):
+        return
+    if not callable(module):
+        raise UsageError(
+            f"apply: found {module!r} of type {type(module).__name__}, needed a module or a factory: a class or a "
+            "function without arguments that returns a new module"
+        )
+    needed = _required(module)
+    if needed:
+        name = getattr(module, "__name__", repr(module))
+        raise UsageError(
+            f"apply: the factory {name} needs arguments ({', '.join(needed)}), and a factory is called without; write "
+            f"`lambda: {name}(...)`, or functools.partial({name}, ...)"
+        )
+
+
+def _required(factory: Callable[..., object]) -> list[str]:
+    """Names of the parameters that a call without arguments leaves open."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (ValueError, TypeError):  # written in C, says nothing
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
+def _check_mesh(plan: Plan, mesh: Mesh) -> None:
+    differ = [axis for axis in AXES if mesh.size(axis) != getattr(plan.axes, axis)]
+    if differ:
+        raise PlanError(
+            f"apply: the mesh was opened for other axes than those of the plan `{plan}`: "
+            + ", ".join(f"{axis} is {mesh.size(axis)} and the plan has {getattr(plan.axes, axis)}" for axis in differ)
+            + "; give apply the plan that open_mesh was given"
+        )
+
+
 def _blocks(root: nn.Module, plan: Plan) -> tuple[str, ...]:
     try:
-        return find_blocks(root, plan.blocks)
+        found = find_blocks(root, plan.blocks)
     except ModelError:
         if plan.blocks != "auto":
             raise
         return ()  # a model without repeated blocks: the passes that need blocks say so
+    containers = [name for name in found if type(root.get_submodule(name)).forward is nn.Module.forward]
+    if containers and plan.blocks != "auto":
+        name = containers[0]
+        raise ModelError(
+            f"apply: blocks={plan.blocks} names {name} of {type(root).__name__}, a "
+            f"{type(root.get_submodule(name)).__name__} that is never called; blocks are modules with a forward of "
+            f"their own: write blocks={name}.*"
+        )
+    return () if containers else found
 
 
 def record_replicated(placed: Placed) -> Placed:

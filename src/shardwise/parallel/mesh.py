@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.errors import LaunchError
-from shardwise.launch.environment import Launch, read_environment
+from shardwise.errors import LaunchError, UsageError
+from shardwise.findings import nearest
+from shardwise.launch.environment import LOCAL_INIT, Launch, read_environment
 from shardwise.parallel.torch_private import HashStore, Store, flatten_mesh
+from shardwise.plan.constraints import check
 from shardwise.plan.plan import AXES, Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -124,20 +126,23 @@ def open_mesh(
         device: `cpu`, `cuda`, ...; None: the accelerator that torch sees, else the CPU.
 
     Raises:
-        LaunchError: the world is not what the plan needs, or the launcher's variables contradict each other.
+        LaunchError: the world is not what the plan needs, the launcher's variables contradict each other, the device
+            or the back-end is not there, or the ranks did not meet in time.
+        UsageError: `plan` is no Plan, or `timeout_s` no number of seconds.
 
     >>> with open_mesh(Plan()) as mesh:  # doctest: +SKIP
     ...     print(mesh.rank, mesh.batch)
     """
+    _check_arguments(plan, backend, timeout_s)
     own = not dist.is_initialized()
     pretended = not own and dist.get_backend() == "fake"  # launcher's variables are not about its ranks
     launch = read_environment({} if pretended else os.environ)
     world = launch.world if own else dist.get_world_size()
     if world != plan.world:
+        fix = next(finding.fix for finding in check(plan, world=world) if finding.id == "world.size")
         raise LaunchError(
             f"open_mesh: the plan `{plan}` needs {plan.world} processes, found {world} "
-            f"({'an initialised process group' if not own else f'launcher: {launch.launcher}'}); "
-            f"start {plan.world} processes, or {_suggestion(plan, world)}"
+            f"({'an initialised process group' if not own else f'launcher: {launch.launcher}'}); {fix}"
         )
     here = _device(device, launch.local_rank)
     if here.type != "cpu":
@@ -151,26 +156,51 @@ def open_mesh(
             dist.destroy_process_group()
 
 
-def _suggestion(plan: Plan, world: int) -> str:
-    fixed = plan.world // plan.axes.data
-    if world % fixed == 0:
-        return f"change the data axes to {world // fixed} in all (`dp{world // fixed}` or `fsdp{world // fixed}`)"
-    return f"choose pp x tp that divides {world} (now {fixed})"
+def _check_arguments(plan: object, backend: str | None, timeout_s: object) -> None:
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"open_mesh: found {plan!r} of type {type(plan).__name__}, needed a Plan; write open_mesh(Plan.parse(...))"
+        )
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
+        raise UsageError(
+            f"open_mesh: timeout_s: found {timeout_s!r}, needed a number of seconds above 0 and at most {_LONGEST_S:g}"
+        )
+    known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake") and dist.is_backend_available(b)]
+    for part in (backend or known[0]).lower().split(","):
+        name = part.rpartition(":")[2]
+        if name not in known:
+            raise LaunchError(
+                f"open_mesh: backend={backend!r}: this build of torch has no back-end {name!r}; "
+                f"{nearest(name, known)}; leave backend= out to take the device's own"
+            )
+
+
+_LONGEST_S = 1e8
+"""Three years; torch counts the nanoseconds of a timeout in 64 bits."""
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([accelerator.type] if accelerator else [])]
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(device)
-    if device.type == "cpu" or ":" in str(device):
-        return device
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
+        device = kinds[-1]
+    try:
+        here = torch.device(device)
+    except (RuntimeError, TypeError) as error:
         raise LaunchError(
-            f"open_mesh: local rank {local_rank} has no {device.type} device, this machine shows {count}; "
-            f"start at most {count} processes here, or pass device='cpu'"
+            f"open_mesh: device={device!r} is no device of torch; {nearest(str(device), kinds)}; leave device= out to "
+            "take what this machine has"
+        ) from error
+    if here.type == "cpu":
+        return here
+    count = torch.accelerator.device_count() if here.type in kinds else 0
+    index = here.index if here.index is not None else local_rank
+    if index >= count:
+        raise LaunchError(
+            f"open_mesh: local rank {local_rank} has no device {here.type}:{index}, this machine shows {count} of that "
+            f"kind; {f'start at most {count} processes here, or ' if count else ''}pass device='cpu'"
         )
-    return torch.device(device.type, local_rank)
+    return torch.device(here.type, index)
 
 
 def _backend(device: torch.device) -> str:
@@ -186,7 +216,7 @@ def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: flo
     try:
         if isinstance(init, Store):
             dist.init_process_group(backend, store=init, rank=launch.rank, world_size=launch.world, timeout=timeout)
-        elif launch.launcher == "none" and init is None and launch.world == 1:
+        elif init is None and launch.init == LOCAL_INIT:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             method = init or launch.init
@@ -196,7 +226,8 @@ def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: flo
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"open_mesh: rank {launch.rank} of {launch.world} could not join ({backend}, {init or launch.init}): "
-            f"{str(error).splitlines()[0]}; check that the address is reachable, the port free and every rank started"
+            f"{str(error).splitlines()[0]}; check that every rank was started and can reach the address of rank 0, and "
+            "that no other job uses the port; init= is env://, tcp://host:port, file:///path or a torch Store"
         ) from error
 
 

@@ -242,9 +242,9 @@ def _given(boundaries: tuple[str, ...], blocks: tuple[str, ...], num_stages: int
     firsts = (0, *(blocks.index(name) for name in boundaries))
     if len(firsts) != num_stages or list(firsts) != sorted(set(firsts)):
         raise PlanError(
-            f"cut_pipeline: boundaries {', '.join(boundaries)} make {len(firsts)} stages, found {num_stages} in the "
-            "plan; give the first block of every stage but the first one, in order, none of them "
-            f"{blocks[0]}"
+            f"cut_pipeline: boundaries {', '.join(boundaries)} do not cut {len(blocks)} blocks into {num_stages} "
+            f"stages; needed {num_stages - 1} names: the first block of every stage but the first one, in order, each "
+            f"once, none of them {blocks[0]}; without `split` stages are balanced"
         )
     return firsts
 

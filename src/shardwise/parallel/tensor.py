@@ -94,7 +94,7 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """
     if plan.axes.tp == 1:
         return placed
-    rules = dict(placed.rules) if placed.rules else recipe_for(placed.original_names, plan.tensor.recipe)
+    rules = dict(placed.rules) if placed.rules is not None else recipe_for(placed.original_names, plan.tensor.recipe)
     styles = match(rules, ("", *placed.original_names))
     blocks = [name for name, _ in own_blocks(placed)]
     if plan.tensor.sequence and not placed.blocks:

@@ -179,6 +179,23 @@ def _static_unused(case: Case) -> Hit | None:
     )
 
 
+@_data_row(
+    "ddp.static-accumulation",
+    "`static-graph` with several micro-batches: DDP of torch 2.13 fails in the first backward that it is not to reduce, "
+    "and without that check would stop reducing from the second step on (pytorch issue 143580).",
+)
+def _static_accumulation(case: Case) -> Hit | None:
+    plan = case.plan
+    if not (case.uses_ddp and plan.communication.static_graph and plan.batch.micro_batches > 1):
+        return None
+    return Hit(
+        what="DDP with static-graph does not accumulate gradients in this torch",
+        found=f"static-graph, micro-batches={plan.batch.micro_batches}",
+        fix="drop static-graph, or use mb1",
+        plans=[change(plan, communication__static_graph=False), change(plan, batch__micro_batches=1)],
+    )
+
+
 @_data_row("ddp.bucket", "Warning: `bucket` and `no-bucket-view` have an effect under DDP only.")
 def _bucket(case: Case) -> Hit | None:
     dials = case.plan.communication

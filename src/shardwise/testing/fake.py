@@ -43,7 +43,7 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """
     if not (1 <= num_ranks <= MAX_RANKS and 0 <= rank < num_ranks):
         raise UsageError(
-            f"fake_world: found rank {rank} of {num_ranks}; needed 1 to {MAX_RANKS} ranks and 0 <= rank < their number; "
+            f"fake_world: found rank {rank} of {num_ranks}; needed 1 to {MAX_RANKS} ranks and 0 <= rank < that; "
             "give the plan's own size, as fake_world(plan.world, rank=0)"
         )
     if dist.is_initialized():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +22,9 @@ from shardwise.train.loss import Loss, as_loss
 from shardwise.train.state import TrainState
 from shardwise.train.step import STOP_SIGINT, STOP_SIGTERM, LossFn, StepMetrics, StepOptions, TrainStep
 
+SAME_SIGNAL_S = 1.0
+"""A signal that follows within this time is the first one again: a scheduler signals launcher and ranks alike, and the
+launcher passes its own on."""
 EXIT_CODES = {"SIGINT": ExitCode.INTERRUPTED, "SIGTERM": ExitCode.TERMINATED}
 
 
@@ -89,10 +94,14 @@ def _signals(step: TrainStep) -> Iterator[None]:
     kinds = {signal.SIGINT: STOP_SIGINT, signal.SIGTERM: STOP_SIGTERM}
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
+    asked: list[float] = []
+
     def ask(number: int, frame: FrameType | None) -> None:
+        if asked and time.monotonic() - asked[0] > SAME_SIGNAL_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked.append(time.monotonic())
         step.stop_requested = kinds[signal.Signals(number)]
-        for kind in kinds:
-            signal.signal(kind, signal.SIG_DFL)
 
     for kind in kinds:
         signal.signal(kind, ask)

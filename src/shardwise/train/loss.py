@@ -60,11 +60,11 @@ def token_cross_entropy(
     """
     _check_shapes(logits, labels)
     labels = labels.reshape(-1)
-    _check_range(labels, logits.shape[-1], ignore_index)
     kept = labels != ignore_index
     if isinstance(logits, DTensor):
         local, tp_mesh = _vocabulary_shard(logits)
         if tp_mesh is not None:
+            _check_range(labels, logits.shape[-1], ignore_index)
             local = _promoted(local.reshape(labels.numel(), local.shape[-1]))
             terms: tuple[torch.Tensor, torch.Tensor] = _ShardedTerms.apply(  # type: ignore[no-untyped-call]
                 local, labels, tp_mesh, logits.shape[-1]
@@ -73,9 +73,14 @@ def token_cross_entropy(
             return _total(log_total - target, log_total, kept, z_loss)
         logits = local
     logits = _promoted(logits.reshape(-1, logits.shape[-1]))
+    reduction = "sum" if z_loss == 0.0 else "none"
+    try:
+        nll = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
+    except IndexError:  # the kernel has looked at every label already; say which one, and what to do
+        _check_range(labels, logits.shape[-1], ignore_index)
+        raise
     if z_loss == 0.0:
-        return Loss(F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum"), kept.sum())
-    nll = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
+        return Loss(nll, kept.sum())
     return _total(nll, torch.logsumexp(logits, dim=-1), kept, z_loss)
 
 
