@@ -23,14 +23,15 @@ SEED, LR, BATCH = 5, 1e-2, 22  # 22 rows over 4 ranks: 6, 6, 5, 5
 class CNN(nn.Module):
     """Images (rows, 1, 8, 8) -> logits (rows, 10); blocks keep the number of channels, so a pipeline can cut."""
 
-    def __init__(self, momentum: float | None = 0.1) -> None:
+    def __init__(self, last: str = "usual") -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8))
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)
         )
-        self.norm = nn.BatchNorm1d(8 * 16, momentum=momentum)
-        self.head = nn.Linear(8 * 16, 10)
+        norms = {"usual": nn.BatchNorm1d(128), "cumulative": nn.BatchNorm1d(128, momentum=None), "none": nn.Identity()}
+        self.norm = norms[last]
+        self.head = nn.Linear(128, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -70,11 +71,11 @@ class Case:
     batch: int = BATCH
     steps: int = 3
     epochs: int | None = None
-    momentum: float | None = 0.1
-    """Of the last norm; None: a cumulative average."""
+    last: str = "usual"
+    """Kind of the last norm."""
 
     def model(self) -> nn.Module:
-        return CNN(self.momentum)
+        return CNN(self.last)
 
 
 def reference(case: Case) -> Run:
@@ -99,7 +100,8 @@ def reference(case: Case) -> Run:
 def run_plan(text: str, case: Case) -> Run:
     plan, run = sw.Plan.parse(text), Run()
     with sw.open_mesh(plan) as mesh:
-        placed = sw.apply(case.model, plan, mesh, seed=SEED)
+        sample = (torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64))  # says which stage owns which statistics
+        placed = sw.apply(case.model, plan, mesh, seed=SEED, sample=sample)
         batches = sw.loader(Digits(slice(case.rows)), grid.batch(plan, case.batch), mesh, seed=SEED, epochs=case.epochs)
         state = sw.TrainState(placed, sw.sgd(placed, lr=LR, momentum=0.9), batches)
         grid.spy_on_gradients(state, run.trace)
@@ -136,7 +138,7 @@ def test_equals_one_process(world, plan: str) -> None:
 
 
 def test_cumulative_average(world) -> None:
-    check(world, "dp2", Case(momentum=None))
+    check(world, "dp2", Case(last="cumulative"))
 
 
 @pytest.mark.parametrize("plan", ["dp4", "fsdp4"])
@@ -146,7 +148,8 @@ def test_ranks_without_rows_count_in_no_statistics(world, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp2 / zero1 / mb3", "dp2 fsdp2 / mb2", "pp2 dp2 / 1f1b mb2"])
 def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> None:
-    check(world, plan, Case(rows=2, batch=2, steps=2))  # both rows are in the first micro-batch, one on each rank
+    # both rows are in the first micro-batch, one on each rank
+    check(world, plan, Case(rows=2, batch=2, steps=2, last="none" if "pp" in plan else "usual"))
 
 
 def unsynchronised(text: str, case: Case) -> Run:

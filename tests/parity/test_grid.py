@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 
@@ -108,11 +109,11 @@ def truth(world, model: str, precision: str) -> grid.Trace:
     return world(1, grid.reference, model, precision, GLOBAL_BATCH)[0]
 
 
-def check(world, plan: str, model: str, precision: str) -> dict[str, float]:
+def check(world, plan: str, model: str, precision: str, run=grid.run_plan) -> dict[str, float]:
     text = f"{plan} / {precision}"
     if model == "decoder" and Plan.parse(text).axes.pp * Plan.parse(text).schedule.stages > 4:
         model = "decoder-deep"
-    ranks = world(Plan.parse(text).world, grid.run_plan, text, model, GLOBAL_BATCH)
+    ranks = world(Plan.parse(text).world, run, text, model, GLOBAL_BATCH, timeout_s=300)
     worst = grid.differences(ranks, truth(world, model, precision))
     assert max(worst.values()) <= TOLERANCE[precision], worst
     return worst
@@ -121,6 +122,17 @@ def check(world, plan: str, model: str, precision: str) -> dict[str, float]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_decoder_fp64(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
+
+
+@pytest.mark.parametrize("plan", ["dp2 / compile", "tp2 / compile / seq", "pp2 / 1f1b mb4 / compile"])
+def test_compiled(world, plan: str) -> None:
+    check(world, plan, "decoder", "fp64", run=run_compiled)
+
+
+def run_compiled(text: str, model: str, global_batch: int) -> grid.Trace:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo and inductor trip over warnings of torch's own
+        return grid.run_plan(text, model, global_batch)
 
 
 @pytest.mark.parametrize("plan", PLANS[1::3])

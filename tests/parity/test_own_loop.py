@@ -62,7 +62,7 @@ def some_sgd(named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
 def plain(
     build: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer],
     factory: Callable[[], nn.Module] = points.Net,
-    clip: Callable[[Any], Any] = functools.partial(nn.utils.clip_grad_norm_, max_norm=CLIP),
+    clip: Callable[[Any], Any] | None = None,
 ) -> Params:
     """One process without Shardwise."""
     module = init_model(factory, seed=points.SEED, dtype=torch.float64)
@@ -70,7 +70,7 @@ def plain(
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for x, y, _ in windows():
         (module(x) - y).square().sum(dim=1).mean().backward()
-        clip(module.parameters())
+        clip(module.parameters()) if clip else nn.utils.clip_grad_norm_(module.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

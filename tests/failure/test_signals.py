@@ -1,0 +1,105 @@
+"""SIGTERM and SIGINT to one process of a world: all ranks finish the step, save, and end with the signal's code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.testing.world import World, WorldError
+from tests.parity import grid, points
+from tests.parity.points import Case
+
+CASE = Case(steps=5, clip=None)
+
+
+def interrupted(text: str, number: int, directory: str) -> dict[str, Any]:
+    """The last rank sends itself a signal in the middle of step 2; what every rank did and saw."""
+    seen: list[tuple[int, str | None]] = []
+    with points.placed_state(text, CASE) as state:
+
+        def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> sw.Loss:
+            if state.step == 1 and state.mesh.rank == state.mesh.world - 1:
+                os.kill(os.getpid(), number)
+            return points.weighted(output, batch)
+
+        handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
+        code: Any = None
+        try:
+            for metrics in sw.steps(state, loss_fn, until=CASE.steps, store=sw.Store(directory)):
+                seen.append((metrics.step, metrics.stopping))
+        except SystemExit as exit_:
+            code = exit_.code
+        restored = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
+        return {"seen": seen, "code": code, "restored": restored, "step": state.step}
+
+
+def goes_on(text: str, directory: str) -> dict[str, torch.Tensor]:
+    """The rest of the run, from what was saved; a new run where nothing was."""
+    with points.placed_state(text, CASE) as state:
+        sw.Store(directory).load_latest(state)
+        for _ in sw.steps(state, points.weighted, until=CASE.steps):
+            pass
+        return {n: grid.whole(p) for n, p in state.placed.named_parameters().items()}
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2", "pp2 / 1f1b mb2"])
+def test_sigterm_finishes_the_step_saves_and_exits_143(world: World, tmp_path: Path, plan: str) -> None:
+    text = f"{plan} / fp64"
+    for rank in world(2, interrupted, text, signal.SIGTERM, str(tmp_path / "cut")):
+        assert rank == {"seen": [(1, None), (2, "SIGTERM")], "code": 143, "restored": True, "step": 2}
+    uncut = world(2, goes_on, text, str(tmp_path / "none"))
+    for rank, other in zip(world(2, goes_on, text, str(tmp_path / "cut")), uncut, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in rank.items())
+
+
+def test_sigint_exits_130(world: World, tmp_path: Path) -> None:
+    for rank in world(2, interrupted, "dp2 / fp64", signal.SIGINT, str(tmp_path)):
+        assert rank == {"seen": [(1, None), (2, "SIGINT")], "code": 130, "restored": True, "step": 2}
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+
+
+def all_at_once(text: str, directory: str) -> list[Any]:
+    """Every rank is told to stop, as a launcher does it."""
+    with points.placed_state(text, CASE) as state:
+        loop = sw.steps(state, points.weighted, until=CASE.steps, store=sw.Store(directory))
+        next(loop)
+        os.kill(os.getpid(), signal.SIGTERM)
+        stopping = next(loop).stopping
+        try:
+            next(loop)
+        except SystemExit as exit_:
+            return [stopping, exit_.code, state.step]
+    return []
+
+
+def test_sigterm_to_all_ranks(world: World, tmp_path: Path) -> None:
+    assert world(4, all_at_once, "dp4 / fp64", str(tmp_path)) == [["SIGTERM", 143, 2]] * 4
+
+
+def twice(text: str, marks: str) -> None:
+    """The second signal comes before the step is over."""
+
+    def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> sw.Loss:
+        os.kill(os.getpid(), signal.SIGTERM)
+        Path(marks, f"first-{os.environ['RANK']}").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        return points.weighted(output, batch)
+
+    with points.placed_state(text, CASE) as state:
+        next(sw.steps(state, loss_fn, until=CASE.steps))
+
+
+def test_a_second_signal_ends_the_process_at_once(world: World, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(WorldError, match=rf"exit code -{signal.SIGTERM:d}\)"):
+        world(2, twice, "dp2 / fp64", str(tmp_path))
+    assert time.monotonic() - begin < 45
+    assert {path.name for path in tmp_path.iterdir()} == {"first-0", "first-1"}
