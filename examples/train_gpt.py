@@ -10,7 +10,7 @@ STEPS = 60
 
 
 def model():
-    return sw.GPT(sw.GPTConfig(vocab_size=VOCAB_SIZE, dim=64, num_layers=4, num_heads=4, max_seq_len=SEQ_LEN))
+    return sw.GPT(sw.GPTConfig(vocab_size=VOCAB_SIZE, dim=64, num_layers=2, num_heads=4, max_seq_len=SEQ_LEN))
 
 
 def loss_fn(logits, batch):

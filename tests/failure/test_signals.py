@@ -13,6 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing.world import World, WorldError
+from shardwise.train.loop import SAME_SIGNAL_S
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -87,10 +88,10 @@ def twice(text: str, marks: str) -> None:
     """The second signal comes before the step is over."""
 
     def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> sw.Loss:
-        os.kill(os.getpid(), signal.SIGTERM)
-        Path(marks, f"first-{os.environ['RANK']}").touch()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        for number in range(3):  # the launcher and the batch system may both pass one request on: two at once are one
+            os.kill(os.getpid(), signal.SIGTERM)
+            Path(marks, f"{os.environ['RANK']}-{number}").touch()
+            time.sleep(number * (SAME_SIGNAL_S + 0.2))
         return points.weighted(output, batch)
 
     with points.placed_state(text, CASE) as state:
@@ -98,8 +99,6 @@ def twice(text: str, marks: str) -> None:
 
 
 def test_a_second_signal_ends_the_process_at_once(world: World, tmp_path: Path) -> None:
-    begin = time.monotonic()
     with pytest.raises(WorldError, match=rf"exit code -{signal.SIGTERM:d}\)"):
         world(2, twice, "dp2 / fp64", str(tmp_path))
-    assert time.monotonic() - begin < 45
-    assert {path.name for path in tmp_path.iterdir()} == {"first-0", "first-1"}
+    assert {path.name for path in tmp_path.iterdir()} == {"0-0", "0-1", "1-0", "1-1"}  # not past the third

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -213,19 +214,26 @@ def _backend(device: torch.device) -> str:
 
 def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
+    method = launch.init if init is None else init
+    if isinstance(method, str) and method.startswith("file://"):
+        folder = Path(method.removeprefix("file://")).parent
+        if not folder.is_dir():  # torch would look for five minutes
+            raise LaunchError(
+                f"open_mesh: rank {launch.rank} of {launch.world} could not join ({method}): {folder} is no folder; "
+                "give a file:///path in a folder that every rank can write to"
+            )
     try:
-        if isinstance(init, Store):
-            dist.init_process_group(backend, store=init, rank=launch.rank, world_size=launch.world, timeout=timeout)
+        if isinstance(method, Store):
+            dist.init_process_group(backend, store=method, rank=launch.rank, world_size=launch.world, timeout=timeout)
         elif init is None and launch.init == LOCAL_INIT:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
-            method = init or launch.init
             dist.init_process_group(
                 backend, init_method=method, rank=launch.rank, world_size=launch.world, timeout=timeout
             )
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"open_mesh: rank {launch.rank} of {launch.world} could not join ({backend}, {init or launch.init}): "
+            f"open_mesh: rank {launch.rank} of {launch.world} could not join ({backend}, {method}): "
             f"{str(error).splitlines()[0]}; check that every rank was started and can reach the address of rank 0, and "
             "that no other job uses the port; init= is env://, tcp://host:port, file:///path or a torch Store"
         ) from error

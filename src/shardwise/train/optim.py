@@ -48,6 +48,8 @@ class NamedOptimizer:
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._masters = {name: p for name, p in self.params.items() if p.dtype != self.live[name].dtype}
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._holders = list({id(p): p for p in (*self.params.values(), *self.live.values())}.values())
+        """Every tensor that may hold a gradient, once."""
         self._numbers: dict[str, type] = {}
 
     @property
@@ -80,7 +82,8 @@ class NamedOptimizer:
             )
         for name, parameter in self.params.items():
             grad = grads.get(name)
-            parameter.grad = None if grad is None else _grad_for(parameter, grad, self.live[name])
+            if grad is not parameter.grad:  # a plain parameter has it already
+                parameter.grad = None if grad is None else _grad_for(parameter, grad, self.live[name])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -91,7 +94,7 @@ class NamedOptimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients, here and on the model's parameters."""
-        for parameter in (*self.params.values(), *self.live.values()):
+        for parameter in self._holders:
             parameter.grad = None
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +27,7 @@ from shardwise.train.batches import Window
 from shardwise.train.loss import Loss, as_loss
 from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
 from shardwise.train.state import TrainState
+from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
 
 LossFn = Callable[[Any, Any], Any]
@@ -68,20 +69,6 @@ class StepMetrics:
     """Why the loop ends after this step; None while it goes on."""
 
 
-class _Sums(NamedTuple):
-    """Sums over the world of what ranks know of a step."""
-
-    loss: float
-    weight: float
-    squares: float
-    """Of the gradient, each element counted once."""
-    stop: float
-    rows: float
-    rows_squared: float
-    num_means: float
-    """Ranks whose loss function returned a plain mean."""
-
-
 class TrainStep:
     """One update per call; made by `make_step`."""
 
@@ -90,12 +77,13 @@ class TrainStep:
         self.state, self.loss_fn, self.options = state, loss_fn, options
         placed = state.placed
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
-        self._counted = {n: is_counted_here(p, placed.mesh) for n, p in self._parameters.items()}
+        self._sums = WorldSums(placed)
+        whole = self._sums.overlaps
+        self._counted = {n: whole or is_counted_here(p, placed.mesh) for n, p in self._parameters.items()}
         self._signature = Signature.of(placed.parts[0].root)
         self._paddings = [padding for part in placed.parts if (padding := padding_of(part.root)) is not None]
         self._divisor = gradient_divisor(placed)
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
-        self._is_loss_rank = placed.mesh.index("tp") == 0
         self._scalar_mean = False
         self._warned = False
         self.stop_requested = 0
@@ -119,7 +107,9 @@ class TrainStep:
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
         with torch.no_grad():
             grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
-            sums = self._world_sums(losses, grads, micro, zero)
+            if not self._sums.is_started:
+                self._sums.start(self._own(losses, micro, zero))
+            sums = self._sums.finish(sum_of_squares(grads, self._counted))
             self._check_equal_rows(sums)
             return self._update(grads, sums, start)
 
@@ -148,15 +138,18 @@ class TrainStep:
 
     def _accumulated(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
         part, signature = self.state.placed.parts[0], self._signature
-        losses = []
+        losses: list[Loss] = []
         for i, (batch, is_zero) in enumerate(zip(micro, zero, strict=True)):
+            last = i == len(micro) - 1
             for padding in self._paddings:
                 padding.now = is_zero
-            with self._reduction(part, first=i == 0, last=i == len(micro) - 1):
+            with self._reduction(part, first=i == 0, last=last):
                 args, kwargs = model_inputs(batch, signature)
                 loss = self._loss(part.run(*args, **kwargs), batch, is_zero)
+                losses.append(Loss(loss.sum.detach(), loss.weight))
+                if last and self._sums.overlaps:
+                    self._sums.start(self._own(losses, micro, zero))
                 torch.autograd.backward(self._seeded(loss))
-            losses.append(Loss(loss.sum.detach(), loss.weight))
         return losses
 
     def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:
@@ -188,28 +181,12 @@ class TrainStep:
         pipeline.run(micro, loss_fn, backward=True)
         return list(seen.values())
 
-    def _world_sums(
-        self, losses: list[Loss], grads: dict[str, torch.Tensor], micro: list[Any], zero: tuple[bool, ...]
-    ) -> _Sums:
-        """What every rank must know, summed over the world: one all-reduce."""
-        mine = losses if self._is_loss_rank else []
-        mesh = self.state.mesh
-        squares = sum_of_squares(grads, self._counted)
+    def _own(self, losses: list[Loss], micro: list[Any], zero: tuple[bool, ...]) -> Own:
         # rows matter to a plain mean only
         rows = sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z) if self._scalar_mean else 0
-        rest = [self.stop_requested, rows, rows * rows, self._scalar_mean]
-        if mesh.device.type == "cpu":  # plain numbers: a dozen small kernels less
-            loss, weight = sum(float(x.sum) for x in mine), sum(float(x.weight) for x in mine)
-            sums = torch.tensor([loss, weight, float(squares), *rest], dtype=torch.float64)
-        else:
-            zero_ = torch.zeros((), dtype=torch.float64, device=mesh.device)
-            loss_ = sum((x.sum.double() for x in mine), zero_)
-            weight_ = sum((torch.as_tensor(x.weight, device=mesh.device).double() for x in mine), zero_)
-            rest_ = torch.tensor(rest, dtype=torch.float64).to(mesh.device, non_blocking=True)
-            sums = torch.cat([torch.stack([loss_, weight_, squares.to(mesh.device)]), rest_])
-        return _Sums(*mesh.all_reduce_sum(sums).tolist())
+        return Own(losses, self.stop_requested, rows, self._scalar_mean)
 
-    def _check_equal_rows(self, sums: _Sums) -> None:
+    def _check_equal_rows(self, sums: Sums) -> None:
         if sums.num_means and not self._warned and sums.rows**2 != sums.num_means * sums.rows_squared:
             self._warned = True
             if self.state.mesh.is_first:
@@ -219,7 +196,7 @@ class TrainStep:
                     stacklevel=4,
                 )
 
-    def _update(self, grads: dict[str, torch.Tensor], sums: _Sums, start: float) -> StepMetrics:
+    def _update(self, grads: dict[str, torch.Tensor], sums: Sums, start: float) -> StepMetrics:
         state, weight = self.state, sums.weight
         scale = state.loss_scale.scale if state.loss_scale is not None else 1.0
         mean = sums.loss / weight if weight else math.nan
