@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.models.gpt import GPT as GPT
     from shardwise.models.gpt import GPTConfig as GPTConfig
     from shardwise.parallel.compose import apply as apply
+    from shardwise.parallel.init import init_model as init_model
     from shardwise.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
     from shardwise.parallel.linear import RowParallelLinear as RowParallelLinear
     from shardwise.parallel.mesh import Mesh as Mesh
@@ -72,6 +73,7 @@ _HOMES = {
     "shardwise.parallel.mesh": ("Mesh", "open_mesh"),
     "shardwise.parallel.compose": ("apply",),
     "shardwise.parallel.placed": ("Placed",),
+    "shardwise.parallel.init": ("init_model",),
     "shardwise.parallel.linear": ("ColumnParallelLinear", "RowParallelLinear"),
     "shardwise.train.loss": ("Loss", "token_cross_entropy", "mean_over"),
     "shardwise.train.batches": ("loader", "eval_batches"),

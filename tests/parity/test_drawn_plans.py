@@ -17,6 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError, ShardwiseError
 from shardwise.findings import errors_in
+from shardwise.parallel import compose
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED
 from shardwise.testing import World, fake_world
 from tests.parity import grid
@@ -134,8 +135,23 @@ def test_legal_plans_train_as_one_process(world: World, text: str, global_batch:
     check_parity(world, str(plan), global_batch)
 
 
+def static_graph_accumulates(text: str) -> str:
+    compose.refuse = lambda findings: None  # in this process of the world only
+    try:
+        train(text, 8)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_torch_fails_where_the_row_of_static_graph_says_so(world: World) -> None:
+    text = "dp2 / mb2 / fp64 / static-graph"
+    assert refusals(sw.Plan.parse(text)) == ["ddp.static-accumulation"]
+    assert all("expect_autograd_hooks_ INTERNAL ASSERT" in said for said in world(2, static_graph_accumulates, text))
+
+
 @drawing(150)
-@given(text=anything())
+@given(text=anything() | sensible((1, 2, 4, 8, 16)))
 def test_plans_are_refused_by_the_table_or_applied(text: str) -> None:
     plan = sw.Plan.parse(text)
     assert sw.Plan.parse(str(plan)) == plan

@@ -14,7 +14,7 @@ import shardwise
 
 PUBLIC = """
 __version__ errors Plan Axes Batch Schedule Recompute Offload Communication Tensor check Finding
-ModelSpec preset presets Mesh open_mesh apply Placed ColumnParallelLinear RowParallelLinear Loss
+ModelSpec preset presets Mesh open_mesh apply Placed init_model ColumnParallelLinear RowParallelLinear Loss
 token_cross_entropy mean_over loader eval_batches adamw sgd lion adafactor muon lamb constant
 warmup_cosine warmup_linear warmup_stable_decay TrainState make_step StepOptions StepMetrics steps
 evaluate Store Decoder DecoderConfig GPT GPTConfig

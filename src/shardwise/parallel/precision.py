@@ -36,7 +36,7 @@ def convert_precision(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                     parameter.data = parameter.data.to(kept)
         else:
             apply_to_tensors(part.root, lambda t: t.to(kept) if t.is_floating_point() else t)
-        if kept is not torch.float32:  # bf16 and fp16: fully_shard's policy does it
+        if plan.precision not in ("bf16", "fp16"):  # there fully_shard's policy does it
             part.root.register_forward_pre_hook(partial(_cast_inputs, kept), with_kwargs=True)
     if mesh.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = plan.tf32

@@ -20,7 +20,7 @@ from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Window
 from shardwise.train.loss import Loss, as_loss
 from shardwise.train.state import TrainState
-from shardwise.train.step import STOP_SIGINT, STOP_SIGTERM, LossFn, StepMetrics, StepOptions, TrainStep
+from shardwise.train.step import STOP_SIGINT, STOP_SIGTERM, LossFn, StepMetrics, StepOptions, TrainStep, options_with
 
 SAME_SIGNAL_S = 1.0
 """A signal that follows within this time is the first one again: a scheduler signals launcher and ranks alike, and the
@@ -69,7 +69,7 @@ def steps(
     """
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
-    step = TrainStep(state, loss_fn, options or StepOptions(clip_norm=clip))
+    step = TrainStep(state, loss_fn, options_with(clip, options))
     state.placed.train(True)
     with _signals(step):
         while state.step < until:

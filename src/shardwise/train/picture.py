@@ -57,15 +57,16 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def smooth(points: Sequence[Point], share: float = 0.04) -> list[Point]:
-    """Mean over a centred window of a share of the points; at the ends the window shrinks evenly, so nothing lags.
+    """Mean over a centred window of a share of the points; it grows evenly at the start, where the
+    loss falls fast, and keeps its left half at the end.
 
     >>> smooth([(1, 1.0), (2, 4.0), (3, 1.0)], share=1.0)
-    [(1, 1.0), (2, 2.0), (3, 1.0)]
+    [(1, 1.0), (2, 2.0), (3, 2.0)]
     """
     half = max(1, round(len(points) * share / 2))
     out = []
     for i, (step, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
+        reach = min(half, i)
         window = points[i - reach : i + reach + 1]
         out.append((step, sum(value for _, value in window) / len(window)))
     return out

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.train.batches import Batches
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 
 Tensors = dict[str, torch.Tensor]
@@ -74,6 +75,7 @@ class TrainState:
         seed: int = 0,
     ) -> None:
         """See the class."""
+        _check_micro_batches(placed, batches)
         self.placed = placed
         self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
         self.batches = batches
@@ -159,3 +161,15 @@ class TrainState:
             self.batches.load_state_dict(scalars["data"])
         if self.loss_scale is not None and scalars["loss_scale"] is not None:
             self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]
+
+
+def _check_micro_batches(placed: Placed, batches: object) -> None:
+    """A loader that was given a number in place of the plan's batch knows nothing of its micro-batches."""
+    if not isinstance(batches, Batches):
+        return
+    planned, cut = placed.plan.batch.micro_batches, batches.spec.micro_batches
+    if planned != cut:
+        raise UsageError(
+            f"TrainState: the loader cuts a step into {cut} micro-batches per rank, and the plan `{placed.plan}` needs "
+            f"{planned}; give the loader the plan's own: loader(dataset, plan.batch, mesh, global_size=...)"
+        )

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.errors import NonFiniteError
+from shardwise.errors import NonFiniteError, UsageError
 from shardwise.parallel.batchnorm import padding_of
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
@@ -252,6 +252,19 @@ class TrainStep:
         return f"not finite: {text}"
 
 
+def options_with(clip: float | None, options: StepOptions | None) -> StepOptions:
+    """The options of a step, of which `clip` is the short form.
+
+    Raises:
+        UsageError: both are given.
+    """
+    if clip is not None and options is not None:
+        raise UsageError(
+            f"clip={clip} and options={options} are both given; write StepOptions(clip_norm={clip}, ...) alone"
+        )
+    return options or StepOptions(clip_norm=clip)
+
+
 def make_step(
     state: TrainState,
     loss_fn: LossFn,
@@ -272,4 +285,4 @@ def make_step(
     >>> step = make_step(state, loss_fn, clip=1.0)  # doctest: +SKIP
     >>> metrics = step(batch)  # this rank's rows  # doctest: +SKIP
     """
-    return TrainStep(state, loss_fn, options or StepOptions(clip_norm=clip))
+    return TrainStep(state, loss_fn, options_with(clip, options))
