@@ -166,7 +166,10 @@ def refusal(case: Case, given: Any = None) -> str:
         (Case(model="pyramid", sample=False), "ModelError: pipeline.run: "),
         (Case(pp=2, kind="interleaved", stages=3), "PlanError: cut_pipeline: `pp2 / interleaved"),
         (Case(boundaries=("layer.1",)), "PlanError: cut_pipeline: boundary layer.1 is no block; name the first block"),
-        (Case(boundaries=("layers.0",)), "PlanError: cut_pipeline: boundaries layers.0 do not cut 4 blocks into 2 stages"),
+        (
+            Case(boundaries=("layers.0",)),
+            "PlanError: cut_pipeline: boundaries layers.0 do not cut 4 blocks into 2 stages",
+        ),
         (Case(micro_batches=1), "PlanError: pipeline.run: schedule 1f1b over 2 ranks x 1 stages does not take 1"),
     ],
 )

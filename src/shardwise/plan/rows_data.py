@@ -181,8 +181,8 @@ def _static_unused(case: Case) -> Hit | None:
 
 @_data_row(
     "ddp.static-accumulation",
-    "`static-graph` with several micro-batches: DDP of torch 2.13 fails in the first backward that it is not to reduce, "
-    "and without that check would stop reducing from the second step on (pytorch issue 143580).",
+    "`static-graph` with several micro-batches: DDP of torch 2.13 fails in the first backward that it is not to "
+    "reduce, and without that check would stop reducing from the second step on (pytorch issue 143580).",
 )
 def _static_accumulation(case: Case) -> Hit | None:
     plan = case.plan

@@ -57,8 +57,9 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def smooth(points: Sequence[Point], share: float = 0.04) -> list[Point]:
-    """Mean over a centred window of a share of the points; it grows evenly at the start, where the
-    loss falls fast, and keeps its left half at the end.
+    """Mean over a centred window of a share of the points.
+
+    It grows evenly at the start, where the loss falls fast, and keeps its left half at the end.
 
     >>> smooth([(1, 1.0), (2, 4.0), (3, 1.0)], share=1.0)
     [(1, 1.0), (2, 2.0), (3, 2.0)]
