@@ -104,7 +104,8 @@ def docs_text() -> str:
     head = (
         "# Constraints\n\n"
         "Every rule between features. `shardwise check`, `shardwise train`, `shardwise run` and `apply` ask this one "
-        "table before any process starts.\nA refusal names its numbers and the nearest plan that works. An unparsable shorthand has the "
+        "table before any process starts.\nA refusal names its numbers and the nearest plan that works. An unparsable "
+        "shorthand has the "
         "id `plan.syntax`.\n\n"
         "Written by `python -m shardwise.plan.constraints > docs/constraints.md`; a test holds it current.\n\n"
     )
