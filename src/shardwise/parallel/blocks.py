@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
+from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import COSTLY_OPERATIONS
@@ -50,7 +51,7 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """Recompute the chosen blocks in the backward pass, and keep saved activations in host memory if asked.
 
     Raises:
-        ModelError: the plan recomputes blocks, and the model shows none.
+        ModelError: the plan recomputes blocks, and the model shows none, or one keeps running statistics.
     """
     if plan.recompute.mode == "none" and not plan.offload.activations:
         return placed
@@ -63,6 +64,7 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     for name, block in own_blocks(placed):
         forward: Callable[..., Any] = block.forward
         if name in chosen:
+            _check_no_running_statistics(name, block)
             options: dict[str, Any] = {"use_reentrant": False}
             if plan.recompute.mode == "ops":
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
@@ -72,6 +74,16 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         # an attribute of the instance: the class, the names and the state dict stay the user's
         object.__setattr__(block, "forward", forward)
     return placed
+
+
+def _check_no_running_statistics(name: str, block: nn.Module) -> None:
+    for inner, module in block.named_modules():
+        if isinstance(module, BatchNorm) and module.track_running_stats:
+            raise ModelError(
+                f"recompute_blocks: {name}.{inner} is a {type(module).__name__} with running statistics, which "
+                "computing the block twice would update twice; leave the block out (recompute=everyN or a ratio), or "
+                "drop recompute"
+            )
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

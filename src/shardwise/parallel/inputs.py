@@ -77,8 +77,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
+        return _like(batch, [to_device(value, device) for value in batch])
     return batch
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """The values in the type of the batch: list, tuple or named tuple."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
 def split_rows(batch: Any, num_parts: int) -> list[Any]:
@@ -104,7 +109,7 @@ def _rows(batch: Any, start: int, size: int, rows: int) -> Any:
     if isinstance(batch, Mapping):
         return {key: _rows(value, start, size, rows) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(_rows(value, start, size, rows) for value in batch)
+        return _like(batch, [_rows(value, start, size, rows) for value in batch])
     return batch
 
 
