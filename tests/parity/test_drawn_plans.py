@@ -17,12 +17,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError, ShardwiseError
 from shardwise.findings import errors_in
-from shardwise.parallel import compose
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED
 from shardwise.testing import World, fake_world
 from tests.parity import grid
+from tests.parity.drawn import MODEL, static_graph_accumulates, train
 
-MODEL = grid.decoder(8, num_heads=8, num_kv_heads=4)
 SPEC = sw.ModelSpec(
     num_layers=8, dim=32, num_heads=8, num_kv_heads=4, ffn_dim=64, vocab_size=grid.VOCAB, max_seq_len=grid.SEQ
 )
@@ -107,13 +106,6 @@ def refusals(plan: sw.Plan, global_batch: int | None = None) -> list[str]:
     return [finding.id for finding in errors_in(found)]
 
 
-def train(text: str, global_batch: int) -> grid.Trace:
-    grid.MODELS["drawn"] = MODEL
-    if text == "reference":
-        return grid.reference("drawn", "fp64", global_batch)
-    return grid.run_plan(text, "drawn", global_batch)
-
-
 @functools.cache
 def truth(world: World, global_batch: int) -> grid.Trace:
     trace: grid.Trace = world(1, train, "reference", global_batch)[0]
@@ -133,15 +125,6 @@ def test_legal_plans_train_as_one_process(world: World, text: str, global_batch:
     assume(not refusals(plan, global_batch))
     note(f"{plan} with a global batch of {global_batch}")
     check_parity(world, str(plan), global_batch)
-
-
-def static_graph_accumulates(text: str) -> str:
-    compose.refuse = lambda findings: None  # in this process of the world only
-    try:
-        train(text, 8)
-    except RuntimeError as error:
-        return str(error)
-    return "trained"
 
 
 def test_torch_fails_where_the_row_of_static_graph_says_so(world: World) -> None:

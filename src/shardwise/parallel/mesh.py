@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
 from shardwise.launch.environment import LOCAL_INIT, Launch, read_environment
-from shardwise.parallel.torch_private import HashStore, Store, flatten_mesh
+from shardwise.parallel.torch_private import HashStore, Store, flatten_mesh, release_groups
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import AXES, Plan
 
@@ -150,11 +150,17 @@ def open_mesh(
         torch.accelerator.set_device_index(here)
     if own:
         _join(launch, backend or _backend(here), init, timeout_s)
+    opened: list[Mesh] = []
     try:
-        yield _arrange(plan, here)
+        opened.append(_arrange(plan, here))
+        yield opened[0]
     finally:
-        if own and dist.is_initialized():
-            dist.destroy_process_group()
+        if own:
+            for mesh in opened:
+                mesh.groups.clear()
+                release_groups(mesh.device_mesh)
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _check_arguments(plan: object, backend: str | None, timeout_s: object) -> None:
