@@ -21,6 +21,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.environment import read_environment
+from shardwise.parallel import mesh as mesh_module
 from shardwise.testing import World
 
 SCRIPT = """
@@ -31,7 +32,8 @@ from shardwise.errors import ShardwiseError
 try:
     with sw.open_mesh(sw.Plan.parse(sys.argv[1]), device="cpu", timeout_s=float(sys.argv[2])) as mesh:
         total = mesh.all_reduce_sum(torch.tensor([10.0 ** mesh.rank]))
-        print("total", int(total), "rank", mesh.rank, "of", mesh.world, flush=True)
+        sys.stdout.write("total %d rank %d of %d\\n" % (total, mesh.rank, mesh.world))  # ranks share it: one write
+        sys.stdout.flush()
     assert not torch.distributed.is_initialized()
 except ShardwiseError as error:
     print(type(error).__name__, error, flush=True)
@@ -230,6 +232,31 @@ def test_a_process_group_that_is_there_already(world: World) -> None:
     for said, total, still_there in world(2, inside_a_group_of_its_own):
         assert "needs 4 processes, found 2 (an initialised process group)" in said
         assert (total, still_there) == (11.0, True)
+
+
+def gloo_threads(patched: bool) -> tuple[int, int]:
+    """Threads of process groups inside and after a mesh that is kept; each may abort a process that ends at once."""
+    if patched:
+        mesh_module.release_groups = lambda mesh: None
+    with sw.open_mesh(sw.Plan.parse("dp2 tp2"), device="cpu") as mesh:
+        mesh.barrier()
+        inside = num_threads()
+    assert mesh.rank >= 0  # still held
+    return inside, num_threads()
+
+
+def num_threads() -> int:
+    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+def test_no_thread_outlives_the_mesh(world: World) -> None:
+    for inside, after in world(4, gloo_threads, False):
+        assert inside > 0 and after == 0
+
+
+def test_negative_control_torch_keeps_the_threads_of_a_mesh_that_is_held(world: World) -> None:
+    for inside, after in world(4, gloo_threads, True):
+        assert 0 < after <= inside
 
 
 def waits_for_the_other() -> tuple[str, float]:
