@@ -150,17 +150,15 @@ def open_mesh(
         torch.accelerator.set_device_index(here)
     if own:
         _join(launch, backend or _backend(here), init, timeout_s)
-    opened: list[Mesh] = []
     try:
-        opened.append(_arrange(plan, here))
-        yield opened[0]
+        mesh = _arrange(plan, here)
+        yield mesh
+        if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
+            mesh.groups.clear()
+            release_groups(mesh.device_mesh)
     finally:
-        if own:
-            for mesh in opened:
-                mesh.groups.clear()
-                release_groups(mesh.device_mesh)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        if own and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _check_arguments(plan: object, backend: str | None, timeout_s: object) -> None:
