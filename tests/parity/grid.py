@@ -24,6 +24,8 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.init import init_model
 
 VOCAB, SEQ, ROWS, STEPS, SEED, LR, CLIP = 64, 16, 40, 2, 7, 1e-2, 0.5
+EPS = 1e-6
+"""Of AdamW. The bias of a key has no gradient but rounding (softmax takes it away): 1e-17 over torch's 1e-8 is a step."""
 
 
 def decoder(num_layers: int, num_heads: int = 4, num_kv_heads: int = 2) -> Callable[[], nn.Module]:
@@ -81,7 +83,8 @@ def loss_fn(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
 def reference(model: str, precision: str, global_batch: int) -> Trace:
     """Plain PyTorch, one process, one forward per step."""
     module = init_model(MODELS[model], seed=SEED, dtype=DTYPES[precision])
-    kind = torch.optim.AdamW if precision == "fp64" else functools.partial(torch.optim.SGD, momentum=0.9)
+    adamw = functools.partial(torch.optim.AdamW, eps=EPS)
+    kind = adamw if precision == "fp64" else functools.partial(torch.optim.SGD, momentum=0.9)
     optimizer = kind(module.parameters(), lr=LR)
     trace, data = Trace(), Rows()
     with sw.open_mesh(sw.Plan()) as mesh:
@@ -107,7 +110,7 @@ def run_plan(text: str, model: str, global_batch: int) -> Trace:
     trace = Trace()
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(MODELS[model], plan, mesh, seed=SEED)
-        optimizer = sw.adamw(placed, lr=LR) if plan.precision == "fp64" else sw.sgd(placed, lr=LR, momentum=0.9)
+        optimizer = sw.adamw(placed, lr=LR, eps=EPS) if plan.precision == "fp64" else sw.sgd(placed, lr=LR, momentum=0.9)
         state = sw.TrainState(placed, optimizer, sw.loader(Rows(), batch(plan, global_batch), mesh, seed=SEED))
         spy_on_gradients(state, trace)
         for metrics in sw.steps(state, loss_fn, until=STEPS, clip=CLIP):

@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.batchnorm import synchronise_batch_norm
 from shardwise.parallel.blocks import own_blocks
-from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision
+from shardwise.parallel.torch_private import flatten_mesh
 from shardwise.plan.plan import Plan
 
 
@@ -36,7 +37,7 @@ def uses_fully_shard(plan: Plan) -> bool:
     DDP is faster for plain replication, and does not compose with DTensor parameters, pipelines of several
     stages or the mixed-precision policy.
     """
-    composed = plan.axes.data > 1 and (plan.axes.tp > 1 or plan.axes.pp > 1)
+    composed = plan.axes.data * plan.axes.cp > 1 and (plan.axes.tp > 1 or plan.axes.pp > 1)
     return plan.zero > 0 or plan.precision in ("bf16", "fp16") or composed
 
 
@@ -45,15 +46,14 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
     Plain replication is left to `replicate_data`, which needs real parameters.
     """
-    group = mesh.group("dp_replicate", "dp_shard") if mesh.batch.size > 1 else None
+    group = mesh.group(*GRADIENT_AXES) if mesh.num_gradient_ranks > 1 else None
     if group is not None or placed.pipeline is not None or plan.precision in ("bf16", "fp16"):
         for part in placed.parts:
             synchronise_batch_norm(part, group)
     if not uses_fully_shard(plan):
         return placed
-    data_mesh = _data_mesh(mesh)
+    data_mesh = _data_mesh(mesh, plan)
     options: dict[str, Any] = {
-        "mesh": data_mesh,
         "mp_policy": mixed_precision(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
         if plan.offload.state
@@ -63,10 +63,12 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if reshard is None:
         reshard = plan.zero == 3
     for part in placed.parts:
+        for module in _experts(placed, part):  # before the blocks that hold them
+            fully_shard(module, mesh=_expert_data_mesh(mesh, plan), reshard_after_forward=reshard, **options)
         grouped = _groups(placed, part, plan)
         for module in grouped:
-            fully_shard(module, reshard_after_forward=reshard, **options)
-        fully_shard(part.run, reshard_after_forward=False, **options)
+            fully_shard(module, mesh=data_mesh, reshard_after_forward=reshard, **options)
+        fully_shard(part.run, mesh=data_mesh, reshard_after_forward=False, **options)
         _set_prefetch(grouped, plan.communication.prefetch)
         for module in part.run.modules():
             if isinstance(module, FSDPModule):
@@ -77,7 +79,7 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
 def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """Wrap for plain replication (DDP) once the parameters are real. DDP averages; the step undoes it."""
-    if mesh.batch.size == 1 or uses_fully_shard(plan):
+    if mesh.num_gradient_ranks == 1 or uses_fully_shard(plan):
         return placed
     communication = plan.communication
     parts = []
@@ -90,7 +92,7 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             wrapped = DistributedDataParallel(
                 part.root,
-                process_group=mesh.group("dp_replicate", "dp_shard"),
+                process_group=mesh.group(*GRADIENT_AXES),
                 bucket_cap_mb=communication.bucket_mb,
                 broadcast_buffers=False,
                 init_sync=False,
@@ -104,13 +106,33 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
 def gradient_divisor(placed: Placed) -> int:
     """By how much the data-parallel engine has divided the summed gradient: DDP averages, fully_shard sums."""
-    return placed.mesh.batch.size if isinstance(placed.parts[0].run, DistributedDataParallel) else 1
+    return placed.mesh.num_gradient_ranks if isinstance(placed.parts[0].run, DistributedDataParallel) else 1
 
 
-def _data_mesh(mesh: Mesh) -> DeviceMesh:
-    if mesh.size("dp_replicate") > 1:
-        return mesh.device_mesh["dp_replicate", "dp_shard"]
-    return mesh.device_mesh["dp_shard"]
+def _data_mesh(mesh: Mesh, plan: Plan) -> DeviceMesh:
+    """The replicas and the shards. Ranks of `cp` hold different tokens of the same rows: they are either of the two."""
+    more = ("cp",) if mesh.size("cp") > 1 else ()
+    replicate, shard = ("dp_replicate", *(() if plan.zero else more)), ("dp_shard", *(more if plan.zero else ()))
+    names = (_axis(mesh.device_mesh, replicate), _axis(mesh.device_mesh, shard))
+    whole = mesh.device_mesh[names]
+    return whole if whole.size(0) > 1 else mesh.device_mesh[names[1]]
+
+
+def _axis(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> str:
+    """The name of one axis, or of several flattened to one."""
+    return axes[0] if len(axes) == 1 else str((flatten_mesh(device_mesh, axes).mesh_dim_names or axes)[0])
+
+
+def _expert_data_mesh(mesh: Mesh, plan: Plan) -> DeviceMesh:
+    """The ranks that hold the same experts: replicas, and the shards of those experts' parameters."""
+    assert mesh.expert_mesh is not None
+    names = ("dp_replicate", "expert_shard") if mesh.size("dp_replicate") > 1 else ("expert_shard",)
+    return mesh.expert_mesh[names]
+
+
+def _experts(placed: Placed, part: Part) -> list[nn.Module]:
+    modules = dict(part.root.named_modules())
+    return [modules[name] for name in placed.experts if name in modules]
 
 
 def _groups(placed: Placed, part: Part, plan: Plan) -> list[nn.Module]:

@@ -6,6 +6,7 @@ over `"tp"` needs no branch. Nothing is ambient: whoever communicates was given 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from shardwise.plan.plan import AXES, Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes whose ranks see different samples."""
+GRADIENT_AXES = (*DATA_AXES, "cp")
+"""The axes whose ranks see different tokens: over them losses and gradients are sums of parts."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Mesh:
     rank: int
     world: int
     batch: BatchRank
+    expert_mesh: DeviceMesh | None = None
+    """The ranks once more, along `pp, dp_replicate, expert_shard, ep`; None where `ep` is 1."""
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     def size(self, axis: str) -> int:
@@ -73,6 +78,11 @@ class Mesh:
         if len(key) <= 1:
             return self.device_mesh.get_group(key[0] if key else axes[0])
         return flatten_mesh(self.device_mesh, key).get_group()
+
+    @property
+    def num_gradient_ranks(self) -> int:
+        """Ranks whose gradients of one parameter add up: those of the data axes and of `cp`."""
+        return math.prod(self.size(axis) for axis in GRADIENT_AXES)
 
     @property
     def is_first(self) -> bool:
@@ -254,6 +264,16 @@ def _arrange(plan: Plan, device: torch.device) -> Mesh:
         rank=dist.get_rank(),
         world=dist.get_world_size(),
         batch=BatchRank(rank=replicate * axes.dp_shard + shard, size=axes.data),
+        expert_mesh=_arrange_experts(plan, device) if axes.ep > 1 else None,
     )
     mesh.group(*DATA_AXES)  # created here, while every rank is at the same place
+    mesh.group(*GRADIENT_AXES)
     return mesh
+
+
+def _arrange_experts(plan: Plan, device: torch.device) -> DeviceMesh:
+    """`ep` is innermost in `dp_shard x cp x tp`; what is left of them shards each expert's parameters further."""
+    axes = plan.axes
+    rest = axes.dp_shard * axes.cp * axes.tp // axes.ep
+    shape = (axes.pp, axes.dp_replicate, rest, axes.ep)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))

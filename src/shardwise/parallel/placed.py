@@ -49,6 +49,14 @@ class PipelineRunner(Protocol):
         ...
 
 
+class ContextShare(Protocol):
+    """What `shard_context` leaves for the step."""
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's part of a micro-batch along the sequence, with the positions of its tokens."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placed:
     """A module with a plan applied: its parts on this rank and where each parameter went.
@@ -65,6 +73,9 @@ class Placed:
     blueprint: Any = None
     rules: Mapping[str, str] | None = None
     pipeline: PipelineRunner | None = None
+    context: ContextShare | None = None
+    experts: tuple[str, ...] = ()
+    """Names of the modules whose parameters are split over the `ep` axis."""
     original_names: tuple[str, ...] = ()
     """Names of all modules of the original model, whatever was pruned from this rank."""
 
@@ -108,6 +119,10 @@ class Placed:
             else:
                 local[name] = parameter
         return local
+
+    def share(self, batch: Batch) -> Batch:
+        """What this rank computes of a micro-batch: all of it, or its part of each sequence under `cp`."""
+        return batch if self.context is None else self.context.share(batch)
 
     def train(self, mode: bool = True) -> None:
         """Switch all parts between training and evaluation behaviour."""

@@ -9,7 +9,6 @@ weights and the same update; they differ in memory and in speed.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -42,6 +41,8 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionKind)
 
 RecomputeMode = Literal["none", "blocks", "every", "ratio", "ops"]
 ReduceKind = Literal["fp32", "bf16", "fp16"]
+ContextKind = Literal["ring", "gather", "ulysses"]
+BalanceKind = Literal["zigzag", "contiguous"]
 
 
 def _at_least(least: int, **values: object) -> None:
@@ -204,6 +205,21 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Context:
+    """How the `cp` axis is used."""
+
+    kind: ContextKind = "ring"
+    """How attention sees the whole sequence: keys and values go around a ring, are gathered, or are exchanged for
+    heads (all-to-all)."""
+    balance: BalanceKind = "zigzag"
+    """Which part of the sequence a rank holds: an early and a late piece (equal work under a causal mask), or one."""
+
+    def __post_init__(self) -> None:
+        _one_of("context.kind", self.kind, get_args(ContextKind))
+        _one_of("context.balance", self.balance, get_args(BalanceKind))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The layout of a training job. Frozen, hashable; `Plan.parse`, `Plan.load`, `save`, `diff`, `str()`.
 
@@ -222,6 +238,7 @@ class Plan:
     offload: Offload = field(default_factory=Offload)
     communication: Communication = field(default_factory=Communication)
     tensor: Tensor = field(default_factory=Tensor)
+    context: Context = field(default_factory=Context)
     compile: bool = False
     blocks: str = "auto"
     """Name pattern of the repeated blocks (`layers.*`); auto: the longest list of like modules."""
@@ -251,9 +268,11 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the plan's canonical JSON: equal plans, equal hash, everywhere."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """First 16 hex digits of the SHA-256 of the canonical shorthand: equal plans, equal hash, everywhere.
+
+        A field that a later version adds changes no hash while it has its default, which the shorthand leaves out.
+        """
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     @classmethod
     def parse(cls, text: str) -> Plan:

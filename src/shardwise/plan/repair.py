@@ -48,7 +48,12 @@ class Case:
     def uses_ddp(self) -> bool:
         """True where plain replication is carried by DDP; see `parallel/data.py`."""
         p = self.plan
-        return p.zero == 0 and p.precision not in ("bf16", "fp16") and p.axes.pp == p.axes.tp == 1 and p.axes.data > 1
+        return (
+            p.zero == 0
+            and p.precision not in ("bf16", "fp16")
+            and p.axes.pp == p.axes.tp == 1
+            and p.axes.data * p.axes.cp > 1
+        )
 
     @cached_property
     def num_stages(self) -> int:

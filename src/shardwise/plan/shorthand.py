@@ -131,6 +131,18 @@ def _bucket(text: str) -> dict[str, Any]:
     return {"communication.bucket_mb": size}
 
 
+def _context(text: str) -> dict[str, Any]:
+    if text not in ("ring", "gather", "ulysses"):
+        raise _Bad("needed ring, gather or ulysses")
+    return {"context.kind": text}
+
+
+def _balance(text: str) -> dict[str, Any]:
+    if text not in ("zigzag", "contiguous"):
+        raise _Bad("needed zigzag or contiguous")
+    return {"context.balance": text}
+
+
 _VALUES: dict[str, Callable[[str], dict[str, Any]]] = {
     "recompute": _recompute,
     "offload": _offload,
@@ -142,6 +154,8 @@ _VALUES: dict[str, Callable[[str], dict[str, Any]]] = {
     "blocks": lambda text: {"blocks": _name(text)},
     "wrap": lambda text: {"wrap_min_params": _count(text, 0)},
     "recipe": lambda text: {"tensor.recipe": _name(text)},
+    "context": _context,
+    "balance": _balance,
 }
 
 _KNOWN = (
@@ -277,6 +291,8 @@ def _options(plan: dict[str, Any]) -> list[str]:
         (tensor["sequence"], "seq"),
         (tensor["loss"], "loss-parallel"),
         (tensor["recipe"] != "auto", f"recipe={tensor['recipe']}"),
+        (plan["context"]["kind"] != "ring", f"context={plan['context']['kind']}"),
+        (plan["context"]["balance"] != "zigzag", f"balance={plan['context']['balance']}"),
         (plan["recompute"]["mode"] != "none", f"recompute={_spell_recompute(plan['recompute'])}"),
         (any(offload.values()), "offload=" + "+".join(name for name, on in offload.items() if on)),
         (plan["compile"], "compile"),

@@ -143,7 +143,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
     try:
         with torch.no_grad():
             for window in windows:
-                micro = [to_device(m, device) for m in window.micro_batches]
+                micro = [placed.share(to_device(m, device)) for m in window.micro_batches]
                 if placed.pipeline is not None:
                     _pipelined(placed, micro, tuple(window.weights_zero), loss_fn, add)
                     continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -33,12 +34,27 @@ def is_counted_here(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
 
     Stages of a pipeline hold different parameters: `pp` counts as sharded always.
     """
-    sharded = {"pp"}
+    outside = [axis for axis in AXES if axis != "pp" and mesh.size(axis) > 1]
     if isinstance(parameter, DTensor):
-        for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-            if not placement.is_replicate():  # Shard, and the strided one of tensor shards sharded again
-                sharded.add(axis)
-    return all(mesh.index(axis) == 0 for axis in AXES if axis not in sharded and mesh.size(axis) > 1)
+        here = parameter.device_mesh.get_coordinate()
+        assert here is not None, "this rank is outside the mesh of its own parameter"
+        for index, placement in zip(here, parameter.placements, strict=True):
+            if placement.is_replicate() and index:
+                return False  # all others: Shard, and the strided one of tensor shards sharded again
+        covered = _axes_covered(parameter.device_mesh, mesh)
+        outside = [axis for axis in outside if axis not in covered]
+    return all(mesh.index(axis) == 0 for axis in outside)
+
+
+def _axes_covered(part: DeviceMesh, mesh: Mesh) -> set[str]:
+    """The axes of the whole mesh along which the ranks of a part of it lie, whatever the part calls its own axes."""
+    ranks = part.mesh.flatten().tolist()
+    covered, stride = set(), 1
+    for axis in reversed(AXES):  # ranks count row by row, the last axis fastest
+        if len({rank // stride % mesh.size(axis) for rank in ranks}) > 1:
+            covered.add(axis)
+        stride *= mesh.size(axis)
+    return covered
 
 
 def sum_of_squares(grads: Mapping[str, torch.Tensor], counted: Mapping[str, bool]) -> torch.Tensor:

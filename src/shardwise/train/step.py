@@ -29,6 +29,7 @@ from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
 from shardwise.train.state import TrainState
 from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
+from shardwise.train.witness import open_witness
 
 LossFn = Callable[[Any, Any], Any]
 """(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean."""
@@ -86,6 +87,7 @@ class TrainStep:
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
         self._scalar_mean = False
         self._warned = False
+        self._witness = open_witness(state)
         self.stop_requested = 0
         """STOP_SIGINT or STOP_SIGTERM: the loop ends after this step, on all ranks together."""
 
@@ -102,6 +104,8 @@ class TrainStep:
         """
         start = time.perf_counter()
         micro, zero = self._micro_batches(batch)
+        if self._witness is not None:
+            micro, zero = self._witness.begin(micro, zero)
         for padding in self._paddings:
             padding.flags = zero
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
@@ -124,7 +128,7 @@ class TrainStep:
         else:
             micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
             zero = (False,) * len(micro)
-        return [to_device(m, device) for m in micro], zero
+        return [self.state.placed.share(to_device(m, device)) for m in micro], zero
 
     def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:
         result = self.loss_fn(output, micro)
@@ -206,6 +210,8 @@ class TrainStep:
         lr = state.set_lr()
         state.step += 1
         state.weight += weight
+        if self._witness is not None:
+            self._witness.gradients(grads, factor)
         if finite:
             self._apply(grads, factor, norm)
         else:

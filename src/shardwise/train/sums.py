@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.train.loss import Loss
 
@@ -63,7 +64,7 @@ class WorldSums:
         self._numbers = self._tensor(own)
         if self.overlaps:
             # the group of the gradients' own reduction: one order of collectives on all ranks
-            group = self.mesh.group("dp_replicate", "dp_shard")
+            group = self.mesh.group(*GRADIENT_AXES)
             self._work = dist.all_reduce(self._numbers, group=group, async_op=True)
 
     def finish(self, squares: torch.Tensor) -> Sums:
