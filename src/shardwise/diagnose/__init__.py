@@ -1,0 +1,1 @@
+"""Is a run right, and what is wrong with it: `lint` before it starts, `verify` against one process."""

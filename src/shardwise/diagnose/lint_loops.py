@@ -1,0 +1,329 @@
+"""Rules on training and evaluation loops: accumulation, synchronisation, samplers, randomness."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardwise.diagnose.lint_names import Scope, constant, dotted, last, own_nodes
+from shardwise.diagnose.lint_ranks import collective
+from shardwise.diagnose.lint_samplers import SAMPLERS
+from shardwise.diagnose.lint_script import Loop, Site, is_modulo_test
+from shardwise.diagnose.lint_shards import expressions_behind
+from shardwise.diagnose.lint_table import Facts, Hit, rules, source
+from shardwise.findings import Severity
+
+_OWN, _rule = rules()
+
+_ACCUMULATION = re.compile(
+    r"accum|grad_?acc|(^|_)gas$|micro_?(steps|batches)|^n(um)?_?micro|steps_per_update", re.IGNORECASE
+)
+_OPTIMIZER_NAME = re.compile(r"optim|^opt(_|$)|_opt$|^scaler$|_scaler$", re.IGNORECASE)
+_UNEQUAL = ("ignore_index", "attention_mask", "pad_token_id", "padding=", "collate_fn", "loss_mask")
+
+
+def _is_step(facts: Facts, site: Site) -> bool:
+    """True of `optimizer.step()`, `scaler.step(optimizer)`."""
+    function = site.node.func
+    if not isinstance(function, ast.Attribute) or function.attr != "step":
+        return False
+    kinds = facts.kinds.of(function.value, site.scope)
+    return bool(kinds & {"optimizer", "zero", "scaler"} or _OPTIMIZER_NAME.search(last(dotted(function.value))))
+
+
+def _backwards(facts: Facts) -> list[Site]:
+    return [site for site in facts.script.sites if last(site.name) == "backward"]
+
+
+def _accumulating(facts: Facts) -> dict[int, tuple[Loop, ast.AST]]:
+    """Backward calls that add up over micro-batches: id of the call -> its loop, and what says how often."""
+    steps = [site for site in facts.script.sites if _is_step(facts, site)]
+    found: dict[int, tuple[Loop, ast.AST]] = {}
+    for site in _backwards(facts):
+        if not site.loops:
+            continue
+        loop = site.loops[-1]
+        here = [step for step in steps if step.scope is site.scope]
+        inside = [step for step in here if loop in step.loops]
+        tests = [t for step in inside for t in (*step.tests, *(g.test for g in step.guards)) if _is_boundary(t, facts)]
+        outside = [step for step in here if step.loops == site.loops[:-1] and step.line > site.line]
+        contexts = [c for c in site.contexts if isinstance(c, ast.Call) and last(dotted(c.func)) == "accumulate"]
+        if contexts:
+            found[id(site.node)] = (loop, contexts[0])
+        elif inside and len([s for s in inside if any(_is_boundary(t, facts) for t in s.tests)]) == len(inside):
+            found[id(site.node)] = (loop, tests[0])
+        elif outside and not inside and isinstance(loop, ast.For):
+            found[id(site.node)] = (loop, loop.iter)
+    return found
+
+
+def _is_boundary(test: ast.AST, facts: Facts) -> bool:
+    """True of a test that asks whether a group of micro-batches is complete."""
+    names = [last(dotted(node)) for node in ast.walk(test)]
+    if is_modulo_test(test) or "sync_gradients" in names:
+        return True
+    behind = [b.value for n in ast.walk(test) if isinstance(n, ast.Name) for s in facts.script.scopes
+              for b in s.bindings.get(n.id, ())]  # fmt: skip
+    return any(value is not None and is_modulo_test(value) for value in behind)
+
+
+@_rule(
+    "sync.item",
+    "`.item()` or `float(loss)` on every micro-batch makes the host wait for the device each time, so that it cannot "
+    "run ahead. Once per update, or every so many steps, is enough.",
+)
+def _item(facts: Facts) -> Iterator[Hit]:
+    if not facts.script.is_distributed and not _accumulating(facts):
+        return
+    loops = {id(loop) for loop, _ in _accumulating(facts).values()}
+    for site in facts.script.sites:
+        if not site.loops or id(site.loops[-1]) not in loops or not _reads_device(site):
+            continue
+        around = (*site.tests, *(guard.test for guard in site.guards))
+        if any(_is_boundary(test, facts) for test in around) or any(_is_count(test) for test in site.tests):
+            continue
+        yield Hit(
+            node=site.node,
+            what=f"`{source(site.node)}` waits for the device on every micro-batch",
+            found=f"it stands in the loop of line {site.loops[-1].lineno}, which accumulates gradients",
+            fix="add up `loss.detach()` on the device and read it once per update",
+            severity="warning",
+        )
+
+
+def _is_count(test: ast.expr) -> bool:
+    """True of `i == 0` and the like: not on every micro-batch."""
+    return (
+        isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and constant(test.comparators[0]) is not None
+    )
+
+
+def _reads_device(site: Site) -> bool:
+    function = site.node.func
+    if isinstance(function, ast.Attribute) and function.attr in ("item", "tolist") and not site.node.args:
+        return True
+    argument = site.node.args[0] if len(site.node.args) == 1 else None
+    return dotted(function) == "float" and "loss" in last(dotted(argument)).lower()
+
+
+@_rule(
+    "accumulate.division",
+    "A loss divided by the number of micro-batches by hand. Error: the framework divides too. Warning: micro-batches "
+    "weigh differently (padding, ignored labels), and the mean of means is another number. Note: it is right for equal "
+    "micro-batches and complete groups only.",
+)
+def _division(facts: Facts) -> Iterator[Hit]:
+    accumulating = _accumulating(facts)
+    seen: set[int] = set()
+    for site in _backwards(facts):
+        loop_and_count = accumulating.get(id(site.node))
+        for node in _divisions(site, site.scope, loop_and_count[1] if loop_and_count else None):
+            framework = _framework(facts, site)
+            if id(node) in seen or not (loop_and_count or framework):
+                continue
+            seen.add(id(node))
+            yield _divided(facts, node, framework)
+    yield from _divided_losses(facts)
+
+
+def _divisions(site: Site, scope: Scope, count: ast.AST | None) -> Iterator[ast.expr | ast.stmt]:
+    """Divisions by the number of micro-batches in what a backward starts from."""
+    function = site.node.func
+    starts = list(site.node.args[:1])
+    if isinstance(function, ast.Attribute):
+        starts.append(function.value)
+    names = {dotted(node) for start in starts for node in ast.walk(start)} - {""}
+    for start in starts:
+        for node, _ in expressions_behind(start, scope, 2):
+            if isinstance(node, ast.BinOp) and _is_share(node, count):
+                yield node
+    for statement in ast.walk(scope.node):
+        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Div):
+            continue
+        on_the_way = not _on_other_branch(scope, statement.lineno, site.line)
+        if on_the_way and dotted(statement.target) in names and _counts(statement.value, count):
+            yield statement
+
+
+def _on_other_branch(scope: Scope, line: int, other: int) -> bool:
+    """True where an `if` has one line in its body and the other in its `else`."""
+    for node in ast.walk(scope.node):
+        if isinstance(node, ast.If) and node.orelse:
+            middle = node.orelse[0].lineno
+            sides = [node.lineno < at < middle for at in (line, other) if node.lineno < at <= (node.end_lineno or 0)]
+            if sorted(sides) == [False, True]:
+                return True
+    return False
+
+
+def _is_share(node: ast.BinOp, count: ast.AST | None) -> bool:
+    """True of `x / k`, and of the `1 / k` of `x * (1 / k)`."""
+    return isinstance(node.op, ast.Div) and _counts(node.right, count) and not _counts(node.left, None)
+
+
+def _counts(node: ast.expr, count: ast.AST | None) -> bool:
+    """True of an expression that is the number of micro-batches."""
+    if dotted(node):
+        named = bool(_ACCUMULATION.search(last(dotted(node))))
+        return named or (count is not None and dotted(node) in {dotted(n) for n in ast.walk(count)} - {""})
+    if isinstance(node, ast.Call):
+        return any(_counts(arg, count) for arg in node.args) and dotted(node.func) in ("float", "int", "max")
+    value = constant(node)
+    return isinstance(value, int) and value > 1 and count is not None and value in _numbers(count)
+
+
+def _numbers(count: ast.AST) -> set[object]:
+    return {constant(node.right) for node in ast.walk(count) if isinstance(node, ast.BinOp)} | {
+        constant(arg) for node in ast.walk(count) if isinstance(node, ast.Call) for arg in node.args
+    }
+
+
+def _framework(facts: Facts, site: Site) -> str:
+    """Who divides by the number of micro-batches as well; "" where nobody does."""
+    function = site.node.func
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    if owner is None:
+        return ""
+    name = last(dotted(owner))
+    if "engine" in facts.kinds.of(owner, site.scope) or (facts.script.imports("deepspeed") and "engine" in name):
+        return "DeepSpeed's `engine.backward`"
+    if name == "accelerator" or "accelerator" in facts.kinds.of(owner, site.scope):
+        made = facts.script.called("Accelerator")
+        counts = any(k.arg in ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+                     for m in made for k in m.node.keywords)  # fmt: skip
+        if counts or facts.script.called("accumulate"):
+            return "`accelerator.backward`"
+    return ""
+
+
+def _divided(facts: Facts, node: ast.expr | ast.stmt, framework: str) -> Hit:
+    severity: Severity = "note"
+    fix = "weigh by what counts: sum the losses and divide once by the number of tokens or samples of the whole step"
+    evidence = [word for word in _UNEQUAL if word in facts.script.text]
+    model_loss = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(node))
+    if framework:
+        severity, what = "error", f"the loss is divided here and again by {framework}: gradients are too small"
+        fix = "hand over the loss as it is"
+    elif evidence or model_loss:
+        severity = "warning"
+        what = "micro-batches weigh the same here, whatever number of labels they have"
+        evidence = evidence or ["the model's own mean over labels"]
+    else:
+        what = "dividing by hand is right only for micro-batches of equal size and for complete groups"
+        evidence = []
+    found = f"`{source(node)}`" + (f"; the script has {', '.join(evidence)}" if evidence and not framework else "")
+    return Hit(node=node, what=what, found=found, fix=fix, severity=severity)
+
+
+def _divided_losses(facts: Facts) -> Iterator[Hit]:
+    """Losses handed to a loop that weighs them by itself."""
+    for scope in facts.script.scopes:
+        owner = "Lightning" if scope.name == "training_step" and facts.script.imports("lightning", "pytorch_lightning")\
+            else "Shardwise's step" if facts.script.imports("shardwise") and "loss" in scope.name else ""  # fmt: skip
+        if not owner:
+            continue
+        for node in ast.walk(scope.node):
+            if isinstance(node, ast.BinOp) and _is_share(node, None) and not isinstance(node.left, ast.Constant):
+                yield _divided(facts, node, owner)
+
+
+# ---------------------------------------------------------------- randomness
+
+_DRAWS = {
+    "random": re.compile(r"^random\.(random|randint|randrange|choice|choices|uniform|gauss|getrandbits|sample)$"),
+    "numpy": re.compile(r"^numpy\.random\.(rand|randn|randint|random|random_sample|choice|uniform|binomial|normal)$"),
+    "torch": re.compile(r"^torch\.(rand|randn|randint|bernoulli|randperm|multinomial)$"),
+}
+_SEEDS = {
+    "random": {"random.seed"},
+    "numpy": {"numpy.random.seed"},
+    "torch": {"torch.manual_seed", "torch.random.manual_seed"},
+}
+_SEED_ALL = re.compile(r"(^|_)(set_|fix_|setup_|init_)?(all_)?seeds?(_everything|_all)?$|^seed_\w+$|^set_\w*seed\w*$")
+
+
+@_rule(
+    "random.control-flow",
+    "A branch or a number of iterations that each rank draws for itself, around a backward, an update, a layer or a "
+    "collective: ranks go different ways, and hang or train different models. Seeds that differ by rank are no better.",
+)
+def _random(facts: Facts) -> Iterator[Hit]:
+    if not facts.script.is_distributed:
+        return
+    drawn: dict[int, tuple[ast.expr, str]] = {}
+    for site in facts.script.sites:
+        iterations = (loop.test if isinstance(loop, ast.While) else loop.iter for loop in site.loops)
+        for test in (*site.tests, *iterations):
+            draw = _draw(facts, test, site.scope) if id(test) not in drawn and _matters(facts, site) else ""
+            if draw:
+                drawn[id(test)] = (test, draw)
+    for scope in facts.script.scopes:
+        for node in own_nodes(scope.node):
+            if isinstance(node, ast.If) and id(node.test) not in drawn and _skips(facts, node, scope):
+                draw = _draw(facts, node.test, scope)
+                if draw:
+                    drawn[id(node.test)] = (node.test, draw)
+    for test, draw in drawn.values():
+        yield Hit(
+            node=test,
+            what="each rank draws for itself which way it goes",
+            found=f"`{draw}`, {_seeded(facts, draw) or 'with no seed set in this script'}",
+            fix="draw from a generator that is seeded alike on every rank: `rng = random.Random(seed)`, `rng.random()`",
+            severity="warning",
+        )
+
+
+def _draw(facts: Facts, test: ast.expr, scope: Scope) -> str:
+    """The random draw that a test depends on; "" where there is none, or the seed is the same everywhere."""
+    for node, _ in expressions_behind(test, scope, 1):
+        if not isinstance(node, ast.Call) or any(k.arg == "generator" for k in node.keywords):
+            continue
+        name = facts.script.full_name(node.func)
+        for pattern in _DRAWS.values():
+            if pattern.match(name) and _seeded(facts, name) != "same":
+                return name
+    return ""
+
+
+def _seeded(facts: Facts, draw: str) -> str:
+    """`"same"` where its library is seeded alike on all ranks, a sentence where by rank, "" where not at all."""
+    library = next(library for library, pattern in _DRAWS.items() if pattern.match(draw))
+    state = ""
+    for site in facts.script.sites:
+        if site.name in _SEEDS[library] or _SEED_ALL.search(last(site.name)):
+            if site.name in {n for names in _SEEDS.values() for n in names} - _SEEDS[library]:
+                continue
+            given = [*site.node.args, *(k.value for k in site.node.keywords)]
+            by_rank = any(facts.script.ranks.kind(n, site.scope) for g in given for n, _ in
+                          expressions_behind(g, site.scope, 1))  # fmt: skip
+            specific = any(k.arg == "device_specific" for k in site.node.keywords)
+            if not (by_rank or specific):
+                return "same"
+            state = f"which line {site.line} seeds by rank"
+    return state
+
+
+def _matters(facts: Facts, site: Site) -> bool:
+    """True of a call that all ranks have to make, or a layer in a `forward`."""
+    word = last(site.name)
+    if word == "backward" or _is_step(facts, site) or collective(facts, site):
+        return True
+    if site.scope.name != "forward":
+        return False
+    name = dotted(site.node.func)
+    if name.startswith("self.") and name.count(".") == 1:
+        return site.scope.find_function(name) is None
+    layers = [n for loop in site.loops if not isinstance(loop, ast.While) for n in ast.walk(loop.target)]
+    return bool(name) and name in {dotted(n) for n in layers}
+
+
+def _skips(facts: Facts, node: ast.If, scope: Scope) -> bool:
+    """True where a branch leaves a loop or a function in which something that matters follows."""
+    if not isinstance(node.body[-1], ast.Continue | ast.Break | ast.Return):
+        return False
+    return any(_matters(facts, site) for site in facts.script.sites if site.scope is scope and site.line > node.lineno)
+
+
+LOOPS = {**_OWN, **SAMPLERS}
+"""The section of the table."""
