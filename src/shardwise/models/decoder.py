@@ -67,24 +67,30 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend to the same and earlier positions."""
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend to the same and earlier tokens, or to those that the mask (batch, 1, seq, seq) shows."""
         batch, seq = x.shape[:2]
         q = self.q_norm(self.wq(x).view(batch, seq, -1, self.head_dim))
         k = self.k_norm(self.wk(x).view(batch, seq, -1, self.head_dim))
         v = self.wv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        cos, sin = rotary_tables(q, self.rope_theta)
+        cos, sin = rotary_tables(q, self.rope_theta, position_ids)
         q, k = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2)
         repeats = q.shape[1] // k.shape[1]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         out: torch.Tensor = self.wo(y.transpose(1, 2).reshape(batch, seq, -1))
         return out
 
 
-def rotary_tables(x: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of position times frequency, each (seq, 1, head_dim / 2), at least in fp32.
+def rotary_tables(
+    x: torch.Tensor, theta: float, position_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of position times frequency, each ([batch,] seq, 1, head_dim / 2), at least in fp32.
+
+    Positions are 0, 1, ... unless `position_ids`, (batch, seq), says otherwise.
 
     Made in every layer from the shape of its input (a few small operations), so that a pipeline stage that holds
     some layers only needs nothing from the others. Formula: RoFormer (Su et al. 2021), eq. 34, pairs split in halves.
@@ -92,14 +98,24 @@ def rotary_tables(x: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Te
     seq, half = x.shape[1], x.shape[-1] // 2
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     exponents = torch.arange(half, device=x.device, dtype=dtype) / half
-    angles = torch.outer(torch.arange(seq, device=x.device, dtype=dtype), theta**-exponents)
-    return angles.cos()[:, None], angles.sin()[:, None]
+    positions = torch.arange(seq, device=x.device, dtype=dtype) if position_ids is None else position_ids.to(dtype)
+    angles = (positions[..., None] * theta**-exponents)[..., None, :]
+    return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair (i, i + head_dim / 2) of (batch, seq, heads, head_dim) by its angle."""
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
+    """(batch, seq) document numbers to a mask (batch, 1, seq, seq): True for the same and earlier tokens of a document.
+
+    Cost: batch x seq^2 bytes.
+    """
+    same = document_ids[:, :, None] == document_ids[:, None, :]
+    return same.tril()[:, None]
 
 
 class FeedForward(nn.Module):
@@ -127,9 +143,11 @@ class DecoderBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """(batch, seq, dim) to the same."""
-        x = x + self.attn(self.attn_norm(x))
+        x = x + self.attn(self.attn_norm(x), position_ids, mask)
         out: torch.Tensor = x + self.ffn(self.ffn_norm(x))
         return out
 
@@ -166,11 +184,23 @@ class Decoder(nn.Module):
             else:
                 nn.init.ones_(parameter)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """(batch, seq) token numbers to (batch, seq, vocab) logits."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(batch, seq) token numbers to (batch, seq, vocab) logits.
+
+        Args:
+            input_ids: the tokens.
+            position_ids: (batch, seq) int64, their positions; None: 0, 1, ...
+            document_ids: (batch, seq) int64, of packed documents: tokens see those of their own document only.
+        """
+        mask = None if document_ids is None else document_mask(document_ids)
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, position_ids, mask)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 

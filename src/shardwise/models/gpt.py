@@ -119,10 +119,14 @@ class GPT(nn.Module):
             else:
                 nn.init.ones_(parameter)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """(batch, seq) token numbers to (batch, seq, vocab) logits; seq at most `max_seq_len`."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.wte(input_ids) + self.wpe(positions)
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """(batch, seq) token numbers to (batch, seq, vocab) logits.
+
+        `position_ids`, (batch, seq) int64 below `max_seq_len`, are 0, 1, ... unless they are given.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.wte(input_ids) + self.wpe(position_ids)
         for block in self.h:
             x = block(x)
         logits: torch.Tensor = self.lm_head(self.ln_f(x))
