@@ -1,0 +1,59 @@
+"""A few numbers of a step that ride with DDP's gradients: their sum over the ranks costs no collective of its own.
+
+They are the gradient of a parameter that nothing is multiplied with. DDP puts it into a bucket like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+MAX_RANKS = 512
+"""Up to here a whole number below 4,096 comes back exactly, though DDP divides it by the ranks in fp32 and adds."""
+
+
+COUNT = 21
+"""How many there are: a loss, and five numbers of four parts; see `train/sums.py`."""
+
+
+class Carrier(nn.Module):
+    """What DDP wraps: the user's module, and the numbers."""
+
+    def __init__(self, root: nn.Module, like: torch.Tensor) -> None:
+        super().__init__()
+        self.root = root
+        self.numbers = nn.Parameter(torch.zeros(COUNT, dtype=like.dtype, device=like.device))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's forward."""
+        return self.root(*args, **kwargs)
+
+    def load(self, loss: torch.Tensor, values: list[float]) -> torch.Tensor:
+        """The same loss; its backward also gives `values` to DDP. Once per step, in the backward that is reduced.
+
+        Args:
+            loss: shape ().
+            values: as many as `numbers`.
+        """
+        load = torch.tensor(values, dtype=self.numbers.dtype, device=self.numbers.device)
+        return cast(torch.Tensor, _Load.apply(loss, self.numbers, load))  # type: ignore[no-untyped-call]
+
+    def unload(self, num_ranks: int) -> list[float]:
+        """The sums of what the ranks loaded, after the backward. DDP averages; this undoes it."""
+        mean = self.numbers.grad
+        assert mean is not None
+        self.numbers.grad = None
+        return [value * num_ranks for value in mean.tolist()]
+
+
+class _Load(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, numbers: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+        ctx.load = load
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, ctx.load, None
