@@ -1,0 +1,65 @@
+"""`make docs`: writes docs/compatibility.md from the plans that the parity tests run and the table of constraints."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+from shardwise.plan.plan import Plan
+from tests.parity import pairs, test_context, test_grid
+
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+CELLS = (
+    ("test_grid::test_decoder_fp64", test_grid.PLANS),
+    ("test_grid::test_compiled", test_grid.COMPILED),
+    ("test_context::test_every_plan_trains_as_one_process_does", test_context.PLANS),
+    ("test_pairs::test_pairs", pairs.PLANS),
+    ("test_pairs::test_compiled_pairs", pairs.COMPILED),
+)
+HEAD = """# Compatibility
+
+Every pair of techniques is proven by a test that trains under a plan with both as one process does (loss, gradient
+norm, every gradient, every parameter after two steps, relative difference at most 1e-11 in fp64), or is refused by a
+[constraint](constraints.md) before anything starts. There is no third state: a test fails where one appears. Written
+by `make docs`.
+
+Precision, tied weights, keyed randomness, parameter groups, moving averages and Hugging Face families have grids of
+their own: [precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md),
+[Hugging Face models](hugging-face.md).
+"""
+
+
+def cells() -> dict[pairs.Pair, str]:
+    """Pair -> the first test that proves it."""
+    found: dict[pairs.Pair, str] = {}
+    for test, plans in CELLS:
+        for text in plans:
+            name = f"{test}[{text}]"
+            for pair in pairs.pairs_in(Plan.parse(text)):
+                found.setdefault(pair, name)
+    return found
+
+
+def text() -> str:
+    """The page."""
+    proven = cells()
+    names = [technique.name for technique in pairs.TECHNIQUES]
+    lines = [HEAD, "## At a glance", "", "`+` proven, `x` refused, `.` one of a kind.", ""]
+    lines += ["| | " + " | ".join(map(str, range(1, len(names) + 1))) + " |", "|---" * (len(names) + 1) + "|"]
+    states, rows = {}, []
+    for a, b in combinations(pairs.TECHNIQUES, 2):
+        refused = pairs.refusal(a, b)
+        cell = proven.get((a.name, b.name))
+        states[a.name, b.name] = "." if refused == ("one of a kind",) else "x" if refused else "+" if cell else "?"
+        if refused != ("one of a kind",):
+            shown = ", ".join(f"`{row}`" for row in refused) if refused else f"`{cell}`"
+            rows.append(f"| {a.name} | {b.name} | {'refused by' if refused else 'proven by'} {shown} |")
+    for i, name in enumerate(names):
+        marks = [states.get((names[min(i, j)], names[max(i, j)]), "") if i != j else "" for j in range(len(names))]
+        lines.append(f"| {i + 1} {name} | " + " | ".join(marks) + " |")
+    lines += ["", "## Pair by pair", "", "Tests are in `tests/parity/`.", "", "| | | |", "|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text(), encoding="utf-8")
