@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp is newer than what it was made from, or the install runs again. Nothing else triggers it.
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo install test check format bench gpu docs clean
+.PHONY: help demo install test soak check format bench gpu docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,7 +14,8 @@ help:
 	@echo "make check   format, lint, types, the shape of the package"
 	@echo "make bench   step time and start-up beside plain torch; rewrites docs/benchmarks.md"
 	@echo "make gpu     the checks that need a CUDA device"
-	@echo "make docs    rewrite docs/reference.md from the docstrings"
+	@echo "make soak    the tests that take too long for every change"
+	@echo "make docs    rewrite the pages that are generated"
 	@echo "make clean   remove caches and .venv (runs/ stays)"
 
 $(BIN)/python:
@@ -34,6 +35,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q tests
 
+soak: $(STAMP)
+	SHARDWISE_SOAK=200 $(BIN)/python -m pytest -q tests
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -52,6 +56,8 @@ gpu: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python tools/reference.py
+	PYTHONPATH=. $(BIN)/python tools/compatibility.py
+	$(BIN)/python -m shardwise.plan.constraints > docs/constraints.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

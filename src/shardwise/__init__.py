@@ -17,8 +17,13 @@ from shardwise.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to `_HOMES`
     from shardwise import errors as errors
+    from shardwise.checkpoint.hf_export import export_hf as export_hf
+    from shardwise.checkpoint.hf_weights import load_hf as load_hf
     from shardwise.checkpoint.store import Store as Store
+    from shardwise.diagnose.prove import verify as verify
     from shardwise.findings import Finding as Finding
+    from shardwise.model.infer import infer_rules as infer_rules
+    from shardwise.model.rules_file import load_rules as load_rules
     from shardwise.model.spec import ModelSpec as ModelSpec
     from shardwise.model.spec import preset as preset
     from shardwise.model.spec import presets as presets
@@ -26,6 +31,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.models.decoder import DecoderConfig as DecoderConfig
     from shardwise.models.gpt import GPT as GPT
     from shardwise.models.gpt import GPTConfig as GPTConfig
+    from shardwise.models.hf import hf_config as hf_config
+    from shardwise.models.hf import hf_factory as hf_factory
+    from shardwise.models.hf import shrunk_config as shrunk_config
+    from shardwise.models.moe import MoEConfig as MoEConfig
+    from shardwise.models.moe import MoEDecoder as MoEDecoder
+    from shardwise.models.moe import MoEOutput as MoEOutput
     from shardwise.parallel.compose import apply as apply
     from shardwise.parallel.init import init_model as init_model
     from shardwise.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -37,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.plan.plan import Axes as Axes
     from shardwise.plan.plan import Batch as Batch
     from shardwise.plan.plan import Communication as Communication
+    from shardwise.plan.plan import Context as Context
     from shardwise.plan.plan import Offload as Offload
     from shardwise.plan.plan import Plan as Plan
     from shardwise.plan.plan import Recompute as Recompute
@@ -44,11 +56,13 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.plan.plan import Tensor as Tensor
     from shardwise.train.batches import eval_batches as eval_batches
     from shardwise.train.batches import loader as loader
+    from shardwise.train.ema import Ema as Ema
     from shardwise.train.loop import evaluate as evaluate
     from shardwise.train.loop import steps as steps
     from shardwise.train.loss import Loss as Loss
     from shardwise.train.loss import mean_over as mean_over
     from shardwise.train.loss import token_cross_entropy as token_cross_entropy
+    from shardwise.train.losses import Losses as Losses
     from shardwise.train.lr import constant as constant
     from shardwise.train.lr import warmup_cosine as warmup_cosine
     from shardwise.train.lr import warmup_linear as warmup_linear
@@ -59,6 +73,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.train.optimizers import lion as lion
     from shardwise.train.optimizers import muon as muon
     from shardwise.train.optimizers import sgd as sgd
+    from shardwise.train.rounding import stochastic_adamw as stochastic_adamw
+    from shardwise.train.several import several as several
     from shardwise.train.state import TrainState as TrainState
     from shardwise.train.step import StepMetrics as StepMetrics
     from shardwise.train.step import StepOptions as StepOptions
@@ -66,7 +82,17 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
 
 # Where each public name lives. The order is the order of docs/reference.md.
 _HOMES = {
-    "shardwise.plan.plan": ("Plan", "Axes", "Batch", "Schedule", "Recompute", "Offload", "Communication", "Tensor"),
+    "shardwise.plan.plan": (
+        "Plan",
+        "Axes",
+        "Batch",
+        "Schedule",
+        "Recompute",
+        "Offload",
+        "Communication",
+        "Tensor",
+        "Context",
+    ),
     "shardwise.plan.constraints": ("check",),
     "shardwise.findings": ("Finding",),
     "shardwise.model.spec": ("ModelSpec", "preset", "presets"),
@@ -74,17 +100,28 @@ _HOMES = {
     "shardwise.parallel.compose": ("apply",),
     "shardwise.parallel.placed": ("Placed",),
     "shardwise.parallel.init": ("init_model",),
+    "shardwise.model.infer": ("infer_rules",),
+    "shardwise.model.rules_file": ("load_rules",),
     "shardwise.parallel.linear": ("ColumnParallelLinear", "RowParallelLinear"),
+    "shardwise.train.ema": ("Ema",),
+    "shardwise.train.several": ("several",),
+    "shardwise.train.losses": ("Losses",),
+    "shardwise.models.moe": ("MoEDecoder", "MoEConfig", "MoEOutput"),
     "shardwise.train.loss": ("Loss", "token_cross_entropy", "mean_over"),
     "shardwise.train.batches": ("loader", "eval_batches"),
     "shardwise.train.optimizers": ("adamw", "sgd", "lion", "adafactor", "muon", "lamb"),
+    "shardwise.train.rounding": ("stochastic_adamw",),
     "shardwise.train.lr": ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "shardwise.train.state": ("TrainState",),
     "shardwise.train.step": ("make_step", "StepOptions", "StepMetrics"),
     "shardwise.train.loop": ("steps", "evaluate"),
     "shardwise.checkpoint.store": ("Store",),
+    "shardwise.diagnose.prove": ("verify",),
     "shardwise.models.decoder": ("Decoder", "DecoderConfig"),
     "shardwise.models.gpt": ("GPT", "GPTConfig"),
+    "shardwise.models.hf": ("hf_config", "hf_factory", "shrunk_config"),
+    "shardwise.checkpoint.hf_weights": ("load_hf",),
+    "shardwise.checkpoint.hf_export": ("export_hf",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

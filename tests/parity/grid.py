@@ -24,8 +24,8 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.init import init_model
 
 VOCAB, SEQ, ROWS, STEPS, SEED, LR, CLIP = 64, 16, 40, 2, 7, 1e-2, 0.5
-EPS = 1e-6
-"""Of AdamW. The bias of a key has no gradient but rounding (softmax takes it away): 1e-17 over torch's 1e-8 is a step."""
+EPS = 1e-7
+"""Of AdamW. The bias of a key has no gradient but rounding, as softmax takes it away: 1e-17 over 1e-8 is a step."""
 
 
 def decoder(num_layers: int, num_heads: int = 4, num_kv_heads: int = 2) -> Callable[[], nn.Module]:
@@ -47,6 +47,8 @@ MODELS = {
     "decoder-tp4": decoder(2, num_heads=8, num_kv_heads=4),
     "gpt": functools.partial(GPT, GPTConfig(vocab_size=VOCAB, dim=32, num_layers=4, num_heads=4, max_seq_len=SEQ)),
 }
+SAMPLES: dict[str, dict[str, torch.Tensor]] = {}
+"""Models whose pipelines are cut by a traced forward."""
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -109,8 +111,9 @@ def run_plan(text: str, model: str, global_batch: int) -> Trace:
     plan = sw.Plan.parse(text)
     trace = Trace()
     with sw.open_mesh(plan) as mesh:
-        placed = sw.apply(MODELS[model], plan, mesh, seed=SEED)
-        optimizer = sw.adamw(placed, lr=LR, eps=EPS) if plan.precision == "fp64" else sw.sgd(placed, lr=LR, momentum=0.9)
+        placed = sw.apply(MODELS[model], plan, mesh, seed=SEED, sample=SAMPLES.get(model))
+        is_fp64 = plan.precision == "fp64"
+        optimizer = sw.adamw(placed, lr=LR, eps=EPS) if is_fp64 else sw.sgd(placed, lr=LR, momentum=0.9)
         state = sw.TrainState(placed, optimizer, sw.loader(Rows(), batch(plan, global_batch), mesh, seed=SEED))
         spy_on_gradients(state, trace)
         for metrics in sw.steps(state, loss_fn, until=STEPS, clip=CLIP):

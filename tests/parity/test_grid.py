@@ -101,6 +101,7 @@ PLANS = [
     "fsdp2 / offload=activations",
     "fsdp2 tp2 / offload=state+activations / mb2",
 ]
+COMPILED = ["dp2 / compile", "tp2 / compile / seq", "pp2 / 1f1b mb4 / compile"]
 GLOBAL_BATCH = 16
 
 
@@ -124,7 +125,7 @@ def test_decoder_fp64(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
 
 
-@pytest.mark.parametrize("plan", ["dp2 / compile", "tp2 / compile / seq", "pp2 / 1f1b mb4 / compile"])
+@pytest.mark.parametrize("plan", COMPILED)
 def test_compiled(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64", run=run_compiled)
 

@@ -134,14 +134,7 @@ class Skip(models.Tower):
         return self.head(self.norm(x + start))
 
 
-class Tied(models.Tower):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embed.weight
-
-
 models.MODELS["skip"] = Skip
-models.MODELS["tied"] = Tied
 
 
 def refusal(case: Case, given: Any = None) -> str:
@@ -160,8 +153,6 @@ def refusal(case: Case, given: Any = None) -> str:
     [
         (Case(model="skip"), "ModelError: forward is not a chain: `add` in after the blocks uses a tensor made before"),
         (Case(model="skip", sample=False), "ModelError: forward is not a chain"),
-        (Case(model="tied"), "ModelError: cut_pipeline: embed.weight is used in more than one pipeline stage"),
-        (Case(model="tied", sample=False), "ModelError: cut_pipeline: embed.weight = head.weight"),
         (Case(model="pair", sample=False), "ModelError: pipeline.run: embed.weight is used before the blocks, that is"),
         (Case(model="pyramid", sample=False), "ModelError: pipeline.run: "),
         (Case(pp=2, kind="interleaved", stages=3), "PlanError: cut_pipeline: `pp2 / interleaved"),

@@ -86,8 +86,6 @@ def change(name: str, model: Model) -> tuple[dict[str, str], dict[str, bool]]:
             del rules["layers.*.mlp.down"]
         case "twice":
             rules["layers.0.mlp.up"] = "column"
-        case "tied":
-            model.head.weight = model.embed.weight
         case "vocabulary":
             model.embed = nn.Embedding(VOCAB + 1, DIM)
         case "features":
@@ -121,7 +119,6 @@ REFUSALS = {
     "misspelled": r"'layers.\*.mlp.upp' matches no module; did you mean 'layers.\*.mlp.up'",
     "uncovered": r"no rule covers layers.0.mlp.down.weight, layers.0.mlp.down.bias, layers.1.* and 1 more",
     "twice": r"'layers.0.mlp.up' is matched by 2 rules",
-    "tied": r"share parameters \(embed.weight = head.weight\)",
     "vocabulary": r"tp=2 does not divide num_embeddings=13 of embed; use tp in \{1, 13\}",
     "features": r"tp=2 does not divide out_features=15 of layers.0.mlp.up; use tp in \{1, 3, 5, 15\}",
     "heads": r"tp=2 does not divide num_kv_heads=3 of layers.0.mlp",

@@ -26,8 +26,14 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("world.size", "fsdp4", {"world": 8}),
     ("world.size", "pp4 tp2 mb4", {"world": 6}),
     ("world.size", "tp8", {"world": 1}),
-    ("cp.unavailable", "cp2", {"world": 2}),
-    ("ep.unavailable", "fsdp4 ep2", {"world": 4}),
+    ("cp.options", "dp2 context=ulysses", {}),
+    ("cp.options", "dp2 balance=contiguous", {}),
+    ("cp.compile", "cp2 compile", {"world": 2}),
+    ("cp.heads", "cp4 context=ulysses", {"spec": ODD}),
+    ("cp.heads", "tp4 cp4 context=ulysses", {"spec": preset("tiny")}),
+    ("cp.length", "cp4", {"seq_len": 7}),
+    ("cp.length", "cp8 balance=contiguous", {"seq_len": 7}),
+    ("cp.sequence-length", "cp2 tp2 seq", {"seq_len": 14}),
     ("zero.axis", "dp4 zero1", {}),
     ("zero.axis", "dp4 zero3", {}),
     ("zero.axis", "fsdp4 zero0", {}),
@@ -69,17 +75,24 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("pp.zero-bubble-reshard", "pp2 fsdp4 zb mb4 reshard=2", {}),
     ("pp.zero-bubble-recompute-ops", "pp2 zb mb2 recompute=ops", {}),
     ("pp.zero-bubble-compile", "pp2 zbv mb2 compile", {}),
-    ("pp.ties", "pp2 mb2", {"spec": TIED}),
     ("tp.heads", "tp4", {"spec": ODD, "world": 4}),
     ("tp.kv-heads", "tp2", {"spec": ODD}),
     ("tp.ffn", "tp4", {"spec": ODD}),
     ("tp.vocab", "tp2", {"spec": ODD}),
-    ("tp.experts", "tp2", {"spec": preset("tiny-moe")}),
-    ("tp.ties", "tp2", {"spec": TIED}),
     ("tp.sequence", "dp2 seq", {}),
     ("tp.sequence-length", "tp4 seq", {"seq_len": 63}),
     ("tp.loss", "dp2 loss-parallel", {}),
     ("tp.recipe", "tp2 recipe=lama", {}),
+    ("ep.model", "fsdp4 ep2", {"spec": preset("tiny"), "world": 4}),
+    ("ep.experts", "fsdp8 ep8", {"spec": preset("tiny-moe"), "world": 8}),
+    ("ep.experts", "fsdp3 ep3", {"spec": preset("tiny-moe")}),
+    ("ep.ranks", "dp2 ep2", {"world": 2}),
+    ("ep.ranks", "fsdp4 tp2 ep3", {}),
+    ("ep.zero", "tp4 ep2", {}),
+    ("ep.wrap", "fsdp2 ep2 wrap=1000", {}),
+    ("ep.reshard", "fsdp4 ep2 reshard=2", {}),
+    ("ep.compile", "fsdp2 ep2 compile", {}),
+    ("ep.compile", "fsdp2 compile", {"spec": preset("tiny-moe")}),
     ("tp.recipe", "tp2 recipe=gpt", {"spec": preset("tiny")}),
     ("recompute.every", "dp1 recompute=every0", {}),
     ("recompute.ratio", "dp1 recompute=0%", {}),
@@ -161,7 +174,9 @@ def test_every_row_has_an_example() -> None:
         ("pp4 interleaved mb9", {}, "pp4 / interleaved mb10 / fp32"),
         ("pp2 mb4", {"global_batch": 7}, "pp2 / 1f1b mb7 / fp32"),
         ("pp2 dp2 mb4", {"global_batch": 7}, "pp2 dp2 / 1f1b mb4 gbs8 / fp32"),
-        ("cp2 fsdp2", {"world": 4}, "fsdp4 / fp32"),
+        ("cp2 compile", {"world": 2}, "cp2 / fp32"),
+        ("cp4 context=ulysses", {"spec": ODD, "world": 4}, "cp4 / fp32"),
+        ("cp4", {"seq_len": 6, "world": 4}, "dp2 cp2 / fp32"),
     ],
 )
 def test_the_plan_that_works_is_the_near_one(text: str, facts: dict[str, Any], works: str) -> None:
@@ -171,10 +186,10 @@ def test_the_plan_that_works_is_the_near_one(text: str, facts: dict[str, Any], w
 
 def test_refuse_lists_all_errors() -> None:
     with pytest.raises(PlanError) as caught:
-        refuse(check(Plan.parse("cp2 recipe=gtp / recompute=every0"), world=4))
+        refuse(check(Plan.parse("cp2 compile recipe=gtp / recompute=every0"), world=4))
     text = str(caught.value)
     assert "4 constraints do not hold" in text
-    assert all(f"[{row}]" in text for row in ("world.size", "cp.unavailable", "tp.recipe", "recompute.every"))
+    assert all(f"[{row}]" in text for row in ("world.size", "cp.compile", "tp.recipe", "recompute.every"))
     assert "did you mean 'gpt'" in text
 
 
@@ -185,7 +200,7 @@ SPECS = st.sampled_from([None, ODD, TIED, *(preset(name) for name in presets())]
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Any]]:
     axes = {f"axes__{a}": draw(SMALL) for a in ("pp", "dp_replicate", "dp_shard", "tp")}
-    axes |= {f"axes__{a}": draw(st.sampled_from([1] * 9 + [2])) for a in ("cp", "ep")}
+    axes |= {f"axes__{a}": draw(st.sampled_from([1] * 5 + [2, 4])) for a in ("cp", "ep")}
     sometimes = st.sampled_from([False] * 4 + [True])
     plan = change(
         Plan(),
@@ -205,6 +220,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Any]]:
         communication__reduce_dtype=draw(st.sampled_from([None, None, "fp32", "bf16"])),
         tensor__sequence=draw(sometimes),
         tensor__loss=draw(sometimes),
+        context__kind=draw(st.sampled_from(["ring"] * 3 + ["gather", "ulysses"])),
+        context__balance=draw(st.sampled_from(["zigzag"] * 3 + ["contiguous"])),
         compile=draw(sometimes),
     )
     world = draw(st.sampled_from([None, plan.world, plan.world, *range(1, 17)]))
@@ -239,8 +256,8 @@ def test_an_axis_of_size_one_changes_nothing(case: tuple[Plan, dict[str, Any]], 
 
 
 BREAKS: dict[str, dict[str, Any]] = {
-    "cp.unavailable": {"axes__cp": 2},
-    "ep.unavailable": {"axes__ep": 2},
+    "cp.compile": {"axes__cp": 2, "compile": True},
+    "ep.wrap": {"axes__ep": 2, "wrap_min_params": 1000},
     "zero.axis": {"axes__dp_replicate": 2, "axes__dp_shard": 1, "zero": 2},
     "offload.state": {"offload__state": True, "zero": 0},
     "ddp.static-unused": {"communication__static_graph": True, "communication__find_unused": True},

@@ -25,6 +25,9 @@ LAYERS = {
     "hardware.cluster": 1,
     "hardware": 3,
     "model.tracer": 3,
+    "model.known": 3,
+    "model.standin": 3,
+    "model.infer": 3,
     "model": 1,
     "plan.plan": 1,
     "plan.shorthand": 1,
@@ -36,6 +39,9 @@ LAYERS = {
     "communicate": 4,
     "compat": 5,
     "launch.environment": 1,  # pure: it reads variables, and open_mesh needs what it read
+    "launch.variables": 1,  # hands them over; a training step asks whether somebody verifies it
+    "launch.entry": 4,  # one rank: a script as __main__; who verifies runs them too
+    "launch.forked": 4,  # processes that run a function; knows nothing of jobs
     "launch": 5,
     "diagnose": 5,
     "board": 5,
@@ -53,8 +59,12 @@ EXCEPTIONS = {
     ("depth", "checkpoint/manifest.py:DamagedError"): "a CheckpointError after which an older one is tried",
     ("parameters", "parallel/compose.py:apply"): "three nouns, and four options that nearly every call leaves out",
     ("direction", "parallel -> model.tracer"): "the tracer knows of modules only; stages are cut along what it found",
-    ("unsafe", "testing/world.py"): "a test's function goes to processes that this process forked, by a private pipe",
-    ("environment", "testing/world.py"): "it plays the launcher: it sets in its workers what a launcher sets",
+    (
+        "direction",
+        "cli -> testing.fake",
+    ): "`check` and `train` apply the plan in a world of one process, before any start",
+    ("unsafe", "launch/forked.py"): "a function goes to processes that this process forked, by a private pipe",
+    ("environment", "launch/forked.py"): "it plays the launcher: it sets in its workers what a launcher sets",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,14 +18,17 @@ from shardwise.plan.report import findings_table, mesh_picture, plan_table
 
 def check(
     plan: Annotated[str, typer.Argument(help="A shorthand ('pp2 fsdp4 tp2 / mb8 / bf16'), or a .toml or .json file.")],
-    model: Annotated[str | None, typer.Option(help="A preset (llama-8b), or a .toml or .json file of sizes.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A preset (llama-8b), a .toml or .json file of sizes, or hf:NAME.")
+    ] = None,
     world: Annotated[int | None, typer.Option(min=1, help="Number of ranks that will run.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step, if the plan names none.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a plan against every constraint: exit 0 when it is legal, 1 when it is refused, 2 on a usage error."""
-    spec = load_spec(model) if model else None
+    declared = _declared(model) if model and model.startswith("hf:") else None
+    spec = load_spec(model) if model and declared is None else None
     try:
         parsed = Plan.load(plan)
     except PlanError as error:
@@ -33,9 +36,24 @@ def check(
         _show(None, spec, world, [syntax], json=json)
         raise typer.Exit(ExitCode.REFUSED) from None
     findings = check_plan(parsed, spec=spec, world=world, global_batch=global_batch, seq_len=seq)
+    if declared is not None:
+        findings = [*findings, *_declared_findings(declared, parsed)]
     _show(parsed, spec, world, findings, json=json)
     if errors_in(findings):
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def _declared(model: str) -> Any:
+    """The configuration of a model of transformers."""
+    from shardwise.models.hf import hf_config
+
+    return hf_config(model)
+
+
+def _declared_findings(config: Any, plan: Plan) -> list[Finding]:
+    from shardwise.cli.hf import hf_findings
+
+    return hf_findings(config, plan)
 
 
 def _show(plan: Plan | None, spec: ModelSpec | None, world: int | None, findings: list[Finding], *, json: bool) -> None:

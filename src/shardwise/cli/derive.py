@@ -118,8 +118,11 @@ def _check_contradictions(configuration: Configuration) -> None:
             f"model.{sizes[0]} ({configuration.origin(f'model.{sizes[0]}')}) changes a preset, but model.factory = "
             f"{model.factory!r} makes the model; set sizes inside the factory"
         )
-    if model.factory is not None and not re.fullmatch(r"[\w.]+:\w+", model.factory):
-        raise ConfigError(f"model.factory = {model.factory!r} is not a place; write `package.module:function`")
+    if model.factory is not None and not re.fullmatch(r"[\w.]+:\w+|hf:.+", model.factory):
+        raise ConfigError(
+            f"model.factory = {model.factory!r} is not a place; write `package.module:function`, or `hf:` with a "
+            "config.json, a local directory or an architecture of transformers"
+        )
 
 
 def _spec(configuration: Configuration, chosen: dict[str, Choice]) -> ModelSpec | None:

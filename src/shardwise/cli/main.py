@@ -19,7 +19,10 @@ VERBS = {
     "train": "Train a model; without arguments a small one on Python's own sources, in about a minute.",
     "run": "Run any script as the ranks of a world on this machine.",
     "check": "Is a plan legal for a model and a number of ranks?",
+    "lint": "Find the classic mistakes in training scripts, by line.",
+    "verify": "Is a script under a plan the same training as on one process? Proven in numbers.",
     "schedule": "Show a pipeline schedule and its bubble.",
+    "rules": "Infer tensor-parallel rules of a model from its forward; compare them with one process.",
 }
 """Verb `x` is the function `x` of `shardwise.cli.x`; none of these files imports torch. Here is its line of help."""
 
@@ -92,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _split_script_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """What stands after `--` belongs to the user's script, whatever it looks like."""
-    if words[:1] == ["run"] and "--" in words:
+    if words[:1] in (["run"], ["verify"]) and "--" in words:
         at = words.index("--")
         return words[:at], tuple(words[at + 1 :])
     return words, ()

@@ -49,7 +49,9 @@ _Int = Annotated[int | None, typer.Option()]
 def train(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="A run.toml; every key has a flag or `--set`.")] = None,
-    model: Annotated[str | None, typer.Option(help="A preset (bytes-3m, tiny, ...), or `pkg.mod:factory`.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A preset (bytes-3m, tiny, ...), `pkg.mod:factory`, or hf:NAME.")
+    ] = None,
     dim: _Int = None,
     layers: _Int = None,
     heads: _Int = None,
@@ -186,6 +188,11 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
             seq_len=settings.data.seq_len,
         )
     )
+    if launch is None and (settings.model.factory or "").startswith("hf:"):
+        from shardwise.cli.hf import hf_findings
+        from shardwise.train.build import declared_config
+
+        refuse(hf_findings(declared_config(settings), derived.plan))
     if launch is not None and configuration.settings.train.out is None:
         raise UsageError(
             f"{launch.launcher} started {launch.world} processes, which must agree on the run's directory; give --out"

@@ -40,6 +40,19 @@ class Launch:
     """Index of the node; None when the launcher does not say."""
 
 
+WITNESS = "SHARDWISE_WITNESS"
+"""The directory where the ranks of a run that is verified leave what they did; set by `shardwise verify`."""
+
+
+def witness_directory(env: Mapping[str, str]) -> str | None:
+    """Where this process shall leave what its steps did; None: nobody verifies it, as nearly always.
+
+    >>> witness_directory({}) is None
+    True
+    """
+    return env.get(WITNESS) or None
+
+
 def read_environment(env: Mapping[str, str], *, command: str = "python train.py") -> Launch:
     """Who this process is, from the variables of torchrun, SLURM, Open MPI, MPICH, or none of them.
 

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,17 @@ from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import Plan
 from shardwise.train.batches import eval_batches, loader
-from shardwise.train.build import Text, make_factory, make_optimizer, make_schedule, read_text, token_loss
+from shardwise.train.build import (
+    HF_PREFIX,
+    Text,
+    make_factory,
+    make_loss,
+    make_optimizer,
+    make_schedule,
+    read_text,
+    token_loss,
+    vocab_size,
+)
 from shardwise.train.loop import evaluate, steps
 from shardwise.train.metrics import MetricsLog, memory_bytes, peak_flops, read_metrics
 from shardwise.train.picture import Curves, draw_loss
@@ -89,7 +100,7 @@ class Session:
             clip_norm=settings.clip_norm or None, clip_value=settings.clip_value, on_nonfinite=settings.nonfinite
         )
         try:
-            for m in steps(self.state, token_loss, until=self.total, options=options, store=self.store):
+            for m in steps(self.state, make_loss(self.spec), until=self.total, options=options, store=self.store):
                 self._after(m)
         except SystemExit as stop:
             self._say_stopped(int(stop.code or 0))
@@ -128,6 +139,7 @@ class Session:
                 record
                 | {"tokens": int(self.state.weight), "tokens_per_s": tokens_per_s, "step_s": m.seconds, "mfu": mfu}
                 | {"memory_bytes": sight.memory_bytes, "skipped": m.skipped}
+                | {f"loss_{name}": mean for name, mean in m.losses.items()}
             )
         self.progress.show(sight)
         if m.skipped:
@@ -228,8 +240,9 @@ def run_session(job: RunJob) -> Summary:
     torch.manual_seed(settings.train.seed)
     with open_mesh(job.plan, device=settings.train.device) as mesh:
         text = read_text(settings, job.run, mesh)
-        if job.spec is not None:
-            check_vocab(text.tokenizer, job.spec.vocab_size)
+        held = vocab_size(settings, job.spec)
+        if held is not None:
+            check_vocab(text.tokenizer, held)
         return _in_mesh(job, text, mesh)
 
 
@@ -240,6 +253,7 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         list(range(max(1, int(batch.global_size or 1) // plan.axes.data // batch.micro_batches)))
     )
     placed = apply(make_factory(settings, spec), plan, mesh, seed=train.seed, sample=sample)
+    weights = _read_weights(placed, settings)
     state = TrainState(
         placed,
         make_optimizer(placed, settings.optimizer, spec),
@@ -252,6 +266,8 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
     if mesh.is_first:
         write_text(run.environment, json.dumps(_environment(mesh), indent=2) + "\n")
     with open_progress(state.step, int(train.steps or 0), quiet=job.quiet or not mesh.is_first) as progress:
+        if weights is not None:
+            progress.note(weights)
         if loaded is not None:
             progress.note(f"step {state.step}: continuing from {loaded}")
         with _open_log(run, settings, state.step, mesh) as log:
@@ -268,6 +284,19 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
                 saved_step=state.step if loaded is not None and loaded.parent == run.checkpoints else None,
             )
             return session.train()
+
+
+def _read_weights(placed: Placed, settings: RunSettings) -> str | None:
+    """Fill the model with the weights of the directory that `--model hf:DIR` names; what was done, in words."""
+    source = settings.model.factory or ""
+    if not source.startswith(HF_PREFIX):
+        return None
+    # it imports transformers, which other models do without
+    weights, directory = import_module("shardwise.checkpoint.hf_weights"), source.removeprefix(HF_PREFIX)
+    if not weights.has_weights(directory):
+        return f"{source}: random initial weights (no safetensors files there)"
+    weights.load_hf(placed, directory)
+    return f"{source}: weights read from {directory}"
 
 
 def _open_log(run: RunDir, settings: RunSettings, step: int, mesh: Mesh) -> AbstractContextManager[MetricsLog | None]:

@@ -39,6 +39,8 @@ LLAMA = Recipe(
             "sequence", "attn_norm", "attention_norm", "ffn_norm", "input_layernorm", "post_attention_layernorm"
         ),
         **_endings("sequence", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        **_endings("experts", "experts"),
+        **_endings("sequence", "moe.router", "mlp.gate", "block_sparse_moe.gate", "mlp.shared_expert_gate"),
         **_endings("heads", "self_attn.q_norm", "self_attn.k_norm", "attn.q_norm", "attn.k_norm"),
     },
     outer={
@@ -46,7 +48,7 @@ LLAMA = Recipe(
         **_endings("sequence", "norm"),
         **_endings("head", "head", "lm_head", "output"),
     },
-    needs=(frozenset({"wq", "q_proj", "qkv_proj"}), frozenset({"w2", "down_proj"})),
+    needs=(frozenset({"wq", "q_proj", "qkv_proj"}), frozenset({"w2", "down_proj", "experts"})),
 )
 
 GPT = Recipe(

@@ -23,6 +23,7 @@ STYLES: Mapping[str, str] = {
     "heads": "replicated, on activations that column layers have split (norms of queries and keys)",
     "replicate": "the same on every rank, on activations that are the same on every rank",
     "column-gather": "linear layer split by outputs; the output is gathered (exact for fused projections)",
+    "experts": "stacked experts: dealt out over `ep`; each tp rank works on its share of the tokens",
 }
 """What each style does with the parameters of a module."""
 

@@ -21,7 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ModelError
 from shardwise.findings import nearest
+from shardwise.model.known import Known as Known
 from shardwise.model.nested import Path, leaves, put
+from shardwise.model.standin import stand_in_experts
 
 BEFORE, BETWEEN, AFTER = "before the blocks", "between two blocks", "after the blocks"
 """Phases of a forward that are not a block's; a block's phase is its name."""
@@ -115,7 +117,9 @@ def meta_copy(module: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta", requires_grad=False)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return copy_module(module, memo)
+    copied = copy_module(module, memo)
+    stand_in_experts(copied)
+    return copied
 
 
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -222,6 +226,7 @@ class _Trace(TorchFunctionMode):
         self.links: list[Link] = []
         self.forms: list[Any] = []
         self.counter = FlopCounterMode(display=False)
+        self.known = Known()
         self.flops: dict[str, int] = {}
 
     def __torch_function__(
@@ -229,11 +234,14 @@ class _Trace(TorchFunctionMode):
     ) -> Any:
         """Run one call of forward on the meta device and pass labels on from its operands to its results."""
         args, kwargs = _without_device(func, args, dict(kwargs or {}))
+        if read := self.known.read(func, args, kwargs):
+            return read[0]
         operands = [tensor for _, tensor in tensors_in((args, kwargs))]
         if any(t.is_meta for t in operands) and not all(t.is_meta for t in operands):
             args, kwargs = _as_meta(args), _as_meta(kwargs)
         versions = [t._version for t in operands]
         result = func(*args, **kwargs)
+        self.known.follow(func, args, kwargs, result)
         results = [tensor for _, tensor in tensors_in(result)]
         norm = getattr(func, "__name__", "") in ("batch_norm", "instance_norm")
         changed = [t for t, version in zip(operands, versions, strict=True) if t._version != version]

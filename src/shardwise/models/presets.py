@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from shardwise.errors import ModelError
 from shardwise.model.spec import ModelSpec
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token
 from shardwise.models.gpt import GPT, GPTConfig, gpt_flops_per_token
+from shardwise.models.moe import MoEConfig, MoEDecoder
+from shardwise.models.moe import flops_per_token as moe_flops_per_token
 
 
 def build(spec: ModelSpec) -> Callable[[], nn.Module]:
@@ -24,6 +27,8 @@ def build(spec: ModelSpec) -> Callable[[], nn.Module]:
     """
     if spec.kind == "gpt":
         return partial(GPT, gpt_config(spec))
+    if spec.kind == "moe":
+        return partial(MoEDecoder, moe_config(spec))
     return partial(Decoder, decoder_config(spec))
 
 
@@ -31,6 +36,8 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int) -> int:
     """Matrix-product operations per token of the reference model of a spec: see `decoder.flops_per_token`."""
     if spec.kind == "gpt":
         return gpt_flops_per_token(gpt_config(spec), seq_len)
+    if spec.kind == "moe":
+        return moe_flops_per_token(moe_config(spec), seq_len)
     return flops_per_token(decoder_config(spec), seq_len)
 
 
@@ -38,27 +45,33 @@ def decoder_config(spec: ModelSpec) -> DecoderConfig:
     """The decoder's sizes.
 
     Raises:
-        ModelError: a mixture of experts.
+        ModelError: another kind than `llama`.
     """
     if spec.kind != "llama":
         raise ModelError(
-            f"model {spec.name}: its kind is {spec.kind!r} ({spec.num_experts} experts); the reference decoder "
-            f"has dense feed-forward layers only; plan with this preset, and train your own module through "
-            f"`--model pkg.mod:factory`"
+            f"model {spec.name}: its kind is {spec.kind!r}; the dense decoder is of kind 'llama'; use build(spec), "
+            "which knows all kinds"
         )
-    return DecoderConfig(
-        vocab_size=spec.vocab_size,
-        dim=spec.dim,
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        ffn_dim=spec.ffn_dim,
-        max_seq_len=spec.max_seq_len,
-        head_dim=spec.head_dim,
-        tie_embeddings=spec.tie_embeddings,
-        qkv_bias=spec.qkv_bias,
-        qk_norm=spec.qk_norm,
-    )
+    return DecoderConfig(**_sizes(spec))
+
+
+def moe_config(spec: ModelSpec) -> MoEConfig:
+    """The sizes of the decoder with experts. Scores are softmax over all experts, weights sum to one: as in Mixtral.
+
+    Raises:
+        ModelError: another kind than `moe`.
+    """
+    if spec.kind != "moe":
+        raise ModelError(
+            f"model {spec.name}: its kind is {spec.kind!r}, which has no experts; use build(spec), which knows all "
+            "kinds"
+        )
+    return MoEConfig(num_experts=spec.num_experts, experts_per_token=spec.experts_per_token, **_sizes(spec))
+
+
+def _sizes(spec: ModelSpec) -> dict[str, Any]:
+    names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len", "head_dim")
+    return {name: getattr(spec, name) for name in (*names, "tie_embeddings", "qkv_bias", "qk_norm")}
 
 
 def gpt_config(spec: ModelSpec) -> GPTConfig:

@@ -6,7 +6,6 @@ to one process on the whole micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,18 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from shardwise.parallel.padding import Padding, follow_pipeline
 from shardwise.parallel.placed import Part
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-
-
-@dataclass
-class Padding:
-    """Which micro-batches of a step are padding: their rows are copies, and count in no statistics."""
-
-    flags: tuple[bool, ...] = ()
-    now: bool = False
-    """The micro-batch that runs is padding."""
 
 
 def synchronise_batch_norm(part: Part, group: dist.ProcessGroup | None) -> None:
@@ -44,18 +35,7 @@ def synchronise_batch_norm(part: Part, group: dist.ProcessGroup | None) -> None:
     for norm in norms:
         # an attribute of the instance, as for recompute: the module stays the user's
         object.__setattr__(norm, "forward", _Forward(norm, group, padding))
-    if part.run is not part.root:  # a pipeline runs micro-batches in an order of its own, and says which
-
-        def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            padding.now = bool(padding.flags) and padding.flags[kwargs["index"]]
-
-        part.run.register_forward_pre_hook(mark, with_kwargs=True)
-
-
-def padding_of(root: nn.Module) -> Padding | None:
-    """What the batch norms below `root` are told of padding; None where there are none."""
-    forwards = (vars(module).get("forward") for module in root.modules() if isinstance(module, BatchNorm))
-    return next((forward.padding for forward in forwards if isinstance(forward, _Forward)), None)
+    follow_pipeline(part, padding)
 
 
 class _Forward:

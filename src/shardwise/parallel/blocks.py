@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.errors import ModelError
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Placed, RandomKeys
 from shardwise.parallel.torch_private import COSTLY_OPERATIONS
 from shardwise.plan.plan import Plan, Recompute
 
@@ -65,10 +65,13 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         forward: Callable[..., Any] = block.forward
         if name in chosen:
             _check_no_running_statistics(name, block)
+            if placed.randomness is not None:
+                placed.randomness.inside(name, block)
+                forward = block.forward
             options: dict[str, Any] = {"use_reentrant": False}
             if plan.recompute.mode == "ops":
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-            forward = partial(checkpoint, forward, **options)
+            forward = partial(_recomputed, placed.randomness, forward, options)
         if plan.offload.activations:
             forward = partial(_offloaded, forward, mesh.device.type != "cpu")
         # an attribute of the instance: the class, the names and the state dict stay the user's
@@ -84,6 +87,16 @@ def _check_no_running_statistics(name: str, block: nn.Module) -> None:
                 "computing the block twice would update twice; leave the block out (recompute=everyN or a ratio), or "
                 "drop recompute"
             )
+
+
+def _recomputed(
+    randomness: RandomKeys | None, forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Where randomness is keyed the second forward draws the same numbers, and torch's generators need no saving."""
+    replayed = randomness.replayed(forward) if randomness is not None else None
+    if replayed is None:
+        return checkpoint(forward, *args, **options, **kwargs)
+    return checkpoint(replayed, *args, preserve_rng_state=False, **options, **kwargs)
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

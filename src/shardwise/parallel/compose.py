@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from shardwise.errors import ModelError, PlanError, UsageError
+from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
-from shardwise.parallel.blueprint import Init
+from shardwise.parallel.blueprint import Blueprint, Init
+from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
+from shardwise.parallel.declared import check_declared, divide_declared, prepare, sample_of
+from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
+from shardwise.parallel.random import key_randomness
 from shardwise.parallel.tensor import shard_tensor
+from shardwise.parallel.ties import bind_stages, find_ties
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import AXES, Plan
 
@@ -25,8 +32,11 @@ Pass = Callable[[Placed, Plan, Mesh], Placed]
 
 PASSES: tuple[Pass, ...] = (
     convert_precision,  # first: every later pass sees parameters in the type that is kept
+    key_randomness,  # before anything is cut: it looks at the whole model
     cut_pipeline,  # before sharding: what is on no stage of this rank is never sharded
+    shard_experts,  # before the layers around them: what is placed already, no tensor rule has to cover
     shard_tensor,  # before recompute: a recomputed block holds the collectives of its own layers
+    shard_context,  # before recompute: a recomputed block exchanges its keys and values again
     recompute_blocks,  # inside compile, so that the compiler sees what is recomputed
     compile_blocks,  # inside the data shards: gathers stay outside of compiled code
     shard_data,  # last: it groups whatever parameters the others left
@@ -41,7 +51,7 @@ def apply(
     init: Init | None = None,
     seed: int = 0,
     sample: Batch | None = None,
-    rules: Mapping[str, str] | None = None,
+    rules: Mapping[str, str] | str | os.PathLike[str] | None = None,
 ) -> Placed:
     """Put a plan onto a module: same names, same initial weights, this rank's share of them.
 
@@ -54,7 +64,8 @@ def apply(
             or `"reset_parameters"`.
         seed: initial weights are a function of (seed, parameter name), the same bits under every plan.
         sample: an example micro-batch; lets a pipeline place parameters by how forward uses them.
-        rules: tensor-parallel styles by name pattern, in place of the plan's recipe.
+        rules: tensor-parallel styles by name pattern, in place of the plan's recipe; or the path of a file of them,
+            which must be verified (docs/rules.md).
 
     Returns:
         The module's parts on this rank, ready to train.
@@ -69,25 +80,48 @@ def apply(
     >>> placed = apply(GPT, plan, mesh, seed=1234)  # doctest: +SKIP
     """
     _check_arguments(module, plan, mesh, init, seed, rules)
+    table = load_rules(rules) if isinstance(rules, str | os.PathLike) else rules
+    if isinstance(table, Rules):
+        table.check(tp=plan.axes.tp, sequence=plan.tensor.sequence)
     refuse(check(plan, world=mesh.world, device=mesh.device.type))
     _check_mesh(plan, mesh)
-    blueprint = blueprint_for(module, init, mesh)
+    placed = place(blueprint_for(module, init, mesh), plan, mesh, sample=sample, rules=table, seed=seed)
+    placed = bind_stages(materialize(placed, init, seed, mesh.device))
+    return replicate_data(placed, plan, mesh)
+
+
+def place(
+    blueprint: Blueprint,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    sample: Batch | None = None,
+    rules: Mapping[str, str] | None = None,
+    seed: int = 0,
+) -> Placed:
+    """Run the passes: every parameter has its place and no value yet. What `apply` refuses, it refuses here.
+
+    Raises:
+        ModelError: see `apply`.
+    """
     root = blueprint.module
+    check_declared(root, plan)
+    prepare(root, _blocks(root, plan))
     placed = Placed(
         parts=(Part(root=root, run=root),),
         plan=plan,
         mesh=mesh,
         blocks=_blocks(root, plan),
-        sample=sample,
+        sample=sample if sample is not None else sample_of(root),
         blueprint=blueprint,
         rules=rules,
+        seed=seed,
+        ties=find_ties(root),
         original_names=tuple(name for name, _ in root.named_modules()),
     )
     for run in PASSES:
         placed = run(placed, plan, mesh)
-    placed = record_replicated(placed)
-    placed = materialize(placed, init, seed, mesh.device)
-    return replicate_data(placed, plan, mesh)
+    return record_replicated(divide_declared(placed))
 
 
 def _check_arguments(module: object, plan: object, mesh: object, init: object, seed: object, rules: object) -> None:
@@ -95,7 +129,12 @@ def _check_arguments(module: object, plan: object, mesh: object, init: object, s
         ("plan", plan, Plan, "Plan.parse(...)"),
         ("mesh", mesh, Mesh, "the mesh of `with open_mesh(plan) as mesh`"),
         ("seed", seed, int, "an integer"),
-        ("rules", rules, Mapping | None, 'None or a mapping, as {"layers.*.attn.wq": "column", ...}'),
+        (
+            "rules",
+            rules,
+            Mapping | str | os.PathLike | None,
+            'None, a path, or a mapping, as {"layers.*.attn.wq": "column", ...}',
+        ),
     ):
         if not isinstance(value, kind):
             raise UsageError(f"apply: {name}: found {value!r} of type {type(value).__name__}; give {write}")

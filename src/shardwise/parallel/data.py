@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.batchnorm import synchronise_batch_norm
 from shardwise.parallel.blocks import own_blocks
+from shardwise.parallel.carrier import MAX_RANKS, Carrier
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision
-from shardwise.parallel.torch_private import flatten_mesh
+from shardwise.parallel.torch_private import flatten_mesh, join_meshes
 from shardwise.plan.plan import Plan
 
 
@@ -37,7 +38,8 @@ def uses_fully_shard(plan: Plan) -> bool:
     DDP is faster for plain replication, and does not compose with DTensor parameters, pipelines of several
     stages or the mixed-precision policy.
     """
-    composed = plan.axes.data * plan.axes.cp > 1 and (plan.axes.tp > 1 or plan.axes.pp > 1)
+    axes = plan.axes
+    composed = axes.data * axes.cp > 1 and max(axes.tp, axes.pp, axes.ep) > 1
     return plan.zero > 0 or plan.precision in ("bf16", "fp16") or composed
 
 
@@ -65,7 +67,7 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     for part in placed.parts:
         for module in _experts(placed, part):  # before the blocks that hold them
             fully_shard(module, mesh=_expert_data_mesh(mesh, plan), reshard_after_forward=reshard, **options)
-        grouped = _groups(placed, part, plan)
+        grouped = _untied(part.root, _groups(placed, part, plan))
         for module in grouped:
             fully_shard(module, mesh=data_mesh, reshard_after_forward=reshard, **options)
         fully_shard(part.run, mesh=data_mesh, reshard_after_forward=False, **options)
@@ -82,16 +84,20 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if mesh.num_gradient_ranks == 1 or uses_fully_shard(plan):
         return placed
     communication = plan.communication
+    # DDP's two modes look for parameters that the forward does not use, and would count the numbers as one of them
+    carries = mesh.device.type == "cpu" and mesh.num_gradient_ranks <= MAX_RANKS
+    carries = carries and not (communication.find_unused or communication.static_graph)
     parts = []
     for part in placed.parts:
-        if next((p for p in part.root.parameters() if p.requires_grad), None) is None:
+        first = next((p for p in part.root.parameters() if p.requires_grad), None)
+        if first is None:
             parts.append(part)
             continue
         with warnings.catch_warnings():
             # deprecated in torch 2.13 without a replacement for "never": buffers are equal by construction
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             wrapped = DistributedDataParallel(
-                part.root,
+                Carrier(part.root, first) if carries else part.root,
                 process_group=mesh.group(*GRADIENT_AXES),
                 bucket_cap_mb=communication.bucket_mb,
                 broadcast_buffers=False,
@@ -112,15 +118,14 @@ def gradient_divisor(placed: Placed) -> int:
 def _data_mesh(mesh: Mesh, plan: Plan) -> DeviceMesh:
     """The replicas and the shards. Ranks of `cp` hold different tokens of the same rows: they are either of the two."""
     more = ("cp",) if mesh.size("cp") > 1 else ()
-    replicate, shard = ("dp_replicate", *(() if plan.zero else more)), ("dp_shard", *(more if plan.zero else ()))
-    names = (_axis(mesh.device_mesh, replicate), _axis(mesh.device_mesh, shard))
-    whole = mesh.device_mesh[names]
-    return whole if whole.size(0) > 1 else mesh.device_mesh[names[1]]
+    replicate = _axis(mesh.device_mesh, ("dp_replicate", *(() if plan.zero else more)))
+    shard = _axis(mesh.device_mesh, ("dp_shard", *(more if plan.zero else ())))
+    return join_meshes(replicate, shard) if replicate.size() > 1 else shard
 
 
-def _axis(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> str:
-    """The name of one axis, or of several flattened to one."""
-    return axes[0] if len(axes) == 1 else str((flatten_mesh(device_mesh, axes).mesh_dim_names or axes)[0])
+def _axis(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """One axis, or several flattened to one."""
+    return device_mesh[axes[0]] if len(axes) == 1 else flatten_mesh(device_mesh, axes)
 
 
 def _expert_data_mesh(mesh: Mesh, plan: Plan) -> DeviceMesh:
@@ -141,6 +146,20 @@ def _groups(placed: Placed, part: Part, plan: Plan) -> list[nn.Module]:
         return _by_size(part.root, plan.wrap_min_params)[0]
     inside = set(part.root.modules())
     return [block for _, block in own_blocks(placed) if block in inside]
+
+
+def _untied(root: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
+    """Without the groups that share a parameter with something outside of them: it is gathered with the root."""
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    paths = {module: name for name, module in root.named_modules()}
+    tied = [found for found in names.values() if len(found) > 1]
+    return [
+        group
+        for group in groups
+        if not any(0 < sum(name.startswith(f"{paths[group]}.") for name in found) < len(found) for found in tied)
+    ]
 
 
 def _by_size(module: nn.Module, min_params: int) -> tuple[list[nn.Module], int]:
@@ -172,7 +191,8 @@ def _record(placed: Placed, plan: Plan) -> dict[str, Placement]:
     rows = dict(placed.placements)
     for name, parameter in placed.named_parameters().items():
         before = rows.get(name)
-        axes = "replicated over dp_replicate" if plan.zero == 0 else "Shard(0) over dp_shard"
+        shard = "expert_shard" if name.rpartition(".")[0] in placed.experts else "dp_shard"
+        axes = "replicated over dp_replicate" if plan.zero == 0 else f"Shard(0) over {shard}"
         text = f"{before.text}; {axes}" if before else axes
         shape = before.global_shape if before else tuple(parameter.shape)
         rows[name] = Placement(pass_name="shard_data", text=text, global_shape=shape, dtype=str(parameter.dtype))

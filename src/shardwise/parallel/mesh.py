@@ -165,7 +165,9 @@ def open_mesh(
         yield mesh
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             mesh.groups.clear()
-            release_groups(mesh.device_mesh)
+            for part in (mesh.device_mesh, mesh.expert_mesh):
+                if part is not None:
+                    release_groups(part)
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
@@ -264,7 +266,9 @@ def _arrange(plan: Plan, device: torch.device) -> Mesh:
         rank=dist.get_rank(),
         world=dist.get_world_size(),
         batch=BatchRank(rank=replicate * axes.dp_shard + shard, size=axes.data),
-        expert_mesh=_arrange_experts(plan, device) if axes.ep > 1 else None,
+        expert_mesh=_arrange_experts(plan, device)
+        if axes.ep > 1 and not axes.dp_shard * axes.cp * axes.tp % axes.ep
+        else None,
     )
     mesh.group(*DATA_AXES)  # created here, while every rank is at the same place
     mesh.group(*GRADIENT_AXES)

@@ -38,8 +38,8 @@ class Layout:
     blocks: tuple[str, ...]
     firsts: tuple[int, ...]
     """Index of the first block of each stage."""
-    owner: Mapping[str, int]
-    """Stage of each parameter, and of each buffer known to be written to."""
+    owners: Mapping[str, frozenset[int]]
+    """Stages that hold each parameter, and each buffer known to be written to."""
 
     def cut(self, stage: int) -> Cut:
         """What one stage keeps."""
@@ -49,7 +49,7 @@ class Layout:
             first=self.firsts[stage],
             last=(*self.firsts, len(self.blocks))[stage + 1] - 1,
             blocks=self.blocks,
-            elsewhere=frozenset(n for n, owner in self.owner.items() if owner != stage and not _in(n, self.blocks)),
+            elsewhere=frozenset(n for n, own in self.owners.items() if stage not in own and not _in(n, self.blocks)),
         )
 
 
@@ -130,13 +130,14 @@ class Pipeline:
 
     def _check_owners(self, chain: Chain) -> None:
         """That every stage has what the traced forward uses there: the same answer on every rank."""
-        blocks, firsts, placed = self.layout.blocks, self.layout.firsts, self.layout.owner
-        for name, stage in _owners(self.blueprint, blocks, firsts, chain).items():
-            if name in chain.phases and placed.get(name) != stage and not _in(name, blocks):
-                where = f"on stage {placed[name]}" if name in placed else "on every stage"
+        blocks, firsts, placed = self.layout.blocks, self.layout.firsts, self.layout.owners
+        for name, stages in _owners(self.blueprint, blocks, firsts, chain).items():
+            if name in chain.phases and not (stages <= placed.get(name, frozenset())) and not _in(name, blocks):
+                where = f"on stage {_listed(placed[name])}" if name in placed else "on every stage"
                 raise ModelError(
-                    f"pipeline.run: {name} is used {' and '.join(chain.phases[name])}, that is on stage {stage}, and "
-                    f"was placed {where} by the order of registration; give apply(..., sample=micro_batch), so that "
+                    f"pipeline.run: {name} is used {' and '.join(chain.phases[name])}, that is on stage "
+                    f"{_listed(stages)}, and was placed {where} by the order of registration; give "
+                    "apply(..., sample=micro_batch), so that "
                     "it is placed by use"
                 )
 
@@ -161,14 +162,16 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if placed.sample is not None:
         chain = trace_chain(blueprint, *model_inputs(placed.sample, Signature.of(root)), blocks)
     firsts = first_blocks(root, blocks, plan, chain)
-    layout = Layout(blocks=blocks, firsts=firsts, owner=_owners(root, blocks, firsts, chain))
+    layout = Layout(blocks=blocks, firsts=firsts, owners=_owners(root, blocks, firsts, chain))
     stages = []
     for stage in stages_of(plan.schedule.kind, mesh.index("pp"), plan.axes.pp, plan.schedule.stages):
         cut, wiring = layout.cut(stage), Wiring(chain=chain)
-        stages.append(StageModule(prune(root, cut, wiring, mesh.device), cut, wiring))
+        stages.append(StageModule(prune(root, cut, wiring, mesh.device), cut, wiring, placed.randomness))
     pipeline = Pipeline(stages, layout, blueprint, placed)
     parts = tuple(Part(root=stage.root, run=stage, stage=stage.cut.stage) for stage in stages)
-    return placed.with_(parts=parts, blocks=blocks, pipeline=pipeline)
+    names = [name for name, _ in root.named_parameters()]
+    shared = {name: tuple(sorted(layout.owners[name])) for name in names if len(layout.owners[name]) > 1}
+    return placed.with_(parts=parts, blocks=blocks, pipeline=pipeline, shared_stages=shared)
 
 
 def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Chain | None = None) -> tuple[int, ...]:
@@ -265,31 +268,35 @@ def _phase_of(root: nn.Module, blocks: tuple[str, ...], chain: Chain | None) -> 
     return phases
 
 
-def _owners(root: nn.Module, blocks: tuple[str, ...], firsts: tuple[int, ...], chain: Chain | None) -> dict[str, int]:
-    """The stage of each parameter, and of each buffer that forward writes to.
+def _owners(
+    root: nn.Module, blocks: tuple[str, ...], firsts: tuple[int, ...], chain: Chain | None
+) -> dict[str, frozenset[int]]:
+    """The stages that hold each parameter, and each buffer that forward writes to; one parameter has one answer.
 
     Raises:
-        ModelError: two stages need one parameter.
+        ModelError: two stages write to one buffer.
     """
     last = len(firsts) - 1
-    owner = {name: 0 if phase == BEFORE else last for name, phase in _phase_of(root, blocks, chain).items()}
-    names = [name for name, _ in root.named_parameters(remove_duplicate=False)]
-    for name in names:
+    owners = {name: {0 if phase == BEFORE else last} for name, phase in _phase_of(root, blocks, chain).items()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
         if _in(name, blocks):
             index = next(i for i, block in enumerate(blocks) if _in(name, (block,)))
-            owner[name] = sum(first <= index for first in firsts) - 1
+            owners[name] = {sum(first <= index for first in firsts) - 1}
     if chain:
-        for name in chain.written:
-            if not _in(name, blocks):
-                owner[name] = 0 if chain.phases[name][0] == BEFORE else last
-        _check_owners(chain, blocks, firsts, owner)
-    groups: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for tied in groups.values():
-        if len({owner[name] for name in tied}) > 1:
-            raise _shared(" = ".join(tied), [f"stage {owner[name]}" for name in tied])
-    return owner
+        for name, phases in chain.phases.items():
+            used = _stages_that_use(phases, blocks, firsts)
+            if name in owners:
+                owners[name] = used
+            elif name in chain.written and not _in(name, blocks):
+                if len(used) > 1:
+                    raise _written_twice(name, phases)
+                owners[name] = used
+    for tied in names.values():
+        union = set().union(*(owners[name] for name in tied))
+        owners |= dict.fromkeys(tied, union)
+    return {name: frozenset(stages) for name, stages in owners.items()}
 
 
 def _stages_that_use(phases: Sequence[str], blocks: tuple[str, ...], firsts: tuple[int, ...]) -> set[int]:
@@ -306,18 +313,15 @@ def _stages_that_use(phases: Sequence[str], blocks: tuple[str, ...], firsts: tup
     return used
 
 
-def _check_owners(chain: Chain, blocks: tuple[str, ...], firsts: tuple[int, ...], owner: dict[str, int]) -> None:
-    for name, phases in chain.phases.items():
-        if name in owner and len(_stages_that_use(phases, blocks, firsts)) > 1:
-            raise _shared(name, phases)
-
-
-def _shared(name: str, where: Sequence[str]) -> ModelError:
+def _written_twice(name: str, where: Sequence[str]) -> ModelError:
     return ModelError(
-        f"cut_pipeline: {name} is used in more than one pipeline stage ({', '.join(where)}), found one parameter where "
-        "each stage needs its own; untie it (tie_embeddings=False, or a module of its own in each block), or use a "
-        "plan with pp1"
+        f"cut_pipeline: the buffer {name} is written to in more than one pipeline stage ({', '.join(where)}), found "
+        "one buffer where each stage needs its own; give each block a buffer of its own, or use a plan with pp1"
     )
+
+
+def _listed(stages: frozenset[int]) -> str:
+    return " and ".join(map(str, sorted(stages)))
 
 
 def _spell(signature: tuple[Any, ...]) -> str:

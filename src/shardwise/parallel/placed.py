@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -57,6 +58,56 @@ class ContextShare(Protocol):
         ...
 
 
+class SharedParameters(Protocol):
+    """Parameters that several pipeline stages hold a copy of; see `parallel/ties.py`."""
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank's copy is the one that sums over the world count."""
+        ...
+
+    def sum_gradients(self) -> None:
+        """Give every copy the sum of all copies' gradients; all ranks of the pp axis call it."""
+        ...
+
+    def refresh(self) -> None:
+        """Let this rank's further copies follow its first one."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """When randomness is drawn, and for which rows."""
+
+    seed: int
+    step: int
+    rows: range | None = None
+    """Numbers of this rank's rows, the same under every plan; None: those of the data ranks follow one another."""
+
+
+class RandomKeys(Protocol):
+    """What `key_randomness` leaves for the step and for recompute."""
+
+    def begin(self, roots: Sequence[nn.Module], moment: Moment, micro: Sequence[Batch], zero: Sequence[bool]) -> None:
+        """Start a step: this rank's micro-batches, and which of them are padding."""
+        ...
+
+    def at(self, index: int) -> AbstractContextManager[None]:
+        """Within it, the forward of a micro-batch draws keyed numbers."""
+        ...
+
+    def renumber(self, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """The step's micro-batches were divided again: do the same with the numbers of their rows."""
+        ...
+
+    def inside(self, name: str, module: nn.Module) -> None:
+        """Key a module's own forward, and not what is put around it later."""
+        ...
+
+    def replayed(self, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+        """A forward that draws the same numbers when it is called again; None: nothing is keyed."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placed:
     """A module with a plan applied: its parts on this rank and where each parameter went.
@@ -76,6 +127,19 @@ class Placed:
     context: ContextShare | None = None
     experts: tuple[str, ...] = ()
     """Names of the modules whose parameters are split over the `ep` axis."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Further names of a tied parameter -> its first name, which is the parameter's name everywhere."""
+    shared_stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """First name of each parameter that several pipeline stages use -> those stages."""
+    copies: SharedParameters | None = None
+    """Parameters that several pipeline stages hold."""
+    trains: frozenset[str] | None = None
+    """Names that an optimizer made from this steps; None: all that are trainable. See `train/several.py`."""
+    after_step: tuple[Callable[[bool], None], ...] = ()
+    """Called at the end of each training step, on all ranks, with whether the update was made."""
+    seed: int = 0
+    """The job's, as `apply` was given it."""
+    randomness: RandomKeys | None = None
     original_names: tuple[str, ...] = ()
     """Names of all modules of the original model, whatever was pruned from this rank."""
 
@@ -94,8 +158,12 @@ class Placed:
         return self.parts[0].root
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Original name -> parameter of this rank (a DTensor where it is sharded)."""
-        return {name: p for part in self.parts for name, p in part.root.named_parameters()}
+        """Original name -> parameter of this rank (a DTensor where it is sharded); a tied one by its first name."""
+        found: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            for name, parameter in part.root.named_parameters():
+                found.setdefault(self.ties.get(name, name), parameter)
+        return found
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Original name -> buffer of this rank."""

@@ -10,6 +10,7 @@ one behind its last block ends the forward there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError
 from shardwise.model.nested import at, put
 from shardwise.model.tracer import Chain, copy_module, tensors_in
+from shardwise.parallel.placed import RandomKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +107,9 @@ class PassThrough(nn.Module):
 class StageModule(nn.Module):
     """What a pipeline's schedule calls: received tensors in, tensors for the next stage or the loss out."""
 
-    def __init__(self, root: nn.Module, cut: Cut, wiring: Wiring) -> None:
+    def __init__(self, root: nn.Module, cut: Cut, wiring: Wiring, randomness: RandomKeys | None = None) -> None:
         super().__init__()
-        self.root = root
+        self.root, self.randomness = root, randomness
         self.cut, self.wiring, self.feed = cut, wiring, Feed()
 
     def forward(self, *received: torch.Tensor, index: int, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -124,7 +126,9 @@ class StageModule(nn.Module):
         if self.cut.stage:
             self.wiring.received = tuple(_own(tensor) for tensor in received)
         try:
-            output = self.root(*inputs[0], **inputs[1])
+            randomness = self.randomness if self.training else None
+            with randomness.at(index) if randomness is not None else nullcontext():
+                output = self.root(*inputs[0], **inputs[1])
         except StageDone as done:
             return tuple(self._sendable(tensor) for tensor in done.tensors)
         finally:

@@ -12,9 +12,12 @@ Matching is ours: torch's `parallelize_module` only warns of a plan key that mat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,6 +27,7 @@ from shardwise.errors import ModelError
 from shardwise.model.recipes import recipe_for
 from shardwise.model.rules import check_covered, match
 from shardwise.parallel.blocks import own_blocks
+from shardwise.parallel.declared import HEAD_COUNTS, declares, is_transposed, localise_heads, rules_of
 from shardwise.parallel.linear import AXIS, check_divides
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Part, Placed, Placement
@@ -37,20 +41,13 @@ from shardwise.parallel.tensor_hooks import (
     split_sequence,
     with_local_parameters,
 )
+from shardwise.parallel.ties import retie
+from shardwise.parallel.transposed import split_transposed
 from shardwise.plan.plan import Plan
 
 COLUMNS = ("column", "column-gather")
 REPLICATED = ("sequence", "heads", "replicate")
 SEQUENCE_DIM = 1
-HEAD_COUNTS = (
-    "num_heads",
-    "n_heads",
-    "n_head",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +76,9 @@ class _Job:
 def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """Split the layers that the rules name over the `tp` axis; each parameter becomes a DTensor on that axis.
 
-    Rules are `placed.rules`, or those of the recipe `plan.tensor.recipe`. Attention code must take the number of heads
-    from its tensors (`view(batch, seq, -1, head_dim)`), not from its configuration.
+    Rules are `placed.rules`, those that the model itself declares (`transformers`), or those of the recipe
+    `plan.tensor.recipe`. Attention code must take the number of heads from its tensors
+    (`view(batch, seq, -1, head_dim)`) or from an attribute of its own (`self.num_heads`), not from its configuration.
 
     Raises:
         ModelError: A rule matches nothing or twice; a parameter is covered by no rule; tp does not divide a weight or a
@@ -94,7 +92,7 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """
     if plan.axes.tp == 1:
         return placed
-    rules = dict(placed.rules) if placed.rules is not None else recipe_for(placed.original_names, plan.tensor.recipe)
+    rules = _rules(placed, plan, mesh)
     styles = match(rules, ("", *placed.original_names))
     blocks = [name for name, _ in own_blocks(placed)]
     if plan.tensor.sequence and not placed.blocks:
@@ -108,10 +106,27 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         sites = list(_sites(part.root, styles, blocks))
         _check(part.root, sites, rules, plan, mesh)
         job = _Job(tp_mesh=mesh.device_mesh[AXIS], sequence=plan.tensor.sequence, loss=plan.tensor.loss)
-        placements |= _shard_part(part, sites, job)
+        placements = _shard_part(part, sites, job, placed.ties) | placements
         if plan.tensor.sequence:
             _bound_sequence(part, blocks, job)
     return placed.with_(placements=placements)
+
+
+def _rules(placed: Placed, plan: Plan, mesh: Mesh) -> dict[str, str]:
+    """The caller's rules, the model's own completed by ours, or a recipe's."""
+    if placed.rules is not None:
+        return dict(placed.rules)
+    root = placed.blueprint.module if placed.blueprint is not None else placed.parts[0].root
+    if plan.tensor.recipe != "auto" or not declares(root):
+        return recipe_for(placed.original_names, plan.tensor.recipe)
+    found = rules_of(root, placed.blocks, mesh.size(AXIS))
+    if found.notes and mesh.is_first:
+        warnings.warn(
+            f"tensor parallelism of {type(root).__name__}: some layers cannot be split and stay whole on every rank "
+            f"({'; '.join(found.notes)}): right, but of no use to memory; use a tp that divides them",
+            stacklevel=4,
+        )
+    return dict(found.rules)
 
 
 def _sites(root: nn.Module, styles: Mapping[str, str], blocks: list[str]) -> Iterator[_Site]:
@@ -119,6 +134,8 @@ def _sites(root: nn.Module, styles: Mapping[str, str], blocks: list[str]) -> Ite
     modules = dict(root.named_modules(remove_duplicate=False))
     for name, style in styles.items():
         module = modules.get(name)
+        if style == "experts":
+            continue  # `shard_experts` has placed them
         if module is None or next(module.parameters(recurse=style not in REPLICATED), None) is None:
             continue
         block = next((b for b in blocks if name == b or name.startswith(b + ".")), None)
@@ -129,8 +146,8 @@ def _check(root: nn.Module, sites: list[_Site], rules: Mapping[str, str], plan: 
     """Everything that can be refused, before anything is changed."""
     by_hand = [name for name, p in root.named_parameters() if isinstance(p, DTensor)]
     placed = [f"{s.name}.{n}" if s.name else n for s in sites for n, _ in s.module.named_parameters(recurse=False)]
+    placed = _first_names(root, placed)
     check_covered((name for name, _ in root.named_parameters()), by_hand + placed, patterns=list(rules))
-    _check_ties(root)
     tp = mesh.size(AXIS)
     for site in sites:
         _check_type(site)
@@ -138,17 +155,12 @@ def _check(root: nn.Module, sites: list[_Site], rules: Mapping[str, str], plan: 
     _check_siblings(sites, plan.tensor.sequence)
 
 
-def _check_ties(root: nn.Module) -> None:
-    """A parameter under two names would be split twice, each name its own copy."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    tied = [" = ".join(group) for group in names.values() if len(group) > 1]
-    if tied:
-        raise ModelError(
-            f"tensor parallelism: modules share parameters ({'; '.join(tied)}), and sharding each would untie them "
-            "silently; untie them in the model (tie_embeddings=False), or use tp=1"
-        )
+def _first_names(root: nn.Module, names: list[str]) -> list[str]:
+    """Each parameter once, under its first name: a tie may be placed by any of the modules that hold it."""
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in root.named_parameters()}
+    tied = {name: first[id(parameters[name])] for name in names if name in parameters}
+    return list(dict.fromkeys(tied[name] for name in names if name in tied))
 
 
 def _check_type(site: _Site) -> None:
@@ -156,6 +168,8 @@ def _check_type(site: _Site) -> None:
     if site.style in ("column", "row", "head", "column-gather"):
         needed = nn.Linear
     names = {name for name, _ in site.module.named_parameters()}
+    if needed is nn.Linear and site.style != "head" and is_transposed(site.module):
+        return
     if needed and not (isinstance(site.module, needed) and names <= {"weight", "bias"}):
         raise ModelError(
             f"sharding rule {site.style!r} on {site.name}: found {type(site.module).__name__} with parameters "
@@ -172,33 +186,33 @@ def _check_type(site: _Site) -> None:
 def _check_sizes(site: _Site, root: nn.Module, tp: int) -> None:
     """The dims that are split, and the heads of the attention that holds a column layer."""
     module = site.module
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and site.style not in REPLICATED:
         check_divides(
             tp, module.num_embeddings, f"num_embeddings={module.num_embeddings} of {site.name}", "pad the vocabulary"
         )
-    elif isinstance(module, nn.Linear) and site.style not in REPLICATED:
-        size, what = (
-            (module.in_features, "in_features") if site.style == "row" else (module.out_features, "out_features")
-        )
+    elif site.style not in REPLICATED and (isinstance(module, nn.Linear) or is_transposed(module)):
+        weight = cast(torch.Tensor, module.weight)
+        outputs, inputs = weight.shape if isinstance(module, nn.Linear) else weight.T.shape
+        size, what = (inputs, "in_features") if site.style == "row" else (outputs, "out_features")
         remedy = "the rule 'replicate'" if site.style == "head" else "the rule 'column-gather' for all its siblings"
         check_divides(tp, size, f"{what}={size} of {site.name}", remedy if site.style != "row" else "other sizes")
         if site.style == "column":
-            _check_heads(site, module, root.get_submodule(site.parent), tp)
+            _check_heads(site, outputs, root.get_submodule(site.parent), tp)
 
 
-def _check_heads(site: _Site, module: nn.Linear, parent: nn.Module, tp: int) -> None:
+def _check_heads(site: _Site, outputs: int, parent: nn.Module, tp: int) -> None:
     remedy = "the rule 'column-gather' for all projections of the attention"
     for attribute in HEAD_COUNTS:
         count = getattr(parent, attribute, None)
         if isinstance(count, int) and count > 0:
             check_divides(tp, count, f"{attribute}={count} of {site.parent}", remedy)
     head_dim = getattr(parent, "head_dim", None)
-    if isinstance(head_dim, int) and head_dim > 0 and module.out_features % head_dim == 0:
-        heads = module.out_features // head_dim
+    if isinstance(head_dim, int) and head_dim > 0 and outputs % head_dim == 0:
+        heads = outputs // head_dim
         check_divides(
             tp,
             heads,
-            f"the {heads} heads (out_features={module.out_features}, head_dim={head_dim}) of {site.name}",
+            f"the {heads} heads (out_features={outputs}, head_dim={head_dim}) of {site.name}",
             remedy,
         )
 
@@ -221,6 +235,14 @@ def _check_siblings(sites: list[_Site], sequence: bool) -> None:
 def _check_sequence(sites: list[_Site]) -> None:
     """Inside a block, only modules that hold column layers see the whole sequence."""
     holders = {s.parent for s in sites if s.style in COLUMNS and s.block}
+    ended = {s.parent for s in sites if s.style == "row"}
+    for holder in sorted(holders - ended):
+        if not any(name.startswith(holder + ".") for name in ended):
+            raise ModelError(
+                f"sequence shards: {holder} holds column layers and no row layer, found a module that gathers the "
+                "sequence and does not split it again; needed: the layer that leads out of it inside of it (rule "
+                "'row'); or drop `seq` from the plan"
+            )
     for site in sorted(sites, key=lambda s: s.name.count(".")):
         if site.style in COLUMNS and site.block in (site.parent, site.name):
             raise ModelError(
@@ -250,18 +272,22 @@ def _inside(site: _Site, holders: set[str]) -> bool:
     return site.name in holders or _enclosing(site.name, holders) is not None
 
 
-def _shard_part(part: Part, sites: list[_Site], job: _Job) -> dict[str, Placement]:
+def _shard_part(part: Part, sites: list[_Site], job: _Job, ties: Mapping[str, str]) -> dict[str, Placement]:
     """Distribute every site's parameters, and connect column layers to the module that holds them."""
     shapes = {name: (tuple(p.shape), str(p.dtype)) for name, p in part.root.named_parameters()}
     for parent in dict.fromkeys(s.parent for s in sites if s.style in COLUMNS):
         inner = job.sequence and any(s.block for s in sites if s.parent == parent)
         job.holders[parent] = Holder(job.tp_mesh, SEQUENCE_DIM if inner else None, parent)
         hold(part.root.get_submodule(parent), job.holders[parent])
+        if any(s.style == "column" for s in sites if s.parent == parent):
+            localise_heads(part.root.get_submodule(parent), job.tp_mesh.size())
     for site in sites:
         if site.style in REPLICATED:
             _replicate(site, job)
         else:
             _split(site, job)
+    _follow_ties(part.root, ties, {site.name for site in sites})
+    retie(part.root, ties)
     placements: dict[str, Placement] = {}
     by_owner = {site.name: site.style for site in sites}
     for name, parameter in part.root.named_parameters():
@@ -273,12 +299,29 @@ def _shard_part(part: Part, sites: list[_Site], job: _Job) -> dict[str, Placemen
     return placements
 
 
+def _follow_ties(root: nn.Module, ties: Mapping[str, str], named: set[str]) -> None:
+    """A tied parameter that no rule names at its first place goes where its other name was placed."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, first in ties.items():
+        (path, _, key), (first_path, _, first_key) = name.rpartition("."), first.rpartition(".")
+        if first_path in modules and first_path not in named and path in named and path in modules:
+            modules[first_path].register_parameter(first_key, modules[path]._parameters[key])
+
+
 def _placement_text(parameter: DTensor) -> str:
     (placement,) = parameter.placements
     return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate"
 
 
 def _split(site: _Site, job: _Job) -> None:
+    if is_transposed(site.module):
+        to_sequence = job.sequence and site.block is not None
+        whole = Shard(SEQUENCE_DIM) if to_sequence and site.style == "row" else Replicate()
+        split_transposed(site.module, job.tp_mesh, site.style == "row", Shard(-1) if site.style == "column" else whole)
+        if site.style in COLUMNS:
+            job.holders[site.parent].serve(site.module)
+        site.module.register_forward_hook(lambda _, __, output: own(output))
+        return
     parallelize_module(site.module, job.tp_mesh, _torch_style(site, job))
     if site.style in COLUMNS:
         job.holders[site.parent].serve(site.module)

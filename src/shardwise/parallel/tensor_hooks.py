@@ -137,7 +137,7 @@ def accept_whole_or_split(linear: nn.Linear, tp_mesh: DeviceMesh, name: str) -> 
 
 
 def split_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:
-    """The block's first input arrives whole and is split along the sequence."""
+    """The block's first input arrives whole and is split along the sequence, and what else has a row per token."""
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first = _First.of(block, args, kwargs)
@@ -154,20 +154,32 @@ def split_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -
                 f"{tp_mesh.size()}, or drop `seq` from the plan"
             )
         args, kwargs = first.replaced(split(first.tensor, tp_mesh, dim), args, kwargs)
+        args = tuple(split(a, tp_mesh, dim) if _goes_along(a, first.tensor, dim) else a for a in args)
         return forward(*args, **kwargs)
 
     wrap_forward(block, run)
 
 
+def _goes_along(value: Any, stream: torch.Tensor, dim: int) -> bool:
+    """Whether a positional value has, like the hidden states, numbers for each token: what blocks pass on with them."""
+    if not isinstance(value, torch.Tensor) or value is stream or not value.is_floating_point():
+        return False
+    return value.dim() == stream.dim() and value.shape[: dim + 1] == stream.shape[: dim + 1]
+
+
 def leave_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:
-    """The block's output (the first of a tuple) is gathered along the sequence."""
+    """The block's output is gathered along the sequence; of a tuple the first, and what else has a row per token."""
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outputs = forward(*args, **kwargs)
         if isinstance(outputs, torch.Tensor):
             return gather(outputs, tp_mesh, dim)
         if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], torch.Tensor):
-            return (gather(outputs[0], tp_mesh, dim), *outputs[1:])
+            stream, *rest = outputs
+            return (
+                gather(stream, tp_mesh, dim),
+                *(gather(o, tp_mesh, dim) if _goes_along(o, stream, dim) else o for o in rest),
+            )
         raise ModelError(
             f"sequence shards: the block {name} returned {type(outputs).__name__}, needed a tensor or a tuple that "
             "starts with one; return the hidden states first, or drop `seq` from the plan"

@@ -34,6 +34,11 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return mesh[axes]._flatten("_".join(axes))
 
 
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Two axes of one mesh, either of them flattened or not, side by side: `DeviceMesh._concatenate`, private."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
 def release_groups(mesh: DeviceMesh) -> None:
     """Let go of the process groups that a mesh holds: `DeviceMesh._pg_registry`, of the mesh that was opened.
 
@@ -177,6 +182,57 @@ COSTLY_OPERATIONS = frozenset(
 )
 """Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
 (Korthikanti et al., arXiv:2205.05198, section 5)."""
+
+_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention.default
+_FLASH_CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+
+
+def fused_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Output and log of the sum of exponentials by torch's fused kernel; None where none serves.
+
+    The public function gives the output alone. A query that sees no key has the log 0 in the CPU kernel.
+    """
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        out, lse = _FLASH_CPU(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse
+    if _flash_serves(q, k, v, mask, causal):
+        out, lse, *_ = _FLASH_CUDA(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    return None
+
+
+def fused_attention_backward(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Gradients of (queries, keys, values) by the kernel of `fused_attention`, from (gradient, output, lse)."""
+    (q, k, v), (grad, out, lse) = inputs, (t.contiguous() for t in result)
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        grads = _FLASH_CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    elif _flash_serves(q, k, v, mask, causal):
+        seed = torch.empty(2, dtype=torch.int64, device=q.device)  # of a dropout that is not there
+        lengths = (None, None, q.shape[2], k.shape[2])
+        grads = _FLASH_CUDA_BACKWARD(grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale)
+    else:
+        return None
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> bool:
+    if q.device.type != "cuda" or mask is not None or q.shape[-1] % 8:
+        return False
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(parameters)
+
 
 IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__

@@ -1,7 +1,7 @@
 """Every rule between features, in one table: "X does not work with Y" is said here and nowhere else.
 
-The rows stand in three files by section: `rows_data.py`, `rows_pipeline.py`, `rows_tensor.py`. To add one, write below
-the others of its section:
+The rows stand in files by section: `rows_data.py`, `rows_pipeline.py`, `rows_tensor.py`, `rows_context.py`,
+`rows_expert.py`. To add one, write below the others of its section:
 
     @_row("pp.some-id", "One sentence for docs/constraints.md: what is refused, and why.")
     def _some_id(case: Case) -> Hit | None:
@@ -24,7 +24,9 @@ from shardwise.findings import Finding, errors_in
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import Case, Hit, Row, change, markdown, nearest_legal
+from shardwise.plan.rows_context import CONTEXT
 from shardwise.plan.rows_data import BLOCKS, DATA, WORLD
+from shardwise.plan.rows_expert import EXPERTS
 from shardwise.plan.rows_pipeline import PIPELINE
 from shardwise.plan.rows_tensor import TENSOR
 
@@ -33,6 +35,8 @@ SECTIONS: Mapping[str, Mapping[str, Row]] = {
     "Data axes and batch": DATA,
     "Pipeline": PIPELINE,
     "Tensor": TENSOR,
+    "Context": CONTEXT,
+    "Experts": EXPERTS,
     "Recompute and precision": BLOCKS,
 }
 """The table by section; findings are given in this order."""

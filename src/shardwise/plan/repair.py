@@ -51,7 +51,7 @@ class Case:
         return (
             p.zero == 0
             and p.precision not in ("bf16", "fp16")
-            and p.axes.pp == p.axes.tp == 1
+            and p.axes.pp == p.axes.tp == p.axes.ep == 1
             and p.axes.data * p.axes.cp > 1
         )
 

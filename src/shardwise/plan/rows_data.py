@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.plan.plan import Plan
-from shardwise.plan.repair import Case, Hit, change, distance, fit_batch, fit_world, resize, table
+from shardwise.plan.repair import Case, Hit, change, distance, fit_batch, fit_world, table
 
 WORLD, _world_row = table()
 DATA, _data_row = table()
@@ -23,30 +23,6 @@ def _world(case: Case) -> Hit | None:
         f"{plan.axes.cp} x {plan.axes.tp} = {plan.world}, world = {case.world}",
         fix=f"start {plan.world} ranks, or " + (f"use the axes of `{near}`" if near else "another plan"),
         plans=plans,
-    )
-
-
-@_world_row("cp.unavailable", "Context parallelism (`cp` above 1) is not available in this version.")
-def _cp(case: Case) -> Hit | None:
-    if case.plan.axes.cp == 1:
-        return None
-    return Hit(
-        what="context parallelism is not available in this version",
-        found=f"cp={case.plan.axes.cp}",
-        fix="use cp=1; for long sequences use tp with `seq`, and recompute",
-        plans=[resize(case.plan, "cp", 1)],
-    )
-
-
-@_world_row("ep.unavailable", "Expert parallelism (`ep` above 1) is not available in this version.")
-def _ep(case: Case) -> Hit | None:
-    if case.plan.axes.ep == 1:
-        return None
-    return Hit(
-        what="expert parallelism is not available in this version",
-        found=f"ep={case.plan.axes.ep}",
-        fix="use ep=1; zero=3 shards experts like all parameters",
-        plans=[resize(case.plan, "ep", 1)],
     )
 
 

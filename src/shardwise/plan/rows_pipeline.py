@@ -6,7 +6,7 @@ What each schedule needs was read from, and is tested against, the constructors 
 from __future__ import annotations
 
 from shardwise.plan.plan import LOOPED, V_SHAPED, ZERO_BUBBLE, Plan, Schedule
-from shardwise.plan.repair import Case, Hit, change, divisors, resize, shrink, table
+from shardwise.plan.repair import Case, Hit, change, divisors, resize, table
 
 PIPELINE, _row = table()
 
@@ -186,18 +186,6 @@ def _compile(case: Case) -> Hit | None:
             change(plan, compile=False),
             change(plan, schedule__kind="interleaved"),
         ],
-    )
-
-
-@_row("pp.ties", "An embedding tied to the head would live on two stages; not available in this version.")
-def _ties(case: Case) -> Hit | None:
-    if case.plan.axes.pp == 1 or case.spec is None or not case.spec.tie_embeddings:
-        return None
-    return Hit(
-        what=f"{case.spec.name} ties its head to its embedding, which stand on different stages",
-        found=f"pp={case.plan.axes.pp}, tie_embeddings=true",
-        fix="use pp=1, or untie them in the model",
-        plans=[_unsplit(plan) for plan in shrink(case.plan, "pp", 1)],
     )
 
 

@@ -40,9 +40,11 @@ def _kv_heads(case: Case) -> Hit | None:
     return _divides(case, case.spec.num_kv_heads, "key and value heads") if case.spec else None
 
 
-@_row("tp.ffn", "`tp` divides the width of the feed-forward.")
+@_row("tp.ffn", "`tp` divides the width of the feed-forward; experts are not split by it.")
 def _ffn(case: Case) -> Hit | None:
-    return _divides(case, case.spec.ffn_dim, "feed-forward units") if case.spec else None
+    if case.spec is None or case.spec.kind == "moe":
+        return None
+    return _divides(case, case.spec.ffn_dim, "feed-forward units")
 
 
 @_row("tp.vocab", "`tp` divides the vocabulary: embedding and head are split along it.")
@@ -53,33 +55,6 @@ def _vocab(case: Case) -> Hit | None:
     padded = -(-case.spec.vocab_size // tp) * tp
     extra = f", or pad the model's vocabulary to {padded} (unused rows change nothing)"
     return _divides(case, case.spec.vocab_size, "tokens of the vocabulary", extra)
-
-
-@_row("tp.experts", "Experts are not split by `tp` in this version: no recipe covers their weights.")
-def _experts(case: Case) -> Hit | None:
-    if case.plan.axes.tp == 1 or case.spec is None or case.spec.kind != "moe":
-        return None
-    return Hit(
-        what=f"{case.spec.name} has experts, which tensor parallelism does not cover in this version",
-        found=f"tp={case.plan.axes.tp}, experts={case.spec.num_experts}",
-        fix="use tp=1 and more fsdp ranks",
-        plans=[_plain_without_tp(plan) for plan in shrink(case.plan, "tp", 1)],
-    )
-
-
-@_row(
-    "tp.ties",
-    "An embedding tied to the head would be split twice, each a copy of its own; not available in this version.",
-)
-def _ties(case: Case) -> Hit | None:
-    if case.plan.axes.tp == 1 or case.spec is None or not case.spec.tie_embeddings:
-        return None
-    return Hit(
-        what=f"{case.spec.name} ties its head to its embedding, and splitting both would untie them",
-        found=f"tp={case.plan.axes.tp}, tie_embeddings=true",
-        fix="use tp=1, or untie them in the model",
-        plans=[_plain_without_tp(plan) for plan in shrink(case.plan, "tp", 1)],
-    )
 
 
 @_row("tp.sequence", "`seq` shards activations over the `tp` axis, so it needs `tp` above 1.")

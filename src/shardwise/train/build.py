@@ -16,17 +16,19 @@ from torch import nn
 from shardwise.errors import ConfigError, DataError
 from shardwise.findings import nearest
 from shardwise.model.spec import ModelSpec
+from shardwise.models.moe import MoEOutput
 from shardwise.models.presets import build
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.train.corpus import TokenDataset, read_corpus, split, unigram_entropy
-from shardwise.train.loss import Loss, token_cross_entropy
+from shardwise.train.loss import IGNORED, Loss, mean_over, token_cross_entropy
+from shardwise.train.losses import Losses
 from shardwise.train.lr import LrSchedule, constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from shardwise.train.optim import NamedOptimizer
 from shardwise.train.optimizers import OPTIMIZERS
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import OptimizerSettings, RunSettings, ScheduleSettings
-from shardwise.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from shardwise.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer, optional_module
 
 NO_DECAY = ("*norm*", "*.bias", "*ln_*")
 """Parameters of the reference models without weight decay."""
@@ -47,6 +49,37 @@ class Text:
 def token_loss(output: Any, batch: Mapping[str, torch.Tensor]) -> Loss:
     """Cross-entropy of next tokens; a model that returns an object has its logits in `.logits`."""
     return token_cross_entropy(getattr(output, "logits", output), batch["labels"])
+
+
+BALANCE, ROUTER_Z = 0.01, 0.001
+"""Factors of auxiliary losses of models with experts: arXiv:2101.03961, section 2.2; arXiv:2202.08906, section 3."""
+
+
+def make_loss(spec: ModelSpec | None) -> Callable[[Any, Any], Any] | Losses:
+    """`token_loss`; for a reference model with experts, also the losses that balance them and bound the router."""
+    if spec is None or spec.kind != "moe":
+        return token_loss
+
+    def losses(output: MoEOutput, batch: Mapping[str, torch.Tensor]) -> dict[str, Loss]:
+        return {
+            "tokens": token_loss(output, batch),
+            "balance": mean_over(output.balance),
+            "router_z": mean_over(output.router_z),
+        }
+
+    return Losses(
+        losses,
+        weights={"tokens": _num_labels, "balance": _num_tokens, "router_z": _num_tokens},
+        factors={"balance": BALANCE, "router_z": ROUTER_Z},
+    )
+
+
+def _num_labels(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"] != IGNORED).sum()
+
+
+def _num_tokens(batch: Mapping[str, torch.Tensor]) -> int:
+    return batch["labels"].numel()
 
 
 def read_text(settings: RunSettings, run: RunDir, mesh: Mesh) -> Text:
@@ -84,6 +117,9 @@ def make_factory(settings: RunSettings, spec: ModelSpec | None) -> Callable[[], 
     """
     if spec is not None:
         return build(spec)
+    if (config := declared_config(settings)) is not None:
+        made: Callable[[], nn.Module] = import_module(HF).hf_factory(config)
+        return made
     module_name, _, name = _said(settings.model.factory).partition(":")
     sys.path.insert(0, str(Path.cwd()))  # a module beside run.toml, as `python -m` finds it
     try:
@@ -98,6 +134,29 @@ def make_factory(settings: RunSettings, spec: ModelSpec | None) -> Callable[[], 
         raise ConfigError(f"model.factory = {settings.model.factory!r}: no function {name!r}; {nearest(name, known)}")
     factory: Callable[[], nn.Module] = getattr(module, name)
     return factory
+
+
+HF, HF_PREFIX = "shardwise.models.hf", "hf:"
+
+
+def declared_config(settings: RunSettings) -> Any:
+    """The configuration that `--model hf:...` names; None for other models.
+
+    Raises:
+        ConfigError: `transformers` is not installed, or does not know the name.
+        DataError: a file that holds no configuration.
+    """
+    source = settings.model.factory or ""
+    if not source.startswith(HF_PREFIX):
+        return None
+    optional_module("transformers", extra="hf", need=f"model {source}")
+    optional_module("safetensors", extra="hf", need=f"model {source}")
+    return import_module(HF).hf_config(source)
+
+
+def vocab_size(settings: RunSettings, spec: ModelSpec | None) -> int | None:
+    """How many tokens the model's embedding holds; None: a factory's, which does not say."""
+    return spec.vocab_size if spec is not None else getattr(declared_config(settings), "vocab_size", None)
 
 
 def make_optimizer(placed: Placed, settings: OptimizerSettings, spec: ModelSpec | None) -> NamedOptimizer:

@@ -18,7 +18,8 @@ from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Window
-from shardwise.train.loss import Loss, as_loss
+from shardwise.train.loss import Loss, refuse_mean
+from shardwise.train.losses import Losses, losses_in
 from shardwise.train.state import TrainState
 from shardwise.train.step import STOP_SIGINT, STOP_SIGTERM, LossFn, StepMetrics, StepOptions, TrainStep, options_with
 
@@ -121,7 +122,8 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
         windows: from `eval_batches`; every rank must get the same number of them.
 
     Returns:
-        `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`.
+        `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`. Of several losses
+        the mean is the total, and the weight that of the first.
 
     Cost: forward passes, one all-reduce at the end. Modules return to training mode.
 
@@ -130,14 +132,16 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
     device = placed.mesh.device
     signature = Signature.of(placed.parts[0].root)
     counts_here = placed.mesh.index("tp") == 0
-    totals = torch.zeros(2, dtype=torch.float64)
+    several = loss_fn if isinstance(loss_fn, Losses) else None
+    totals = torch.zeros(len(several.weights) if several else 1, 2, dtype=torch.float64)
 
-    def add(result: Any, micro: Any, is_zero: bool) -> torch.Tensor:
-        loss = as_loss(result, num_rows(micro))
+    def add(result: Any, micro: Any, is_zero: bool) -> None:
+        if placed.context is not None:
+            refuse_mean(result)
         if counts_here and not is_zero:
-            totals[0] += float(loss.sum)
-            totals[1] += float(loss.weight)
-        return loss.sum
+            for total, loss in zip(totals, losses_in(result, num_rows(micro)), strict=True):
+                total[0] += float(loss.sum)
+                total[1] += float(loss.weight)
 
     placed.train(False)
     try:
@@ -154,7 +158,8 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
         placed.train(True)
         reshard(placed)
     placed.mesh.all_reduce_sum(summed := totals.to(device))
-    return Loss(summed[0], summed[1])
+    sums = [Loss(*row) for row in summed]
+    return several.total(dict(zip(several.weights, sums, strict=True))) if several else sums[0]
 
 
 def _pipelined(
@@ -162,7 +167,7 @@ def _pipelined(
     micro: list[Any],
     zero: tuple[bool, ...],
     loss_fn: LossFn,
-    add: Callable[[Any, Any, bool], torch.Tensor],
+    add: Callable[[Any, Any, bool], None],
 ) -> None:
     assert placed.pipeline is not None
     results: dict[int, tuple[Any, Any, bool]] = {}
@@ -172,7 +177,7 @@ def _pipelined(
     def keep(output: Any, batch: Any) -> torch.Tensor:
         result = loss_fn(output, batch)
         results[id(batch)] = (result, batch, flags[id(batch)])  # a dict: shapes may be learnt by an extra call
-        return as_loss(result, num_rows(batch)).sum
+        return losses_in(result, num_rows(batch))[0].sum
 
     placed.pipeline.run(micro, keep, backward=False)
     for result, batch, is_zero in results.values():

@@ -217,6 +217,20 @@ def mean_over(values: torch.Tensor, mask: torch.Tensor | None = None) -> Loss:
     return Loss(kept.sum(), (mask != 0).sum())
 
 
+def refuse_mean(result: Any) -> None:
+    """Refuse a scalar mean where a rank has a part of each sequence: means of parts do not add up to that of the whole.
+
+    Raises:
+        UsageError: `result` is a tensor, where a sum and a weight are needed.
+    """
+    if isinstance(result, torch.Tensor):
+        raise UsageError(
+            "the loss function returned a scalar mean under context parallelism (cp above 1), where this rank has a "
+            "part of each sequence; needed a sum and its weight, which add up exactly: return Loss(sum, weight), as "
+            "token_cross_entropy and mean_over do"
+        )
+
+
 def as_loss(result: Any, rows: int) -> Loss:
     """What a loss function returned, as a `Loss`.
 

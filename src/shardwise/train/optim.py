@@ -241,13 +241,15 @@ def _trainable(placed: Placed) -> dict[str, nn.Parameter]:
     first: dict[int, str] = {}
     parameters = placed.named_parameters()
     for name, parameter in parameters.items():
-        if parameter.requires_grad:
+        if parameter.requires_grad and (placed.trains is None or name in placed.trains):
             first.setdefault(id(parameter), name)
     return {name: parameters[name] for name in first.values()}
 
 
-def stepped_parameters(placed: Placed, *, local: bool) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """What an optimizer steps, and the model's parameters, by name; fp32 copies of those in half precision.
+def stepped_parameters(
+    placed: Placed, *, local: bool, masters: bool = True
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """What an optimizer steps, and the model's parameters, by name; with `masters` fp32 copies of those in half types.
 
     Raises:
         ModelError: nothing is trainable on this rank.
@@ -261,9 +263,14 @@ def stepped_parameters(placed: Placed, *, local: bool) -> tuple[dict[str, nn.Par
     shards = placed.local_parameters() if local else live
     stepped = {name: shards[name] for name in live}
     for name, parameter in stepped.items():
-        if parameter.dtype in _HALF:
+        if masters and parameter.dtype in _HALF:
             stepped[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     return stepped, live
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a shell-style pattern covers a parameter's name; `*` crosses dots."""
+    return fnmatchcase(name, pattern)
 
 
 def split_by_pattern(
@@ -274,7 +281,7 @@ def split_by_pattern(
     Raises:
         ModelError: `strict`, and a pattern matches nothing on any pipeline stage.
     """
-    hits = [{name for name in names if fnmatchcase(name, pattern)} for pattern in patterns]
+    hits = [{name for name in names if matches(name, pattern)} for pattern in patterns]
     found = [bool(hit) or not strict for hit in hits]
     if patterns and strict and placed.mesh.size("pp") > 1:
         stages: list[list[bool]] = [[] for _ in range(placed.mesh.size("pp"))]

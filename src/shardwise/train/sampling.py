@@ -24,9 +24,10 @@ class WholeModel(nn.Module):
     `seq_len`, which a causal model does not see.
     """
 
-    def __init__(self, placed: Placed, seq_len: int) -> None:
+    def __init__(self, placed: Placed, seq_len: int, num_tokens: int | None = None) -> None:
+        """`num_tokens`: how many the tokenizer has; embeddings may be padded to more."""
         super().__init__()
-        self.placed, self.seq_len = placed, seq_len
+        self.placed, self.seq_len, self.num_tokens = placed, seq_len, num_tokens
         plan = placed.plan
         self.pads = plan.axes.pp > 1 or plan.compile or plan.tensor.sequence
 
@@ -36,7 +37,7 @@ class WholeModel(nn.Module):
         padded = nn.functional.pad(ids, (0, self.seq_len - width)) if self.pads else ids
         batch = {"input_ids": padded, "labels": padded}
         logits = self._pipelined(batch) if self.placed.pipeline is not None else self._whole(batch)
-        return logits[:, :width]
+        return logits[:, :width, : self.num_tokens]
 
     def _whole(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         part = self.placed.parts[0]
@@ -92,7 +93,7 @@ def sample_text(
     ids = torch.tensor([list(tokenizer.encode(prompt)) or [0]], dtype=torch.int64, device=placed.mesh.device)
     placed.train(False)
     try:
-        out = generate(WholeModel(placed, seq_len), ids, num_tokens, 0.7, seed, seq_len)
+        out = generate(WholeModel(placed, seq_len, tokenizer.vocab_size), ids, num_tokens, 0.7, seed, seq_len)
     finally:
         placed.train(True)
         reshard(placed)

@@ -13,6 +13,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
+from shardwise.train.ema import Ema
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 
 Tensors = dict[str, torch.Tensor]
@@ -60,7 +61,8 @@ class TrainState:
         optimizer: from `shardwise.adamw` and its like, or a torch optimizer over `placed.parameters()`.
         batches: from `shardwise.loader`; None: the user feeds `make_step` by hand.
         schedule: step (from 0) -> factor of the base learning rate; None: constant.
-        seed: kept in checkpoints, so that a resumed run goes on with the same randomness.
+        ema: a moving average of the weights, updated by each step.
+        seed: kept in checkpoints, so that a resumed run goes on with the same randomness; None: that of `apply`.
 
     >>> state = TrainState(placed, adamw(placed, lr=3e-4), batches)  # doctest: +SKIP
     """
@@ -72,7 +74,8 @@ class TrainState:
         batches: DataPosition | None = None,
         *,
         schedule: Callable[[int], float] | None = None,
-        seed: int = 0,
+        ema: Ema | None = None,
+        seed: int | None = None,
     ) -> None:
         """See the class."""
         _check_micro_batches(placed, batches)
@@ -80,13 +83,15 @@ class TrainState:
         self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
         self.batches = batches
         self.schedule = schedule
-        self.seed = seed
+        self.ema = ema
+        self.seed = placed.seed if seed is None else seed
         self.step = 0
         self.skipped = 0
         self.weight = 0.0
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
         self._factor = 1.0
+        self._ema_updates = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -103,11 +108,13 @@ class TrainState:
 
     def tensors(self) -> Tensors:
         """Every tensor by its logical name: `model.<parameter or buffer>`, `optim.<parameter>.<key>`."""
-        return self._model_tensors() | self.optimizer.state_tensors()
+        return self._model_tensors() | self.optimizer.state_tensors() | (self.ema.tensors() if self.ema else {})
 
     def template(self, names: Collection[str]) -> Tensors:
         """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here."""
         model = {name: torch.empty_like(tensor) for name, tensor in self._model_tensors().items()}
+        if self.ema is not None:
+            model |= {name: torch.empty_like(tensor) for name, tensor in self.ema.tensors().items()}
         return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)])
 
     def _model_tensors(self) -> Tensors:
@@ -129,6 +136,7 @@ class TrainState:
             "seed": self.seed,
             "base_lr": self.optimizer.base_lrs,
             "data": self.batches.state_dict() if self.batches is not None else None,
+            "ema_updates": self.ema.updates if self.ema is not None else None,
             "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
             "plan": str(self.placed.plan),
         }
@@ -149,6 +157,10 @@ class TrainState:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
+        if self.placed.copies is not None:
+            self.placed.copies.refresh()
+        if self.ema is not None:
+            self.ema.load_tensors(tensors, self._ema_updates)
         self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith(PREFIX)})
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
@@ -157,6 +169,7 @@ class TrainState:
         self.skipped = int(scalars["skipped"])
         self.weight = float(scalars["weight"])
         self.seed = int(scalars["seed"])
+        self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(scalars["data"])
         if self.loss_scale is not None and scalars["loss_scale"] is not None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,20 +19,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import NonFiniteError, UsageError
-from shardwise.parallel.batchnorm import padding_of
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
-from shardwise.parallel.placed import Part
+from shardwise.parallel.padding import paddings_of
+from shardwise.parallel.placed import Moment, Part
 from shardwise.train.batches import Window
-from shardwise.train.loss import Loss, as_loss
+from shardwise.train.loss import Loss, as_loss, refuse_mean
+from shardwise.train.losses import Losses
+from shardwise.train.losses import Window as LossWindow
 from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
 from shardwise.train.state import TrainState
 from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.witness import open_witness
 
-LossFn = Callable[[Any, Any], Any]
-"""(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean."""
+LossFn = Callable[[Any, Any], Any] | Losses
+"""(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean; or several by name."""
 
 STOP_SIGINT = 1
 STOP_SIGTERM = 100_000
@@ -65,6 +67,8 @@ class StepMetrics:
     """L2 norm of the mean gradient before clipping."""
     lr: float
     seconds: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Under several losses (`Losses`): the mean of each, without its factor."""
     skipped: bool = False
     stopping: str | None = None
     """Why the loop ends after this step; None while it goes on."""
@@ -80,11 +84,12 @@ class TrainStep:
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
         self._sums = WorldSums(placed)
         whole = self._sums.overlaps
-        self._counted = {n: whole or is_counted_here(p, placed.mesh) for n, p in self._parameters.items()}
+        self._counted = {n: whole or self._counts(n, p) for n, p in self._parameters.items()}
         self._signature = Signature.of(placed.parts[0].root)
-        self._paddings = [padding for part in placed.parts if (padding := padding_of(part.root)) is not None]
+        self._paddings = [padding for part in placed.parts for padding in paddings_of(part.root)]
         self._divisor = gradient_divisor(placed)
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
+        self._window: LossWindow | None = None
         self._scalar_mean = False
         self._warned = False
         self._witness = open_witness(state)
@@ -108,14 +113,22 @@ class TrainStep:
             micro, zero = self._witness.begin(micro, zero)
         for padding in self._paddings:
             padding.flags = zero
+        if isinstance(self.loss_fn, Losses):
+            self._window = self.loss_fn.begin(micro, zero, self.state.mesh)
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
         with torch.no_grad():
+            if (copies := self.state.placed.copies) is not None:
+                copies.sum_gradients()
             grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
             if not self._sums.is_started:
                 self._sums.start(self._own(losses, micro, zero))
             sums = self._sums.finish(sum_of_squares(grads, self._counted))
             self._check_equal_rows(sums)
             return self._update(grads, sums, start)
+
+    def _counts(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        placed = self.state.placed
+        return is_counted_here(parameter, placed.mesh) and (placed.copies is None or placed.copies.counts_here(name))
 
     def _micro_batches(self, batch: Any) -> tuple[list[Any], tuple[bool, ...]]:
         device = self.state.mesh.device
@@ -128,12 +141,27 @@ class TrainStep:
         else:
             micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
             zero = (False,) * len(micro)
-        return [self.state.placed.share(to_device(m, device)) for m in micro], zero
+        micro = [to_device(m, device) for m in micro]
+        self._key_randomness(batch, micro, zero)
+        return [self.state.placed.share(m) for m in micro], zero
+
+    def _key_randomness(self, batch: Any, micro: list[Any], zero: tuple[bool, ...]) -> None:
+        """Say which step it is, and which rows of it are here."""
+        state = self.state
+        if state.placed.randomness is not None:
+            rows = batch.positions if isinstance(batch, Window) else None
+            moment = Moment(seed=state.seed, step=state.step, rows=rows)
+            state.placed.randomness.begin([part.root for part in state.placed.parts], moment, micro, zero)
 
     def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:
-        result = self.loss_fn(output, micro)
-        self._scalar_mean = isinstance(result, torch.Tensor)
-        loss = as_loss(result, num_rows(micro))
+        if self._window is not None:
+            loss = self._window.loss(output, micro, is_zero)
+        else:
+            result = self.loss_fn(output, micro)
+            self._scalar_mean = isinstance(result, torch.Tensor)
+            if self.state.placed.context is not None:
+                refuse_mean(result)
+            loss = as_loss(result, num_rows(micro))
         return Loss(loss.sum * 0, loss.weight * 0) if is_zero else loss
 
     def _seeded(self, loss: Loss) -> torch.Tensor:
@@ -142,6 +170,7 @@ class TrainStep:
 
     def _accumulated(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
         part, signature = self.state.placed.parts[0], self._signature
+        randomness = self.state.placed.randomness
         losses: list[Loss] = []
         for i, (batch, is_zero) in enumerate(zip(micro, zero, strict=True)):
             last = i == len(micro) - 1
@@ -149,11 +178,14 @@ class TrainStep:
                 padding.now = is_zero
             with self._reduction(part, first=i == 0, last=last):
                 args, kwargs = model_inputs(batch, signature)
-                loss = self._loss(part.run(*args, **kwargs), batch, is_zero)
+                with randomness.at(i) if randomness is not None else nullcontext():
+                    output = part.run(*args, **kwargs)
+                loss = self._loss(output, batch, is_zero)
                 losses.append(Loss(loss.sum.detach(), loss.weight))
                 if last and self._sums.overlaps:
                     self._sums.start(self._own(losses, micro, zero))
-                torch.autograd.backward(self._seeded(loss))
+                seed = self._seeded(loss)
+                torch.autograd.backward(self._sums.carry(seed) if last else seed)
         return losses
 
     def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:
@@ -217,6 +249,8 @@ class TrainStep:
         else:
             state.skipped += 1
         state.optimizer.zero_grad()
+        for follow in state.placed.after_step:
+            follow(finite)
         # too large a scale, or nothing that counts in the window, is no fault of the model or its data
         excused = weight == 0 or (state.loss_scale is not None and math.isfinite(sums.loss))
         if state.loss_scale is not None and weight:
@@ -225,16 +259,20 @@ class TrainStep:
         if not finite and not excused and self.options.on_nonfinite != "skip":
             stopping = self._nonfinite(mean, norm)
         seconds = time.perf_counter() - start
-        return StepMetrics(
+        metrics = StepMetrics(
             step=state.step,
             loss=mean,
             weight=weight,
             grad_norm=norm,
             lr=lr,
             seconds=seconds,
+            losses=self._window.means(state.mesh) if self._window is not None else {},
             skipped=not finite,
             stopping=stopping,
         )
+        if self._witness is not None:
+            self._witness.finish(metrics)
+        return metrics
 
     def _apply(self, grads: dict[str, torch.Tensor], factor: float, norm: float) -> None:
         """Divide, clip and step: `factor` makes the summed gradient the mean one."""
@@ -247,6 +285,10 @@ class TrainStep:
             clamp_all(values, self.options.clip_value)
         self.state.optimizer.take_grads(grads)
         self.state.optimizer.step()
+        if (copies := self.state.placed.copies) is not None:
+            copies.refresh()
+        if self.state.ema is not None:
+            self.state.ema.update()
 
     def _nonfinite(self, loss: float, norm: float) -> str:
         text = (

@@ -14,6 +14,12 @@ def scale_all(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def average_into(averages: list[Tensor], values: list[Tensor], weight: float) -> None:
+    """`average += weight * (value - average)` for every pair, in place: `torch._foreach_lerp_`."""
+    values = [value.to(average.dtype) for average, value in zip(averages, values, strict=True)]
+    torch._foreach_lerp_(averages, values, weight)
+
+
 def clamp_all(tensors: list[Tensor], limit: float) -> None:
     """Clamp every element to [-limit, limit], in place: `torch._foreach_clamp_min_` and `_max_`."""
     torch._foreach_clamp_min_(tensors, -limit)
@@ -30,3 +36,8 @@ def shard_like(local: Tensor, like: DTensor) -> DTensor:
     if spec.tensor_meta is not None and spec.tensor_meta.dtype != local.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
+    return int(torch._C._current_graph_task_id()) != -1

@@ -1,0 +1,57 @@
+"""What a model of `transformers` cannot do under a plan, found out before any process starts.
+
+The plan is applied for real, in one process that plays one rank of each pipeline stage; nothing is computed and no
+weight gets a value.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.findings import Finding
+from shardwise.models.hf import hf_factory
+from shardwise.parallel.blueprint import record
+from shardwise.parallel.compose import place
+from shardwise.parallel.mesh import open_mesh
+from shardwise.plan.constraints import check
+from shardwise.plan.plan import Plan
+from shardwise.testing.fake import fake_world
+
+
+def hf_findings(config: Any, plan: Plan) -> list[Finding]:
+    """Errors: what `apply` would refuse, with the module and the reason. Warnings: layers that stay whole.
+
+    Args:
+        config: of `hf_config`.
+        plan: one that the constraints accept.
+
+    Cost: time to record the model's constructor, per pipeline stage at most; memory for shapes only.
+
+    >>> hf_findings(hf_config("t5"), Plan.parse("pp2 / mb2"))[0].id  # doctest: +SKIP
+    'hf.refused'
+    """
+    if any(finding.severity == "error" for finding in check(plan)):
+        return []
+    findings: list[Finding] = []
+    factory = hf_factory(config)
+    per_stage = plan.world // plan.axes.pp
+    for stage in range(plan.axes.pp):
+        with warnings.catch_warnings(record=True) as caught, fake_world(plan.world, rank=stage * per_stage):
+            warnings.simplefilter("always")
+            try:
+                with open_mesh(plan, device="cpu") as mesh:
+                    place(record(factory), plan, mesh)
+            except ShardwiseError as error:
+                return [*findings, _finding("hf.refused", "error", error, "change the plan as it says")]
+        for warning in caught:
+            text = str(warning.message)
+            if issubclass(warning.category, UserWarning) and "tensor parallelism of" in text:
+                findings.append(_finding("hf.whole", "warning", text, "use a tp that divides them"))
+    unique = {finding.what: finding for finding in findings}
+    return list(unique.values())
+
+
+def _finding(name: str, severity: Any, text: object, fix: str) -> Finding:
+    return Finding(id=name, severity=severity, what=str(text), fix=fix)

@@ -1,0 +1,172 @@
+"""Models of transformers, unmodified, under every axis: as a plain loop over the same model in one process.
+
+What a family cannot do under an axis is refused before anything is trained, naming the module and the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+import shardwise as sw
+from shardwise.cli.hf import hf_findings
+from shardwise.errors import ConfigError, DataError
+from shardwise.model.hf_plan import DECLARED
+from shardwise.models.hf import hf_config, hf_factory, shrunk_config
+from shardwise.parallel.init import init_model
+from shardwise.testing.world import World
+from tests.parity import hf_models
+from tests.parity.grid import Trace, differences
+
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "falcon"),
+    *("olmo2", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5", "vit"),
+)
+SPARSE = ("mixtral", "qwen3_moe", "deepseek_v3")
+REFUSED = {
+    "tp2 / seq": {
+        "opt": "fc1 is a column layer of the block itself",
+        "bert": "attention.self holds column layers and no row layer",
+        "t5": "an encoder and a decoder, two chains of blocks",
+        "vit": "pictures",
+    },
+    "pp2 / 1f1b mb2": {"t5": "an encoder and a decoder, two chains of blocks"},
+    "cp2": {
+        "gemma2": "attention that caps its logits",
+        "falcon": "calls its attention directly",
+        "t5": "an encoder and a decoder, two chains of blocks",
+        "vit": "projection is a Conv2d",
+    },
+    "ep2 fsdp2": {name: "no expert modules" for name in FAMILIES if name not in SPARSE},
+}
+"""Plan -> family -> part of the reason."""
+PLANS = {
+    "fsdp2": FAMILIES,
+    "tp2": FAMILIES,
+    "tp2 / seq": FAMILIES,
+    "pp2 / 1f1b mb2": FAMILIES,
+    "cp2": FAMILIES,
+    "ep2 fsdp2": SPARSE,
+    "pp2 fsdp2 tp2 / 1f1b mb2 / seq": ("llama", "gemma3_text", "gpt2", "mixtral"),
+    "cp2 tp2 / loss-parallel": ("llama", "mistral"),
+    "fsdp2 / recompute=blocks / mb2": ("gpt2", "falcon"),
+}
+TOLERANCE = 1e-11
+
+
+@functools.cache
+def truths(world: World) -> dict[str, Trace | str]:
+    made = {family: hf_models.config(family) for family in FAMILIES}
+    found: dict[str, Trace | str] = world(1, hf_models.references, made, timeout_s=300)[0]
+    return found
+
+
+def compared(world: World, plan: str, made: dict[str, Any], truth: dict[str, Trace | str]) -> dict[str, str]:
+    """Family -> what differs or went wrong."""
+    text = f"{plan} / fp64"
+    ranks = world(sw.Plan.parse(text).world, hf_models.run_families, text, made, timeout_s=300)
+    wrong = {}
+    for family in made:
+        failed = next((rank[family] for rank in ranks if isinstance(rank[family], str)), None)
+        if failed is not None:
+            wrong[family] = failed
+            continue
+        worst = differences([rank[family] for rank in ranks], truth[family])
+        if max(worst.values()) > TOLERANCE:
+            wrong[family] = str(worst)
+    return wrong
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_families_train_as_one_process_does(world: World, plan: str) -> None:
+    refused = REFUSED.get(plan, {})
+    made = {family: hf_models.config(family) for family in PLANS[plan] if family not in refused}
+    assert compared(world, plan, made, truths(world)) == {}
+
+
+@pytest.mark.parametrize("plan", REFUSED)
+def test_what_a_family_cannot_do_is_a_finding_before_launch(plan: str) -> None:
+    for family, reason in REFUSED[plan].items():
+        if family in ("llama", "qwen2", "qwen3", "phi3", "olmo2"):
+            continue  # as mistral
+        (finding,) = hf_findings(hf_models.config(family), sw.Plan.parse(plan))
+        assert finding.severity == "error" and reason in finding.what, f"{family}: {finding.what}"
+
+
+def test_every_style_that_transformers_registers_is_known() -> None:
+    assert set(ALL_PARALLEL_STYLES.keys()) <= set(DECLARED)
+
+
+def test_a_legal_plan_has_no_finding() -> None:
+    assert hf_findings(hf_models.config("llama"), sw.Plan.parse("pp2 fsdp2 tp2 / mb2 / seq")) == []
+
+
+def test_grouped_heads_fewer_than_tp_are_computed_on_every_rank(world: World) -> None:
+    made = {"mistral": hf_models.config("mistral", num_key_value_heads=1)}
+    truth = world(1, hf_models.references, made)[0]
+    assert compared(world, "tp2", made, truth) == {}
+
+
+def test_dropout_inside_attention_draws_the_same_under_every_plan(world: World) -> None:
+    made = {"gpt2": hf_models.config("gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)}
+    truth = world(1, hf_models.run_families, "dp1 / fp64", made)[0]
+    assert isinstance(truth["gpt2"], Trace), truth["gpt2"]
+    assert compared(world, "tp2", made, truth) == {}
+
+
+@pytest.mark.parametrize("plan", ["pp2 / 1f1b mb2", "tp2 / seq"])
+def test_padded_rows(world: World, plan: str) -> None:
+    made = {family: hf_models.config(family, pads=True) for family in ("llama", "mistral", "gemma3_text", "gpt2")}
+    truth = world(1, hf_models.references, made, timeout_s=300)[0]
+    assert compared(world, plan, made, truth) == {}
+
+
+def test_a_vocabulary_that_tp_does_not_divide_stays_whole_and_is_said() -> None:
+    (finding,) = hf_findings(hf_models.config("gpt2", vocab_size=63), sw.Plan.parse("tp2"))
+    assert finding.severity == "warning"
+    assert "transformer.wte: tp=2 does not divide its 63 rows" in finding.what and "lm_head" in finding.what
+
+
+def test_weights_are_drawn_as_the_constructor_draws_them() -> None:
+    made = shrunk_config(hf_config("gpt2"))
+    one, two = (dict(init_model(hf_factory(made), seed=3).named_parameters()) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert 0.015 < float(one["transformer.h.0.mlp.c_fc.weight"].detach().std()) < 0.025
+    assert bool((one["transformer.h.0.ln_1.weight"] == 1.0).all())
+
+
+def test_shrinking_keeps_what_a_plan_meets() -> None:
+    grouped = shrunk_config(hf_config("mistral"))
+    assert (grouped.num_attention_heads, grouped.num_key_value_heads) == (8, 2)
+    assert shrunk_config(hf_config("gemma3_text")).layer_types[:2] == ["sliding_attention", "full_attention"]
+    assert shrunk_config(hf_config("gemma2")).tie_word_embeddings
+
+
+def test_a_name_that_transformers_does_not_know_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        hf_config("hf:lama")
+    with pytest.raises(DataError, match="no such file"):
+        hf_config("hf:/nowhere/config.json")
+    assert hf_config("LlamaForCausalLM").model_type == "llama"
+
+
+def test_a_configuration_of_another_kind_is_refused(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="found no `model_type`"):
+        hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LamaForCausalLM"]}')
+    with pytest.raises(ConfigError, match="architectures names 'LamaForCausalLM'"):
+        hf_factory(hf_config(tmp_path))()
+
+
+def test_an_instance_of_the_users_own_works_too() -> None:
+    torch.manual_seed(0)
+    module = hf_factory(hf_models.config("llama"))()
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(module, sw.Plan(), mesh)
+        ids = torch.randint(0, hf_models.VOCAB, (2, 8))
+        assert placed.module(input_ids=ids).past_key_values is None

@@ -1,0 +1,144 @@
+"""Weights of transformers: read into shards, written back; and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
+
+import shardwise as sw
+from shardwise.checkpoint.hf_export import export_hf
+from shardwise.checkpoint.hf_weights import has_weights, load_hf
+from shardwise.errors import DataError, UsageError
+from shardwise.models.hf import build, hf_config, hf_factory
+from shardwise.testing.world import World
+from tests.parity import hf_models
+from tests.parity.grid import whole
+
+CLASSES = {"bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
+FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "vit")
+
+
+def saved(directory: Path, family: str, **options: Any) -> Path:
+    """A model of random weights as transformers writes it."""
+    torch.manual_seed(3)
+    module = build(hf_models.config(family))
+    module.save_pretrained(directory / family, **options)
+    return directory / family
+
+
+def logits_of(directory: Path, family: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    loaded = CLASSES.get(family, AutoModelForCausalLM).from_pretrained(directory, local_files_only=True)
+    with torch.no_grad():
+        return loaded.eval()(**inputs).logits
+
+
+def inputs_for(family: str) -> dict[str, torch.Tensor]:
+    rows = hf_models.samples(hf_models.config(family)).rows(list(range(4)))
+    rows.pop("labels")
+    return {key: value.float() if value.is_floating_point() else value for key, value in rows.items()}
+
+
+def load_and_export(text: str, source: str, target: str, families: tuple[str, ...]) -> dict[str, Any]:
+    """Every family under a plan: load, compare what this rank holds with the files, write back."""
+    plan = sw.Plan.parse(text)
+    found = {}
+    with sw.open_mesh(plan) as mesh:
+        for family in families:
+            directory = Path(source) / family
+            placed = sw.apply(hf_factory(hf_config(directory)), plan, mesh, seed=1)
+            load_hf(placed, directory)
+            found[family] = {n: whole(p) for n, p in placed.named_parameters().items()}
+            export_hf(placed, Path(target) / family, max_bytes=20_000)
+    return found
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "pp2 tp2 / 1f1b mb2"])
+def test_what_transformers_wrote_is_read_into_shards_and_written_back(world: World, tmp_path: Path, text: str) -> None:
+    families = FAMILIES if text == "fsdp2" else ("llama", "gpt2", "mixtral")
+    for family in families:
+        saved(tmp_path / "in", family)
+    ranks = world(
+        sw.Plan.parse(text).world, load_and_export, text, str(tmp_path / "in"), str(tmp_path / "out"), families
+    )
+    for family in families:
+        truth = dict(build(hf_config(tmp_path / "in" / family)).named_parameters())
+        original = CLASSES.get(family, AutoModelForCausalLM).from_pretrained(tmp_path / "in" / family)
+        truth = dict(original.named_parameters(remove_duplicate=False))
+        held = {name: tensor for rank in ranks for name, tensor in rank[family].items()}
+        assert set(dict(original.named_parameters())) <= set(held)
+        for name, tensor in held.items():
+            assert torch.equal(tensor, truth[name]), f"{family}: {name}"
+        inputs = inputs_for(family)
+        written = tmp_path / "out" / family
+        assert torch.equal(logits_of(written, family, inputs), logits_of(tmp_path / "in" / family, family, inputs))
+        assert len(list(written.glob("*.safetensors"))) > 1
+
+
+def try_to_load(source: str) -> str:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(hf_factory(hf_models.config("llama")), sw.Plan(), mesh, seed=1)
+        before = {n: p.detach().clone() for n, p in placed.named_parameters().items()}
+        try:
+            load_hf(placed, source)
+        except DataError as error:
+            assert all(torch.equal(before[n], p) for n, p in placed.named_parameters().items()), "half loaded"
+            return str(error)
+    return "loaded"
+
+
+def test_keys_that_lack_or_exceed_or_differ_are_all_listed(tmp_path: Path) -> None:
+    directory = saved(tmp_path, "llama")
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.layers.7.extra.weight"] = torch.zeros(2)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:10].clone()
+    save_file(tensors, directory / "model.safetensors")
+    text = try_to_load(str(directory))
+    assert "4 problem(s)" in text and "nothing was loaded" in text
+    for said in (
+        "missing: model.norm.weight",
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "unexpected: model.layers.7.extra.weight",
+        "shape of lm_head.weight: found [10, 32], needed [64, 32]",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_a_file_cut_short_is_named(tmp_path: Path, keep: int) -> None:
+    directory = saved(tmp_path, "llama")
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    text = try_to_load(str(directory))
+    assert "model.safetensors: not a whole safetensors file" in text and "copy or download it again" in text
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    directory = saved(tmp_path, "llama", max_shard_size="20KB")
+    shards = sorted(directory.glob("*.safetensors"))
+    shards[1].unlink()
+    assert f"{shards[1].name}: no such file" in try_to_load(str(directory))
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    hf_models.config("llama").save_pretrained(tmp_path)
+    assert not has_weights(tmp_path)
+    assert "found config.json; needed model.safetensors" in try_to_load(str(tmp_path))
+
+
+def test_an_export_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(hf_factory(hf_models.config("llama")), sw.Plan(), mesh, seed=1)
+        with pytest.raises(UsageError, match="is not empty"):
+            export_hf(placed, tmp_path)
+        export_hf(placed, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert not list(tmp_path.glob("*.partial-*"))

@@ -1,0 +1,262 @@
+"""`verify`: what is right is proven, and each known fault, planted in a script, is seen and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.diagnose.faults import FAULTS
+from shardwise.diagnose.subject import Subject
+from shardwise.diagnose.verify import Options, Report, Verifier
+from shardwise.train.torch_private import in_backward
+
+SCRIPT = Path(__file__).with_name("verified.py")
+PLANTED = {
+    # fault: (plan, model)
+    "initial-weights": ("fsdp2", ""),
+    "untied": ("dp2", "tied"),
+    "global-batch": ("dp2", ""),
+    "same-data": ("dp2", ""),
+    "other-data": ("dp2", ""),
+    "stage-boundary": ("pp2 / 1f1b mb2", ""),
+    "batch-norm": ("dp2", "conv"),
+    "sequence-positions": ("tp2 / seq", "positions"),
+    "dropout": ("dp2 / mb2", "draws"),
+    "grouping": ("dp2", "rowmean"),
+    "mean-of-means": ("dp2", ""),
+    "divided-by-accumulation": ("dp1 / mb4", ""),
+    "loss-counted-twice": ("dp2", ""),
+    "gradients-divided": ("dp2", ""),
+    "gradients-multiplied": ("dp2", ""),
+    "unreduced": ("fsdp2", ""),
+    "clipping-per-shard": ("fsdp2", "clip"),
+    "learning-rate": ("dp2", ""),
+    "optimizer-per-shard": ("fsdp2", "per-shard"),
+    "names": ("dp2", ""),
+    "sharded-layer": ("tp2", ""),
+}
+OWN_NATURE = ("dropout", "grouping", "sequence-positions")
+"""Faults that the model itself has, one process included: nothing is planted."""
+
+
+@pytest.fixture(scope="module")
+def verifiers(world, tmp_path_factory) -> dict[str, Verifier]:
+    """One process per model is run once."""
+
+    class Known(dict):
+        def __missing__(self, kind: str) -> Verifier:
+            words = (kind,) if kind else ()
+            self[kind] = Verifier(Subject(target=str(SCRIPT), words=words), world, tmp_path_factory.mktemp("verify"))
+            return self[kind]
+
+    return Known()
+
+
+def planted(verifiers: dict[str, Verifier], fault: str, plan: str, kind: str) -> Report:
+    clean = verifiers[kind]
+    clean.verify(sw.Plan())
+    subject = Subject(target=str(SCRIPT), words=clean.subject.words, environment={"FAULT": fault})
+    faulty = Verifier(subject, clean.world, clean.directory / f"{fault}{len(list(clean.directory.iterdir()))}")
+    faulty.baselines = clean.baselines
+    return faulty.verify(sw.Plan.parse(plan))
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("dp2 / mb2", ""),
+        ("fsdp2 / zero1", ""),
+        ("tp2 / seq / loss-parallel", ""),
+        ("pp2 / 1f1b mb2", ""),
+        ("fsdp2 / recompute=blocks", "clip"),
+        ("dp2", "tied"),
+        ("dp2 / mb2", "conv"),
+        ("fsdp2", "per-shard"),
+    ],
+)
+def test_a_right_script_is_proven(verifiers, plan: str, kind: str) -> None:
+    report = verifiers[kind].verify(sw.Plan.parse(plan))
+    assert report.proven, str(report)
+    assert {row.kind for row in report.rows} >= {"loss", "norm", "grad", "param"}
+    assert all(row.largest <= row.tolerance <= 1e-9 for row in report.rows)
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_seen_and_named(verifiers, fault: str) -> None:
+    plan, kind = PLANTED[fault]
+    report = planted(verifiers, fault, plan, kind)
+    assert report.verdict == "different", str(report)
+    assert report.findings[0].id == f"verify.{fault}", str(report)
+
+
+def test_every_known_fault_is_planted() -> None:
+    assert [fault.id.removeprefix("verify.") for fault in FAULTS] == list(PLANTED)
+
+
+def test_a_difference_says_where_it_begins_and_which_factor_it_is(verifiers) -> None:
+    doubled = planted(verifiers, "gradients-multiplied", "dp2", "")
+    assert (doubled.first_forward, doubled.first_backward) == (None, "head.weight")
+    assert doubled.factor == "gradients: exactly 2 = world size, data ranks"
+    divided = planted(verifiers, "gradients-divided", "dp2", "")
+    assert divided.factor == "gradients: 0.5 = 1 / world size, 1 / data ranks"
+    boundary = planted(verifiers, "stage-boundary", "pp2 / 1f1b mb2", "")
+    assert boundary.first_forward == "blocks.2"
+    means = planted(verifiers, "mean-of-means", "dp2", "")
+    assert means.first_forward == "the loss"
+    assert not doubled.proven and doubled.exit_code == 1
+
+
+@pytest.mark.parametrize("fault", ["gradients-multiplied", "mean-of-means"])
+def test_fp32_sees_faults_too(verifiers, world, tmp_path, fault: str) -> None:
+    options = Options(dtype="fp32")
+    clean = Verifier(Subject(target=str(SCRIPT)), world, tmp_path / "clean", options)
+    assert clean.verify(sw.Plan.parse("dp2 / mb2")).proven
+    subject = Subject(target=str(SCRIPT), environment={"FAULT": fault})
+    faulty = Verifier(subject, world, tmp_path / "faulty", options)
+    faulty.baselines = clean.baselines
+    assert faulty.verify(sw.Plan.parse("dp2 / mb2")).findings[0].id == f"verify.{fault}"
+
+
+def test_a_plan_that_is_ignored_is_refused(verifiers) -> None:
+    report = planted(verifiers, "plan-ignored", "fsdp2", "")
+    assert (report.verdict, report.exit_code, report.findings[0].id) == ("refused", 2, "verify.plan-ignored")
+    assert "trained under `dp2 / mb2 / fp64`" in report.findings[0].what
+
+
+def test_an_illegal_plan_is_refused_with_the_id_of_its_row(verifiers) -> None:
+    report = verifiers[""].verify(sw.Plan.parse("dp16"))
+    assert [finding.id for finding in report.findings] == ["batch.small"]
+    report = verifiers[""].verify(sw.Plan.parse("tp1 / seq"))
+    assert [finding.id for finding in report.findings] == ["tp.sequence"]
+
+
+def test_a_hang_ends_and_names_the_ranks(verifiers, world, tmp_path) -> None:
+    verifiers[""].verify(sw.Plan())
+    subject = Subject(target=str(SCRIPT), environment={"FAULT": "hang"})
+    hanging = Verifier(subject, world, tmp_path, Options(timeout_s=3))
+    hanging.baselines = verifiers[""].baselines
+    report = hanging.verify(sw.Plan.parse("dp2"))
+    assert report.findings[0].id == "verify.hang", str(report)
+    assert "ranks 0, 1 did not end within 3 s" in report.findings[0].what
+
+
+def test_an_error_on_one_rank_is_the_finding(verify, tmp_path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import sys\nif sys.argv[1].startswith('dp1'):\n    raise ValueError('no such file')\n")
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.value-error"
+    assert "one process failed on rank 0: no such file" in report.findings[0].what
+    assert "broken.py" in report.findings[0].evidence
+
+
+def test_a_script_without_a_step_is_refused(verify, tmp_path) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("print('hello')\n")
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.no-step" and "hello" in report.findings[0].what
+
+
+def test_runs_that_start_differently_are_refused(verify, tmp_path) -> None:
+    script = tmp_path / "unseeded.py"
+    body = SCRIPT.read_text().replace("random.seed(0)", "seed = random.SystemRandom().randrange(10**6)")
+    script.write_text(body.replace("seed = 7 +", "seed +="))
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.not-reproducible", str(report)
+
+
+def square_error(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> sw.Loss:
+    return sw.mean_over((output - batch[1]).square())
+
+
+def wrong_error(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> sw.Loss:
+    return sw.Loss((output - batch[1]).square().mean() * len(output) ** 2, len(output))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_a_model_with_a_batch_needs_no_script(verify) -> None:
+    draw = torch.Generator().manual_seed(0)
+    batch = (torch.randn(12, 4, generator=draw), torch.randn(12, 1, generator=draw))
+    assert verify(model, "fsdp2", batch=batch, loss_fn=square_error).proven
+    assert verify(model, "dp2", batch=batch, loss_fn=square_error).proven
+    report = verify(model, "dp2", batch=batch, loss_fn=wrong_error)
+    assert not report.proven and "verify.loss" in report.findings[0].id, str(report)
+
+
+def test_a_function_that_trains_needs_no_script(verify) -> None:
+    assert verify(train_digits, "dp2").proven
+
+
+def train_digits(plan: sw.Plan) -> None:
+    rows = [(torch.full((4,), i / 8), torch.full((1,), float(i))) for i in range(8)]
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(model, plan, mesh, seed=1)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), sw.loader(rows, plan.batch, mesh, global_size=4))
+        for _ in sw.steps(state, square_error, until=5):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("target", "keywords"),
+    [("none.py", {}), (SCRIPT, {"batch": 1}), (model, {"words": ("a",)}), (model, {"batch": 1})],
+)
+def test_arguments_that_do_not_fit_are_named(verify, target, keywords) -> None:
+    with pytest.raises(sw.errors.UsageError, match="verify\\("):
+        verify(target, "dp2", **keywords)
+
+
+def test_a_function_that_processes_cannot_find_is_refused_clearly(verify) -> None:
+    with pytest.raises(sw.errors.UsageError, match="top level of a module"):
+        verify(lambda plan: None, "dp2")
+
+
+def test_a_script_that_resumes_is_refused(verify, tmp_path) -> None:
+    script = tmp_path / "resumes.py"
+    script.write_text(SCRIPT.read_text().replace("        clip = 0.5", "        state.step = 3\n        clip = 0.5"))
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.resumed" and "{out}" in report.findings[0].what
+
+
+def test_a_process_that_dies_is_named(verify, tmp_path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text("import os, sys\nprint('before the end')\nsys.stdout.flush()\nos._exit(3)\n")
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.died" and "exit code 3" in report.findings[0].what
+    assert "before the end" in report.findings[0].what
+
+
+def test_a_script_that_exits_with_a_code_is_refused(verify, tmp_path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text("raise SystemExit('no data here')\n")
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.ended" and "no data here" in report.findings[0].what
+
+
+def test_a_script_that_ends_early_says_so(verify, tmp_path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(SCRIPT.read_text().replace("until=10", "until=1"))
+    report = verify(script, "dp2")
+    assert report.proven and report.steps == 1
+    assert "the script ended after 1 of 2 steps" in report.notes
+
+
+def test_a_forward_that_autograd_runs_again_is_told_apart() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(in_backward()))
+    seen.append(in_backward())
+    y.sum().backward()
+    assert seen == [False, True]
+
+
+def test_a_device_that_is_not_there_is_refused(verify) -> None:
+    report = verify(SCRIPT, "dp2", options=Options(device="cuda", steps=1))
+    there = torch.cuda.device_count() > 1
+    assert report.proven if there else report.findings[0].id in ("verify.device", "verify.launch-error"), str(report)

@@ -1,0 +1,128 @@
+"""Tensor-parallel rules from declared plans, names and kinds of modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import ModelError
+from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
+from shardwise.model.rules import STYLES, match
+
+
+def linear(name: str, inputs: int = 16, outputs: int = 16, in_block: bool = True) -> Fact:
+    return Fact(name=name, kind="linear", inputs=inputs, outputs=outputs, in_block=in_block)
+
+
+def attention(*, kv: int = 16) -> list[Fact]:
+    return [
+        linear("layers.0.attn.q_proj"),
+        linear("layers.0.attn.k_proj", outputs=kv),
+        linear("layers.0.attn.v_proj", outputs=kv),
+        linear("layers.0.attn.o_proj"),
+    ]
+
+
+QKV = {f"layers.*.attn.{n}_proj": "colwise" for n in "qkv"} | {"layers.*.attn.o_proj": "rowwise"}
+EMBED = Fact(name="embed_tokens", kind="embedding", inputs=64, outputs=16)
+HEAD = Fact(name="lm_head", kind="linear", inputs=16, outputs=64, is_head=True)
+
+
+def test_declared_styles_become_ours() -> None:
+    assert dict(hf_rules(attention(), QKV, {}, 2).rules) == {
+        "layers.*.attn.q_proj": "column",
+        "layers.*.attn.k_proj": "column",
+        "layers.*.attn.v_proj": "column",
+        "layers.*.attn.o_proj": "row",
+    }
+
+
+def test_every_style_of_ours_that_a_declared_one_becomes_is_known() -> None:
+    assert {style for style in DECLARED.values() if style} <= set(STYLES)
+
+
+def test_an_unknown_declared_style_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ModelError, match="'colwize': did you mean 'colwise'"):
+        hf_rules(attention(), {"layers.*.attn.q_proj": "colwize"}, {}, 2)
+
+
+def test_what_is_not_declared_is_found_by_name_and_kind() -> None:
+    facts = [
+        EMBED,
+        Fact(name="embed_positions", kind="embedding", inputs=66, outputs=16),
+        *attention(),
+        linear("layers.0.fc1", outputs=32),
+        linear("layers.0.fc2", inputs=32),
+        linear("layers.0.other.odd", outputs=32),
+        Fact(name="layers.0.norm", kind="norm", in_block=True),
+        Fact(name="layers.0.mlp.experts", kind="experts", in_block=True),
+        Fact(name="layers.0.mlp.gate", kind="other", in_block=True),
+        HEAD,
+    ]
+    found = hf_rules(facts, {}, {}, 2)
+    assert dict(found.rules) == {
+        "embed_tokens": "vocab",
+        "embed_positions": "replicate",
+        "layers.*.attn.q_proj": "column",
+        "layers.*.attn.k_proj": "column",
+        "layers.*.attn.v_proj": "column",
+        "layers.*.attn.o_proj": "row",
+        "layers.*.fc1": "column",
+        "layers.*.fc2": "row",
+        "layers.*.other.odd": "column-gather",
+        "layers.*.norm": "sequence",
+        "layers.*.mlp.experts": "experts",
+        "layers.*.mlp.gate": "sequence",
+        "lm_head": "head",
+    }
+    assert not found.notes and match(found.rules, [fact.name for fact in facts])
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp"),
+    [({"num_heads": 4, "num_key_value_heads": 2}, 4), ({"num_heads": 3}, 2), ({"head_dim": 8}, 4)],
+)
+def test_heads_that_tp_does_not_divide_are_gathered(heads: dict[str, int], tp: int) -> None:
+    found = hf_rules(attention(), QKV, {"layers.0.attn": heads}, tp)
+    assert {found.rules[f"layers.*.attn.{n}_proj"] for n in "qkv"} == {"column-gather"}
+    assert found.rules["layers.*.attn.o_proj"] == "row" and found.whole_heads == ("layers.0.attn",)
+
+
+def test_a_norm_over_all_heads_needs_whole_ones() -> None:
+    norm = Fact(name="layers.0.attn.q_norm", kind="norm", in_block=True)
+    whole = hf_rules([*attention(), norm], QKV, {}, 2).rules
+    assert whole["layers.*.attn.q_proj"] == "column-gather" and whole["layers.*.attn.q_norm"] == "sequence"
+    split = hf_rules([*attention(), norm], {**QKV, "layers.*.attn.q_norm": "replicated_with_grad_allreduce"}, {}, 2)
+    assert split.rules["layers.*.attn.q_proj"] == "column" and split.rules["layers.*.attn.q_norm"] == "heads"
+
+
+def test_what_cannot_be_split_stays_whole_and_is_said() -> None:
+    found = hf_rules([replace(EMBED, inputs=65), replace(HEAD, outputs=65)], {}, {}, 2)
+    assert dict(found.rules) == {"embed_tokens": "replicate", "lm_head": "replicate"}
+    assert found.notes == (
+        "embed_tokens: tp=2 does not divide its 65 rows: whole on every rank",
+        "lm_head: tp=2 does not divide its 65 outputs: whole on every rank",
+    )
+
+
+def test_tied_layers_get_one_place() -> None:
+    tied = [replace(EMBED, shared_by=("lm_head",)), replace(HEAD, shared_by=("embed_tokens",))]
+    assert dict(hf_rules(tied, {}, {}, 2).rules) == {"embed_tokens": "vocab", "lm_head": "head"}
+    odd = [
+        replace(tied[0], name="position_embed", shared_by=("lm_head",)),
+        replace(tied[1], shared_by=("position_embed",)),
+    ]
+    found = hf_rules(odd, {}, {}, 2)
+    assert set(found.rules.values()) == {"replicate"} and "lm_head: tied to position_embed" in found.notes[0]
+
+
+def test_a_module_whose_parameters_others_use_has_no_rule() -> None:
+    bias = Fact(name="predictions", kind="other", shared_by=("lm_head",), only_shared=True)
+    assert "predictions" not in hf_rules([bias, replace(HEAD, shared_by=("predictions",))], {}, {}, 2).rules
+
+
+def test_layers_that_differ_are_named_one_by_one() -> None:
+    facts = [linear("layers.0.mlp.fc1", outputs=32), linear("layers.1.mlp.fc1", outputs=33)]
+    found = hf_rules(facts, {}, {}, 2)
+    assert dict(found.rules) == {"layers.0.mlp.fc1": "column", "layers.1.mlp.fc1": "replicate"}
