@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
 
 soak: $(STAMP)
 	SHARDWISE_SOAK=200 $(BIN)/python -m pytest -q tests

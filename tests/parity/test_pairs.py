@@ -22,13 +22,13 @@ def check(world, text: str, run=test_grid.grid.run_plan) -> None:
         test_grid.check(world, text, "decoder", "fp64", run=run)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_pairs(world, plan: str) -> None:
     check(world, plan)
 
 
 @SOAK
-@pytest.mark.parametrize("plan", COMPILED)
+@pytest.mark.parametrize("plan", COMPILED, ids=str)
 def test_compiled_pairs(world, plan: str) -> None:
     check(world, plan, run=test_grid.run_compiled)
 

@@ -197,7 +197,7 @@ _LONGEST_S = 1e8
 
 
 def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = ["cpu", *([accelerator.type] if accelerator else [])]
     if device is None:
         device = kinds[-1]

@@ -104,6 +104,23 @@ def _reshard_tensor(case: Case) -> Hit | None:
     )
 
 
+@_data_row(
+    "zero.reshard-pipeline",
+    "An integer `reshard` below `fsdp` with `pp` above 1: torch makes the smaller groups stage by stage, and the ranks of "
+    "other stages wait for ever (torch 2.13).",
+)
+def _reshard_pipeline(case: Case) -> Hit | None:
+    plan, dial = case.plan, case.plan.communication.reshard_after_forward
+    if dial is None or isinstance(dial, bool) or dial >= plan.axes.dp_shard or plan.axes.pp == 1:
+        return None
+    return Hit(
+        what="torch cannot make groups for resharding on one pipeline stage alone",
+        found=f"reshard={dial}, fsdp={plan.axes.dp_shard}, pp={plan.axes.pp}",
+        fix="use reshard=true (every rank of fsdp) or reshard=false",
+        plans=[change(plan, communication__reshard_after_forward=None)],
+    )
+
+
 @_data_row("offload.state", "State is offloaded by the sharding engine, so `offload=state` needs zero 1, 2 or 3.")
 def _offload_state(case: Case) -> Hit | None:
     plan, dp = case.plan, case.plan.axes.dp_replicate
@@ -299,6 +316,24 @@ def _ratio(case: Case) -> Hit | None:
             fix=f"use at least {1 / case.spec.num_layers:.3g}",
         )
     return None
+
+
+@_block_row(
+    "recompute.ops-nested",
+    "`recompute=ops` with parameters that are gathered inside a block (experts under `ep`, groups by `wrap`): torch would "
+    "recompute the gathering itself, and fails.",
+)
+def _ops_nested(case: Case) -> Hit | None:
+    plan = case.plan
+    nested = plan.axes.ep > 1 or (plan.wrap_min_params and plan.zero)
+    if plan.recompute.mode != "ops" or not nested:
+        return None
+    return Hit(
+        what="per-operation recompute does not work where parameters are gathered inside the block",
+        found=f"recompute=ops, ep={plan.axes.ep}, wrap={plan.wrap_min_params}",
+        fix="use recompute=blocks",
+        plans=[change(plan, recompute__mode="blocks"), change(plan, recompute__mode="none")],
+    )
 
 
 @_block_row("precision.fp64-mps", "Apple's `mps` device has no fp64.")
