@@ -106,8 +106,8 @@ def _reshard_tensor(case: Case) -> Hit | None:
 
 @_data_row(
     "zero.reshard-pipeline",
-    "An integer `reshard` below `fsdp` with `pp` above 1: torch makes the smaller groups stage by stage, and the ranks of "
-    "other stages wait for ever (torch 2.13).",
+    "An integer `reshard` below `fsdp` with `pp` above 1: torch makes the smaller groups stage by stage, and the ranks "
+    "of other stages wait for ever (torch 2.13).",
 )
 def _reshard_pipeline(case: Case) -> Hit | None:
     plan, dial = case.plan, case.plan.communication.reshard_after_forward
@@ -320,8 +320,8 @@ def _ratio(case: Case) -> Hit | None:
 
 @_block_row(
     "recompute.ops-nested",
-    "`recompute=ops` with parameters that are gathered inside a block (experts under `ep`, groups by `wrap`): torch would "
-    "recompute the gathering itself, and fails.",
+    "`recompute=ops` with parameters that are gathered inside a block (experts under `ep`, groups by `wrap`): torch "
+    "would recompute the gathering itself, and fails.",
 )
 def _ops_nested(case: Case) -> Hit | None:
     plan = case.plan
