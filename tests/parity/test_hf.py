@@ -56,6 +56,12 @@ PLANS = {
     "fsdp2 / recompute=blocks / mb2": ("gpt2", "falcon"),
 }
 TOLERANCE = 1e-11
+MODULES = ["gemma3" if family == "gemma3_text" else family for family in FAMILIES]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(world: World) -> None:
+    world.preload(__name__, *(f"transformers.models.{name}.modeling_{name}" for name in MODULES))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ again. Workers are not kept: DTensor caches meshes by value, and a later call wo
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -41,6 +42,12 @@ class _Job:
     directory: str
     timeout_s: float
     env: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class _Preload:
+    modules: tuple[str, ...]
+    path: tuple[str, ...]
 
 
 class World:
@@ -85,6 +92,19 @@ class World:
             raise WorldError("\n".join(failures))
         return [pickle.loads(data) for _, data in results]
 
+    def preload(self, *modules: str) -> None:
+        """Import modules where workers are forked from, so that none of them does; e.g. `transformers`.
+
+        A module must start no threads when it is imported.
+
+        Raises:
+            WorldError: a module cannot be imported.
+        """
+        self._here.send(_Preload(modules, tuple(sys.path)))
+        failure: str | None = self._here.recv()
+        if failure is not None:
+            raise WorldError(f"preload: {failure}")
+
     def close(self) -> None:
         """End every process of the pool."""
         self._here.close()
@@ -99,9 +119,12 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
-            job: _Job = parent.recv()
+            job: _Job | _Preload = parent.recv()
         except (EOFError, OSError):
             return
+        if isinstance(job, _Preload):
+            parent.send(_import(job))
+            continue
         crew = [_start_worker(rank, job) for rank in range(job.world)]
         results = _collect(crew, job.timeout_s)
         for process, pipe in crew:
@@ -109,6 +132,17 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
             process.join()
             pipe.close()
         parent.send(results)
+
+
+def _import(job: _Preload) -> str | None:
+    """Why a module cannot be imported; None: all are."""
+    sys.path[:] = list(job.path)
+    for name in job.modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a module does when it is imported
+            return f"{name}: {type(error).__name__}: {error}"
+    return None
 
 
 def _start_worker(rank: int, job: _Job) -> tuple[mp.process.BaseProcess, Connection]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ModelError
 from shardwise.findings import nearest
+from shardwise.model.adapters import with_adapters, without_adapters
 from shardwise.model.rules import generalise
 
 
@@ -89,7 +90,8 @@ def recipe_for(module_names: Iterable[str], name: str = "auto") -> dict[str, str
         >>> recipe_for(names)["layers.*.attn.wq"]
         'column'
     """
-    patterns = list(dict.fromkeys(generalise(n) for n in module_names if n))
+    shown = list(dict.fromkeys(generalise(n) for n in module_names if n))
+    patterns = without_adapters(shown)
     if name != "auto" and name not in RECIPES:
         raise ModelError(f"plan.tensor.recipe={name!r} is not a recipe; {nearest(name, ['auto', *RECIPES])}")
     candidates = list(RECIPES.values()) if name == "auto" else [RECIPES[name]]
@@ -103,7 +105,7 @@ def recipe_for(module_names: Iterable[str], name: str = "auto") -> dict[str, str
             f'parameters; give them as apply(..., rules={{"layers.*.attn.wq": "column", "layers.*.attn.wo": "row", '
             f'"layers.*.norm": "sequence", ...}}), see docs/tensor-parallel.md'
         )
-    return _rules(fitting[0], patterns)
+    return with_adapters(_rules(fitting[0], patterns), shown)
 
 
 def _rules(recipe: Recipe, patterns: list[str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shardwise.errors import ModelError
+from shardwise.model.adapters import UP, has_adapters, home
 from shardwise.model.recipes import recipe_for
 from shardwise.model.rules import check_covered, match
 from shardwise.parallel.blocks import own_blocks
@@ -117,7 +118,7 @@ def _rules(placed: Placed, plan: Plan, mesh: Mesh) -> dict[str, str]:
     if placed.rules is not None:
         return dict(placed.rules)
     root = placed.blueprint.module if placed.blueprint is not None else placed.parts[0].root
-    if plan.tensor.recipe != "auto" or not declares(root):
+    if plan.tensor.recipe != "auto" or not declares(root) or has_adapters(placed.original_names):
         return recipe_for(placed.original_names, plan.tensor.recipe)
     found = rules_of(root, placed.blocks, mesh.size(AXIS))
     if found.notes and mesh.is_first:
@@ -139,7 +140,7 @@ def _sites(root: nn.Module, styles: Mapping[str, str], blocks: list[str]) -> Ite
         if module is None or next(module.parameters(recurse=style not in REPLICATED), None) is None:
             continue
         block = next((b for b in blocks if name == b or name.startswith(b + ".")), None)
-        yield _Site(name=name, module=module, style=style, parent=name.rpartition(".")[0], block=block)
+        yield _Site(name=name, module=module, style=style, parent=home(name), block=block)
 
 
 def _check(root: nn.Module, sites: list[_Site], rules: Mapping[str, str], plan: Plan, mesh: Mesh) -> None:
@@ -220,7 +221,7 @@ def _check_heads(site: _Site, outputs: int, parent: nn.Module, tp: int) -> None:
 def _check_siblings(sites: list[_Site], sequence: bool) -> None:
     """What torch would compute without an error, and wrongly."""
     for parent in dict.fromkeys(s.parent for s in sites if s.style in COLUMNS):
-        linears = [s for s in sites if s.parent == parent and isinstance(s.module, nn.Linear)]
+        linears = [s for s in sites if s.parent == parent and isinstance(s.module, nn.Linear) and not _after_row(s)]
         kinds = {s.style for s in linears}
         if parent and "column" in kinds and kinds & {"column-gather", "replicate", "sequence"}:
             shown = ", ".join(f"{s.name}: {s.style}" for s in linears)
@@ -232,9 +233,20 @@ def _check_siblings(sites: list[_Site], sequence: bool) -> None:
         _check_sequence(sites)
 
 
+def _after_row(site: _Site) -> bool:
+    """The whole half of an adapter on a row layer: it gets sums, not heads."""
+    return UP in site.name.split(".") and site.style in REPLICATED
+
+
 def _check_sequence(sites: list[_Site]) -> None:
     """Inside a block, only modules that hold column layers see the whole sequence."""
     holders = {s.parent for s in sites if s.style in COLUMNS and s.block}
+    adapter = next((s for s in sites if _after_row(s) and s.block), None)
+    if adapter:
+        raise ModelError(
+            f"sequence shards: {adapter.name} is the second half of an adapter on a row layer, and would see 1/tp of "
+            "the sequence where it is taken to see all of it; drop `seq` from the plan, or adapt column layers only"
+        )
     ended = {s.parent for s in sites if s.style == "row"}
     for holder in sorted(holders - ended):
         if not any(name.startswith(holder + ".") for name in ended):
