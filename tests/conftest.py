@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,12 @@ def pytest_configure(config: pytest.Config) -> None:
     paths = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
     if not all(path.is_relative_to(PURE) for path in paths):
         config.pluginmanager.import_plugin("shardwise.testing.plugin")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make soak` runs what would take too long for every change."""
+    if os.environ.get("SHARDWISE_SOAK"):
+        return
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.skip(reason="`make soak` runs it"))

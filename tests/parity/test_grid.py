@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,19 @@ PLANS = [
     "fsdp2 / offload=activations",
     "fsdp2 tp2 / offload=state+activations / mb2",
 ]
+SOAK = {  # in eight processes, and every pair of theirs is in another plan too
+    "dp8",
+    "fsdp8 / mb2",
+    "dp2 fsdp4 / mb2",
+    "dp2 fsdp2 tp2 / seq",
+    "fsdp4 tp2 / mb2",
+    "pp2 dp2 fsdp2 / 1f1b mb2",
+    "pp2 fsdp2 tp2 / gpipe mb4",
+    "pp2 fsdp2 tp2 / interleaved mb4",
+    "pp2 fsdp2 tp2 / looped-bfs mb4",
+    "pp2 fsdp2 tp2 / zero2 / zero-bubble-v mb4 / seq",
+    "pp2 dp2 tp2 / 1f1b mb4 / seq",
+}
 COMPILED = ["dp2 / compile", "tp2 / compile / seq", "pp2 / 1f1b mb4 / compile"]
 GLOBAL_BATCH = 16
 
@@ -120,7 +134,11 @@ def check(world, plan: str, model: str, precision: str, run=grid.run_plan) -> di
     return worst
 
 
-@pytest.mark.parametrize("plan", PLANS)
+def cells(plans: list[str], soak: set[str]) -> list[Any]:
+    return [pytest.param(plan, id=plan, marks=pytest.mark.soak if plan in soak else ()) for plan in plans]
+
+
+@pytest.mark.parametrize("plan", cells(PLANS, SOAK))
 def test_decoder_fp64(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
 
@@ -136,7 +154,7 @@ def run_compiled(text: str, model: str, global_batch: int) -> grid.Trace:
         return grid.run_plan(text, model, global_batch)
 
 
-@pytest.mark.parametrize("plan", PLANS[1::3])
+@pytest.mark.parametrize("plan", cells(PLANS[1::3], {plan for plan in PLANS if Plan.parse(plan).world == 8}))
 def test_decoder_fp32(world, plan: str) -> None:
     check(world, plan, "decoder", "fp32")
 

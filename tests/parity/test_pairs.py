@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 import compatibility
 from shardwise.plan.plan import Plan
 from tests.parity import test_context, test_experts, test_grid
 from tests.parity.pairs import COMPILED, PLANS, open_pairs
-
-SOAK = pytest.mark.skipif(not os.environ.get("SHARDWISE_SOAK"), reason="minutes of compilation: `make soak` runs it")
 
 
 def check(world, text: str, run=test_grid.grid.run_plan) -> None:
@@ -27,7 +23,7 @@ def test_pairs(world, plan: str) -> None:
     check(world, plan)
 
 
-@SOAK
+@pytest.mark.soak
 @pytest.mark.parametrize("plan", COMPILED, ids=str)
 def test_compiled_pairs(world, plan: str) -> None:
     check(world, plan, run=test_grid.run_compiled)
