@@ -43,6 +43,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("zero.reshard", "fsdp8 reshard=3", {}),
     ("zero.reshard", "dp2 reshard=false", {}),
     ("zero.reshard-tensor", "fsdp4 tp2 reshard=2", {}),
+    ("zero.reshard-pipeline", "pp2 fsdp4 mb2 reshard=2", {}),
     ("offload.state", "dp2 offload=state", {}),
     ("offload.state", "dp1 offload=state", {}),
     ("ddp.flags", "fsdp2 static-graph", {}),
@@ -96,6 +97,8 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("tp.recipe", "tp2 recipe=gpt", {"spec": preset("tiny")}),
     ("recompute.every", "dp1 recompute=every0", {}),
     ("recompute.ratio", "dp1 recompute=0%", {}),
+    ("recompute.ops-nested", "fsdp2 recompute=ops wrap=1000", {}),
+    ("recompute.ops-nested", "fsdp2 ep2 recompute=ops", {}),
     ("recompute.ratio", "dp1 recompute=150%", {}),
     ("precision.fp64-mps", "dp1 fp64", {"device": "mps"}),
 ]

@@ -24,7 +24,9 @@ class Carrier(nn.Module):
     def __init__(self, root: nn.Module, like: torch.Tensor) -> None:
         super().__init__()
         self.root = root
-        self.numbers = nn.Parameter(torch.zeros(COUNT, dtype=like.dtype, device=like.device))
+        # beside half types they have a bucket of their own: 8 bits would not hold them
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.numbers = nn.Parameter(torch.zeros(COUNT, dtype=dtype, device=like.device))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward."""
