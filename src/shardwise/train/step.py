@@ -328,7 +328,8 @@ def make_step(
         clip: largest gradient norm; short for `StepOptions(clip_norm=clip)`.
         options: clipping and what happens to values that are not finite.
 
-    Cost beyond the model: one all-reduce of seven numbers, one pass over the gradients.
+    Cost beyond the model: one all-reduce of seven numbers (under DDP on CPUs none: they ride with the gradients), one
+    pass over the gradients.
 
     >>> step = make_step(state, loss_fn, clip=1.0)  # doctest: +SKIP
     >>> metrics = step(batch)  # this rank's rows  # doctest: +SKIP
