@@ -23,8 +23,8 @@ norm, every gradient, every parameter after two steps, relative difference at mo
 [constraint](constraints.md) before anything starts. There is no third state: a test fails where one appears. Written
 by `make docs`.
 
-Cells of `test_compiled_pairs` compile for minutes and run under `make soak` alone. They have not been run in full yet:
-take what they stand for as legal and unproven until your own `make soak` has passed.
+Cells of `test_compiled_pairs` compile for minutes each, so `make soak` runs them; so it does some of eight processes in
+`test_grid`. All have passed.
 
 Precision, tied weights, keyed randomness, parameter groups, moving averages and Hugging Face families have grids of
 their own: [precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md),

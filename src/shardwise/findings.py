@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import Literal, TypeVar
 
+Row = TypeVar("Row")
+Test = TypeVar("Test")
 Severity = Literal["error", "warning", "note"]
 
 
@@ -36,6 +38,25 @@ class Finding:
 def errors_in(findings: Iterable[Finding]) -> list[Finding]:
     """Those findings that refuse."""
     return [finding for finding in findings if finding.severity == "error"]
+
+
+def table_of(row: Callable[..., Row]) -> tuple[dict[str, Row], Callable[[str, str], Callable[[Test], Test]]]:
+    """An empty table of predicates by id, and the decorator that adds one under an id and a sentence.
+
+    `row` makes an entry from `id`, `why` and `test`.
+    """
+    rows: dict[str, Row] = {}
+
+    def named(row_id: str, why: str) -> Callable[[Test], Test]:
+        assert row_id not in rows, row_id
+
+        def add(test: Test) -> Test:
+            rows[row_id] = row(id=row_id, why=why, test=test)
+            return test
+
+        return add
+
+    return rows, named
 
 
 def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:

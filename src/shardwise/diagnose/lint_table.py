@@ -9,7 +9,7 @@ from functools import cached_property
 
 from shardwise.diagnose.lint_kinds import Kinds
 from shardwise.diagnose.lint_script import Script
-from shardwise.findings import Severity
+from shardwise.findings import Severity, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,7 @@ class Facts:
 
 def rules() -> tuple[dict[str, Rule], Callable[[str, str], Callable[[Test], Test]]]:
     """An empty section of the table, and the decorator that adds a predicate to it under an id and a sentence."""
-    table: dict[str, Rule] = {}
-
-    def rule(rule_id: str, why: str) -> Callable[[Test], Test]:
-        assert rule_id not in table, rule_id
-
-        def add(test: Test) -> Test:
-            table[rule_id] = Rule(id=rule_id, why=why, test=test)
-            return test
-
-        return add
-
-    return table, rule
+    return table_of(Rule)
 
 
 def source(node: ast.AST, limit: int = 70) -> str:

@@ -14,16 +14,6 @@ from pathlib import Path
 
 import torch
 
-# imported before the fork, so that no process imports them again
-import torch.distributed.checkpoint  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
-import torch.distributed.pipelining  # noqa: F401
-import torch.distributed.tensor.parallel  # noqa: F401
-
-import shardwise.checkpoint.store
-import shardwise.models.decoder
-import shardwise.models.gpt
-import shardwise.train.loop  # noqa: F401
 from shardwise.diagnose.trace import Trace, read_trace
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch.entry import main as run_entry

@@ -33,6 +33,13 @@ class WorldError(AssertionError):
     """A function failed on some rank; the message holds that rank's traceback."""
 
 
+WARM = (
+    *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor.parallel")),
+    *(f"shardwise.{name}" for name in ("checkpoint.store", "train.loop", "models.decoder", "models.gpt")),
+)
+"""What every worker needs: imported before the fork, so that none imports it again."""
+
+
 @dataclass(frozen=True)
 class _Job:
     world: int
@@ -60,6 +67,8 @@ class World:
     def __init__(self, size: int = 8) -> None:
         """Fork the nursery."""
         self.size = size
+        for name in WARM:
+            importlib.import_module(name)
         self._here, there = _fork.Pipe()
         self._nursery = _fork.Process(target=_nursery, args=(there, self._here))
         self._nursery.start()

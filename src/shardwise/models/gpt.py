@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.models.weights import fill_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +109,7 @@ class GPT(nn.Module):
 
     def reset_parameters(self) -> None:
         """Normal weights, smaller by sqrt(2 layers) where a layer adds to the residual stream; ones; zero biases."""
-        residual_std = self.config.init_std / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith(".proj.weight"):
-                nn.init.normal_(parameter, std=residual_std)
-            elif parameter.ndim > 1:
-                nn.init.normal_(parameter, std=self.config.init_std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.ones_(parameter)
+        fill_weights(self, self.config.init_std, self.config.num_layers, (".proj.weight",))
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, seq) token numbers to (batch, seq, vocab) logits.

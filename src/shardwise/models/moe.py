@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.models.decoder import Attention, DecoderConfig, FeedForward, document_mask
+from shardwise.models.weights import fill_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +183,10 @@ class Router(nn.Module):
             return weights
         flat = chosen.flatten()
         here = torch.zeros_like(cast(torch.Tensor, self.tokens)).scatter_add(0, flat, torch.ones_like(flat))
-        weights = cast(torch.Tensor, _CountOnce.apply(weights, here, self.tokens))  # type: ignore[no-untyped-call]
+        weights = cast(torch.Tensor, _CountOnce.apply(weights, here, self.tokens))  # type: ignore[no-untyped-call]  # torch has no types here
         if kept is not None:
             lost = (~kept).sum()
-            weights = cast(torch.Tensor, _CountOnce.apply(weights, lost, self.dropped))  # type: ignore[no-untyped-call]
+            weights = cast(torch.Tensor, _CountOnce.apply(weights, lost, self.dropped))  # type: ignore[no-untyped-call]  # torch has no types here
         return weights
 
     @torch.no_grad()
@@ -309,16 +310,7 @@ class MoEDecoder(nn.Module):
 
     def reset_parameters(self) -> None:
         """Normal weights, smaller by sqrt(2 layers) where a layer adds to the residual stream; ones; zero biases."""
-        residual_std = self.config.init_std / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith((".wo.weight", ".w2.weight", ".w2")):
-                nn.init.normal_(parameter, std=residual_std)
-            elif parameter.ndim > 1:
-                nn.init.normal_(parameter, std=self.config.init_std)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            else:
-                nn.init.ones_(parameter)
+        fill_weights(self, self.config.init_std, self.config.num_layers, (".wo.weight", ".w2.weight", ".w2"))
 
     def forward(
         self,

@@ -40,7 +40,7 @@ class Carrier(nn.Module):
             values: as many as `numbers`.
         """
         load = torch.tensor(values, dtype=self.numbers.dtype, device=self.numbers.device)
-        return cast(torch.Tensor, _Load.apply(loss, self.numbers, load))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Load.apply(loss, self.numbers, load))  # type: ignore[no-untyped-call]  # torch has no types here
 
     def unload(self, num_ranks: int) -> list[float]:
         """The sums of what the ranks loaded, after the backward. DDP averages; this undoes it."""

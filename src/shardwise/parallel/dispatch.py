@@ -64,7 +64,7 @@ def touch(module: nn.Module, forward: Experts, x: torch.Tensor, chosen: torch.Te
     if len(x):
         return forward(x, chosen, w)
     own = [getattr(module, name) for name, _ in module.named_parameters(recurse=False)]
-    touched = _Touch.apply(x.new_zeros(x.shape), x, *own)  # type: ignore[no-untyped-call]
+    touched = _Touch.apply(x.new_zeros(x.shape), x, *own)  # type: ignore[no-untyped-call]  # torch has no types here
     return cast(torch.Tensor, touched)
 
 
@@ -100,7 +100,7 @@ class Dispatch:
 
 
 def _exchange(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    return cast(torch.Tensor, _Exchange.apply(rows, received, sent, group))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Exchange.apply(rows, received, sent, group))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def on_shares(

@@ -246,12 +246,12 @@ class Watch(TorchFunctionMode):
     def __enter__(self) -> Watch:
         """Nothing else watches meanwhile."""
         self.divided.watching = True
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def __exit__(self, *error: object) -> None:
         """Torch's functions are called as they are again."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
         self.divided.watching = False
 
     def __torch_function__(

@@ -36,7 +36,7 @@ def own(view: torch.Tensor) -> torch.Tensor:
     on a view drops the hook by which `fully_shard` gathers parameters for the backward pass, and a compiled block
     sends the gradient of a view to its base.
     """
-    result: torch.Tensor = _Own.apply(view)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Own.apply(view)  # type: ignore[no-untyped-call]  # torch has no types here
     return result
 
 

@@ -147,7 +147,7 @@ def exchanged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: 
     and their gradients, n M for the ring and (n - 1) M gathered (twice that in half types: sums are fp32).
     Kept for backward: local tensors only.
     """
-    out: torch.Tensor = _Exchanged.apply(q, k, v, how)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Exchanged.apply(q, k, v, how)  # type: ignore[no-untyped-call]  # torch has no types here
     return out
 
 
@@ -310,12 +310,12 @@ def ulysses_attention(
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
         mask = mask[..., ranks.rank * q.shape[1] : (ranks.rank + 1) * q.shape[1], :, :]
     out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options)
-    whole: torch.Tensor = _ToSequence.apply(out, ranks)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _ToSequence.apply(out, ranks)  # type: ignore[no-untyped-call]  # torch has no types here
     return whole
 
 
 def _to_heads(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    out: torch.Tensor = _ToHeads.apply(tensor, ranks)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _ToHeads.apply(tensor, ranks)  # type: ignore[no-untyped-call]  # torch has no types here
     return out
 
 

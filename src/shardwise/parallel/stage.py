@@ -158,7 +158,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     Blocks may write to a received tensor in place, which a leaf forbids; torch detaches what a stage sent in
     place, which a view forbids; a gradient is sent as it is.
     """
-    return cast(torch.Tensor, _Own.apply(tensor))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Own.apply(tensor))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 class _Own(torch.autograd.Function):

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import count, product
 from typing import Any
 
-from shardwise.findings import Severity
+from shardwise.findings import Severity, table_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Plan
 
@@ -91,18 +91,7 @@ Test = Callable[[Case], Hit | None]
 
 def table() -> tuple[dict[str, Row], Callable[[str, str], Callable[[Test], Test]]]:
     """An empty section of the table, and the decorator that adds a predicate to it under an id and a sentence."""
-    rows: dict[str, Row] = {}
-
-    def row(row_id: str, why: str) -> Callable[[Test], Test]:
-        assert row_id not in rows, row_id
-
-        def add(test: Test) -> Test:
-            rows[row_id] = Row(id=row_id, why=why, test=test)
-            return test
-
-        return add
-
-    return rows, row
+    return table_of(Row)
 
 
 def change(plan: Plan, **fields: Any) -> Plan:

@@ -11,12 +11,6 @@ from typing import Any
 
 import pytest
 
-# imported before the fork, so that no worker imports them again
-import torch.distributed.checkpoint  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
-import torch.distributed.pipelining  # noqa: F401
-import torch.distributed.tensor.parallel  # noqa: F401
-
 from shardwise.diagnose.prove import Target, make_subject
 from shardwise.diagnose.verify import Options, Report, Verifier
 from shardwise.plan.plan import Plan

@@ -295,6 +295,18 @@ def split_by_pattern(
     return set().union(*hits)
 
 
+def decay_groups(
+    placed: Placed, params: Mapping[str, nn.Parameter], weight_decay: float, no_decay: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Two groups, with decay and (what a pattern of `no_decay` matches) without; an empty one is left out."""
+    without = split_by_pattern(placed, list(params), no_decay, "no_decay")
+    groups = [
+        {"params": [p for name, p in params.items() if name not in without], "weight_decay": weight_decay},
+        {"params": [p for name, p in params.items() if name in without], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def check_dials(name: str, **dials: float) -> None:
     """Refuse negative, infinite or NaN dials, and decays (`beta...`, `momentum`) of 1 or more.
 

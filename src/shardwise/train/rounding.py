@@ -20,7 +20,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.counter import Elements, Numbers, Stream
 from shardwise.parallel.init import local_slice
 from shardwise.parallel.placed import Placed
-from shardwise.train.optim import NamedOptimizer, check_dials, split_by_pattern, stepped_parameters
+from shardwise.train.optim import NamedOptimizer, check_dials, decay_groups, stepped_parameters
 
 CUT = 16
 """Bits of fp32 that bf16 does not have."""
@@ -56,14 +56,10 @@ def stochastic_adamw(
             f"stochastic_adamw: rank {placed.mesh.rank}: found parameters of {found}, needed bf16 ones; use a plan "
             f"with `bf16-pure` in place of `{placed.plan.precision}`, or adamw"
         )
-    without = split_by_pattern(placed, list(params), no_decay, "no_decay")
-    groups = [
-        {"params": [p for n, p in params.items() if (n in without) == plain], "weight_decay": decay}
-        for plain, decay in ((False, weight_decay), (True, 0.0))
-    ]
+    groups = decay_groups(placed, params, weight_decay, no_decay)
     names = {id(p): (name, live[name]) for name, p in params.items()}
     dials = {"lr": lr, "betas": betas, "eps": eps}
-    optimizer = StochasticAdamW([g for g in groups if g["params"]], dials, names, placed.seed)
+    optimizer = StochasticAdamW(groups, dials, names, placed.seed)
     return NamedOptimizer(optimizer, params, live)
 
 

@@ -92,11 +92,11 @@ class _Devices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Marks tensors, and passes the marks on from operation to operation."""
 
     def __init__(self, module: nn.Module, sources: frozenset[str], stream: Stream | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.sources, self.stream, self.flow = sources, stream, Flow()
         self.frames: list[str] = []
         self.marks: dict[Key, Mark] = {}
