@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+import re
+from collections import Counter
+from itertools import combinations, pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -10,20 +13,17 @@ from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
+import pipeline as bench
 from shardwise.cli.schedule import schedule
 from shardwise.errors import ExitCode, PlanError
-from shardwise.parallel.pipeline import first_blocks, split_evenly
-from shardwise.parallel.schedules import (
-    Action,
-    Costs,
-    action_table,
-    picture,
-    save_png,
-    simulate,
-    stages_of,
-    table_of,
-)
+from shardwise.parallel.pipeline import first_blocks
+from shardwise.parallel.schedules import picture, save_png
+from shardwise.parallel.torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
+from shardwise.plan.division import split_evenly
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule
+from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.schedule import Action, actions, stages_of, table_of
+from shardwise.plan.simulate import LOCAL, NOTHING, Costs, _order, simulate
 
 app = typer.Typer()
 app.command()(schedule)
@@ -37,10 +37,10 @@ def stages_per_rank(kind: str) -> int:
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_action_is_there_once_on_the_rank_of_its_stage(kind: str, pp: int) -> None:
     micro_batches, stages = 2 * pp, stages_per_rank(kind)
-    table = action_table(kind, pp, stages, micro_batches)
-    for rank, actions in enumerate(table):
-        assert {action.stage for action in actions} == set(stages_of(kind, rank, pp, stages))
-    done = [action for actions in table for action in actions]
+    table = actions(kind, pp, stages, micro_batches)
+    for rank, row in enumerate(table):
+        assert {action.stage for action in row} == set(stages_of(kind, rank, pp, stages))
+    done = [action for row in table for action in row]
     assert len(done) == len(set(done))
     pairs = {(s, m) for s in range(pp * stages) for m in range(micro_batches)}
     assert {(a.stage, a.micro_batch) for a in done if a.work == "F"} == pairs
@@ -48,6 +48,73 @@ def test_every_action_is_there_once_on_the_rank_of_its_stage(kind: str, pp: int)
     split = {(a.stage, a.micro_batch) for a in done if a.work == "I"}
     assert split == {(a.stage, a.micro_batch) for a in done if a.work == "W"}
     assert bool(split) == (kind in ZERO_BUBBLE)
+
+
+GRID = [
+    (kind, ranks, stages, micro)
+    for kind, ranks, stages in product(SCHEDULES, (1, 2, 3, 4, 5, 8), (1, 2, 3, 4))
+    for micro in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 17, 24)
+    if (stages == 2 if kind in V_SHAPED else stages == 1 or kind in LOOPED)
+]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_planners_tables_are_torchs(kind: str) -> None:
+    compared = 0
+    for case in (case for case in GRID if case[0] == kind):
+        try:
+            theirs = schedule_order(*case)
+        except (ValueError, AssertionError):
+            with pytest.raises(PlanError, match="torch refuses"):
+                actions(*case)
+            continue
+        assert [[tuple(action[:3]) for action in row] for row in actions(*case)] == [renumbered(row) for row in theirs]
+        compared += 1
+    assert compared > 30
+
+
+def renumbered(row: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Forwards of a stage numbered in their order, as they run: torch 2.13's table counts 1F1B's last rank from 1."""
+    seen: Counter[int] = Counter()
+    numbered = []
+    for work, stage, micro_batch in row:
+        numbered.append((work, stage, seen[stage] if work == "F" else micro_batch))
+        seen[stage] += work == "F"
+    return numbered
+
+
+@pytest.mark.parametrize("kind", LOOPED)
+@pytest.mark.parametrize(("ranks", "stages", "micro"), [(2, 2, 4), (4, 2, 8), (3, 3, 12), (4, 2, 17)])
+def test_receives_are_posted_where_torch_posts_them(kind: str, ranks: int, stages: int, micro: int) -> None:
+    if kind in V_SHAPED:
+        stages = 2
+    if not micro_batches_fit(kind, ranks, micro):
+        micro = 16
+    stand_ins: Any = [_StandIn(ranks * stages, ranks) for _ in range(stages)]
+    schedule: Any = SCHEDULE_CLASSES[kind](stand_ins, micro, scale_grads=False)
+    theirs, pairs = {}, []
+    for rank, lowered in schedule.pipeline_order_with_comms.items():
+        count = 0
+        for action in lowered:
+            parts = action.sub_actions or (action,)
+            if action.sub_actions:
+                pairs.append([(p.computation_type.value, p.stage_index, p.microbatch_index) for p in parts])
+            word = action.computation_type.value
+            if word in ("RECV_F", "RECV_B"):
+                theirs[rank, word[-1], action.stage_index, action.microbatch_index] = count
+            count += sum(part.computation_type.value in ("F", "B", "I", "W") for part in parts)
+    table = actions(kind, ranks, stages, micro)
+    flat = [(rank, action) for rank, row in enumerate(table) for action in row]
+    first = [sum(len(row) for row in table[:rank]) for rank in range(ranks)]
+    ours = {}
+    for number, rank, _, _, posted in _order(table):
+        action = flat[number][1]
+        if posted != LOCAL:
+            key = (rank, "F" if action.work == "F" else "B", action.stage, action.micro_batch)
+            ours[key] = 0 if posted == NOTHING else posted - first[rank] + 1
+    assert ours == theirs and ours
+    after = [(a[:3], b[:3]) for row in table for a, b in pairwise(row) if a.overlapped]
+    assert sorted(after) == sorted((tuple(a), tuple(b)) for a, b in pairs)
 
 
 def test_stages_of_a_v() -> None:
@@ -60,25 +127,25 @@ def test_stages_of_a_v() -> None:
 def test_bubble_equals_the_formula(kind: str, turns: int, pp: int, micro_batches: int) -> None:
     # (p - 1) / (v m + p - 1): Narayanan et al., arXiv:2104.04473, section 2.2
     expected = (pp - 1) / (turns * micro_batches + pp - 1)
-    assert simulate(action_table(kind, pp, turns, micro_batches)).bubble == pytest.approx(expected)
+    assert simulate(actions(kind, pp, turns, micro_batches)).bubble == pytest.approx(expected)
 
 
 def test_zero_bubbles_are_smaller() -> None:
-    bubbles = {kind: simulate(action_table(kind, 4, stages_per_rank(kind), 16)).bubble for kind in SCHEDULES}
+    bubbles = {kind: simulate(actions(kind, 4, stages_per_rank(kind), 16)).bubble for kind in SCHEDULES}
     assert max(bubbles[kind] for kind in ZERO_BUBBLE) < bubbles["interleaved"] < bubbles["1f1b"]
 
 
 def test_costs_change_times() -> None:
-    table = action_table("1f1b", 2, 1, 2)
+    table = actions("1f1b", 2, 1, 2)
     assert simulate(table).total == 2 * 3 + 3
     assert simulate(table, Costs(forward=2, backward=4)).total == 18
 
 
 def test_an_action_starts_after_what_it_needs() -> None:
-    timeline = simulate(action_table("zero-bubble-v", 4, 2, 8))
+    timeline = simulate(actions("zero-bubble-v", 4, 2, 8))
     ends = {span.action: span.end for rank in timeline.ranks for span in rank}
     for rank in timeline.ranks:
-        for (work, stage, micro_batch), start, _ in rank:
+        for (work, stage, micro_batch, _), start, _ in rank:
             if work == "F" and stage:
                 assert start >= ends[Action("F", stage - 1, micro_batch)]
             if work == "I" and stage < 7:
@@ -86,26 +153,26 @@ def test_an_action_starts_after_what_it_needs() -> None:
 
 
 def test_a_table_that_cannot_finish_is_refused() -> None:
-    table = action_table("gpipe", 2, 1, 2)
-    table[0].reverse()
+    first, second = actions("gpipe", 2, 1, 2)
+    table = [first[::-1], second]
     with pytest.raises(PlanError, match="cannot finish, 0B1, 1F0 wait for each other"):
         simulate(table)
 
 
 def test_what_torch_refuses() -> None:
     with pytest.raises(PlanError, match="schedule dualpipe-v: torch refuses 4 ranks x 2 stages with 3 micro-batches"):
-        action_table("dualpipe-v", 4, 2, 3)
+        actions("dualpipe-v", 4, 2, 3)
     with pytest.raises(PlanError, match="has no pipeline"):
         table_of(Plan())
 
 
 def test_picture_shows_work_and_waiting() -> None:
-    lines = [line.plain for line in picture(simulate(action_table("1f1b", 2, 1, 2)), width=3)]
+    lines = [line.plain for line in picture(simulate(actions("1f1b", 2, 1, 2)), width=3)]
     assert lines == ["rank 0  F0 F1 ......B0    ...B1", "rank 1  ...F0 B0    F1 B1    ......"]
 
 
 def test_png(tmp_path: Path) -> None:
-    timeline = simulate(action_table("interleaved", 4, 2, 8))
+    timeline = simulate(actions("interleaved", 4, 2, 8))
     save_png(timeline, tmp_path / "a.png", title="pp4 / interleaved mb8")
     image = Image.open(tmp_path / "a.png").convert("RGB")
     assert image.width > 1000
@@ -143,6 +210,21 @@ def test_command_refuses(words: list[str], code: ExitCode) -> None:
     assert result.stderr and not isinstance(result.exception, ValueError | OSError)
 
 
+def test_the_measured_page_is_of_this_simulation() -> None:
+    page = bench.PAGE.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \| ([0-9.]+ \| [0-9.]+) \| [+-]", page, re.M))
+    assert tuple(rows) == SCHEDULES
+    for kind, row in rows.items():
+        simulated, measured = map(float, row.split(" | "))
+        stages = 2 if kind in LOOPED else 1
+        table = actions(kind, bench.RANKS, stages, bench.MICRO_BATCHES)
+        assert simulate(table, bench.costs_of(kind)).total == pytest.approx(simulated, abs=1e-3)
+        assert abs(simulated / measured - 1) < bench.TARGET
+    assert bench.paste(page, "NEW").count("NEW") == 1
+    with pytest.raises(SystemExit, match="markers"):
+        bench.paste("no markers", "NEW")
+
+
 # ---------------------------------------------------------------- the split of blocks
 
 
@@ -153,13 +235,13 @@ def test_split_is_the_best_there_is(costs: list[int], parts: int) -> None:
         ends = (*starts[1:], len(costs))
         return max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True))
 
-    found = split_evenly(costs, parts)
+    found = split_evenly(tuple(costs), parts)
     assert len(found) == parts and list(found) == sorted(set(found)) and found[0] == 0
     assert largest(found) == min(largest((0, *cut)) for cut in combinations(range(1, len(costs)), parts - 1))
 
 
 def test_even_blocks_are_split_evenly() -> None:
-    starts = split_evenly([1] * 10, 4)
+    starts = split_evenly((1,) * 10, 4)
     assert sorted(b - a for a, b in zip(starts, (*starts[1:], 10), strict=True)) == [2, 2, 3, 3]
 
 

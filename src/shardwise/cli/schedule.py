@@ -12,6 +12,8 @@ from rich.console import Console
 from shardwise.errors import ExitCode, PlanError
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import table_of
+from shardwise.plan.simulate import simulate
 
 
 def schedule(
@@ -23,7 +25,7 @@ def schedule(
 
     Times are counted in forwards of one stage; a backward takes two, or one for each of its halves.
     """
-    from shardwise.parallel.schedules import picture, save_png, simulate, table_of
+    from shardwise.parallel.schedules import picture, save_png
 
     try:
         parsed = Plan.load(plan)
@@ -47,7 +49,10 @@ def schedule(
             "bubble": timeline.bubble,
             "png": str(png) if png else None,
             "ranks": [
-                [{**span.action._asdict(), "start": span.start, "end": span.end} for span in spans]
+                [
+                    {"work": work, "stage": stage, "micro_batch": micro_batch, "start": start, "end": end}
+                    for (work, stage, micro_batch, _), start, end in spans
+                ]
                 for spans in timeline.ranks
             ],
         }

@@ -50,12 +50,33 @@ class ModelSpec:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    ffn: Literal["", "gated", "plain"] = ""
+    """Three matrices (gate, up, down) or two; empty: plain for gpt, gated for the others."""
+    causal: bool = True
+    window: int = 0
+    """Tokens that attention looks back on; 0: all."""
+    dropout: bool = False
+    """Dropout is drawn in training, and its masks kept."""
+    num_dense_layers: int = 0
+    """moe: the first layers, whose feed-forward is one of `dense_ffn_dim`."""
+    dense_ffn_dim: int = 0
+    moe_every: int = 1
+    """moe: one layer in so many has experts, the others a feed-forward of `dense_ffn_dim`."""
+    shared_ffn_dim: int = 0
+    """moe: width of the feed-forward that every token meets beside its experts."""
+    kv_rank: int = 0
+    """Multi-head latent attention (arXiv:2405.04434): rank of keys and values; 0: plain projections."""
+    q_rank: int = 0
+    rope_dim: int = 0
+    """Latent attention: sizes of a head that carry positions, beside `head_dim`."""
     blocks: str = ""
     """Name pattern of the blocks; empty: `layers.*`, or `h.*` for gpt."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ModelKind):
             raise ConfigError(f"model {self.name}: kind: {self.kind!r}; {nearest(self.kind, get_args(ModelKind))}")
+        if self.ffn not in ("", "gated", "plain"):
+            raise ConfigError(f"model {self.name}: ffn: found {self.ffn!r}, needed gated or plain")
         positive = ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "max_seq_len")
         for key in (*positive, "num_kv_heads", "head_dim", "num_experts", "experts_per_token"):
             least = 1 if key in positive else 0
@@ -69,6 +90,9 @@ class ModelSpec:
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.num_heads)
         object.__setattr__(self, "blocks", self.blocks or _BLOCKS[self.kind])
+        object.__setattr__(self, "ffn", self.ffn or ("plain" if self.kind == "gpt" else "gated"))
+        if self.kind == "moe" and (self.num_dense_layers or self.moe_every > 1) and not self.dense_ffn_dim:
+            object.__setattr__(self, "dense_ffn_dim", self.ffn_dim)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name}: num_kv_heads: found {self.num_kv_heads}, needed a divisor of "
@@ -83,6 +107,8 @@ class ModelSpec:
     @property
     def attention_params(self) -> int:
         """Parameters of one block's attention projections (and head norms)."""
+        if self.kv_rank:
+            return self._latent_attention_params
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         weights = 2 * self.dim * width + 2 * self.dim * kv_width
         biases = (width + 2 * kv_width) if self.qkv_bias or self.kind == "gpt" else 0
@@ -90,11 +116,20 @@ class ModelSpec:
         return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
+    def _latent_attention_params(self) -> int:
+        query = self.num_heads * (self.head_dim + self.rope_dim)
+        down = self.dim * (self.kv_rank + self.rope_dim) + self.kv_rank
+        up = self.kv_rank * self.num_heads * 2 * self.head_dim + self.num_heads * self.head_dim * self.dim
+        return down + up + (self.q_rank * (self.dim + query + 1) if self.q_rank else self.dim * query)
+
+    @property
     def ffn_params(self) -> int:
         """Parameters of one feed-forward (of one expert)."""
-        if self.kind == "gpt":
-            return 2 * self.dim * self.ffn_dim + self.ffn_dim + self.dim
-        return 3 * self.dim * self.ffn_dim
+        return self._ffn_params(self.ffn_dim)
+
+    def _ffn_params(self, width: int) -> int:
+        biases = width + self.dim if self.kind == "gpt" else 0
+        return (3 if self.ffn == "gated" else 2) * self.dim * width + biases
 
     @property
     def norm_params(self) -> int:
@@ -106,8 +141,22 @@ class ModelSpec:
         """Parameters of one block, with all its experts and the router."""
         ffn = self.ffn_params
         if self.kind == "moe":
-            ffn = self.num_experts * ffn + self.dim * self.num_experts
+            ffn = self.num_experts * ffn + self.dim * self.num_experts + self._ffn_params(self.shared_ffn_dim)
         return self.attention_params + ffn + 2 * self.norm_params
+
+    @property
+    def dense_block_params(self) -> int:
+        """Parameters of one block without experts in a model that has both."""
+        return self.attention_params + self._ffn_params(self.dense_ffn_dim) + 2 * self.norm_params
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts."""
+        return sum(self.is_moe(layer) for layer in range(self.num_layers))
+
+    def is_moe(self, layer: int) -> bool:
+        """True where layer `layer` (from 0) has experts."""
+        return self.kind == "moe" and layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
 
     @property
     def embedding_params(self) -> int:
@@ -126,13 +175,15 @@ class ModelSpec:
         >>> preset("llama-8b").num_params
         8030261248
         """
-        return self.embedding_params + self.num_layers * self.block_params + self.head_params
+        moe = self.num_moe_layers if self.kind == "moe" else self.num_layers
+        blocks = moe * self.block_params + (self.num_layers - moe) * self.dense_block_params
+        return self.embedding_params + blocks + self.head_params
 
     @property
     def active_params(self) -> int:
         """Parameters that one token meets: all but the experts it is not routed to."""
         idle = (self.num_experts - self.experts_per_token) * self.ffn_params if self.kind == "moe" else 0
-        return self.num_params - self.num_layers * idle
+        return self.num_params - self.num_moe_layers * idle
 
     @property
     def block_names(self) -> tuple[str, ...]:

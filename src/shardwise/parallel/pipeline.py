@@ -23,10 +23,11 @@ from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy,
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch, Part, Placed
-from shardwise.parallel.schedules import stages_of
 from shardwise.parallel.stage import Cut, StageModule, Wiring, prune, signature_of
 from shardwise.parallel.transport import Transport
+from shardwise.plan.division import split_evenly
 from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import stages_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -197,7 +198,7 @@ def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Ch
     own = [costs.get(block, 0) for block in blocks]
     own[0] += costs.get(BEFORE, 0)
     own[-1] += costs.get(AFTER, 0)
-    return split_evenly(own, num_stages)
+    return split_evenly(tuple(own), num_stages)
 
 
 def _parameter_costs(root: nn.Module, blocks: tuple[str, ...]) -> dict[str, int]:
@@ -208,32 +209,6 @@ def _parameter_costs(root: nn.Module, blocks: tuple[str, ...]) -> dict[str, int]
         phase = phases.get(name) or next(block for block in blocks if _in(name, (block,)))
         costs[phase] = costs.get(phase, 0) + (0 if name in lookups else parameter.numel())
     return costs
-
-
-def split_evenly(costs: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Start of each part of the contiguous split whose largest part is smallest; ties: the smallest sum of squares.
-
-    Cost: parts x items^2; 20 ms for 126 blocks on 32 stages.
-
-    >>> split_evenly([1, 1, 1, 1, 1, 1, 3], 3)
-    (0, 3, 6)
-    """
-    total = [0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    # best[end]: (largest part, sum of squares, starts) of the items before `end` in the parts so far
-    best: dict[int, tuple[int, int, tuple[int, ...]]]
-    best = {end: (total[end], total[end] ** 2, (0,)) for end in range(1, len(costs) + 1)}
-    for part in range(1, num_parts):
-        best = {
-            end: min(
-                (max(best[start][0], own), best[start][1] + own**2, (*best[start][2], start))
-                for start in range(part, end)
-                for own in (total[end] - total[start],)
-            )
-            for end in range(part + 1, len(costs) + 1)
-        }
-    return best[len(costs)][2]
 
 
 def _given(boundaries: tuple[str, ...], blocks: tuple[str, ...], num_stages: int) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.schedules import stages_of
 from shardwise.parallel.torch_private import storage_key
+from shardwise.plan.schedule import stages_of
 
 
 def find_ties(root: nn.Module) -> dict[str, str]:

@@ -1,0 +1,293 @@
+"""`Profile`: a model as a chain of blocks of operators, in sizes that no layout changes.
+
+The planner reads nothing else of a model. `profile_of` writes it from the sizes of a decoder;
+`model.tracer` from any module on meta. Sizes are elements, per token where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from shardwise.model.spec import ModelSpec
+
+Split = Literal["none", "sequence", "column", "row", "heads"]
+"""What `tp` does to an operator: nothing; shards its tokens where the plan shards sequences; shards its outputs; its
+inputs (which sums over ranks); its heads or hidden sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """`[tokens, ins] x [ins, outs]`. With `experts`, each token meets `chosen` of so many products of these sizes."""
+
+    name: str
+    ins: int
+    outs: int
+    split: Split = "none"
+    saves: int = 0
+    """Elements that it keeps per token for the backward pass: its input, where nobody else keeps it."""
+    experts: int = 0
+    chosen: int = 0
+    trained: bool = True
+    """False: no product for the weight's gradient, and no input kept."""
+
+    @property
+    def params(self) -> int:
+        """Elements of the weight (of all experts)."""
+        return self.ins * self.outs * max(self.experts, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Softmax attention of `heads` queries over `kv_heads` keys and values."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    causal: bool = True
+    window: int = 0
+    dropout: bool = False
+    name: str = "attention"
+    split: Split = "heads"
+
+    @property
+    def saves(self) -> int:
+        """Fused: queries, keys, values and the output (the log-sum-exp is counted in bytes by `plan.memory`)."""
+        return self.heads * (self.qk_dim + self.v_dim) + self.kv_heads * (self.qk_dim + self.v_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """An operator bound by memory: norm, activation, rotation, residual sum, dropout, router."""
+
+    name: str
+    moved: int
+    """Elements read and written in the forward pass, in one kernel."""
+    split: Split
+    saves: int = 0
+    """Kept by a fused kernel."""
+    saves_apart: int = 0
+    """Kept where each primitive is a kernel of its own."""
+    kernels: int = 1
+    """Kernels of the primitives; a fused one is one."""
+    masks: int = 0
+    """Bytes of dropout masks."""
+    per_choice: int = 0
+    """Experts per token, for an operator on routed tokens: it happens for each choice. 0: once per token."""
+
+
+Op = Matmul | Attention | Pointwise
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One block: its operators in the order of the forward pass, and the parameters that are not in a `Matmul`.
+
+    Equal to itself alone: profiles share blocks, and caches know them by identity.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    small: int = 0
+    """Norms, and biases that every tp rank holds whole."""
+    width: int = 0
+    """Elements of its input per token: what full recompute keeps, and a pipeline sends."""
+
+    @cached_property
+    def params(self) -> int:
+        """All parameters."""
+        return self.small + sum(op.params for op in self.matmuls)
+
+    @property
+    def matmuls(self) -> Iterator[Matmul]:
+        """Its products."""
+        return (op for op in self.ops if isinstance(op, Matmul))
+
+    @cached_property
+    def met_params(self) -> int:
+        """Parameters that one token meets: all but the experts it is not routed to."""
+        idle = sum(op.ins * op.outs * (op.experts - op.chosen) for op in self.matmuls if op.experts)
+        return self.params - idle
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Parameters that `ep` divides."""
+        return sum(op.params for op in self.matmuls if op.experts)
+
+    @cached_property
+    def split_params(self) -> int:
+        """Parameters outside experts that `tp` divides."""
+        return sum(op.params for op in self.matmuls if op.split in ("column", "row") and not op.experts)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A chain: an embedding, blocks, a head. Equal neighbours may be the same object.
+
+    >>> from shardwise.model.spec import preset
+    >>> profile_of(preset("llama-8b")).num_params
+    8030261248
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    embedding: int
+    """Parameters of the embedding (a table that is read, not multiplied)."""
+    vocab: int
+    dim: int
+    head: Block
+    """Last norm and the product with the vocabulary."""
+    tied: bool = False
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+    chosen: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """Distinct parameters; a tied head counts once."""
+        tied = self.vocab * self.dim if self.tied else 0
+        return self.embedding + sum(block.params for block in self.blocks) + self.head.params - tied
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Floating point operations of a forward pass per token: 2 per multiply-add, causal attention halved.
+
+        Source: arXiv:2205.05198, appendix A, with attention counted as computed.
+        """
+        return sum(block_flops(block, seq_len) for block in (*self.blocks, self.head))
+
+
+def block_flops(block: Block, seq_len: int) -> float:
+    """Forward operations of a block per token, in a sequence of `seq_len`."""
+    total = 0.0
+    for op in block.ops:
+        if isinstance(op, Matmul):
+            total += 2.0 * op.ins * op.outs * (op.chosen if op.experts else 1)
+        elif isinstance(op, Attention):
+            total += attention_flops(op, seq_len)
+    return total
+
+
+def attention_flops(op: Attention, seq_len: int) -> float:
+    """Operations of one attention per query token: two products over the keys that it sees, on average."""
+    return 2.0 * op.heads * (op.qk_dim + op.v_dim) * seen(op, seq_len)
+
+
+def seen(op: Attention, seq_len: int) -> float:
+    """Keys that a query sees, on average over a sequence."""
+    keys = seq_len / 2 if op.causal else float(seq_len)
+    if op.window and op.window < seq_len:
+        early = op.window / 2 if op.causal else float(op.window)
+        keys = (op.window * early + (seq_len - op.window) * op.window) / seq_len
+    return keys
+
+
+def profile_of(spec: ModelSpec) -> Profile:
+    """The profile of a decoder from its sizes. Needs no torch; microseconds."""
+    moe = _block(spec, True) if spec.kind == "moe" else None
+    dense = _block(spec, False)
+    blocks = tuple(moe if moe and spec.is_moe(layer) else dense for layer in range(spec.num_layers))
+    return Profile(
+        name=spec.name,
+        blocks=blocks,
+        embedding=spec.embedding_params,
+        vocab=spec.vocab_size,
+        dim=spec.dim,
+        head=_head(spec),
+        tied=spec.tie_embeddings,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        experts=spec.num_experts if spec.kind == "moe" else 0,
+        chosen=spec.experts_per_token if spec.kind == "moe" else 0,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _block(spec: ModelSpec, experts: bool) -> Block:
+    dim = spec.dim
+    norm = _norm(spec)
+    add = Pointwise("residual", 3 * dim, "sequence", masks=dim if spec.dropout else 0, kernels=3 if spec.dropout else 1)
+    ops = [norm, *_attention_ops(spec), add, norm]
+    ops += _expert_ops(spec) if experts else _ffn_ops(spec, spec.dense_ffn_dim or spec.ffn_dim)
+    block = Block("moe" if experts else "dense", (*ops, add), width=dim)
+    params = spec.block_params if experts or spec.kind != "moe" else spec.dense_block_params
+    return Block(block.name, block.ops, small=params - block.params, width=dim)
+
+
+def _norm(spec: ModelSpec) -> Pointwise:
+    """LayerNorm is one kernel in every stack; RMSNorm is six primitives where nobody fuses them."""
+    if spec.kind == "gpt":
+        return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=spec.dim)
+    return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=2 * spec.dim, kernels=6)
+
+
+@lru_cache(maxsize=1024)
+def _head(spec: ModelSpec) -> Block:
+    norm = _norm(spec)
+    product = Matmul("head", spec.dim, spec.vocab_size, "column", saves=spec.dim)
+    return Block("head", (norm, product), small=spec.norm_params, width=spec.dim)
+
+
+def _attention_ops(spec: ModelSpec) -> list[Op]:
+    dim, heads, size = spec.dim, spec.num_heads, spec.head_dim
+    qk_dim = size + spec.rope_dim
+    core = Attention(heads, spec.num_kv_heads, qk_dim, size, spec.causal, spec.window, spec.dropout)
+    out = Matmul("out", heads * size, dim, "row")
+    width = (heads + spec.num_kv_heads) * size
+    rotate = Pointwise("rope", 2 * width, "heads", kernels=8)
+    if spec.kv_rank:
+        query = heads * qk_dim
+        down = Matmul("kv-down", dim, spec.kv_rank + spec.rope_dim, saves=dim)
+        up = Matmul("kv-up", spec.kv_rank, heads * 2 * size, "column", saves=spec.kv_rank)
+        norm = Pointwise(
+            "latent-norm", 2 * (spec.kv_rank + spec.q_rank), "none", saves=spec.kv_rank + spec.q_rank, kernels=8
+        )
+        first: list[Op] = [Matmul("q", dim, query, "column")]
+        if spec.q_rank:
+            first = [
+                Matmul("q-down", dim, spec.q_rank),
+                Matmul("q-up", spec.q_rank, query, "column", saves=spec.q_rank),
+            ]
+        wide = Pointwise("rope", 2 * heads * (qk_dim + size), "heads", kernels=10)
+        return [*first, down, norm, up, wide, core, out]
+    qkv = Matmul("qkv", dim, (heads + 2 * spec.num_kv_heads) * size, "column", saves=dim)
+    norms: list[Op] = []
+    if spec.qk_norm:
+        norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, kernels=12)]
+    return [qkv, *norms, *([rotate] if spec.kind != "gpt" else []), core, out]
+
+
+def _ffn_ops(spec: ModelSpec, width: int, name: str = "") -> list[Op]:
+    up = Matmul(f"{name}up", spec.dim, width * (2 if spec.ffn == "gated" else 1), "column", saves=spec.dim)
+    return [up, _activation(spec, width), Matmul(f"{name}down", width, spec.dim, "row", saves=width)]
+
+
+def _activation(spec: ModelSpec, width: int, chosen: int = 0) -> Pointwise:
+    """Gated: keeps gate and up, and apart silu(gate) too; plain: keeps its input, as gelu is one kernel anyway."""
+    if spec.ffn == "gated":
+        return Pointwise("swiglu", 3 * width, "heads", 2 * width, 3 * width, kernels=2, per_choice=chosen)
+    return Pointwise("gelu", 2 * width, "heads", width, width, kernels=2, per_choice=chosen)
+
+
+def _expert_ops(spec: ModelSpec) -> list[Op]:
+    dim, width, count, chosen = spec.dim, spec.ffn_dim, spec.num_experts, spec.experts_per_token
+    router = Matmul("router", dim, count, saves=dim)
+    choose = Pointwise("route", 4 * count, "none", saves=2 * count, saves_apart=4 * count, kernels=12)
+    permute = Pointwise("permute", 2 * dim, "sequence", kernels=4, per_choice=chosen)
+    up = Matmul("experts-up", dim, width * (2 if spec.ffn == "gated" else 1), "column", dim, count, chosen)
+    down = Matmul("experts-down", width, dim, "row", width, count, chosen)
+    combine = Pointwise("combine", 2 * dim, "sequence", saves=dim, saves_apart=dim, kernels=4, per_choice=chosen)
+    shared = _ffn_ops(spec, spec.shared_ffn_dim, "shared-") if spec.shared_ffn_dim else []
+    return [router, choose, permute, up, _activation(spec, width, chosen), down, combine, *shared]
+
+
+def runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
+    """Neighbours that are equal, with how many there are."""
+    start = 0
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] is not blocks[start]:
+            yield blocks[start], end - start
+            start = end

@@ -1,0 +1,209 @@
+"""What a plan makes of a profile on each rank: stages of the pipeline, local parameters, tokens per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from shardwise.errors import PlanError
+from shardwise.model.profile import Block, Profile
+from shardwise.plan.plan import V_SHAPED, Plan
+from shardwise.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Neighbouring blocks of the chain, with the embedding before the first and the head after the last."""
+
+    blocks: tuple[Block, ...]
+    start: int
+    """Index of its first block in the chain."""
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Division:
+    """A profile under a plan and a workload. All counts are of one rank."""
+
+    profile: Profile
+    plan: Plan
+    workload: Workload
+    rule: str = "balanced"
+    """How blocks are cut into stages: `Stack.cut`."""
+
+    @cached_property
+    def micro_batch(self) -> float:
+        """Sequences per micro-batch and data rank."""
+        return self.workload.global_batch / (self.plan.axes.data * self.plan.batch.micro_batches)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank (before `tp` shards sequences)."""
+        return self.micro_batch * self.workload.seq_len / self.plan.axes.cp
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[Stage, ...], ...]:
+        """Stages of each rank of the `pp` axis, in the order of the chain."""
+        pp, turns = self.plan.axes.pp, self.plan.schedule.stages if self.plan.axes.pp > 1 else 1
+        count = pp * turns
+        cuts = cut(self.profile.blocks, count, self.profile.head.params, self.rule)
+        stages, start = [], 0
+        for i, part in enumerate(cuts):
+            stages.append(Stage(tuple(part), start, i == 0, i == count - 1))
+            start += len(part)
+        if turns > 1 and self.plan.schedule.kind in V_SHAPED:
+            return tuple((stages[r], stages[count - 1 - r]) for r in range(pp))
+        return tuple(tuple(stages[r + pp * turn] for turn in range(turns)) for r in range(pp))
+
+    @cached_property
+    def shards(self) -> int:
+        """Ranks that share the optimizer state of a dense parameter."""
+        axes = self.plan.axes
+        return axes.dp_shard * axes.cp if self.plan.zero else 1
+
+    @cached_property
+    def expert_shards(self) -> int:
+        """Ranks that share the optimizer state of an expert."""
+        axes = self.plan.axes
+        if not self.plan.zero:
+            return 1
+        return max(1, axes.dp_shard * axes.cp * axes.tp // axes.ep) if axes.ep > 1 else self.shards
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks that a layer's experts are divided over."""
+        return self.plan.axes.ep if self.plan.axes.ep > 1 else self.plan.axes.tp
+
+    def dense(self, block: Block) -> float:
+        """Parameters of a block outside experts."""
+        whole = block.params - block.expert_params - block.split_params
+        return whole + block.split_params / self.plan.axes.tp
+
+    def experts(self, block: Block) -> float:
+        """Expert parameters of a block."""
+        return block.expert_params / self.expert_split
+
+    def whole(self, stages: Sequence[Stage]) -> float:
+        """Parameters of some stages, before data axes shard them."""
+        return sum(self.stage_dense(stage) + self.stage_experts(stage) for stage in stages)
+
+    def owned(self, stages: Sequence[Stage]) -> float:
+        """Parameters of some stages that one rank updates: `zero` >= 1 shards them over the data axes."""
+        dense = sum(self.stage_dense(stage) for stage in stages)
+        return dense / self.shards + sum(self.stage_experts(stage) for stage in stages) / self.expert_shards
+
+    def stage_dense(self, stage: Stage) -> float:
+        """Parameters of a stage outside experts, with embedding and head."""
+        total = sum(self.dense(block) for block in stage.blocks)
+        if stage.first:
+            total += self.embedding
+        if stage.last:
+            tied = self.profile.tied and stage.first
+            total += self.dense(self.profile.head) - (self.embedding_table if tied else 0.0)
+        return total
+
+    def stage_experts(self, stage: Stage) -> float:
+        """Expert parameters of a stage."""
+        return sum(self.experts(block) for block in stage.blocks)
+
+    @property
+    def embedding_table(self) -> float:
+        """The token table, sharded by `tp`."""
+        return self.profile.vocab * self.profile.dim / self.plan.axes.tp
+
+    @property
+    def embedding(self) -> float:
+        """Token table and positions."""
+        rest = self.profile.embedding - self.profile.vocab * self.profile.dim
+        return self.embedding_table + max(rest, 0)
+
+
+def divide(profile: Profile, plan: Plan, workload: Workload, rule: str = "balanced") -> Division:
+    """The division, checked.
+
+    Raises:
+        PlanError: a global batch that ranks and micro-batches do not divide, or more stages than blocks.
+    """
+    pieces = plan.axes.data * plan.batch.micro_batches
+    if workload.global_batch % pieces:
+        below = workload.global_batch // pieces * pieces
+        near = f"{below} or {below + pieces}" if below else str(pieces)
+        raise PlanError(
+            f"global batch: found {workload.global_batch} sequences, which {plan.axes.data} data ranks x "
+            f"{plan.batch.micro_batches} micro-batches do not divide; needed a multiple of {pieces}; nearest: {near}"
+        )
+    stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
+    if stages > len(profile.blocks) + 2:
+        raise PlanError(
+            f"pipeline: found {stages} stages for {len(profile.blocks)} blocks of {profile.name}; needed at most as "
+            "many stages as blocks; use a smaller pp or fewer stages per rank"
+        )
+    return Division(profile, plan, workload, rule)
+
+
+def cut(blocks: Sequence[Block], stages: int, head: float = 0.0, rule: str = "even") -> list[Sequence[Block]]:
+    """Blocks on stages.
+
+    `balanced`: the most even split by parameters met per token, the head's counted on the last block. `greedy`: each
+    stage takes blocks until it has its share of that cost. `even`: by number; where that does not divide, embedding and
+    head count as a block each.
+
+    >>> [len(part) for part in cut(list(range(6)), 4)]
+    [1, 2, 2, 1]
+    """
+    count = len(blocks)
+    if rule == "balanced" and stages <= count:
+        costs = [float(block.met_params) for block in blocks]
+        costs[-1] += head
+        starts = split_evenly(tuple(costs), stages)
+        return [blocks[a:b] for a, b in zip(starts, (*starts[1:], count), strict=True)]
+    if rule == "greedy" and stages <= count:
+        return _greedy(blocks, stages, head)
+    ends = 0 if count % stages == 0 or stages <= count < 2 * stages - 2 else 1  # each end gives up a block
+    size, spare = divmod(count + 2 * ends, stages)
+    sizes = [size + (1 <= i <= spare if ends else i < spare) for i in range(stages)]
+    sizes[0] -= ends
+    sizes[-1] -= ends
+    ends_at = list(accumulate(sizes))
+    return [blocks[end - size : end] for size, end in zip(sizes, ends_at, strict=True)]
+
+
+def _greedy(blocks: Sequence[Block], stages: int, head: float) -> list[Sequence[Block]]:
+    share = (sum(block.met_params for block in blocks) + head) / stages
+    starts, met = [0], 0.0
+    for i, block in enumerate(blocks):
+        if met >= share * len(starts) and len(starts) < stages:
+            starts.append(i)
+        met += block.met_params
+    starts += [len(blocks)] * (stages - len(starts))  # the last stages hold the head alone, or nothing
+    return [blocks[a:b] for a, b in zip(starts, (*starts[1:], len(blocks)), strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
+    """Start of each part of the contiguous split whose largest part is smallest; ties: the smallest sum of squares.
+
+    Cost: parts x items^2; 20 ms for 126 blocks on 32 stages.
+
+    >>> split_evenly((1, 1, 1, 1, 1, 1, 3), 3)
+    (0, 3, 6)
+    """
+    total: list[float] = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[end]: (largest part, sum of squares, starts) of the items before `end` in the parts so far
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
+    best = {end: (total[end], total[end] ** 2, (0,)) for end in range(1, len(costs) + 1)}
+    for part in range(1, num_parts):
+        best = {
+            end: min(
+                (max(best[start][0], own), best[start][1] + own**2, (*best[start][2], start))
+                for start in range(part, end)
+                for own in (total[end] - total[start],)
+            )
+            for end in range(part + 1, len(costs) + 1)
+        }
+    return best[len(costs)][2]

@@ -1,0 +1,55 @@
+"""`Workload`: what a step computes, whatever the layout: length, global batch, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+from shardwise.findings import nearest
+
+STATE_BYTES = {
+    "adamw": 8.0,
+    "adamw-bf16": 4.0,
+    "adamw-8bit": 2.06,
+    "lion": 4.0,
+    "muon": 4.0,
+    "sgd-momentum": 4.0,
+    "adafactor": 0.05,
+    "sgd": 0.0,
+}
+"""Bytes of optimizer state per parameter, without a master copy. adamw: two moments in fp32; 8-bit: with one fp32 scale
+per block of 256; adafactor: a row and a column per matrix."""
+
+COMPUTE = ("", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One optimizer step: `global_batch` sequences of `seq_len` tokens."""
+
+    seq_len: int
+    global_batch: int
+    optimizer: str = "adamw"
+    compute: str = ""
+    """Dtype of the matrix products; empty: what the plan's precision says. fp8 and fp4 may be priced ahead of a plan
+    that can run them."""
+    trained: float = 1.0
+    """Share of the parameters that get gradients and state (adapters: a few per thousand)."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "global_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"workload: {name}: found {value!r}, needed an integer of at least 1")
+        if self.optimizer not in STATE_BYTES:
+            hint = nearest(self.optimizer, list(STATE_BYTES))
+            raise ConfigError(f"workload: optimizer: found {self.optimizer!r}; {hint}")
+        if self.compute not in COMPUTE:
+            raise ConfigError(f"workload: compute: found {self.compute!r}; {nearest(self.compute, COMPUTE[1:])}")
+        if not 0 < self.trained <= 1:
+            raise ConfigError(f"workload: trained: found {self.trained}, needed a share above 0 and at most 1")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.seq_len * self.global_batch
