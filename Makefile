@@ -5,14 +5,15 @@ BIN := $(VENV)/bin
 # The stamp is newer than what it was made from, or the install runs again. Nothing else triggers it.
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo install test soak check format bench gpu docs clean
+.PHONY: help demo install test soak check format bench accuracy gpu docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    install, train the reference decoder for about a minute, say where the results are"
 	@echo "make test    install, run every test"
 	@echo "make check   format, lint, types, the shape of the package"
-	@echo "make bench   step time and start-up beside plain torch; rewrites docs/benchmarks.md"
+	@echo "make bench   step time and start-up beside plain torch, pipelines beside their simulation; rewrites docs/benchmarks.md, docs/pipeline.md"
+	@echo "make accuracy [ROWS=file.csv] [OUT=accuracy.json]   the planner against published measurements"
 	@echo "make gpu     the checks that need a CUDA device"
 	@echo "make soak    the tests that take too long for every change"
 	@echo "make docs    rewrite the pages that are generated"
@@ -50,6 +51,13 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/pipeline.py
+
+# Numbers to OUT, the page to docs/planner-accuracy.md
+ROWS ?= ../shared/reference/published_train.csv
+OUT ?= accuracy.json
+accuracy: $(STAMP)
+	$(BIN)/python tools/accuracy.py $(ROWS) --out $(OUT)
 
 gpu: $(STAMP)
 	$(BIN)/python tools/gpu.py

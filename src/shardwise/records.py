@@ -47,6 +47,15 @@ def as_dict(record: Any, *, drop_none: bool = True) -> dict[str, Any]:
     return plain
 
 
+def hash_of(record: Any) -> int:
+    """The hash that a frozen dataclass would compute, kept on the instance: for records that are keys of caches."""
+    kept = record.__dict__.get("_hash")
+    if kept is None:
+        kept = hash(tuple(getattr(record, f.name) for f in fields(record)))
+        object.__setattr__(record, "_hash", kept)
+    return int(kept)
+
+
 def from_dict(record_type: type[T], data: object, keys: tuple[str, ...] = ()) -> T:
     """The dataclass that nested plain data describes; missing keys take their defaults.
 
@@ -185,11 +194,16 @@ def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: s
 
 def _toml(data: Mapping[str, Any], comment: str) -> str:
     lines = [f"# {comment}"] if comment else []
-    lines += [f"{key} = {_literal(value)}" for key, value in data.items() if not isinstance(value, Mapping)]
-    for key, table in data.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{key}]", *(f"{inner} = {_literal(value)}" for inner, value in table.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_toml_lines(data, "")]) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
+    """Plain values first, then the tables: TOML reads a key below a header as part of that table."""
+    lines = [f"{key} = {_literal(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    for key, inner in table.items():
+        if isinstance(inner, Mapping):
+            lines += ["", f"[{prefix}{key}]", *_toml_lines(inner, f"{prefix}{key}.")]
+    return lines
 
 
 def _literal(value: object) -> str:

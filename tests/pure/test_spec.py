@@ -20,6 +20,29 @@ PUBLISHED = {
     "qwen-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
     "gpt2-small": 124_439_808,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama2-70b": 68_976_648_192,
+    "qwen-1.5b": 1_543_714_304,
+    "qwen-3b": 3_085_938_688,
+    "qwen-14b": 14_770_033_664,
+    "qwen-32b": 32_763_876_352,
+    "qwen-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "yi-34b": 34_388_917_248,
+    "smollm-1.7b": 1_711_376_384,
+    "phi-4": 14_659_507_200,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
 }
 
 
@@ -33,6 +56,8 @@ def test_counts_of_the_others() -> None:
     assert preset("mixtral-8x7b").active_params == pytest.approx(12.9e9, rel=0.01)
     assert 2.5e6 < preset("bytes-3m").num_params < 3.5e6
     assert preset("bytes-3m").vocab_size == 256
+    for size, name in ((1.3e9, "1.3b"), (2.7e9, "2.7b"), (6.7e9, "6.7b"), (13e9, "13b")):
+        assert preset(f"gpt3-{name}").num_params == pytest.approx(size, rel=0.02)
 
 
 def test_a_small_model_by_hand() -> None:

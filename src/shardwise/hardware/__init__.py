@@ -1,0 +1,1 @@
+"""Devices, links and clusters: as data (`cluster`), and measured on this machine."""

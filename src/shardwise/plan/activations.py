@@ -1,0 +1,151 @@
+"""Bytes that a micro-batch leaves on a rank between its forward and its backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.plan.kernels import BYTES
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What decides on saved bytes, besides the block: sizes are per rank."""
+
+    tp: int
+    sequence: bool
+    width: float
+    """Bytes of an element in the compute dtype."""
+    residual: float
+    """Bytes of an element of the residual stream."""
+    attention: str
+    fused: bool
+    keys: int
+    """Sequence length."""
+    expert_split: int = 1
+    inputs: float = 0.0
+    """Bytes of an element of a product's kept input; 0: as `width`."""
+    products: float = 1.0
+    """Share of the products' outputs that per-operator recompute keeps."""
+    gathered: bool = False
+    """A column-sharded product keeps its gathered input (DTensor), not its shard of the sequence (Megatron)."""
+
+
+def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "") -> Saving:
+    """The knobs of a plan under a stack; `compute` is the workload's."""
+    width = compute_width(plan)
+    return Saving(
+        tp=plan.axes.tp,
+        sequence=plan.tensor.sequence,
+        width=width,
+        residual=stack.residual_bytes or width,
+        attention=stack.attention,
+        fused=stack.fused,
+        keys=seq_len,
+        expert_split=plan.axes.ep if plan.axes.ep > 1 else plan.axes.tp,
+        inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
+        products=stack.keeps_products,
+        gathered=stack.saves_gathered,
+    )
+
+
+def compute_width(plan: Plan) -> float:
+    """Bytes of an activation."""
+    return BYTES[{"bf16-pure": "bf16", "fp8": "bf16"}.get(plan.precision, plan.precision)]
+
+
+@lru_cache(maxsize=4096)
+def saved_bytes(block: Block, how: Saving) -> float:
+    """Bytes per token that a block keeps for its backward pass, without recompute.
+
+    Source of the count: arXiv:2205.05198, section 4.1, per operator; fused attention keeps its inputs, output and one
+    fp32 number per query and head (arXiv:2205.14135).
+    """
+    return sum(_saved(op, how) for op in block.ops)
+
+
+def _saved(op: Op, how: Saving) -> float:
+    if isinstance(op, Attention):
+        return _saved_attention(op, how)
+    if isinstance(op, Matmul):
+        return _saved_input(op, how)
+    shard = _shard(op, how)
+    kept = op.saves if how.fused else op.saves_apart
+    width = how.residual if op.split == "sequence" and op.name == "norm" else how.width
+    return (kept * width + op.masks) * max(op.per_choice, 1) / shard
+
+
+def _saved_input(op: Matmul, how: Saving) -> float:
+    if not op.trained:
+        return 0.0
+    width = how.inputs if how.inputs and op.name not in ("head", "router") else how.width
+    if op.split == "row":  # its input is sharded along its own inner size
+        return op.saves * width * max(op.chosen, 1) / (how.tp if not op.experts else 1)
+    shard = how.tp if how.sequence and not (how.gathered and op.split == "column") else 1
+    return op.saves * width * max(op.chosen, 1) / shard
+
+
+def _saved_attention(op: Attention, how: Saving) -> float:
+    fused = op.saves * how.width + 4 * op.heads
+    if how.attention in ("unfused", "fused-softmax"):
+        scores = op.heads * how.keys
+        kept = 2 * how.width + 1 if op.dropout else how.width
+        return (op.saves * how.width + scores * kept) / how.tp
+    return fused / how.tp
+
+
+def _shard(op: Pointwise, how: Saving) -> float:
+    if op.per_choice:
+        return how.tp if how.sequence or op.split == "heads" else 1
+    if op.split == "heads":
+        return how.tp
+    return how.tp if op.split == "sequence" and how.sequence else 1
+
+
+@lru_cache(maxsize=4096)
+def kept_outputs(block: Block, how: Saving) -> float:
+    """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input."""
+    total = block.width * how.residual / (how.tp if how.sequence else 1)
+    for op in block.ops:
+        if isinstance(op, Matmul):
+            shard = how.tp if op.split == "column" or how.sequence else 1
+            total += op.outs * how.width * max(op.chosen, 1) / shard * how.products
+        elif isinstance(op, Attention):
+            total += (op.heads * op.v_dim * how.width + 4 * op.heads) / how.tp
+    return min(total, saved_bytes(block, how))
+
+
+@lru_cache(maxsize=4096)
+def working_bytes(block: Block, how: Saving) -> float:
+    """Bytes per token alive for a moment in the backward pass: gradients of the widest operator's input and output."""
+    widest = 0.0
+    for op in block.ops:
+        if isinstance(op, Matmul):
+            outs = op.outs / (how.tp if op.split == "column" else 1)
+            ins = op.ins / (how.tp if op.split == "row" else 1)
+            widest = max(widest, (outs + ins) * how.width * max(op.chosen, 1))
+    return widest
+
+
+def kept_bytes(block: Block, index: int, plan: Plan, how: Saving) -> float:
+    """Bytes per token that block `index` of the chain keeps under the plan's recompute."""
+    if is_recomputed(index, plan):
+        if plan.recompute.mode == "ops":
+            return kept_outputs(block, how)
+        return block.width * how.residual / (how.tp if how.sequence else 1)
+    return saved_bytes(block, how)
+
+
+def is_recomputed(index: int, plan: Plan) -> bool:
+    """True where the plan recomputes block `index` of the whole chain."""
+    recompute = plan.recompute
+    if recompute.mode in ("blocks", "ops"):
+        return True
+    if recompute.mode == "every":
+        return recompute.every > 0 and index % recompute.every == 0
+    if recompute.mode == "ratio":
+        return int((index + 1) * recompute.ratio + 1e-9) > int(index * recompute.ratio + 1e-9)
+    return False

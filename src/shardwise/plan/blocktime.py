@@ -1,0 +1,219 @@
+"""Seconds of one block, forward and backward, on one rank: its kernels, and the communication inside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.plan.kernels import (
+    BYTES,
+    attention_backward,
+    attention_time,
+    matmul_time,
+    pointwise_time,
+)
+from shardwise.plan.links import Group, collective_time, group_of
+from shardwise.plan.plan import Axes
+from shardwise.plan.stack import Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything but the block and the micro-batch."""
+
+    cluster: Cluster
+    stack: Stack
+    axes: Axes
+    dtype: str
+    sequence: bool = False
+    context: str = "ring"
+    frozen: bool = False
+    """Weights get no gradient (adapters on top of them do)."""
+
+    @property
+    def width(self) -> float:
+        """Bytes of an activation."""
+        return BYTES[self.dtype] if self.dtype not in ("fp8", "fp4") else 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTime:
+    """Seconds of one micro-batch through one block."""
+
+    forward: float
+    backward: float
+    compute: float
+    """Kernels of both, or the launch of them where that is longer."""
+    tensor: float
+    """Exposed communication of the tp axis, of both."""
+    context: float
+    expert: float
+    hidden: float
+    """Communication behind compute."""
+    weight: float
+    """The part of the backward that makes gradients of weights: a zero-bubble schedule moves it."""
+    light: float
+    """The part of the forward that per-operator recompute repeats: element-wise operators."""
+
+    def again(self, mode: str) -> float:
+        """Seconds that recomputing the block adds to its backward pass."""
+        return self.light if mode == "ops" else self.forward
+
+
+Shape = tuple[float, int]
+"""Sequences of a micro-batch, and their length over all ranks."""
+
+
+@lru_cache(maxsize=65536)
+def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
+    """Time a block on one rank.
+
+    Sources: arXiv:1909.08053 and arXiv:2205.05198 for what tp and sequence parallelism send, arXiv:2310.01889 for the
+    ring, arXiv:2006.16668 for the exchange of experts.
+    """
+    forward = backward = light = weight = 0.0
+    kernels = 0
+    for op in block.ops:
+        ahead, back = _op_time(op, shape, setting)
+        forward += ahead
+        weight += back / 2 if isinstance(op, Matmul) and op.trained and not setting.frozen else 0.0
+        backward += back
+        light += ahead if isinstance(op, Pointwise) else 0.0
+        kernels += _kernels(op, setting.stack)
+    host = _host(block, kernels, setting)
+    compute = (max(forward, host[0]), max(backward, host[1]))
+    tensor, hidden = _tensor(block, shape, setting, sum(compute))
+    context = _context(block, shape, setting)
+    expert = _expert(block, shape, setting)
+    return BlockTime(
+        forward=compute[0] + (tensor + expert) / 2 + context / 3,
+        backward=compute[1] + (tensor + expert) / 2 + context * 2 / 3,
+        compute=sum(compute),
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        hidden=hidden,
+        weight=weight,
+        light=max(light, host[0] / 2),
+    )
+
+
+def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
+    """(forward, backward) seconds of an operator's kernels."""
+    batch, length = shape
+    tp, stack, device = setting.axes.tp, setting.stack, setting.cluster.device
+    tokens = batch * length / setting.axes.cp
+    if isinstance(op, Matmul):
+        return _matmul(op, tokens, setting)
+    if isinstance(op, Attention):
+        ahead = attention_time(op, (batch, length // setting.axes.cp, length), tp, device, stack)
+        return ahead, attention_backward(ahead, stack)
+    shard = tp if op.split == "heads" or setting.sequence and op.split == "sequence" or op.per_choice else 1
+    moved = op.moved * max(op.per_choice, 1) * tokens / shard
+    repeated = 1.0 if stack.fused else 1.0 + 0.5 * (op.kernels - 1)
+    ahead = pointwise_time(moved * repeated, device, setting.width)
+    return ahead, ahead * 1.6
+
+
+def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
+    axes, device = setting.axes, setting.cluster.device
+    ins, outs, rows, groups = op.ins, op.outs, ceil(tokens), 1
+    if op.experts:
+        local = op.experts / axes.ep
+        groups = max(1, round(local))
+        rows = max(1, ceil(tokens * op.chosen / local / (axes.tp if axes.ep > 1 else 1)))
+        if axes.ep > 1:  # tokens of all ranks of the exchange come together
+            rows = max(1, ceil(tokens * op.chosen * axes.ep / op.experts / axes.tp))
+    if not op.experts or axes.ep == 1:
+        outs = ceil(outs / axes.tp) if op.split == "column" else outs
+        ins = ceil(ins / axes.tp) if op.split == "row" else ins
+    dtype = setting.dtype if op.name not in ("head", "router") or setting.dtype not in ("fp8", "fp4") else "bf16"
+    scale = 1.0 / setting.stack.efficiency
+    ahead = matmul_time(rows, outs, ins, device, dtype, groups) * scale
+    back = matmul_time(rows, ins, outs, device, dtype, groups) * scale
+    if op.trained and not setting.frozen:
+        back += matmul_time(ins, outs, rows, device, dtype, groups) * scale
+    return ahead, back
+
+
+def _host(block: Block, kernels: int, setting: Setting) -> tuple[float, float]:
+    """Seconds that the host needs to start a block's forward and backward kernels."""
+    stack = setting.stack
+    if setting.axes.tp > 1:  # a collective costs the host several kernels: checks, events, another stream
+        kernels += 4 * (2 if setting.sequence else 1) * sum(op.split == "row" for op in block.matmuls)
+    routed = stack.route_host if any(op.experts for op in block.matmuls) else 0.0
+    forward = stack.launch * kernels + stack.block_host + routed
+    return forward, stack.launch * 2 * kernels + stack.block_host / 2 + routed
+
+
+def _kernels(op: Op, stack: Stack) -> int:
+    if isinstance(op, Matmul):
+        return 1 if not op.experts else 3
+    if isinstance(op, Attention):
+        return {"unfused": 7, "fused-softmax": 4}.get(stack.attention, 1)
+    return 1 if stack.fused else op.kernels
+
+
+def _tensor(block: Block, shape: Shape, setting: Setting, compute: float) -> tuple[float, float]:
+    """(exposed, hidden) seconds of the tp axis: per row-sharded product a reduction forward and one backward."""
+    if setting.axes.tp == 1:
+        return 0.0, 0.0
+    group = group_of(setting.axes, "tp")
+    tokens = shape[0] * shape[1] / setting.axes.cp
+    size = tokens * block.width * setting.width
+    reductions = sum(op.split == "row" and not (op.experts and setting.axes.ep > 1) for op in block.matmuls)
+    if block.name == "head":
+        reductions = 1  # the gradient of its input
+    one = _reduction(size, group, setting)
+    total = one * reductions * (1 if block.name == "head" else 2)
+    hides = min(total * setting.stack.overlap_tensor, compute)
+    return total - hides, hides
+
+
+def _reduction(size: float, group: Group, setting: Setting) -> float:
+    share = setting.stack.network
+    if setting.sequence:
+        gather = collective_time("all_gather", size, group, setting.cluster, share)
+        return gather + collective_time("reduce_scatter", size, group, setting.cluster, share)
+    return collective_time("all_reduce", size, group, setting.cluster, share)
+
+
+def _context(block: Block, shape: Shape, setting: Setting) -> float:
+    """Exposed seconds of the cp axis: keys and values, forward once and backward twice, behind attention."""
+    cp = setting.axes.cp
+    if cp == 1:
+        return 0.0
+    group = group_of(setting.axes, "cp")
+    tokens = shape[0] * shape[1] / cp
+    total = 0.0
+    for op in block.ops:
+        if not isinstance(op, Attention):
+            continue
+        share = setting.stack.network
+        if setting.context == "ulysses":
+            size = tokens * (op.heads + op.kv_heads) * (op.qk_dim + op.v_dim) * setting.width / setting.axes.tp
+            total += 2 * collective_time("all_to_all", size, group, setting.cluster, share)
+            continue
+        size = tokens * cp * op.kv_heads * (op.qk_dim + op.v_dim) * setting.width / setting.axes.tp
+        sent = 3 * collective_time("all_gather", size, group, setting.cluster, share)
+        ahead = attention_time(
+            op, (shape[0], shape[1] // cp, shape[1]), setting.axes.tp, setting.cluster.device, setting.stack
+        )
+        behind = ahead + attention_backward(ahead, setting.stack)
+        total += max(sent - (behind * 0.9 if setting.context == "ring" else 0.0), 0.1 * sent)
+    return total
+
+
+def _expert(block: Block, shape: Shape, setting: Setting) -> float:
+    """Exposed seconds of the exchange of tokens: there and back, forward and backward."""
+    ep = setting.axes.ep
+    routed = [op for op in block.matmuls if op.experts]
+    if ep == 1 or not routed:
+        return 0.0
+    tokens = shape[0] * shape[1] / setting.axes.cp / setting.axes.tp
+    size = tokens * routed[0].chosen * routed[0].ins * setting.width
+    one = collective_time("all_to_all", size, group_of(setting.axes, "ep"), setting.cluster, setting.stack.network)
+    return 4 * one * (1 - setting.stack.overlap_expert)

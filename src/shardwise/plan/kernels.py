@@ -1,0 +1,90 @@
+"""How long one kernel runs: matrix products, attention, element-wise operators, by shape and dtype.
+
+A pure roofline is off by 1.5 to 2 times: tiles run in waves over the units of the device, a tile costs a fill of its
+inner dimension, and small heads leave a fused attention short of work. Times are seconds, sizes elements.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from shardwise.hardware.cluster import Device
+from shardwise.model.profile import Attention, attention_flops
+from shardwise.plan.stack import Stack
+
+BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+TAIL = 2e-6
+"""Seconds from the start of a kernel to its first useful work, and from its last to its end."""
+
+# Tile rows, columns, and the share of a unit's rate that a tile of such a size reaches (less reuse of what it loads).
+_TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.62))
+_SPLITS = (1, 2, 4, 8)
+_BACKWARD_ATTENTION = 2.5
+"""Backward over forward operations of fused attention: five products against two (arXiv:2205.14135)."""
+_BACKWARD_RATE = 0.78
+"""Rate of that backward against the forward's (arXiv:2307.08691, figures 4 to 6)."""
+_PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
+"""Times that the score matrix is read or written in a forward pass, where it is kept in memory."""
+
+
+@lru_cache(maxsize=65536)
+def matmul_time(m: int, n: int, k: int, device: Device, dtype: str, groups: int = 1) -> float:
+    """Time of `groups` products `[m, k] x [k, n]`.
+
+    Tiles of the output run in waves over the device's units; a wave takes its tile's operations, with a fill of
+    `curve.depth` on the inner size; the best of some tile sizes and splits of the inner size is taken; and no product
+    is faster than its operands and result pass through memory. Source: wave quantisation as in the matrix
+    multiplication guides of the vendors; the constants are fitted.
+    """
+    low = dtype in ("fp8", "fp4")
+    best = device.low_best if low else device.curve.best
+    unit = device.rates.of(dtype) * best / device.curve.units
+    depth, units = device.curve.depth * (2.0 if low else 1.0), device.curve.units
+    compute = float("inf")
+    for rows, columns, rate in _TILES:
+        tiles = groups * ceil(m / rows) * ceil(n / columns)
+        for split in _SPLITS:
+            if split > 1 and (k / split < 512 or tiles * split > 2 * units):
+                break
+            # the last wave is not as sharp as its ceiling: clocks rise and tiles overlap while units are idle
+            waves = max(1.0, 0.5 * (ceil(tiles * split / units) + tiles * split / units))
+            compute = min(compute, waves * 2.0 * rows * columns * (k / split + depth) / (unit * rate))
+    traffic = groups * (m * k + k * n + m * n) * (2.0 if low else BYTES[dtype])
+    return max(compute, traffic / (device.bandwidth * device.stream)) + TAIL
+
+
+def pointwise_time(elements: float, device: Device, width: float) -> float:
+    """Time to move so many elements of `width` bytes through memory."""
+    return elements * width / (device.bandwidth * device.stream) + TAIL
+
+
+def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device: Device, stack: Stack) -> float:
+    """Forward time on one of `tp` ranks; `shape`: sequences, queries of each on this rank, keys of each.
+
+    Fused: operations over the rate that its kernel reaches; heads below 128 and short sequences reach less of it.
+    Not fused: two products and the passes over the score matrix, which is not halved by a causal mask.
+    """
+    batch, queries, keys = shape
+    heads = op.heads / tp
+    if stack.attention in _PASSES:
+        scores = batch * heads * queries * keys
+        flops = 2.0 * scores * (op.qk_dim + op.v_dim)
+        moved = scores * 2.0 * _PASSES[stack.attention]
+        return flops / (device.rates.of("bf16") * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
+    flops = batch * queries * attention_flops(op, keys) / tp
+    return flops / (device.rates.of("bf16") * attention_rate(op, keys, device, stack)) + TAIL
+
+
+def attention_rate(op: Attention, keys: int, device: Device, stack: Stack) -> float:
+    """Share of the bf16 rate that fused attention reaches, forward."""
+    top: float = getattr(device.attention, stack.attention)
+    size = min(op.qk_dim, 128)
+    return top * (0.45 + 0.55 * size / 128) * keys / (keys + 512)
+
+
+def attention_backward(forward: float, stack: Stack) -> float:
+    """Backward time from the forward's."""
+    if stack.attention in _PASSES:
+        return 2.0 * forward
+    return forward * _BACKWARD_ATTENTION / _BACKWARD_RATE

@@ -1,0 +1,84 @@
+"""How long a collective takes: the alpha-beta model per algorithm and tier of links.
+
+A group is `size` ranks that stand `stride` apart. Ranks that share a fast domain talk over `Cluster.local`, the rest
+over `Cluster.network`; a group with several ranks in a domain uses as many network adapters. Sources: Thakur et al.,
+Optimization of Collective Communication Operations in MPICH (2005), for ring and tree; Chan et al. (2007) for bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2
+
+from shardwise.hardware.cluster import Cluster
+from shardwise.plan.plan import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`size` ranks, `stride` apart: the ranks of an axis that share all other coordinates."""
+
+    size: int
+    stride: int
+
+    def inside(self, cluster: Cluster) -> int:
+        """Ranks of the group in one fast domain."""
+        return max(1, min(self.size, cluster.domain // self.stride))
+
+
+def group_of(axes: Axes, axis: str) -> Group:
+    """The group of an axis.
+
+    `data` is the group that sharded gradients are reduced over, `dp_shard x cp`; `expert_data` the same for experts.
+
+    >>> group_of(Axes(dp_shard=4, tp=8), "dp_shard")
+    Group(size=4, stride=8)
+    """
+    if axis == "ep":
+        return Group(axes.ep, 1)
+    if axis == "expert_data":
+        return (
+            Group(max(1, axes.dp_shard * axes.cp * axes.tp // axes.ep), axes.ep)
+            if axes.ep > 1
+            else group_of(axes, "data")
+        )
+    if axis == "data":
+        return Group(axes.dp_shard * axes.cp, axes.tp)
+    sizes = {"tp": axes.tp, "cp": axes.cp, "dp_shard": axes.dp_shard, "dp_replicate": axes.dp_replicate, "pp": axes.pp}
+    stride = 1
+    for name, size in sizes.items():
+        if name == axis:
+            return Group(size, stride)
+        stride *= size
+    raise AssertionError(axis)
+
+
+@lru_cache(maxsize=65536)
+def collective_time(kind: str, size: float, group: Group, cluster: Cluster, share: float = 1.0) -> float:
+    """Seconds of a collective of `size` bytes: the whole tensor, gathered or to be reduced, on each rank.
+
+    `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the bandwidth that it gets.
+    """
+    ranks, inside = group.size, group.inside(cluster)
+    if ranks == 1 or size <= 0:
+        return 0.0
+    local, network = cluster.local, cluster.network
+    crosses = inside < ranks
+    latency = network.latency if crosses else local.latency
+    wide = min(local.bandwidth, inside * network.bandwidth) if crosses else local.bandwidth
+    wide *= share
+    if kind == "send":
+        one = (network.bandwidth if crosses else local.bandwidth) * share
+        return latency + size / one
+    part = size * (ranks - 1) / ranks
+    if kind == "all_to_all":
+        out = size * (ranks - inside) / ranks  # leaves the domain, through one adapter
+        here = size * (inside - 1) / ranks
+        seconds = max(out / (network.bandwidth * share), here / (local.bandwidth * share))
+        return seconds + latency * (1 + log2(ranks))
+    ring = (ranks - 1) * latency + part / wide
+    if kind in ("all_gather", "reduce_scatter"):
+        return ring
+    tree = 2 * log2(ranks) * latency * 2 + 2 * size / (wide * 0.9)
+    return min(2 * ring, tree)

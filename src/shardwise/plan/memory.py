@@ -1,0 +1,245 @@
+"""`estimate_memory`: bytes per rank and pipeline stage at the peak of a step, by term. Closed form, no torch.
+
+Three numbers, as people print three: `allocated` is live tensors, `reserved` what the caching allocator holds for them,
+`device` what the driver shows. `diagnose` has the other estimator, which traces the real step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import mul
+
+from shardwise.hardware.cluster import GIB, Device
+from shardwise.model.profile import Profile
+from shardwise.plan.activations import compute_width, kept_bytes, saved_bytes, saving_of, working_bytes
+from shardwise.plan.division import Division, Stage, divide
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import actions, in_flight
+from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.workload import STATE_BYTES, Workload
+
+COMMUNICATOR = 0.12 * GIB
+"""Device memory of one communicator's channels and buffers."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank of the `pp` axis (all its stages): bytes by term at the peak."""
+
+    rank: int
+    terms: Mapping[str, float]
+    phase: str
+    """When the peak is reached: loss, backward or update."""
+
+    @property
+    def allocated(self) -> float:
+        """Live tensors."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of a step on every rank of the pipeline, in bytes."""
+
+    stages: tuple[RankMemory, ...]
+    fragmentation: float
+    context: float
+    """Driver, libraries and communicators."""
+    limit: float = 0.0
+    """Device memory; 0: not given."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> allocated bytes of the worst rank in that phase."""
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank that needs the most."""
+        return max(self.stages, key=lambda stage: stage.allocated)
+
+    @property
+    def allocated(self) -> float:
+        """Live tensors on the worst rank."""
+        return self.worst.allocated
+
+    @property
+    def reserved(self) -> float:
+        """With the caching allocator's rounding and holes."""
+        return self.allocated * (1 + self.fragmentation)
+
+    @property
+    def device(self) -> float:
+        """With driver context and communicators."""
+        return self.reserved + self.context
+
+    @property
+    def fits(self) -> bool:
+        """True where the device's memory is known and suffices."""
+        return self.limit > 0 and self.device <= self.limit
+
+
+def estimate_memory(
+    profile: Profile, plan: Plan, workload: Workload, *, stack: Stack | None = None, device: Device | None = None
+) -> Memory:
+    """Peak memory of every rank of the pipeline under a plan.
+
+    Terms: weights, master weights, gradients, optimizer state, gathered parameters, activations, logits, working set.
+    Sources: arXiv:1910.02054 (states under zero 0 to 3), arXiv:2205.05198 (activations), arXiv:2104.04473 (in flight).
+
+    Raises:
+        PlanError: a batch or a pipeline that the model does not divide.
+
+    Cost: some 100 microseconds.
+
+    >>> from shardwise.model.profile import profile_of
+    >>> from shardwise.model.spec import preset
+    >>> eight = profile_of(preset("llama-8b"))
+    >>> memory = estimate_memory(eight, Plan.parse("fsdp8 bf16"), Workload(seq_len=8192, global_batch=8))
+    >>> 60e9 < memory.allocated < 110e9
+    True
+    """
+    stack = stack or load_stack("shardwise")
+    division = divide(profile, plan, workload, stack.cut)
+    ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
+    axes = plan.axes
+    groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
+    context = (device.context if device else 0.0) + COMMUNICATOR * (groups + (1 if plan.world > 1 else 0))
+    return Memory(
+        stages=tuple(rank for rank, _ in ranks),
+        fragmentation=stack.fragmentation,
+        context=context,
+        limit=device.memory if device else 0.0,
+        peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
+    )
+
+
+def _rank_memory(
+    division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack
+) -> tuple[RankMemory, dict[str, float]]:
+    """The peak of one rank, and its allocated bytes in each phase."""
+    plan = division.plan
+    states = _states(division, stages, stack)
+    gradients = states.pop("gradients")
+    block = _block_bytes(division, stages, stack)
+    held = {**states, "gathered": _gathered(division, stages, stack)}
+    loss = {**held, "activations": _activations(division, rank, stages, stack), "logits": 0.0}
+    if any(stage.last for stage in stages):
+        loss["logits"] = _logits(division, stack)
+    backward = {**held, "gradients": gradients, "activations": block, "working": _working(division, stages, stack)}
+    if stack.master or plan.batch.micro_batches > 1:  # gradients are there before the first backward pass
+        loss["gradients"] = gradients
+        backward["activations"] = loss["activations"]
+    update = {**states, "gradients": gradients}
+    if not stack.fused_optimizer:
+        update["temporary"] = division.owned(stages) * 4.0
+    phases = {"loss": loss, "backward": backward, "update": update}
+    if plan.offload.state:
+        phases = {name: _without_states(terms) for name, terms in phases.items()}
+    sums = {name: sum(terms.values()) for name, terms in phases.items()}
+    phase = max(sums, key=lambda name: sums[name])
+    return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase), sums
+
+
+def _without_states(terms: Mapping[str, float]) -> dict[str, float]:
+    """States live on the host; the device sees what is gathered."""
+    return {name: value for name, value in terms.items() if name not in ("weights", "master", "optimizer", "gradients")}
+
+
+def _states(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict[str, float]:
+    """Weights, master weights, gradients and optimizer state."""
+    plan, workload = division.plan, division.workload
+    whole, owned = division.whole(stages), division.owned(stages)
+    kept = owned if plan.zero == 3 else whole
+    width = compute_width(plan)
+    state = STATE_BYTES[workload.optimizer] * max(width / 4, 1.0)
+    if workload.trained < 1:  # adapters: frozen weights need neither fp32 nor a master copy
+        trained = whole * workload.trained
+        return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}
+    low = width < 4
+    pure = plan.precision == "bf16-pure"
+    if pure and not stack.pure_master:
+        gradients = (owned if plan.zero >= 2 else whole) * width
+        return {"weights": kept * width, "gradients": gradients, "optimizer": owned * state}
+    master = low and (stack.master or pure)
+    if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
+        gradients = (owned if plan.zero >= 2 else whole) * width + owned * 4.0
+        return {"weights": kept * width, "master": owned * 4.0, "gradients": gradients, "optimizer": owned * state}
+    return {
+        "weights": kept * (width if master else max(width, 4.0)),
+        "master": owned * 4.0 if master else 0.0,
+        "gradients": (owned if plan.zero >= 2 else whole) * (stack.grad_bytes if low else width)
+        + (whole * width if stack.spare_grads and low else 0.0),
+        "optimizer": owned * state,
+    }
+
+
+def _gathered(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Parameters in the compute dtype beside the weights: all, or a block, those ahead of it, and its gradient."""
+    plan = division.plan
+    width = compute_width(plan)
+    if plan.zero < 3 and (stack.master or plan.precision == "bf16-pure"):
+        return 0.0  # the weights are in the compute dtype as they are
+    if not plan.reshards:
+        return division.whole(stages) * width if width < 4 or plan.zero == 3 else 0.0
+    blocks = [division.dense(block) + division.experts(block) for stage in stages for block in stage.blocks]
+    ends = division.embedding * any(stage.first for stage in stages)
+    ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
+    return (max(blocks, default=0.0) * (2 + plan.communication.prefetch) + ends) * width
+
+
+def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes that all micro-batches in flight on a rank have kept, and one recomputed block in full."""
+    plan = division.plan
+    how = saving_of(plan, stack, division.workload.seq_len, division.workload.compute)
+    block = _block_bytes(division, stages, stack)
+    again = block if plan.recompute.mode != "none" else 0.0
+    if plan.offload.activations:  # the block at work and the one ahead of it are on the device
+        return 2 * block + again
+    kept = [
+        sum(kept_bytes(block, stage.start + i, plan, how) for i, block in enumerate(stage.blocks)) for stage in stages
+    ]
+    moments: Sequence[tuple[int, ...]] = [(1,)]
+    if plan.axes.pp > 1:
+        moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
+    worst = max(sum(map(mul, alive, kept)) for alive in moments)
+    return worst * division.tokens + again
+
+
+def _block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes that the largest block keeps of one micro-batch without recompute."""
+    how = saving_of(division.plan, stack, division.workload.seq_len, division.workload.compute)
+    return max((saved_bytes(b, how) for stage in stages for b in stage.blocks), default=0.0) * division.tokens
+
+
+def _logits(division: Division, stack: Stack) -> float:
+    """The spike at the loss: logits, what the loss makes of them, and their gradient, of one micro-batch."""
+    plan, width = division.plan, compute_width(division.plan)
+    sharded = plan.axes.tp > 1 and plan.tensor.loss
+    vocab = division.profile.vocab / (plan.axes.tp if sharded else 1)
+    per_logit = stack.logit_bytes if width < 4 else 3 * width
+    return division.tokens * (vocab * per_logit + 2 * division.profile.dim * width)
+
+
+def _working(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Gradients of the widest operator, alive for a moment in the backward pass."""
+    how = saving_of(division.plan, stack, division.workload.seq_len, division.workload.compute)
+    return max((working_bytes(b, how) for stage in stages for b in stage.blocks), default=0.0) * division.tokens
+
+
+@lru_cache(maxsize=4096)
+def _alive(kind: str, shape: tuple[int, int, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Per rank, the moments that may be the worst: micro-batches in flight for each of its stages.
+
+    `shape`: ranks, stages per rank, micro-batches. More micro-batches than a few rounds change nothing but for the
+    schedules that keep all.
+    """
+    ranks, turns, count = shape
+    if kind in ("gpipe", "looped-bfs"):
+        return (((count,) * turns,),) * ranks
+    if kind == "1f1b":
+        return tuple(((min(count, ranks - rank),),) for rank in range(ranks))
+    if count % ranks == 0 or kind != "interleaved":
+        few = count if count < 4 * ranks else 4 * ranks
+        return tuple(rank.peaks for rank in in_flight(actions(kind, ranks, turns, few)))
+    most = [min(count * turns, 2 * (ranks - rank - 1) + (turns - 1) * ranks + 1) for rank in range(ranks)]
+    return tuple(((-(-alive // turns),) * turns,) for alive in most)

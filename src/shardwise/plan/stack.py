@@ -1,0 +1,111 @@
+"""`Stack`: what a software stack makes of a plan: its kernels, its copies of the parameters, its overlap.
+
+A plan says where things are; two stacks give the same plan different memory and speed. Each field is physical, and
+has one value per stack, never per model or per run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from shardwise.errors import UsageError
+from shardwise.findings import nearest
+from shardwise.records import from_dict, hash_of
+
+AttentionKernel = Literal["unfused", "fused-softmax", "flash1", "flash2", "flash3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Kernels, copies and overlap of a training stack of an era."""
+
+    name: str
+    about: str = ""
+    attention: AttentionKernel = "flash2"
+    fused: bool = True
+    """Element-wise chains run as one kernel (compiled, or hand-written)."""
+    cut: Literal["even", "balanced", "greedy"] = "balanced"
+    """How it cuts a pipeline into stages; see `plan.division.cut`."""
+    # memory: bytes per parameter
+    master: bool = False
+    """Weights live in the compute dtype beside an fp32 master copy (Megatron); False: fp32 weights, cast for use."""
+    pure_master: bool = True
+    """Where the plan's parameters are in bf16, the optimizer keeps an fp32 copy."""
+    grad_bytes: float = 4.0
+    """Bytes of a gradient that is accumulated."""
+    spare_grads: bool = False
+    """A gradient in the compute dtype lives beside the accumulated one."""
+    logit_bytes: float = 10.0
+    """Bytes per token and vocabulary entry at the peak of the loss (logits, fp32 copy, gradient, ...)."""
+    residual_bytes: float = 0.0
+    """Bytes of an element of the residual stream; 0: the compute dtype."""
+    saves_gathered: bool = False
+    """Under sequence parallelism a product keeps its gathered input for the backward pass, not its shard of it."""
+    saves_low: bool = False
+    """fp8 and fp4 products keep their inputs in that dtype, not in the activations'."""
+    keeps_products: float = 1.0
+    """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
+    fused_optimizer: bool = True
+    """False: the update makes a temporary copy in fp32 of the parameters it updates."""
+    fragmentation: float = 0.05
+    """Reserved by the caching allocator, over allocated."""
+    # time
+    launch: float = 5e-6
+    """Seconds of the host per kernel; a block cannot run faster than its kernels are launched."""
+    block_host: float = 0.0
+    """Seconds of the host per block and forward pass outside launches: the interpreter, hooks, autograd's records."""
+    route_host: float = 0.0
+    """The same for a block's routing of tokens to experts: sorting, counts that the host waits for."""
+    micro_host: float = 0.0
+    """Seconds per micro-batch outside the blocks: fetching, scheduling, synchronising with the host."""
+    efficiency: float = 1.0
+    """Matrix products against the device's curve: library, layouts, tile choice of the era."""
+    overlap_data: float = 0.9
+    """Share of the gradient reduction and parameter gathering that can hide behind compute."""
+    overlap_tensor: float = 0.0
+    """Share of tensor-parallel communication that hides behind its product."""
+    overlap_expert: float = 0.0
+    overlap_pipeline: float = 0.5
+    """Share of the sends between stages that hides, beyond the first and last micro-batch."""
+    reduce_bytes: float = 0.0
+    """Bytes of a gradient on the wire; 0: the compute dtype."""
+    network: float = 1.0
+    """Share of the links' bandwidth that its collectives reach while kernels run."""
+    step: float = 0.01
+    """Seconds per step outside the model: data, logging, clipping's synchronisation."""
+    stall: float = 0.0
+    """Seconds per micro-batch that a pipeline's sends stall on 64 nodes; cubic in the nodes, a tenth without stages."""
+    gather_wait: float = 0.0
+    """zero 3: seconds per block and direction that a gather cannot hide (stream synchronisation, copies)."""
+
+    def __hash__(self) -> int:
+        return hash_of(self)
+
+
+def stacks() -> list[str]:
+    """Names that `load_stack` knows."""
+    return list(_table())
+
+
+def load_stack(name: str) -> Stack:
+    """A stack by name.
+
+    Raises:
+        UsageError: an unknown name, with the nearest.
+
+    >>> load_stack("shardwise").attention
+    'flash2'
+    """
+    if name not in _table():
+        raise UsageError(f"stack {name!r}: unknown; {nearest(name, stacks())}")
+    return from_dict(Stack, {"name": name, **_table()[name]})
+
+
+@cache
+def _table() -> Mapping[str, dict[str, Any]]:
+    return tomllib.loads(files("shardwise.plan").joinpath("stacks.toml").read_text(encoding="utf-8"))

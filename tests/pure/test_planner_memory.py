@@ -1,0 +1,113 @@
+"""Terms of the memory estimate against cases worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.division import cut, divide
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import load_stack
+from shardwise.plan.workload import Workload
+
+GPT = ModelSpec(
+    kind="gpt", num_layers=4, dim=64, num_heads=4, ffn_dim=256, vocab_size=512, max_seq_len=128, dropout=True
+)
+LLAMA = ModelSpec(num_layers=8, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=512, max_seq_len=128)
+WORK = Workload(seq_len=128, global_batch=8)
+MEGATRON = load_stack("megatron-core")
+TORCH = load_stack("shardwise")
+
+
+def _terms(plan: str, spec: ModelSpec = LLAMA, stack=TORCH) -> dict[str, float]:
+    return dict(estimate_memory(profile_of(spec), Plan.parse(plan), WORK, stack=stack).worst.terms)
+
+
+def test_a_gpt_block_saves_34_bytes_per_token_and_width_with_fused_attention() -> None:
+    """arXiv:2205.05198, equation 1 without the 5 a s / h of the score matrix; the log-sum-exp comes on top."""
+    how = saving_of(Plan.parse("bf16"), replace(MEGATRON, attention="flash2"), 128)
+    assert saved_bytes(profile_of(GPT).blocks[0], how) == 34 * 64 + 4 * 4
+
+
+def test_score_matrices_add_5_a_s() -> None:
+    how = saving_of(Plan.parse("bf16"), replace(MEGATRON, attention="fused-softmax"), 128)
+    assert saved_bytes(profile_of(GPT).blocks[0], how) == 34 * 64 + 5 * 4 * 128
+
+
+def test_tensor_parallelism_divides_24_of_34_and_sequence_parallelism_all() -> None:
+    flash = replace(MEGATRON, attention="flash2")
+    block = profile_of(GPT).blocks[0]
+    split = saved_bytes(block, saving_of(Plan.parse("tp4 bf16"), flash, 128))
+    whole = saved_bytes(block, saving_of(Plan.parse("tp4 bf16 / seq"), flash, 128))
+    assert split == (10 + 24 / 4) * 64 + 4
+    assert whole == 34 / 4 * 64 + 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "weights", "optimizer"),
+    [("dp8", 1, 1), ("fsdp8 zero1", 1, 8), ("fsdp8 zero2", 1, 8), ("fsdp8", 8, 8), ("fsdp4 tp2", 8, 8)],
+)
+def test_states_in_fp32(plan: str, weights: int, optimizer: int) -> None:
+    """arXiv:1910.02054: 4 bytes of weights and 8 of Adam per parameter, over its shards; norms are whole under tp."""
+    terms = _terms(plan)
+    count = LLAMA.num_params
+    norms = 17 * 64 * 4 / 4 if "tp2" in plan else 0
+    assert terms["weights"] == pytest.approx(count * 4 / weights, abs=norms * 4)
+    assert terms["optimizer"] == pytest.approx(count * 8 / optimizer, abs=norms * 8)
+
+
+def test_megatron_keeps_18_bytes_per_parameter_and_divides_12_by_zero_1() -> None:
+    whole, shared = _terms("dp4 bf16 / mb2", stack=MEGATRON), _terms("fsdp4 zero1 bf16 / mb2", stack=MEGATRON)
+    count = LLAMA.num_params
+    states = ("weights", "master", "gradients", "optimizer")
+    assert sum(whole[name] for name in states) == 18 * count
+    assert sum(shared[name] for name in states) == (2 + 4 + 12 / 4) * count
+
+
+def test_one_f_one_b_keeps_as_many_micro_batches_as_stages_follow() -> None:
+    stages = estimate_memory(profile_of(LLAMA), Plan.parse("pp4 / mb8"), WORK, stack=TORCH).stages
+    block = saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("pp4"), TORCH, 128)) * 128
+    held = [rank.terms["activations"] for rank in stages[:3]]
+    counts = [len(part) for part in cut(profile_of(LLAMA).blocks, 4, profile_of(LLAMA).head.params, "balanced")]
+    assert held == [pytest.approx(block * counts[rank] * (4 - rank)) for rank in range(3)]
+
+
+def test_gpipe_keeps_all_micro_batches() -> None:
+    one = estimate_memory(profile_of(LLAMA), Plan.parse("pp4 / mb8"), WORK).stages[0].terms["activations"]
+    all_of_them = estimate_memory(profile_of(LLAMA), Plan.parse("pp4 / gpipe mb8"), WORK).stages[0].terms["activations"]
+    assert all_of_them == 2 * one
+
+
+def test_recompute_keeps_inputs_and_one_block() -> None:
+    none, blocks = _terms("bf16"), _terms("bf16 / recompute=blocks")
+    block = saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("bf16"), TORCH, 128)) * 128 * 8
+    assert none["activations"] == 8 * block
+    assert blocks["activations"] == 8 * 64 * 2 * 128 * 8 + block
+
+
+def test_offload_leaves_no_states_on_the_device() -> None:
+    assert not {"weights", "optimizer", "gradients"} & set(_terms("fsdp8 / offload=state"))
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_does() -> None:
+    with pytest.raises(PlanError, match="nearest: 6 or 9"):
+        divide(profile_of(LLAMA), Plan.parse("dp3"), WORK)
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(PlanError, match="16 stages for 8 blocks"):
+        divide(profile_of(LLAMA), Plan.parse("pp16"), Workload(seq_len=128, global_batch=8))
+
+
+def test_experts_are_divided_by_ep() -> None:
+    spec = replace(LLAMA, kind="moe", num_experts=8, experts_per_token=2)
+    one, four = _terms("fsdp4 zero1", spec), _terms("fsdp4 ep4 zero1", spec)
+    experts = 8 * 8 * 3 * 64 * 192 * 4
+    assert one["weights"] - four["weights"] == experts * 3 / 4
+    assert one["optimizer"] == pytest.approx(four["optimizer"])

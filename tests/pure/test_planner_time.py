@@ -1,0 +1,102 @@
+"""Terms of the time estimate against cases worked by hand, and what must hold for every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.hardware.cluster import Link, load_cluster
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import preset
+from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
+from shardwise.plan.links import Group, collective_time, group_of
+from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.stack import load_stack
+from shardwise.plan.timing import estimate_time
+from shardwise.plan.workload import Workload
+
+H100 = load_cluster("h100:8x4")
+SLOW = H100.with_(local=Link(bandwidth=100e9, latency=1e-5), network=Link(bandwidth=10e9, latency=2e-5))
+EIGHT = profile_of(preset("llama-8b"))
+WORK = Workload(seq_len=8192, global_batch=64)
+PLANS = ["dp8 tp4", "fsdp32", "pp4 fsdp8 / mb8", "fsdp4 tp8 / seq", "cp4 fsdp8", "pp2 tp8 dp2 / interleaved mb4"]
+
+
+def test_rings_of_one_node() -> None:
+    group = Group(8, 1)
+    assert collective_time("all_gather", 8e9, group, SLOW) == pytest.approx(7 * 1e-5 + 7e9 / 100e9)
+    assert collective_time("all_reduce", 8e9, group, SLOW) == pytest.approx(2 * (7 * 1e-5 + 7e9 / 100e9), rel=0.2)
+
+
+def test_a_ring_through_the_network_uses_an_adapter_per_rank_of_a_node() -> None:
+    assert collective_time("all_gather", 32e9, Group(32, 1), SLOW) == pytest.approx(31 * 2e-5 + 31e9 / 80e9)
+    assert collective_time("all_gather", 4e9, Group(4, 8), SLOW) == pytest.approx(3 * 2e-5 + 3e9 / 10e9)
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    assert collective_time("all_reduce", 1e9, Group(1, 1), H100) == 0.0
+
+
+def test_groups_stand_as_the_axes_are_ordered() -> None:
+    axes = Axes(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=8, ep=16)
+    assert group_of(axes, "tp") == Group(8, 1)
+    assert group_of(axes, "cp") == Group(2, 8)
+    assert group_of(axes, "data") == Group(8, 8)
+    assert group_of(axes, "dp_replicate") == Group(2, 64)
+    assert group_of(axes, "pp") == Group(2, 128)
+    assert group_of(axes, "expert_data") == Group(4, 16)
+
+
+def test_a_large_product_reaches_the_best_rate_and_a_small_one_does_not() -> None:
+    device = H100.device
+    large = 2 * 16384**3 / matmul_time(16384, 16384, 16384, device, "bf16") / device.rates.bf16
+    small = 2 * 512**3 / matmul_time(512, 512, 512, device, "bf16") / device.rates.bf16
+    assert 0.9 * device.curve.best < large <= device.curve.best
+    assert small < large / 3
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    device = H100.device
+    seconds = matmul_time(1, 16384, 16384, device, "bf16")
+    assert seconds == pytest.approx(2 * (16384**2 + 2 * 16384) / (device.bandwidth * device.stream) + TAIL)
+
+
+def test_element_wise_time_is_traffic() -> None:
+    device = H100.device
+    assert pointwise_time(1e9, device, 2.0) == pytest.approx(2e9 / (device.bandwidth * device.stream) + TAIL)
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_terms_sum_to_the_total_and_none_is_negative(text: str) -> None:
+    step = estimate_time(EIGHT, H100, Plan.parse(f"{text} bf16" if "/" not in text else text), WORK)
+    assert step.total == sum(step.terms.values())
+    assert min(step.terms.values()) >= 0
+    assert 0 < step.mfu < 1
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_faster_links_never_slow_a_step(text: str) -> None:
+    fast = H100.with_(
+        local=replace(H100.local, bandwidth=2 * H100.local.bandwidth),
+        network=replace(H100.network, bandwidth=2 * H100.network.bandwidth),
+        device=replace(H100.device, bandwidth=2 * H100.device.bandwidth),
+    )
+    plan = Plan.parse(text)
+    assert estimate_time(EIGHT, fast, plan, WORK).total <= estimate_time(EIGHT, H100, plan, WORK).total
+
+
+def test_an_even_pipeline_has_the_textbook_bubble() -> None:
+    """(p - 1) / m of the work, arXiv:2104.04473; equal stages, as the head is no larger than a rounding."""
+    spec = replace(preset("llama-8b"), vocab_size=256)
+    free = H100.with_(network=Link(bandwidth=1e18, latency=0.0), local=Link(bandwidth=1e18, latency=0.0))
+    stack = load_stack("megatron-core")
+    step = estimate_time(profile_of(spec), free, Plan.parse("pp4 dp8 / mb8 bf16"), WORK, stack=stack)
+    assert step.terms["pipeline"] == pytest.approx(max(step.stages) * 3 / 8, rel=0.01)
+
+
+def test_recompute_adds_a_forward() -> None:
+    without = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16"), WORK)
+    with_it = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16 / recompute=blocks"), WORK)
+    added = with_it.terms["recompute"] / without.terms["compute"]
+    assert 0.25 < added < 0.34

@@ -1,0 +1,42 @@
+"""`make accuracy [ROWS=file.csv] [OUT=accuracy.json]`: the planner against published measurements.
+
+Writes the numbers to OUT and the page docs/planner-accuracy.md with its pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from published.page import write_page
+from published.rows import read
+from published.score import predict_all, report
+from shardwise.errors import ShardwiseError
+
+PAGE = Path(__file__).parents[1] / "docs" / "planner-accuracy.md"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read, predict, write; the exit code."""
+    parser = argparse.ArgumentParser(prog="accuracy", description=__doc__)
+    parser.add_argument("rows", type=Path, help="a .csv of measurements")
+    parser.add_argument("--out", type=Path, default=Path("accuracy.json"), help="where the numbers go")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes")
+    given = parser.parse_args(arguments)
+    try:
+        rows, skipped = read(given.rows)
+    except ShardwiseError as error:
+        print(f"accuracy: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    results, refused = predict_all(rows)
+    numbers = report(results, len(rows) + sum(skipped.values()), {**skipped, **refused})
+    given.out.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    write_page(given.page, results, numbers)
+    print(json.dumps({key: value for key, value in numbers.items() if key != "by_source"}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

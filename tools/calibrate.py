@@ -1,0 +1,196 @@
+"""`python tools/calibrate.py ROWS.csv`: fit the constants of devices, links and stacks to published step times.
+
+A coordinate search on the logarithm of predicted over measured time. Every constant has one value for all rows of its
+device, link or stack. Writes hardware/devices.toml and plan/stacks.toml; look at `git diff`, then run `make accuracy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import tomlkit
+
+from published.rows import Row, read
+from published.score import quantile
+from shardwise.errors import ShardwiseError
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.profile import profile_of
+from shardwise.plan.stack import Stack
+from shardwise.plan.timing import estimate_time
+
+PACKAGE = Path(__file__).parents[1] / "src" / "shardwise"
+FILES = {"device": PACKAGE / "hardware/devices.toml", "link": PACKAGE / "hardware/devices.toml"}
+FILES["stack"] = PACKAGE / "plan/stacks.toml"
+
+# What may be fitted, with the bounds that physics sets.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "device.curve.best": (0.3, 0.85),
+    "device.curve.depth": (20, 800),
+    "device.low_best": (0.3, 0.75),
+    "device.stream": (0.5, 0.92),
+    "device.attention.flash1": (0.05, 0.8),
+    "device.attention.flash2": (0.05, 0.8),
+    "device.attention.flash3": (0.05, 0.85),
+    "link.bandwidth": (1e8, 2e12),
+    "link.latency": (2e-6, 1e-4),
+    "stack.launch": (1e-6, 5e-5),
+    "stack.block_host": (0.0, 5e-3),
+    "stack.route_host": (0.0, 5e-3),
+    "stack.micro_host": (0.0, 2e-2),
+    "stack.step": (0.0, 0.2),
+    "stack.network": (0.1, 1.0),
+    "stack.efficiency": (0.7, 1.3),
+    "stack.overlap_data": (0.0, 1.0),
+    "stack.overlap_tensor": (0.0, 1.0),
+    "stack.overlap_expert": (0.0, 1.0),
+    "stack.overlap_pipeline": (0.0, 1.0),
+    "stack.gather_wait": (0.0, 1e-2),
+}
+
+
+class Constants:
+    """The values of both files, by (kind, name, field)."""
+
+    def __init__(self) -> None:
+        self.documents = {path: tomlkit.parse(path.read_text(encoding="utf-8")) for path in set(FILES.values())}
+
+    def table(self, kind: str, name: str) -> tomlkit.items.Table:
+        """The table of a device, link or stack."""
+        document = self.documents[FILES[kind]]
+        return document["link"][name] if kind == "link" else document[name]
+
+    def get(self, key: tuple[str, str, str]) -> float | None:
+        """A value; None where the file leaves it to the default."""
+        found = self.table(key[0], key[1])
+        for part in key[2].split("."):
+            if part not in found:
+                return None
+            found = found[part]
+        return float(found)
+
+    def set(self, key: tuple[str, str, str], value: float) -> None:
+        """Put a value into its document, with three digits."""
+        table, (*path, last) = self.table(key[0], key[1]), key[2].split(".")
+        for part in path:
+            table = table[part]
+        table[last] = float(f"{value:.3g}")
+
+    def save(self) -> None:
+        """Write both files."""
+        for path, document in self.documents.items():
+            path.write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def changed(
+    row: Row, values: dict[tuple[str, str, str], float], links: dict[str, tuple[str, str]]
+) -> tuple[Cluster, Stack]:
+    """The row's cluster and stack with some constants replaced."""
+    cluster, stack = row.cluster, row.stack
+    for (kind, name, field), value in values.items():
+        if kind == "stack" and name == stack.name:
+            stack = replace(stack, **{field: value})
+        elif kind == "device" and name == cluster.device.name:
+            cluster = cluster.with_(device=_with(cluster.device, field.split("."), value))
+        elif kind == "link" and name in links[cluster.device.name]:
+            tier = "local" if links[cluster.device.name][0] == name else "network"
+            cluster = cluster.with_(**{tier: replace(getattr(cluster, tier), **{field: value})})
+    return cluster, stack
+
+
+def _with(record: object, path: Sequence[str], value: float) -> object:
+    if len(path) == 1:
+        return replace(record, **{path[0]: value})  # type: ignore[type-var]  # a frozen dataclass
+    return replace(record, **{path[0]: _with(getattr(record, path[0]), path[1:], value)})  # type: ignore[type-var]  # too
+
+
+def errors_of(
+    rows: Sequence[Row], values: dict[tuple[str, str, str], float], links: dict[str, tuple[str, str]]
+) -> list[float]:
+    """log(predicted / measured) of each row."""
+    found, same = [], {}
+    for row in rows:
+        pair = changed(row, values, links)
+        cluster, stack = same.setdefault(pair, pair)
+        total = estimate_time(profile_of(row.spec), cluster, row.plan, row.workload, stack=stack).total
+        found.append(math.log(total / row.step_time))
+    return found
+
+
+def loss_of(rows: Sequence[Row], errors: Sequence[float]) -> float:
+    """Mean, 90th percentile and bias of each source, weighted by the root of its number of rows."""
+    by_source: dict[str, list[float]] = {}
+    for row, error in zip(rows, errors, strict=True):
+        by_source.setdefault(row.group, []).append(error)
+    total = 0.0
+    for found in by_source.values():
+        sizes = [min(abs(error), 0.5) for error in found]
+        total += len(found) ** 0.5 * (sum(sizes) / len(sizes) + 0.4 * quantile(sizes, 0.9) + 0.3 * abs(median(found)))
+    return total
+
+
+def fit(rows: Sequence[Row], constants: Constants, seconds: float) -> None:
+    """Coordinate search with shrinking steps, until nothing improves or the time is up."""
+    stacks = {row.stack.name for row in rows}
+    devices = {row.cluster.device.name for row in rows}
+    table = constants.documents[FILES["device"]]
+    links = {name: (table[name]["local"], table[name]["network"]) if name in table else ("", "") for name in devices}
+    owners = {"stack": stacks, "device": devices, "link": {link for pair in links.values() for link in pair}}
+    keys = [
+        (k.split(".")[0], name, k.split(".", 1)[1]) for k in BOUNDS for name in sorted(owners[k.split(".")[0]]) if name
+    ]
+    values = {key: value for key in keys if (value := _known(constants, key)) is not None}
+    best, end, step = loss_of(rows, errors_of(rows, values, links)), time.monotonic() + seconds, 0.3
+    print(f"start {best:.3f}, {len(values)} constants, {len(rows)} rows")
+    while step > 0.02 and time.monotonic() < end:
+        for key in values:
+            low, high = BOUNDS[f"{key[0]}.{key[2]}"]
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = {**values, key: min(max(values[key] * factor, low), high)}
+                loss = loss_of(rows, errors_of(rows, tried, links))
+                if loss < best - 1e-4:
+                    best, values = loss, tried
+                    break
+        print(f"step {step:.3f}: {best:.3f}")
+        step /= 1.8
+    for key, value in values.items():
+        constants.set(key, value)
+
+
+def _known(constants: Constants, key: tuple[str, str, str]) -> float | None:
+    try:
+        return constants.get(key)
+    except KeyError:
+        return None
+
+
+def main() -> int:
+    """Read, fit, write."""
+    parser = argparse.ArgumentParser(prog="calibrate", description=__doc__)
+    parser.add_argument("rows", type=Path, help="a .csv of measurements")
+    parser.add_argument("--source", action="append", help="only rows whose id starts so; may be repeated")
+    parser.add_argument("--every", type=int, default=1, help="one row in so many")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    given = parser.parse_args()
+    try:
+        rows, _ = read(given.rows)
+    except ShardwiseError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    timed = [
+        row for row in rows if row.step_time and not row.doubtful and (not given.source or row.group in given.source)
+    ]
+    constants = Constants()
+    fit(timed[:: given.every], constants, given.minutes * 60)
+    constants.save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Tables of every constant that a prediction rests on, read from where they stand."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.resources import files
+from typing import Any
+
+from shardwise.plan.stack import Stack, load_stack, stacks
+
+ESTIMATORS = (
+    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "timing", "workload",
+)  # fmt: skip
+
+
+def tables() -> str:
+    """Devices, links, stacks and the estimators' own numbers, as Markdown."""
+    data = tomllib.loads(files("shardwise.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+    links = data.pop("link")
+    parts = [
+        "### Devices",
+        "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
+        "and the shares of the attention kernels were fitted to the measurements, one value per device; `units` are "
+        "its multiprocessors.",
+        _devices(data),
+        "### Links",
+        "Bandwidth that a long message reaches, per device and one way, and the latency of a step of a collective. "
+        "Fitted; nominal rates are the vendors'.",
+        table(
+            ("link", "GB/s", "µs"),
+            [(k, f"{v['bandwidth'] / 1e9:g}", f"{v['latency'] * 1e6:g}") for k, v in links.items()],
+        ),
+        "### Stacks",
+        "What a software stack of an era makes of a plan. Kernels and copies are those that its code has; shares of "
+        "overlap, efficiencies and host costs were fitted, one value per stack.",
+        _stacks(),
+        "### In the formulas",
+        "Numbers that hold for every device and stack.",
+        table(("where", "name", "value", "what it is"), formula_constants()),
+    ]
+    return "\n\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
+
+
+def _devices(data: dict[str, dict[str, Any]]) -> str:
+    rows = []
+    for name, entry in data.items():
+        rates, curve, attention = entry["rates"], entry.get("curve", {}), entry.get("attention", {})
+        rows.append(
+            (
+                name,
+                f"{entry['memory'] / 1e9:g}",
+                f"{entry['bandwidth'] / 1e12:g}",
+                " / ".join(f"{rates.get(dtype, 0) / 1e12:g}" for dtype in ("bf16", "fp8", "fp4") if rates.get(dtype)),
+                " / ".join(f"{curve[key]:g}" for key in ("best", "units", "depth") if key in curve),
+                f"{entry.get('low_best', '')}",
+                f"{entry.get('stream', '')}",
+                " / ".join(f"{share:g}" for share in attention.values()),
+                f"{entry['local']}, {entry['network']}",
+            )
+        )
+    head = (
+        "device",
+        "GB",
+        "TB/s",
+        "TFLOP/s bf16 / fp8 / fp4",
+        "best / units / depth",
+        "low",
+        "stream",
+        "flash 1 / 2 / 3",
+        "links",
+    )
+    return table(head, rows)
+
+
+def _stacks() -> str:
+    loaded = [load_stack(name) for name in stacks()]
+    defaults = {f.name: f.default for f in fields(Stack)}
+    rows: list[tuple[str, ...]] = []
+    for name in (f.name for f in fields(Stack) if f.name not in ("name", "about")):
+        rows.append((f"`{name}`", *(_cell(getattr(stack, name), defaults[name]) for stack in loaded)))
+    about = "\n".join(f"- `{stack.name}`: {stack.about}" for stack in loaded)
+    return f"{about}\n\n" + table(("", *(stack.name for stack in loaded)), rows)
+
+
+def _cell(value: object, default: object) -> str:
+    text = (
+        {True: "yes", False: "no"}[value]
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+    return text if value == default else f"**{text}**"
+
+
+def formula_constants() -> list[tuple[str, str, str, str]]:
+    """(module, name, value, docstring) of every number in capitals at the top of an estimator's module."""
+    found = []
+    for module in ESTIMATORS:
+        path = files("shardwise.plan").joinpath(f"{module}.py")
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        body = ast.parse(text).body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+                continue
+            name, value = node.targets[0].id, ast.get_source_segment(text, node.value) or ""
+            if name.isupper() and _has_numbers(node.value) and len(value) < 250:
+                found.append((module, f"`{name}`", f"`{' '.join(value.split())}`", _docstring(after)))
+    return found
+
+
+def _has_numbers(value: ast.expr) -> bool:
+    return any(isinstance(node, ast.Constant) and isinstance(node.value, int | float) for node in ast.walk(value))
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split()).replace("|", "\\|")
+    return ""

@@ -1,0 +1,153 @@
+"""The cluster of a row: device by its name, links by the device's preset or by the rate that the row states."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+
+from published.cells import Cells, Skip
+from shardwise.hardware.cluster import Cluster, Link, load_cluster
+from shardwise.records import from_dict
+
+_DEVICES: tuple[tuple[str, str, str], ...] = (
+    (r"gb300", "gb300", ""),
+    (r"gb200", "gb200", ""),
+    (r"gh200", "gh200", ""),
+    (r"b300", "b300", ""),
+    (r"b200", "b200", ""),
+    (r"h200", "h200", ""),
+    (r"h20\b", "h20", ""),
+    (r"h100.*96g", "h100-96g", ""),
+    (r"h100.*pcie", "h100-pcie", ""),
+    (r"[hH][18]00", "h100", ""),
+    (r"a[18]00.*40g", "a100-40g", ""),
+    (r"a[18]00.*80g", "a100-80g", ""),
+    (r"a[18]00", "a100-80g", "an A100 of 80 GB"),
+    (r"mi355", "mi355x", ""),
+    (r"mi325", "mi325x", ""),
+    (r"mi300", "mi300x", ""),
+    (r"mi3", "mi300x", "an MI300X"),
+    (r"mi250", "mi250x", ""),
+    (r"v100", "v100", ""),
+    (r"l40", "l40s", ""),
+    (r"l4\b", "l4", ""),
+    (r"a10g?\b", "a10g", ""),
+    (r"a6000", "a6000", ""),
+    (r"5090", "rtx5090", ""),
+    (r"4090", "rtx4090", ""),
+    (r"3090", "rtx3090", ""),
+)
+"""Pattern of the name -> preset, and what is assumed where the name leaves it open."""
+
+_TDP = {"b200": 1000.0, "h100": 700.0, "h200": 700.0, "a100-80g": 400.0, "a100-40g": 400.0, "mi300x": 750.0}
+"""Watts of the full power limit."""
+
+
+def cluster_of(cells: Cells) -> Cluster:
+    """Devices and links of a row.
+
+    Raises:
+        Skip: a device without a preset, or no number of devices.
+    """
+    name = re.sub(r"[\s_]+", "-", cells["gpu"].lower())
+    found = next(((preset, says) for pattern, preset, says in _DEVICES if re.search(pattern, name)), None)
+    if found is None:
+        raise Skip("hardware: not stated" if not name else f"hardware: no preset for {name}")
+    preset, says = found
+    if says:
+        cells.assume(says)
+    count = cells.count("n_gpus")
+    if count is None:
+        raise Skip("hardware: number of devices not stated")
+    base = _preset(preset)
+    per_node = cells.count("gpus_per_node") or base.per_node
+    if count < per_node or count % per_node:
+        per_node = next(n for n in range(min(count, per_node), 0, -1) if count % n == 0)
+    domain = base.domain if base.domain > base.per_node else per_node
+    cluster = base.with_(name=name, nodes=count // per_node, per_node=per_node, domain=min(domain, count))
+    return _limited(cells, preset, name, _sized(preset, name, _linked(cells, name, cluster)))
+
+
+def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
+    """Memory by the size in the name, where it is not the preset's; frameworks see some 6 % more than 10^9 each."""
+    stated = re.search(r"\b(\d+)gb?\b", name)
+    memory = int(stated.group(1)) * 1.06e9 if stated else cluster.device.memory
+    if preset == "mi250x" or abs(memory / cluster.device.memory - 1) < 0.1:
+        return cluster
+    return cluster.with_(device=replace(cluster.device, name=name, memory=memory))
+
+
+def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
+    """Links by what the row says of them."""
+    text = cells["interconnect"].lower()
+    if re.search(r"[ah]800", name):  # export variants: 400 GB/s of links, both ways together
+        share = 400 / (900 if "h" in name else 600)
+        cluster = cluster.with_(local=replace(cluster.local, bandwidth=cluster.local.bandwidth * share))
+    domain = re.search(r"nvl(?:ink)?(?: domain)?[ -]?(\d+)", text)
+    if domain and int(domain.group(1)) > cluster.per_node:
+        cluster = cluster.with_(domain=min(int(domain.group(1)), cluster.world))
+    if "pcie" in f"{text} {name}" and "nvlink" not in text:
+        cluster = cluster.with_(local=_link("pcie4"))
+    network = _network(cells["interconnect"], name, cells.count("gpus_per_node") or cluster.per_node)
+    if network is None and cluster.world > cluster.domain:
+        cells.assume("the network of the device's preset")
+    return cluster.with_(network=network) if network else cluster
+
+
+def _network(stated: str, name: str, per_node: int) -> Link | None:
+    """Between nodes: by name of the fabric, or by the stated rate."""
+    text = stated.lower()
+    if "omni-path" in text:
+        count = re.search(r"(\d+) links", text)
+        link = _link("opa4")
+        return replace(link, bandwidth=link.bandwidth * (int(count.group(1)) if count else 4) / 4 * 8 / per_node)
+    nominal, efa = _stated(stated, per_node), "efa" in text
+    if efa and nominal is None:
+        nominal = 400e9 / 8 / per_node if re.search(r"a100|v100", name) else 50e9
+    if nominal is None:
+        return None
+    link = _link("efa" if efa else "ib400")  # presets of 50 GB/s nominal
+    return replace(link, bandwidth=link.bandwidth * nominal / 50e9)
+
+
+def _stated(text: str, per_node: int) -> float | None:
+    """Nominal bytes per second and device that a sentence states; Gb are bits, GB are bytes."""
+    unit = r"(G[Bb](?:/s|ps)|Gbit(?:/s)?|gbps)"
+    for part in re.split(r"[,+;]", text):
+        match = re.search(rf"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*{unit}", part)
+        if match:
+            value = float(match.group(2)) * 1e9 / (1 if "GB" in match.group(3) else 8)
+            each = match.group(1) is None and re.search(r"per (gpu|device|adapter)|/gpu", part, re.IGNORECASE)
+            return value * int(match.group(1) or 1) / (1 if each else per_node)
+    found = re.search(r"\b(ndr|hdr|edr)\b", text.lower())
+    return {"ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}[found.group(1)] if found else None
+
+
+def _limited(cells: Cells, preset: str, name: str, cluster: Cluster) -> Cluster:
+    """A power limit below the full one: clocks fall about as the square root of the power."""
+    watts = re.search(r"(\d{3,4})\s*-?w\b", name)
+    limit = float(watts.group(1)) if watts else 0.0
+    if "power" in name and not limit:
+        stated = cells.noted(r"(\d{3,4})\s*w\b")
+        limit = float(stated.group(1)) if stated else 0.5 * _TDP.get(preset, 0.0)
+        cells.assume(f"a power limit of {limit:.0f} W")
+    full = _TDP.get(preset, 0.0)
+    if not limit or limit >= full:
+        return cluster
+    curve = replace(cluster.device.curve, best=cluster.device.curve.best * (limit / full) ** 0.5)
+    return cluster.with_(device=replace(cluster.device, name=name, curve=curve))
+
+
+@cache
+def _preset(name: str) -> Cluster:
+    return load_cluster(name)
+
+
+@cache
+def _link(name: str) -> Link:
+    """A tier of the device presets."""
+    text = files("shardwise.hardware").joinpath("devices.toml").read_text(encoding="utf-8")
+    return from_dict(Link, tomllib.loads(text)["link"][name])

@@ -1,0 +1,325 @@
+"""The plan and the workload of a row: axes, batch, schedule, precision, recompute and offload from its cells."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from published.cells import Cells, Skip
+from published.recompute import recompute_of
+from published.stacks import CORE
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Axes, Batch, Communication, Float8, Offload, Plan, Schedule, Tensor
+from shardwise.plan.stack import Stack
+from shardwise.plan.workload import Workload
+
+_SHARDING = {
+    **dict.fromkeys(("torchtitan", "shardwise", "fsdp1", "deepspeed", "jax", "eager"), 3),
+    **dict.fromkeys(CORE, 1),
+}
+"""zero where a row does not say, by stack; others 0."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Degrees as the row states them; `data` ranks see different samples."""
+
+    replicate: int
+    shard: int
+    tp: int
+    pp: int
+    cp: int
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+
+def sizes_of(cells: Cells) -> Sizes:
+    """The degrees of a row; those it leaves out follow from the number of devices where that decides them.
+
+    Raises:
+        Skip: degrees that nothing decides, or whose product is not the number of devices.
+    """
+    count = cells.count("n_gpus") or 1
+    known = {name: cells.count(name) for name in ("tp", "pp", "cp")}
+    replicate, shard = cells.count("dp_replicate"), cells.count("dp_shard")
+    missing = [name for name, value in known.items() if value is None]
+    data = (replicate or 1) * (shard or 1)
+    model = (known["tp"] or 1) * (known["pp"] or 1) * (known["cp"] or 1)
+    by_data = (replicate or shard or cells.count("zero_stage")) and data * model == count
+    if missing and count > 1 and not by_data and missing != ["cp"]:
+        zero3 = cells.number("zero_stage") == 3 or cells.has(r"\bfsdp|zero-?3|torchtune|distributed recipe")
+        if not zero3:
+            raise Skip("layout: not stated")
+        cells.assume("no tensor, pipeline or context parallelism")
+    if not replicate and not shard:
+        if count % model:
+            raise Skip("layout: product is not the number of devices")
+        if cells.number("zero_stage") == 3:
+            shard = count // model
+        else:
+            replicate = count // model
+    sizes = Sizes(replicate or 1, shard or 1, known["tp"] or 1, known["pp"] or 1, known["cp"] or 1)
+    if sizes.data * model != count:
+        raise Skip("layout: product is not the number of devices")
+    return sizes
+
+
+def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
+    """What data ranks shard: the cell, else the stack's default.
+
+    `whole`: weights and gradients that a rank would hold unsharded, over the device's memory.
+    """
+    stated = cells.number("zero_stage")
+    if stated is not None:
+        return int(stated)
+    if sizes.data == 1:
+        return 0
+    if sizes.shard > 1:
+        return 3
+    if cells.has(r"distributed (fused|optimizer)|zero-?1\b"):
+        return 1
+    zero = 3 if cells.has(r"\bfsdp|zero-?3") else _SHARDING.get(stack, 0)
+    if whole > 1:
+        cells.assume("zero 3, as the weights and gradients of a rank are larger than the device")
+        return 3
+    cells.assume(f"zero {zero}, the stack's default")
+    return zero
+
+
+def inner_degree(cells: Cells, spec: ModelSpec) -> int:
+    """Tensor parallelism inside experts: what the notes say; before 2025 Megatron-Core's was that of all layers."""
+    if not spec.num_experts or _expert_ranks(cells) == 1:
+        return 1
+    noted = cells.noted(r"\betp ?=?(\d+)")
+    if noted:
+        return int(noted.group(1))
+    return cells.count("tp") or 1 if cells.year < 2025.25 and cells.has(r"megatron|nemo|dgxc") else 1
+
+
+def split_experts(cells: Cells, spec: ModelSpec) -> ModelSpec:
+    """Experts that ranks share, as more and narrower ones: the same products, parameters and tokens sent."""
+    inner = inner_degree(cells, spec)
+    if inner == 1 or spec.ffn_dim % inner:
+        return spec
+    cells.assume(f"experts divided by {inner} ranks counted as {inner} times as many, as much narrower")
+    chosen = spec.experts_per_token * inner
+    return replace(spec, num_experts=spec.num_experts * inner, experts_per_token=chosen, ffn_dim=spec.ffn_dim // inner)
+
+
+def _expert_ranks(cells: Cells) -> int:
+    noted = cells.noted(r"\bep ?(\d+)")
+    return cells.count("ep") or (int(noted.group(1)) if noted else 1)
+
+
+def axes_of(cells: Cells, sizes: Sizes, zero: int, ep: int) -> Axes:
+    """The mesh. Under zero 1 and 2 the data ranks are all in `dp_shard`, which says what is sharded over them."""
+    replicate, shard = sizes.replicate, sizes.shard
+    if shard == 1 and (zero > 0 or ep > 1):
+        replicate, shard = 1, replicate
+    if ep > 1 and (shard * sizes.cp * sizes.tp) % ep:
+        cells.assume(f"ep {ep} does not divide the ranks that it re-uses; taken as 1")
+        ep = 1
+    return Axes(pp=sizes.pp, dp_replicate=replicate, dp_shard=shard, cp=sizes.cp, tp=sizes.tp, ep=ep)
+
+
+def _whole(spec: ModelSpec, sizes: Sizes, ep: int) -> float:
+    """Bytes of 16-bit weights and fp32 gradients of a rank, were nothing sharded over data ranks."""
+    experts = spec.num_moe_layers * spec.num_experts * spec.ffn_params
+    return 6.0 * ((spec.num_params - experts) / sizes.tp + experts / max(ep, sizes.tp)) / sizes.pp
+
+
+def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
+    """Global batch and micro-batches per rank; the global batch is their product with the micro-batch.
+
+    Raises:
+        Skip: neither the global nor the micro-batch is stated.
+    """
+    total, micro = cells.count("global_batch"), cells.count("micro_batch")
+    noted = cells.noted(r"(?:grad(?:ient)? accum(?:ulation)?(?: steps)?|\bga)[ =:]+(?:taken as )?(\d+)")
+    accumulate = int(noted.group(1)) if noted else None
+    if micro is None and total is None:
+        fits = cells.noted(r"(?:max )?micro[ -]?batch (?:size )?(?:that fits[^:;(]*: ?|of |=? ?)(\d+)")
+        if fits is None:
+            raise Skip("batch: not stated")
+        micro = int(fits.group(1))
+        cells.assume(f"micro-batch {micro}, from the notes")
+    if total is None:
+        count = accumulate or (4 * sizes.pp if sizes.pp > 1 else 1)
+        if accumulate is None:
+            cells.assume(f"{count} micro-batches per step")
+        return (micro or 1) * count * sizes.data, count
+    if micro is None:
+        per_rank = max(total // sizes.data, 1)
+        micro = max(per_rank // accumulate, 1) if accumulate else 1
+        if accumulate is None and sizes.pp == 1 and cells.number("zero_stage") == 3:
+            micro = per_rank
+        cells.assume(f"micro-batch {micro}")
+    count = max(round(total / (sizes.data * micro)), 1)
+    if count * micro * sizes.data != total:
+        cells.assume(f"global batch {count * micro * sizes.data}, which the layout divides, not {total}")
+    return count * micro * sizes.data, count
+
+
+def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
+    """Tokens of a sequence: the cell, the notes, or the default of stack and model."""
+    stated = cells.count("seq_len")
+    if stated:
+        return stated
+    noted = cells.noted(r"seq(?:uence)?(?:[ _-]?len(?:gth)?)?[ =:]+(\d{3,7})")
+    length = int(noted.group(1)) if noted else (8192 if stack == "torchtitan" else min(spec.max_seq_len, 8192))
+    cells.assume(f"sequences of {length}")
+    return length
+
+
+def precision_of(cells: Cells, stack: str) -> tuple[str, str]:
+    """(plan's precision, dtype of the products where it differs)."""
+    text = cells["precision"].lower()
+    pure = "true" in text or "pure" in text or cells.noted(r"bf16 params and optimizer|pure bf16") is not None
+    if cells.has(r"torchtune") and "bf16" in text:  # its bf16 is of weights and states too
+        pure = True
+    if not text:
+        old = stack == "megatron-2021"
+        cells.assume("fp16" if old else "bf16")
+        return ("fp16" if old else "bf16"), ""
+    if "fp4" in text:
+        return "bf16", "fp4"
+    if "fp8" in text or "float8" in text:
+        return "bf16", "fp8"
+    if "tf32" in text:
+        return "fp32", "tf32"
+    if "fp32" in text and "bf16" not in text:
+        return "fp32", ""
+    if "fp16" in text and "bf16" not in text:
+        return "fp16", ""
+    return ("bf16-pure" if pure else "bf16"), ""
+
+
+def optimizer_of(cells: Cells, precision: str) -> str:
+    """Name of the optimizer among those that `Workload` knows."""
+    text = f"{cells['optimizer'].lower()} ; {cells.notes}"
+    if re.search(r"8-?bit (adam|optim)|adam\w*[ -]8-?bit|8bit", text):
+        return "adamw-8bit"
+    for name in ("muon", "lion", "adafactor"):
+        if name in cells["optimizer"].lower():
+            return name
+    if re.search(r"\bsgd\b", cells["optimizer"].lower()):
+        return "sgd-momentum"
+    return "adamw-bf16" if precision == "bf16-pure" or "bf16 states" in text else "adamw"
+
+
+def trained_share(cells: Cells, spec: ModelSpec) -> float:
+    """Adapters of rank 16 on every projection of every block (arXiv:2106.09685), over the model; 1 without adapters."""
+    if not cells.has(r"\bq?lora\b"):
+        return 1.0
+    if cells.has(r"\bqlora\b"):
+        raise Skip("model: weights in 4 bits, which no plan says")
+    width = spec.num_heads * spec.head_dim
+    attention = 2 * (spec.dim + width) + 2 * (spec.dim + spec.num_kv_heads * spec.head_dim)
+    ffn = 3 * (spec.dim + spec.ffn_dim)
+    cells.assume("adapters of rank 16 on every projection")
+    return min(16 * (attention + ffn) * spec.num_layers / spec.num_params, 1.0)
+
+
+def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_len: int) -> tuple[Plan, Workload]:
+    """The layout and the work of a row.
+
+    Raises:
+        Skip: where the row does not say enough; ConfigError, PlanError: where what it says cannot be.
+    """
+    sizes = sizes_of(cells)
+    ep = _expert_ranks(cells) * inner_degree(cells, spec) if spec.num_experts else 1
+    zero = zero_of(cells, stack.name, sizes, _whole(spec, sizes, ep) / cluster.device.memory)
+    axes = axes_of(cells, sizes, zero, ep)
+    total, count = batch_of(cells, sizes)
+    precision, compute = precision_of(cells, stack.name)
+    work = Workload(
+        seq_len=seq_len,
+        global_batch=total,
+        optimizer=optimizer_of(cells, precision),
+        compute=compute,
+        trained=trained_share(cells, spec),
+    )
+    plan = Plan(
+        axes=axes,
+        zero=zero,  # type: ignore[arg-type]
+        batch=Batch(global_size=total, micro_batches=count),
+        schedule=_schedule(cells, sizes),
+        precision=precision,  # type: ignore[arg-type]
+        float8=_float8(cells, compute),
+        recompute=recompute_of(cells, spec, stack, sizes.pp),
+        offload=_offload(cells, zero),
+        communication=_communication(cells, stack.name, precision),
+        tensor=Tensor(
+            sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
+        ),
+        compile=cells["compile"].lower() == "y",
+    )
+    return plan, work
+
+
+def _schedule(cells: Cells, sizes: Sizes) -> Schedule:
+    text, turns = cells["pp_schedule"].lower(), cells.count("vp") or 1
+    if sizes.pp == 1:
+        return Schedule()
+    if re.search(r"zb-?v|zbv|zero.?bubble.?v", text):
+        return Schedule(kind="zero-bubble-v", stages_per_rank=2)
+    if "dualpipe" in text:
+        return Schedule(kind="dualpipe-v", stages_per_rank=2)
+    if re.search(r"zero.?bubble|\bzb", text):
+        return Schedule(kind="zero-bubble", stages_per_rank=max(turns, 1))
+    if "gpipe" in text:
+        return Schedule(kind="gpipe")
+    if re.search(r"loop|bfs|breadth", text):
+        return Schedule(kind="looped-bfs", stages_per_rank=max(turns, 2))
+    if turns > 1 or "interleav" in text:
+        return Schedule(kind="interleaved", stages_per_rank=max(turns, 2))
+    return Schedule(kind="1f1b")
+
+
+def _sequence(cells: Cells, stack: str, tp: int) -> bool:
+    """Sequence parallelism: what the notes say, else the stack's default."""
+    if tp == 1:
+        return False
+    if cells.noted(r"sequence[ -]parallel(ism)?:? (no|false|off)|without sequence parallel|no sequence parallel"):
+        return False
+    if cells.noted(
+        r"sequence[ -]parallel(ism)?:? (yes|true|on)|with sequence parallel|i\.e\. sequence parallel|tp\+sp"
+    ):
+        return True
+    default = stack in (*CORE, "nanotron", "torchtitan", "shardwise", "jax")
+    cells.assume(f"sequence parallelism {'on' if default else 'off'}, the stack's default")
+    return default
+
+
+def _float8(cells: Cells, compute: str) -> Float8:
+    if compute != "fp8":
+        return Float8()
+    text = cells["precision"].lower()
+    gather = re.search(r"(fp8|float8) all-?gather", f"{text} ; {cells.notes}") is not None
+    if "gw_hp" in text:
+        return Float8(recipe="rowwise-hp")
+    if "rowwise" in text or "mx" in text:
+        return Float8(recipe="rowwise")
+    return Float8(recipe="tensorwise", all_gather=gather)
+
+
+def _offload(cells: Cells, zero: int) -> Offload:
+    state = re.search(r"on cpu|offload", cells["optimizer"].lower()) is not None
+    noted = cells.noted(r"optimizer (state )?(cpu )?offload|offload(ed|ing)? (of )?(the )?optimizer|zero-offload")
+    saved = cells.noted(r"activations? (cpu )?offload") is not None
+    if saved and cells.noted(r"offload of \d+ layers"):
+        cells.assume("activations of every layer are offloaded")
+    return Offload(state=(state or noted is not None) and zero > 0, activations=saved)
+
+
+def _communication(cells: Cells, stack: str, precision: str) -> Communication:
+    """Gradients on the wire: in 16 bits where the stack reduces them so."""
+    if cells.noted(r"mode pure") or stack == "deepspeed":
+        return Communication(reduce_dtype="fp16" if precision == "fp16" else "bf16")
+    if stack == "megatron-2021" and precision == "fp16":
+        return Communication(reduce_dtype="fp16")
+    return Communication()

@@ -1,0 +1,79 @@
+"""What a row recomputes in the backward pass."""
+
+from __future__ import annotations
+
+import re
+
+from published.cells import Cells
+from published.stacks import CORE
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Recompute
+from shardwise.plan.stack import Stack
+
+_FULL = ("full", "y", "yes", "true", "block", "blocks")
+_LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
+
+
+def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recompute:
+    """The policy of the cell and the notes; empty cells take the stack's default."""
+    text = cells["activation_checkpoint"].lower()
+    part = cells.noted(r"full/block on (\d+) layers")
+    if part:
+        layers = max(spec.num_layers // pp, 1)
+        return Recompute(mode="ratio", ratio=min(int(part.group(1)) / layers, 1.0))
+    if text in _FULL:
+        return Recompute(mode="blocks")
+    if text in ("none", "n", "no", "false"):
+        return Recompute()
+    if "selective" in text:
+        return _selective(cells, stack)
+    if cells.noted(r"no (activation )?(recompute|checkpointing)|no ac\b"):
+        return Recompute()
+    if cells.noted(r"recompute modules|selective recompute|recompute: "):
+        return _selective(cells, stack)
+    if cells.noted(r"(with |\+)activation checkpointing|full recompute"):
+        return Recompute(mode="blocks")
+    if cells.has(r"torchtune"):
+        cells.assume("recompute of every block, torchtune's default")
+        return Recompute(mode="blocks")
+    if stack.name == "jax":
+        cells.assume("recompute of every block, MaxText's default")
+        return Recompute(mode="blocks")
+    if cells.noted(r"counts recompute|incl\.? recompute"):
+        cells.assume("full recompute, as the source's operations count it")
+        return Recompute(mode="blocks")
+    if stack.name == "torchtitan":
+        cells.assume("recompute per operator, torchtitan's default")
+        return Recompute(mode="ops")
+    cells.assume("no recompute")
+    return Recompute()
+
+
+def _selective(cells: Cells, stack: Stack) -> Recompute:
+    if cells.noted(r"every[ -](2nd|other|second)|selective layer") and not cells.noted(r"not stated"):
+        return Recompute(mode="every", every=2)
+    if cells.noted(r"per-op|selective op|\bsac\b") and stack.name not in CORE:
+        return Recompute(mode="ops")
+    if stack.name in ("torchtitan", "shardwise"):
+        cells.assume("selective recompute is per operator")
+        return Recompute(mode="ops")
+    modules = set(re.findall(r"[a-z_]+", _modules(cells)))
+    if modules & _LARGE:
+        cells.assume("recomputed modules counted as two blocks of three")
+        return Recompute(mode="ratio", ratio=2 / 3)
+    if modules - {"core_attn", "none", "attn", "core", "attention"}:
+        cells.assume("recomputed modules counted as recompute per operator")
+        return Recompute(mode="ops")
+    if stack.attention.startswith("flash"):
+        cells.assume("recompute of attention alone is what its fused kernel does anyway")
+        return Recompute()
+    cells.assume("recompute of attention alone counted as recompute per operator")
+    return Recompute(mode="ops")
+
+
+def _modules(cells: Cells) -> str:
+    """The list of modules in the notes, as text."""
+    listed = cells.noted(r"recompute modules:? ?\[([^\]]*)\]") or cells.noted(r"recompute modules:? ([^;]*)")
+    listed = listed or cells.noted(r"selective recompute ([^;]*)") or cells.noted(r"recompute:? ([^;]*)")
+    text = listed.group(1) if listed else ""
+    return re.sub(r"\bnorm\b", "layernorm", text)

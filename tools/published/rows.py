@@ -1,0 +1,136 @@
+"""`read`: the rows of a file that can be predicted, and how many cannot, by reason."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from published.cells import COLUMNS, Cells, Skip
+from published.hardware import cluster_of
+from published.layout import plan_of, seq_len_of, split_experts
+from published.measured import (
+    MemoryKind,
+    MemoryStage,
+    doubt_of,
+    is_oom,
+    memory_kind_of,
+    memory_of,
+    memory_stage_of,
+    step_time_of,
+)
+from published.models import model_of
+from published.stacks import stack_of
+from shardwise.errors import ConfigError, PlanError
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import Stack
+from shardwise.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement, in the planner's terms."""
+
+    id: str
+    group: str
+    """The id up to its first '-': the source."""
+    kind: str
+    """Kind of layout: the axes in use and how data ranks share."""
+    spec: ModelSpec
+    cluster: Cluster
+    plan: Plan
+    workload: Workload
+    stack: Stack
+    step_time: float | None
+    """Seconds."""
+    memory_gib: float | None
+    memory_kind: MemoryKind
+    memory_stage: MemoryStage
+    oom: bool
+    doubtful: str
+    """The clause of the notes by which the row contradicts itself or is an outlier; empty: none."""
+    assumed: tuple[str, ...]
+    """What the row does not say."""
+
+
+def read(path: str | os.PathLike[str]) -> tuple[list[Row], dict[str, int]]:
+    """Rows that can be predicted, and reason -> number of those that cannot.
+
+    Raises:
+        ConfigError: a file that is missing, or lacks columns.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            raws = list(reader)
+    except OSError as error:
+        raise ConfigError(
+            f"measurements {os.fspath(path)}: cannot be read ({error.strerror}); needed a .csv with the columns "
+            f"{', '.join(COLUMNS[:3])}, ...; give it as `make accuracy ROWS=file.csv`"
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"measurements {os.fspath(path)}: columns: found no {', '.join(missing)}; needed all of "
+            f"{len(COLUMNS)} columns, empty where unknown; add them"
+        )
+    rows, skipped = [], Counter[str]()
+    for raw in raws:
+        try:
+            rows.append(row_of(raw))
+        except Skip as reason:
+            skipped[str(reason)] += 1
+        except (ConfigError, PlanError):
+            skipped["layout: not one that can be"] += 1
+    return rows, dict(skipped)
+
+
+def row_of(raw: Mapping[str, str]) -> Row:
+    """One row.
+
+    Raises:
+        Skip: model, hardware, layout, batch or measurement cannot be had; ConfigError, PlanError: they cannot be.
+    """
+    cells = Cells(raw)
+    spec = model_of(cells, cells.count("seq_len"))
+    cluster = cluster_of(cells)
+    stack = stack_of(cells, spec, sharded=cells.number("zero_stage") == 3)
+    spec = split_experts(cells, spec)
+    seq_len = seq_len_of(cells, spec, stack.name)
+    plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
+    step_time = step_time_of(cells, spec, cluster, plan, workload, stack)
+    memory = memory_of(cells)
+    if step_time is None and memory is None and not is_oom(cells):
+        raise Skip("measurement: none")
+    return Row(
+        id=cells["id"],
+        group=cells["id"].split("-")[0],
+        kind=kind_of(plan, spec),
+        spec=spec,
+        cluster=cluster,
+        plan=plan,
+        workload=workload,
+        stack=stack,
+        step_time=step_time,
+        memory_gib=memory,
+        memory_kind=memory_kind_of(cells, stack.name),
+        memory_stage=memory_stage_of(cells, stack.name),
+        oom=is_oom(cells),
+        doubtful=doubt_of(cells),
+        assumed=tuple(cells.assumed),
+    )
+
+
+def kind_of(plan: Plan, spec: ModelSpec) -> str:
+    """`tp + pp + zero 1`, `zero 3`, `experts + ...`, `one device`."""
+    axes = plan.axes
+    parts = [name for name in ("tp", "pp", "cp") if getattr(axes, name) > 1]
+    if axes.data > 1:
+        parts.append(f"zero {plan.zero}" if axes.dp_shard > 1 and plan.zero else "replicas")
+    if spec.kind == "moe":
+        parts.insert(0, "experts")
+    return " + ".join(parts) or "one device"

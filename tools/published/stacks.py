@@ -1,0 +1,110 @@
+"""The software stack of a row, by keywords and year; kernels that the row names override the stack's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+from published.cells import Cells
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.stack import AttentionKernel, Stack, load_stack
+
+CORE = ("megatron-core", "megatron-bridge")
+"""Stacks on Megatron-Core and Transformer Engine."""
+
+_RULES: tuple[tuple[str, str], ...] = (
+    (r"maxtext|paxml|\bjax\b|levanter|xla\b|\bpax\b", "jax"),
+    (r"megatron-deepspeed|bigscience|bloom sizing", "megatron"),
+    (r"torchtitan|torchao|pytorch/ao\b|automodel|fsdp2", "torchtitan"),
+    (r"nanotron|ultra-?scale|picotron", "nanotron"),
+    (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp", "fsdp1"),
+    (r"torchtune|lit-?gpt|axolotl|unsloth|lightning (ai|fabric)|pytorch.lightning", "eager"),
+    (
+        r"deepspeed|\bzero-[23]\b.*\b(hf|hugging)|\baccelerate\b|(hf|transformers) trainer|ml-engineering|colossal",
+        "deepspeed",
+    ),
+    (r"megatron|\bnemo\b|dgxc|transformer engine|simumax|\bmcore\b|core 0\.", "megatron"),
+    (r"hugging ?face|\btrl\b|peft", "deepspeed"),
+)
+"""Keywords -> stack; `megatron` is one of three, by year and kernels. The first that is found."""
+
+_KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
+    (r"flash[ _-]?attention[ _-]?(v?3|v3\.)|\bfa3\b|cudnn (fused )?attention", "flash3"),
+    (r"flash[ _-]?attention[ _-]?v?1|flash_attentionv1|\bfa1\b|triton flash", "flash1"),
+    (r"flash[ _-]?attention[ _-]?v?2|\bfa2\b|\bsdpa\b|flash[ _-]?attention", "flash2"),
+    (r"kernel: fused|fused softmax", "fused-softmax"),
+    (r"kernel: torch|unfused|no flash|without flash|eager attention|naive attention|attn: eager", "unfused"),
+)
+
+
+def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
+    """The stack of a row. `sharded`: parameters are sharded over data ranks (zero 3)."""
+    name = _name(cells, sharded=sharded)
+    stack = _preset(name)
+    if stack.attention.startswith("flash") and cells.year < 2022.75:
+        stack = replace(stack, attention="fused-softmax")  # before flash attention (arXiv:2205.14135) was in any stack
+    if stack.attention == "flash2" and cells.year >= 2026:
+        stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
+    kernel = _kernel(cells)
+    if kernel:
+        stack = replace(stack, attention=kernel)
+    if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
+        stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
+    if cells["compile"].lower() in ("y", "yes", "true", "1"):
+        stack = replace(stack, fused=True)
+    elif cells["compile"].lower() in ("n", "no", "false", "0") and name in ("torchtitan", "fsdp1", "eager"):
+        stack = replace(stack, fused=False)
+    if cells.noted(r"liger|fused ce\b|chunked (ce|cross|loss)|cut cross"):
+        stack = replace(stack, logit_bytes=0.5, fused=True)
+        cells.assume("the loss works in chunks and never holds all logits")
+    return stack
+
+
+@cache
+def _preset(name: str) -> Stack:
+    return load_stack(name)
+
+
+def megatron_era(cells: Cells) -> str:
+    """Which of the Megatron stacks: before flash attention, with it, or Megatron-Core with Transformer Engine."""
+    if cells.has(r"megatron-deepspeed|bloom sizing|bigscience") and not _flash(cells):
+        return "megatron-2021"
+    if cells.year >= 2023.75 and not _flash_sweep(cells):
+        return "megatron-bridge" if cells.has(r"megatron-bridge|\bnemo\b|dgxc") else "megatron-core"
+    return "megatron-flash" if cells.year >= 2023 or _flash(cells) else "megatron-2021"
+
+
+def _name(cells: Cells, *, sharded: bool) -> str:
+    found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
+    if found == "fsdp1" and cells.year >= 2025:
+        found = "torchtitan"
+    if found == "megatron":
+        return megatron_era(cells)
+    if found == "deepspeed" and any((cells.count(axis) or 1) > 1 for axis in ("tp", "pp")):
+        return megatron_era(cells)
+    if found:
+        return found
+    if sharded:
+        name = "torchtitan" if cells.year >= 2024.5 else "fsdp1"
+    elif (cells.count("n_gpus") or 1) == 1:
+        name = "eager"
+    else:
+        name = megatron_era(cells)
+    cells.assume(f"stack {name}, by its date and layout")
+    return name
+
+
+def _flash(cells: Cells) -> bool:
+    return cells.noted(r"flash[ _-]?attention|\bfa[123]\b") is not None
+
+
+def _flash_sweep(cells: Cells) -> bool:
+    """A sweep that names its kernel is not Megatron-Core's own choice of kernels."""
+    return cells.noted(r"kernel:") is not None and cells.year < 2024.5
+
+
+def _kernel(cells: Cells) -> AttentionKernel | None:
+    stated = cells.noted(r"kernel: ([^;]+)")
+    where = f"kernel: {stated.group(1)}" if stated else cells.notes
+    return next((kernel for pattern, kernel in _KERNELS if re.search(pattern, where)), None)
