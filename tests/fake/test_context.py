@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 
 import shardwise as sw
 from shardwise.errors import ModelError, UsageError
@@ -87,17 +86,6 @@ def with_keys(keys: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.T
 
 def also(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: function(F.scaled_dot_product_attention(x, x, x))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_flex_attention_is_refused_also_beside_torchs_function() -> None:
-    def mix(x: torch.Tensor) -> torch.Tensor:
-        q = x[:, None]
-        return flex_attention(q, q, q)[:, 0] + F.scaled_dot_product_attention(x, x, x)
-
-    refused = pytest.raises(ModelError, match=r"layers\.0: found flex attention, needed")
-    with placed_on("cp2", lambda: Model(mix)) as placed, torch.no_grad(), refused:
-        placed.module(**placed.share({"ids": IDS}))
 
 
 def heads(number: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -69,7 +69,8 @@ def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
 def hf_factory(config: PreTrainedConfig) -> Callable[[], nn.Module]:
     """A factory of the model, for `apply`: the class of `config.architectures`, in fp32, with torch's fused attention.
 
-    With dropout inside attention it is the model's own attention ("eager"), whose masks are keyed like other draws.
+    With dropout inside attention it is the model's own attention ("eager"), whose masks are keyed like other draws. A
+    `config` that asks for "flex_attention" gets it.
 
     >>> hf_factory(hf_config("llama"))  # doctest: +SKIP
     functools.partial(<function build at 0x...>, LlamaConfig {...})
@@ -86,7 +87,8 @@ def build(config: PreTrainedConfig) -> nn.Module:
     cls = model_class(config)
     own = copy.deepcopy(config)
     fused = getattr(cls, "_supports_sdpa", False) and not _drops_attention(config)
-    attention = "sdpa" if fused else "eager"
+    asked = getattr(config, "_attn_implementation", None)
+    attention = asked if asked == "flex_attention" else "sdpa" if fused else "eager"
     made: nn.Module = cast(Any, cls)._from_config(own, attn_implementation=attention, dtype=torch.float32)
     return made
 

@@ -2,7 +2,8 @@
 
 Their own masks are made for the tokens at hand, and positions that jump look like packed documents to them. So they are
 given an attention of another name (`AttentionInterface`), for which they make no mask: causal and full attention need
-none, and a sliding window gets the mask of the whole sequence, which `parallel/intercept.py` cuts.
+none, and a sliding window gets the mask of the whole sequence, which `parallel/intercept.py` cuts. FlexAttention gets a
+block mask of the whole sequence, in each case but full attention, for `parallel/flex.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shardwise.errors import ModelError
@@ -21,6 +24,7 @@ from shardwise.parallel.declared import is_transposed
 from shardwise.parallel.intercept import Divided
 
 NAME = "shardwise_context"
+FLEX_NAME = "shardwise_context_flex"
 ATTRIBUTE = "shardwise_window"
 KINDS = ("full_attention", "sliding_attention")
 
@@ -31,6 +35,7 @@ class Window:
 
     divided: Divided
     masks: dict[tuple[int, int, torch.device], torch.Tensor] = field(default_factory=dict)
+    block_masks: dict[tuple[int, int, int | None, torch.device], BlockMask] = field(default_factory=dict)
 
     def mask(self, length: int, window: int, device: torch.device) -> torch.Tensor:
         """Which token sees which: itself and the `window - 1` before it; bool (1, 1, length, length)."""
@@ -41,6 +46,29 @@ class Window:
             distance = at[:, None] - at[None, :]
             self.masks[key] = ((distance >= 0) & (distance < window))[None, None]
         return self.masks[key]
+
+    def length(self, tokens: int) -> int:
+        """Of the whole sequence, of which so many are here."""
+        return self.divided.ranks.layout.length if self.divided.ranks is not None else tokens
+
+    def block_mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> BlockMask:
+        """Each token sees itself and what is before it, or the `window - 1` before it; the last query is the last key.
+
+        Cost: queries x keys bytes while it is made, once per length and window.
+        """
+        known = (queries, keys, window, device)
+        if known not in self.block_masks:
+            if len(self.block_masks) > 1:  # full attention and one window
+                self.block_masks.clear()
+            behind, reach = keys - queries, keys if window is None else window
+
+            def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+                distance = q + behind - kv
+                seen: torch.Tensor = (distance >= 0) & (distance < reach)
+                return seen
+
+            self.block_masks[known] = create_block_mask(mask_mod, None, None, queries, keys, device=str(device))
+        return self.block_masks[known]
 
 
 def divide_attention(root: nn.Module, divided: Divided) -> None:
@@ -56,20 +84,33 @@ def divide_attention(root: nn.Module, divided: Divided) -> None:
             f"context parallelism: {type(root).__name__} has layers of kind {', '.join(others)}, whose masks are made "
             f"for the tokens at hand; needed: {' or '.join(KINDS)}; use a plan with cp1"
         )
-    if config._attn_implementation not in ("sdpa", NAME) or getattr(config, "attn_logit_softcapping", None):
-        capped = " that caps its logits" if getattr(config, "attn_logit_softcapping", None) else ""
-        raise ModelError(
-            f"context parallelism: {type(root).__name__} has attention{capped} by {config._attn_implementation!r}, "
-            "found one that sees its own tokens only; needed: torch's scaled_dot_product_attention (sdpa); use a plan "
-            "with cp1"
-        )
+    attention = _name_for(root, divided, config)
     window = Window(divided)
     for name, module in root.named_modules():
         if hasattr(module, "is_causal") or hasattr(module, "scaling"):
             _check_window(name, module, config)
             object.__setattr__(module, ATTRIBUTE, window)
     root.register_forward_pre_hook(_without_mask, with_kwargs=True)
-    cast(Any, root).set_attn_implementation(NAME)
+    cast(Any, root).set_attn_implementation(attention)
+
+
+def _name_for(root: nn.Module, divided: Divided, config: Any) -> str:
+    """The attention that takes the place of the model's own."""
+    asked, caps = config._attn_implementation, getattr(config, "attn_logit_softcapping", None)
+    if asked in ("flex_attention", FLEX_NAME):
+        if divided.kind == "ring":
+            raise ModelError(
+                f"context parallelism: {type(root).__name__} has attention by 'flex_attention' under context=ring, "
+                "needed context=gather or context=ulysses: set one in the plan"
+            )
+        return FLEX_NAME
+    if asked not in ("sdpa", NAME) or caps:
+        raise ModelError(
+            f"context parallelism: {type(root).__name__} has attention{' that caps its logits' if caps else ''} by "
+            f"{asked!r}, found one that sees its own tokens only; needed: torch's scaled_dot_product_attention (sdpa), "
+            "or 'flex_attention' in the configuration with context=gather or context=ulysses; or use a plan with cp1"
+        )
+    return NAME
 
 
 def _check_window(name: str, module: nn.Module, config: Any) -> None:
@@ -119,11 +160,28 @@ def attend(
     window: Window = vars(module)[ATTRIBUTE]
     size = options.get("sliding_window")
     if attention_mask is None and size is not None:
-        ranks = window.divided.ranks
-        length = ranks.layout.length if ranks is not None else key.shape[2]
+        length = window.length(key.shape[2])
         if size < length:
             attention_mask = window.mask(length, size, query.device)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
+def attend_by_flex(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> Any:
+    """What `transformers` calls: its own FlexAttention, with the block mask of the whole sequence."""
+    window: Window = vars(module)[ATTRIBUTE]
+    causal = options.pop("is_causal", None)
+    if attention_mask is None and (getattr(module, "is_causal", True) if causal is None else causal):
+        queries, keys = window.length(query.shape[2]), window.length(key.shape[2])
+        attention_mask = window.block_mask(queries, keys, options.get("sliding_window"), query.device)
+    return flex_attention_forward(module, query, key, value, attention_mask, **options)
+
+
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(FLEX_NAME, attend_by_flex)

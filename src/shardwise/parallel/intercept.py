@@ -1,15 +1,19 @@
 """What a forward calls while its sequence is divided: attention goes over the ranks, what else mixes tokens is refused.
 
 `torch.nn.functional.scaled_dot_product_attention` is seen by a function mode, so the model's code stays as it is and
-nothing is patched. Whatever works on each token alone passes through.
+nothing is patched. `flex_attention` asks no mode: its code is exchanged while one is on (`flex.py`). Whatever works on
+each token alone passes through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
 from shardwise.parallel.ring import Exchange, Pieces, Ranks, exchanged_attention, plan_pieces, ulysses_attention
+from shardwise.parallel.torch_private import flex_is_imported
 from shardwise.plan.plan import ContextKind
 from shardwise.plan.sequence import Layout
 
@@ -89,7 +94,9 @@ class Divided:
         self.watching = False
         """A mode is on."""
         self.saw_flex = False
-        """`flex_attention` was called, which sees the local tokens only."""
+        """`flex_attention` was called where it sees the local tokens only."""
+        self.flex_masks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """A block mask of the whole sequence -> (layout, that of this rank's tokens): all layers share it."""
         self._pieces: dict[tuple[Layout, bool], Pieces] = {}
         self._masked = WeakIdKeyDictionary()
 
@@ -102,8 +109,8 @@ class Divided:
         ranks = self.ranks
         assert ranks is not None
         self.calls += 1
-        self._check(call, ranks)
-        q, k, v = self._autocast(call)
+        self.check(call, ranks)
+        q, k, v = self.autocast(call)
         flat = q.dim() == 3
         mask = call.attn_mask
         if flat:  # (batch, tokens, dim): one head
@@ -119,7 +126,8 @@ class Divided:
             out = exchanged_attention(q, k, v, Exchange(ranks, pieces, scale))
         return out.squeeze(1) if flat else out
 
-    def _autocast(self, call: Call) -> tuple[torch.Tensor, ...]:
+    def autocast(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values in the type that torch's function would take them in."""
         tensors, device = (call.query, call.key, call.value), call.query.device.type
         if torch.is_autocast_enabled(device) and call.query.dtype != torch.float64:
             return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
@@ -141,7 +149,12 @@ class Divided:
         pieces: Pieces = self._masked[call.attn_mask][1]
         return pieces
 
-    def _check(self, call: Call, ranks: Ranks) -> None:
+    def check(self, call: Call, ranks: Ranks) -> None:
+        """Refuse attention that is not of the divided sequence to itself.
+
+        Raises:
+            ModelError: naming the block.
+        """
         q, k, v, mask = call.query, call.key, call.value, call.attn_mask
         own, length = ranks.layout.sizes[ranks.rank], ranks.layout.length
         if any(isinstance(t, DTensor) for t in (q, k, v)):
@@ -189,7 +202,7 @@ class Divided:
             ModelError: naming the block.
         """
         if self.saw_flex:
-            raise self.refusal("flex attention", _TOKENS)
+            raise self.refusal("flex_attention imported by the call itself", "its import at the top of a file")
         if self.calls == before:
             raise self.refusal(
                 "no call of torch's attention function",
@@ -242,16 +255,21 @@ class Watch(TorchFunctionMode):
     def __init__(self, divided: Divided) -> None:
         super().__init__()
         self.divided = divided
+        self.flex = ExitStack()
+        self.carries_flex = flex_is_imported()
 
     def __enter__(self) -> Watch:
         """Nothing else watches meanwhile."""
         self.divided.watching = True
+        if self.carries_flex:
+            self.flex.enter_context(import_module("shardwise.parallel.flex").carried(self.divided))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def __exit__(self, *error: object) -> None:
         """Torch's functions are called as they are again."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.flex.close()
         self.divided.watching = False
 
     def __torch_function__(
@@ -260,8 +278,8 @@ class Watch(TorchFunctionMode):
         """Every call of a torch function comes here."""
         if func is F.scaled_dot_product_attention:
             return self.divided.attend(Call.of(args, kwargs or {}))
-        if func is torch.ops.higher_order.flex_attention:  # compiled by torch, from where an error would not arrive
-            self.divided.saw_flex = True
+        if func is torch.ops.higher_order.flex_attention and not self.carries_flex:
+            self.divided.saw_flex = True  # compiled by torch, from where an error would not arrive
         if func in _LOOKED_AT:
             self.divided.check_function(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -272,6 +290,22 @@ _LOOKED_AT = frozenset((*SOFTMAX, *CONVOLUTIONS, *ALONG_A_DIM, F.multi_head_atte
 
 class Shapes(TorchFunctionMode):
     """For a forward that is traced without data: attention has the shape of its queries, whatever the mask's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flex = ExitStack()
+
+    def __enter__(self) -> Shapes:
+        """No function of torch looks at a mask."""
+        if flex_is_imported():
+            self.flex.enter_context(import_module("shardwise.parallel.flex").shaped())
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Torch's functions are called as they are again."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.flex.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -155,7 +155,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: Exchange) -> torch.Tensor:
         merged = Merged(q, v.shape[-1])
-        source = _ring if how.is_ring else _gathered
+        source = _ring if how.is_ring else gathered
         for index, keys, values in source(k.contiguous(), v.contiguous(), how.ranks):
             for piece in how.pieces[index]:
                 part = (q[:, :, piece.queries], keys[:, :, piece.keys], values[:, :, piece.keys])
@@ -174,7 +174,7 @@ class _Exchanged(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=computing_type(q))
         home = _Homeward(how.ranks) if how.is_ring else None
         dk = dv = torch.empty(0)
-        for index, keys, values in (_ring if how.is_ring else _gathered)(k.contiguous(), v.contiguous(), how.ranks):
+        for index, keys, values in (_ring if how.is_ring else gathered)(k.contiguous(), v.contiguous(), how.ranks):
             dk = torch.zeros_like(keys, dtype=dq.dtype)
             dv = torch.zeros_like(values, dtype=dq.dtype)
             for piece in how.pieces[index]:
@@ -189,7 +189,7 @@ class _Exchanged(torch.autograd.Function):
                     total[:, :, at] += grad
             if home is not None:
                 home.hand_on(dk, dv, index)
-        dk, dv = home.arrive(k, v) if home is not None else _scattered(dk, dv, how.ranks)
+        dk, dv = home.arrive(k, v) if home is not None else scattered(dk, dv, how.ranks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -251,7 +251,7 @@ def _shift(going: list[torch.Tensor], coming: list[torch.Tensor], ranks: Ranks) 
     return works
 
 
-def _gathered(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def gathered(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Keys and values of the whole sequence in its order, by one all-gather, padded to the longest rank's."""
     most = max(ranks.layout.sizes)
     mine = torch.cat([_padded(t, most).reshape(-1) for t in (k, v)])
@@ -266,7 +266,7 @@ def _gathered(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[
     yield 0, keys, values
 
 
-def _scattered(dk: torch.Tensor, dv: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+def scattered(dk: torch.Tensor, dv: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over ranks of the whole gradients, each rank its own tokens, by one reduce-scatter."""
     most, own = max(ranks.layout.sizes), ranks.layout.sizes[ranks.rank]
     rows = [
@@ -302,14 +302,26 @@ def ulysses_attention(
     Cost on the wire per rank, with n ranks: (n - 1) / n of the local queries, keys, values and outputs, forward and
     backward alike. Kept for backward: the whole sequence for 1/n of the heads.
     """
+    q, k, v = to_heads(q, k, v, ranks)
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        mask = mask[..., ranks.rank * q.shape[1] : (ranks.rank + 1) * q.shape[1], :, :]
+    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return to_sequence(out, ranks)
+
+
+def to_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The whole sequence for this rank's part of the heads; too few key and value heads are repeated first."""
     n, heads = ranks.size, q.shape[1]
     if k.shape[1] % n:
         repeats = n // k.shape[1] if n % k.shape[1] == 0 else heads // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    q, k, v = (_to_heads(t, ranks) for t in (q, k, v))
-    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-        mask = mask[..., ranks.rank * q.shape[1] : (ranks.rank + 1) * q.shape[1], :, :]
-    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return _to_heads(q, ranks), _to_heads(k, ranks), _to_heads(v, ranks)
+
+
+def to_sequence(out: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The way back: all heads for this rank's tokens."""
     whole: torch.Tensor = _ToSequence.apply(out, ranks)  # type: ignore[no-untyped-call]  # torch has no types here
     return whole
 
