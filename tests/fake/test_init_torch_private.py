@@ -62,6 +62,14 @@ def test_refresh_rebuilds_what_a_recurrent_module_derives() -> None:
     assert module._flat_weights[0] is module.weight_ih_l0
 
 
+def test_run_backward_takes_several_roots_one_of_them_a_leaf() -> None:
+    weight, numbers = nn.Parameter(torch.tensor([2.0, 3.0])), nn.Parameter(torch.zeros(2))
+    loss = weight.square().sum()
+    torch_private.run_backward((loss, numbers), (torch.ones_like(loss), torch.tensor([5.0, 7.0])))
+    assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
+    assert numbers.grad is not None and numbers.grad.tolist() == [5.0, 7.0]
+
+
 def test_swap_tensors_exchanges_values_and_keeps_objects() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3))
     torch_private.swap_tensors(a, b)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World
-from shardwise.train.torch_private import clamp_all, scale_all, shard_like
+from shardwise.train.torch_private import clamp_all, norms, scale_all, shard_like
 from tests.parity.placing import LAYOUTS, place
 
 
@@ -17,6 +17,10 @@ def test_scale_and_clamp_in_place() -> None:
     assert [t.tolist() for t in tensors] == [[2.0, -10.0], 8.0]
     clamp_all(tensors, 3.0)
     assert [t.tolist() for t in tensors] == [[2.0, -3.0], 3.0]
+
+
+def test_norms_of_a_list() -> None:
+    assert [n.tolist() for n in norms([torch.tensor([3.0, -4.0]), torch.tensor(2.0)])] == [5.0, 2.0]
 
 
 def rewrap(layout: str) -> bool:

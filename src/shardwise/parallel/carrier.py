@@ -5,10 +5,12 @@ They are the gradient of a parameter that nothing is multiplied with. DDP puts i
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.parallel.torch_private import run_backward
 
 MAX_RANKS = 512
 """Up to here a whole number below 4,096 comes back exactly, though DDP divides it by the ranks in fp32 and adds."""
@@ -32,30 +34,22 @@ class Carrier(nn.Module):
         """The user's forward."""
         return self.root(*args, **kwargs)
 
-    def load(self, loss: torch.Tensor, values: list[float]) -> torch.Tensor:
-        """The same loss; its backward also gives `values` to DDP. Once per step, in the backward that is reduced.
+    def backward(self, loss: torch.Tensor, values: list[float]) -> None:
+        """The backward of a loss, which also gives `values` to DDP. Once per step, in the backward that is reduced.
 
         Args:
             loss: shape ().
             values: as many as `numbers`.
         """
-        load = torch.tensor(values, dtype=self.numbers.dtype, device=self.numbers.device)
-        return cast(torch.Tensor, _Load.apply(loss, self.numbers, load))  # type: ignore[no-untyped-call]  # torch has no types here
+        numbers = self.numbers
+        load = torch.tensor(values, dtype=numbers.dtype, device=numbers.device)
+        # the numbers are a second root, whose gradient is given: DDP's hook on the parameter takes it from there
+        run_backward((loss, numbers), (torch.ones_like(loss), load))
 
     def unload(self, num_ranks: int) -> list[float]:
         """The sums of what the ranks loaded, after the backward. DDP averages; this undoes it."""
-        mean = self.numbers.grad
+        numbers = self.numbers
+        mean = numbers.grad
         assert mean is not None
-        self.numbers.grad = None
+        numbers.grad = None
         return [value * num_ranks for value in mean.tolist()]
-
-
-class _Load(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, numbers: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
-        ctx.load = load
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return gradient, ctx.load, None

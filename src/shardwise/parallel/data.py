@@ -27,7 +27,7 @@ from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.carrier import MAX_RANKS, Carrier
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.placed import Part, Placed, Placement
-from shardwise.parallel.precision import mixed_precision
+from shardwise.parallel.precision import mixed_precision, ruled_modules
 from shardwise.parallel.torch_private import flatten_mesh, join_meshes
 from shardwise.plan.plan import Plan
 
@@ -40,7 +40,7 @@ def uses_fully_shard(plan: Plan) -> bool:
     """
     axes = plan.axes
     composed = axes.data * axes.cp > 1 and max(axes.tp, axes.pp, axes.ep) > 1
-    return plan.zero > 0 or plan.precision in ("bf16", "fp16") or composed
+    return plan.zero > 0 or plan.mixed or composed
 
 
 def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
@@ -49,14 +49,13 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     Plain replication is left to `replicate_data`, which needs real parameters.
     """
     group = mesh.group(*GRADIENT_AXES) if mesh.num_gradient_ranks > 1 else None
-    if group is not None or placed.pipeline is not None or plan.precision in ("bf16", "fp16"):
+    if group is not None or placed.pipeline is not None or plan.mixed:
         for part in placed.parts:
             synchronise_batch_norm(part, group)
     if not uses_fully_shard(plan):
         return placed
     data_mesh = _data_mesh(mesh, plan)
     options: dict[str, Any] = {
-        "mp_policy": mixed_precision(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
         if plan.offload.state
         else OffloadPolicy(),
@@ -65,12 +64,16 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if reshard is None:
         reshard = plan.zero == 3
     for part in placed.parts:
-        for module in _experts(placed, part):  # before the blocks that hold them
-            fully_shard(module, mesh=_expert_data_mesh(mesh, plan), reshard_after_forward=reshard, **options)
+        names = {module: name for name, module in part.root.named_modules()}
+        experts, ruled = _experts(placed, part), ruled_modules(placed, part)
         grouped = _untied(part.root, _groups(placed, part, plan))
-        for module in grouped:
-            fully_shard(module, mesh=data_mesh, reshard_after_forward=reshard, **options)
-        fully_shard(part.run, mesh=data_mesh, reshard_after_forward=False, **options)
+        for module in [*experts, *(m for m in [*ruled, *grouped] if m not in experts)]:  # before what holds them
+            if not isinstance(module, FSDPModule):
+                where = _expert_data_mesh(mesh, plan) if module in experts else data_mesh
+                policy = mixed_precision(plan, names[module], placed.types)
+                fully_shard(module, mesh=where, mp_policy=policy, reshard_after_forward=reshard, **options)
+        policy = mixed_precision(plan, "", placed.types)
+        fully_shard(part.run, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False, **options)
         _set_prefetch(grouped, plan.communication.prefetch)
         for module in part.run.modules():
             if isinstance(module, FSDPModule):

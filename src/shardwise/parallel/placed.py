@@ -127,6 +127,10 @@ class Placed:
     context: ContextShare | None = None
     experts: tuple[str, ...] = ()
     """Names of the modules whose parameters are split over the `ep` axis."""
+    float8: tuple[str, ...] = ()
+    """Names of the linear layers that multiply in float8."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """Names of the modules to which a precision rule gives a type of their own -> that type."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Further names of a tied parameter -> its first name, which is the parameter's name everywhere."""
     shared_stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -78,6 +78,8 @@ class Randomness:
         self._shares = Shares.of(plan, mesh)
         self._sites = Sites(found={})
         self._known: set[tuple[Any, ...]] = set()
+        self._last: list[tuple[Any, torch.Size]] | None = None
+        """Shapes of a first micro-batch whose kind is known: that of the step before, as a rule."""
         self._wrapped: set[tuple[str, int]] = set()
         self._drawing: frozenset[str] = frozenset()
         self._idle: list[tuple[nn.Module, nn.Module]] = []
@@ -98,8 +100,8 @@ class Randomness:
         Raises:
             ModelError: a random call that cannot be keyed, named.
 
-        Cost: some 20 microseconds, to see whether the inputs are of a kind that was traced; in the first step the trace of
-        `find_sites`; where the rows are not known, one all-reduce of a number per data rank.
+        Cost: some microseconds, to see whether the inputs have the shapes of the step before; in the first step the
+        trace of `find_sites`; where the rows are not known, one all-reduce of a number per data rank.
         """
         self._look(roots, micro)
         if not self._drawing:
@@ -220,9 +222,13 @@ class Randomness:
             return
         if not micro:
             return
+        shapes, awake = _shapes(micro[0]), self._awake()
+        if shapes is not None and shapes == self._last and not awake:
+            return
         inputs, rows = model_inputs(micro[0], self._signature), num_rows(micro[0])
         kind = tuple((path, self._kind(leaf, rows)) for path, leaf in leaves(inputs))
-        if kind in self._known and not self._awake():
+        if kind in self._known and not awake:
+            self._last = shapes
             return
         self._known.add(kind)
         try:
@@ -308,6 +314,15 @@ def _modules(roots: Sequence[nn.Module], name: str) -> list[nn.Module]:
 def _rates(module: nn.Module) -> dict[str, float]:
     """The plain numbers of a module, among them how much it drops."""
     return {name: value for name, value in vars(module).items() if isinstance(value, float)}
+
+
+def _shapes(batch: Any) -> list[tuple[Any, torch.Size]] | None:
+    """The shapes of a micro-batch of tensors by key or place; None where it holds other things, whose values count."""
+    items = list(
+        batch.items() if isinstance(batch, dict) else enumerate(batch) if isinstance(batch, tuple | list) else ()
+    )
+    shapes = [(key, value.shape) for key, value in items if isinstance(value, torch.Tensor)]
+    return shapes if shapes and len(shapes) == len(items) else None
 
 
 def _tokens(batch: Any) -> int | None:

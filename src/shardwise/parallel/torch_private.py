@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from types import FrameType
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
 from torch._C._distributed_c10d import Store as Store
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
@@ -51,6 +56,14 @@ def release_groups(mesh: DeviceMesh) -> None:
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer in place, ties kept: `Module._apply`, what `Module.to` is made of."""
     module._apply(function)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    """`torch.autograd.graph._engine_run_backward`; each gradient has the shape and the type of its root.
+
+    What `torch.autograd.backward` ends in. Its comparison of the shapes before that takes as long as a small layer.
+    """
+    _engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -237,3 +250,68 @@ def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch
 IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 """How torch names reading `tensor.is_meta` and assigning `tensor.data` to a function mode."""
+
+
+class FlexCarrier(Protocol):
+    """What stands around each call of `flex_attention`."""
+
+    def begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function to call in its place, and with what."""
+        ...
+
+    def end(self, out: Any) -> Any:
+        """What the caller gets of its result."""
+        ...
+
+
+def _carried(*args: Any, shardwise_carrier: FlexCarrier, **kwargs: Any) -> Any:
+    """Its code stands in for that of `flex_attention`, where only torch's names and its arguments are seen."""
+    function, args, kwargs = shardwise_carrier.begin(args, kwargs)
+    return shardwise_carrier.end(function(*args, **kwargs))
+
+
+def flex_is_imported() -> bool:
+    """Whether anybody here can call `flex_attention`. Its module alone is cheap; what it needs to run is not."""
+    return "torch.nn.attention.flex_attention" in sys.modules
+
+
+@contextmanager
+def flex_carried_by(carrier: FlexCarrier) -> Iterator[None]:
+    """`flex_attention` goes through `carrier` meanwhile, however it was imported, and compiled or not.
+
+    It asks no function mode before it looks at the lengths of queries and mask, which differ where a sequence is
+    divided, and models hold it under names of their own: so its code (`__code__`) is exchanged, not a name.
+    """
+    function = _flex()
+    own = function.__code__, function.__defaults__, function.__kwdefaults__
+    function.__code__, function.__defaults__ = _carried.__code__, None
+    function.__kwdefaults__ = {"shardwise_carrier": carrier}
+    try:
+        yield
+    finally:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = own
+
+
+def copy_of_flex_attention() -> Callable[..., Any]:
+    """`flex_attention` as it is now, for a carrier to call."""
+    function = _flex()
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = dict(function.__kwdefaults__ or {})
+    return copy
+
+
+def _flex() -> FunctionType:
+    return cast(FunctionType, sys.modules["torch.nn.attention.flex_attention"].flex_attention)
+
+
+def flex_as_torch_defines_it(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any, block_mask: Any, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log of the sum of exponentials of `flex_attention`, made of operations that have gradients.
+
+    `math_attention` is what torch runs where it has no kernel; the public function refuses gradients on the CPU.
+    """
+    out, lse, _ = math_attention(q, k, v, score_mod, block_mask.as_tuple(), scale, {})
+    return out, lse * math.log(2)

@@ -275,7 +275,7 @@ def _checked_weight(weight: Any) -> torch.Tensor | float:
                 "the loss function returned a weight that requires a gradient; the weight is what the sum is "
                 "divided by, a constant of the batch: return weight.detach()"
             )
-        if weight.device.type != "cpu" or type(weight) is not torch.Tensor:
+        if not weight.is_cpu or type(weight) is not torch.Tensor:
             return weight.reshape(())
         value = float(weight)
     elif isinstance(weight, int | float) and not isinstance(weight, bool):
@@ -292,4 +292,4 @@ def _checked_weight(weight: Any) -> torch.Tensor | float:
             f"the loss function returned the weight {value}, needed a finite number, zero or more: the count of "
             "tokens or samples in the sum"
         )
-    return weight.reshape(()) if isinstance(weight, torch.Tensor) else weight
+    return weight.reshape(()) if isinstance(weight, torch.Tensor) and weight.dim() else weight

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -11,6 +9,10 @@ from torch.nn.utils import get_total_norm
 
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import AXES
+from shardwise.train.joined import Joined
+from shardwise.train.torch_private import norms
+
+_FULL = {torch.float32, torch.float64}
 
 
 def local_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -57,17 +59,27 @@ def _axes_covered(part: DeviceMesh, mesh: Mesh) -> set[str]:
     return covered
 
 
-def sum_of_squares(grads: Mapping[str, torch.Tensor], counted: Mapping[str, bool]) -> torch.Tensor:
+def sum_of_squares(grads: Joined) -> torch.Tensor:
     """Sum of squares of this rank's share, fp64, shape (): add it up over the world for the squared norm.
 
-    Half types are accumulated in fp32.
+    Half types are accumulated in fp32. What is joined is accumulated in fp64 and rounded to fp32: DDP orders its
+    buckets anew after the first step, and a resumed run must not differ from one that went on.
     """
-    mine = [grad for name, grad in grads.items() if counted[name]]
-    if not mine:
-        return torch.zeros((), dtype=torch.float64)
-    half = [grad for grad in mine if grad.element_size() < 4]
-    full = [grad for grad in mine if grad.element_size() >= 4]
-    total = get_total_norm(full).double().square() if full else torch.zeros((), dtype=torch.float64)
-    for grad in half:
-        total = total + torch.linalg.vector_norm(grad, dtype=torch.float32).double().square().to(total.device)
-    return total
+    half = [grad for grad in grads.alone if grad.dtype not in _FULL]
+    full = [grad for grad in grads.alone if grad.dtype in _FULL] if half else grads.alone
+    found: list[torch.Tensor] = [torch.linalg.vector_norm(run, dtype=torch.float64).float() for run in grads.runs]
+    found += [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in half]
+    if full or not found:
+        found.append(_norm(full) if full else torch.zeros(()))
+    first, *rest = [norm.double().square() for norm in found]
+    for square in rest:
+        first = first + square.to(first.device)
+    return first
+
+
+def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """`get_total_norm`, and on CPUs, where its grouping by device and type takes as long as the norms, without that."""
+    if all(grad.is_cpu for grad in grads):
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(grads)))
+        return total
+    return get_total_norm(grads)

@@ -24,6 +24,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.train.batches import Window
+from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
 from shardwise.train.losses import Losses
 from shardwise.train.losses import Window as LossWindow
@@ -82,9 +83,13 @@ class TrainStep:
         self.state, self.loss_fn, self.options = state, loss_fn, options
         placed = state.placed
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
+        self._roots = [part.root for part in placed.parts]
         self._sums = WorldSums(placed)
         whole = self._sums.overlaps
-        self._counted = {n: whole or self._counts(n, p) for n, p in self._parameters.items()}
+        counted = {n: whole or self._counts(n, p) for n, p in self._parameters.items()}
+        self._counted = None if all(counted.values()) else counted
+        """Which gradients this rank adds to the sum of squares; None: all of them."""
+        self._joined = JoinedGradients()
         self._signature = Signature.of(placed.parts[0].root)
         self._paddings = [padding for part in placed.parts for padding in paddings_of(part.root)]
         self._divisor = gradient_divisor(placed)
@@ -122,9 +127,11 @@ class TrainStep:
             grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
             if not self._sums.is_started:
                 self._sums.start(self._own(losses, micro, zero))
-            sums = self._sums.finish(sum_of_squares(grads, self._counted))
+            joined = self._joined.of(grads)
+            mine = joined if self._counted is None else Joined([], [g for n, g in grads.items() if self._counted[n]])
+            sums = self._sums.finish(sum_of_squares(mine))
             self._check_equal_rows(sums)
-            return self._update(grads, sums, start)
+            return self._update(grads, joined, sums, start)
 
     def _counts(self, name: str, parameter: torch.nn.Parameter) -> bool:
         placed = self.state.placed
@@ -151,7 +158,7 @@ class TrainStep:
         if state.placed.randomness is not None:
             rows = batch.positions if isinstance(batch, Window) else None
             moment = Moment(seed=state.seed, step=state.step, rows=rows)
-            state.placed.randomness.begin([part.root for part in state.placed.parts], moment, micro, zero)
+            state.placed.randomness.begin(self._roots, moment, micro, zero)
 
     def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:
         if self._window is not None:
@@ -161,7 +168,7 @@ class TrainStep:
             self._scalar_mean = isinstance(result, torch.Tensor)
             if self.state.placed.context is not None:
                 refuse_mean(result)
-            loss = as_loss(result, num_rows(micro))
+            loss = as_loss(result, num_rows(micro) if self._scalar_mean else 0)  # rows matter to a plain mean only
         return Loss(loss.sum * 0, loss.weight * 0) if is_zero else loss
 
     def _seeded(self, loss: Loss) -> torch.Tensor:
@@ -184,8 +191,8 @@ class TrainStep:
                 losses.append(Loss(loss.sum.detach(), loss.weight))
                 if last and self._sums.overlaps:
                     self._sums.start(self._own(losses, micro, zero))
-                seed = self._seeded(loss)
-                torch.autograd.backward(self._sums.carry(seed) if last else seed)
+                backward = self._sums.backward if last else torch.autograd.backward
+                backward(self._seeded(loss))
         return losses
 
     def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:
@@ -232,7 +239,7 @@ class TrainStep:
                     stacklevel=4,
                 )
 
-    def _update(self, grads: dict[str, torch.Tensor], sums: Sums, start: float) -> StepMetrics:
+    def _update(self, grads: dict[str, torch.Tensor], joined: Joined, sums: Sums, start: float) -> StepMetrics:
         state, weight = self.state, sums.weight
         scale = state.loss_scale.scale if state.loss_scale is not None else 1.0
         mean = sums.loss / weight if weight else math.nan
@@ -245,7 +252,7 @@ class TrainStep:
         if self._witness is not None:
             self._witness.gradients(grads, factor)
         if finite:
-            self._apply(grads, factor, norm)
+            self._apply(grads, joined, factor, norm)
         else:
             state.skipped += 1
         state.optimizer.zero_grad()
@@ -274,11 +281,11 @@ class TrainStep:
             self._witness.finish(metrics)
         return metrics
 
-    def _apply(self, grads: dict[str, torch.Tensor], factor: float, norm: float) -> None:
+    def _apply(self, grads: dict[str, torch.Tensor], joined: Joined, factor: float, norm: float) -> None:
         """Divide, clip and step: `factor` makes the summed gradient the mean one."""
         if self.options.clip_norm is not None:
             factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        values = list(grads.values())
+        values = [*joined.runs, *joined.alone]
         if factor != 1.0 and values:
             scale_all(values, factor)
         if self.options.clip_value is not None and values:

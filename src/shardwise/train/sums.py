@@ -79,9 +79,12 @@ class WorldSums:
             group = self.mesh.group(*GRADIENT_AXES)
             self._work = dist.all_reduce(self._numbers, group=group, async_op=True)
 
-    def carry(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the last micro-batch, whose backward takes the numbers along where they ride."""
-        return loss if self._carrier is None or self._load is None else self._carrier.load(loss, self._load)
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward of the last micro-batch's loss, which takes the numbers along where they ride."""
+        if self._carrier is None or self._load is None:
+            torch.autograd.backward(loss)
+        else:
+            self._carrier.backward(loss, self._load)
 
     def finish(self, squares: torch.Tensor) -> Sums:
         """The sums, given this rank's sum of squares of the gradient: fp64, shape ()."""

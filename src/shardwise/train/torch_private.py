@@ -14,6 +14,11 @@ def scale_all(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The L2 norm of every tensor, shape () each: `torch._foreach_norm`."""
+    return list(torch._foreach_norm(tensors))
+
+
 def average_into(averages: list[Tensor], values: list[Tensor], weight: float) -> None:
     """`average += weight * (value - average)` for every pair, in place: `torch._foreach_lerp_`."""
     values = [value.to(average.dtype) for average, value in zip(averages, values, strict=True)]
