@@ -28,6 +28,8 @@ LAYERS = {
     "model.known": 3,
     "model.standin": 3,
     "model.infer": 3,
+    "model.describe": 3,
+    "model.operators": 3,
     "model": 1,
     "plan.plan": 1,
     "plan.shorthand": 1,
@@ -57,12 +59,14 @@ EXCEPTIONS = {
     ("depth", "errors.py"): "the tree of exceptions is what users catch by; it is drawn at the top of the file",
     ("depth", "records.py:RecordError"): "a ConfigError that carries its key, private to readers of files",
     ("depth", "checkpoint/manifest.py:DamagedError"): "a CheckpointError after which an older one is tried",
+    ("parameters", "train/optimizers.py:adamw"): "AdamW's own five dials, and how its averages are kept",
     ("parameters", "parallel/compose.py:apply"): "three nouns, and four options that nearly every call leaves out",
     ("direction", "parallel -> model.tracer"): "the tracer knows of modules only; stages are cut along what it found",
     (
         "direction",
         "cli -> testing.fake",
     ): "`check` and `train` apply the plan in a world of one process, before any start",
+    ("direction", "diagnose -> testing.fake"): "a traced step is that of one rank in a world that is not there",
     ("unsafe", "launch/forked.py"): "a function goes to processes that this process forked, by a private pipe",
     ("environment", "launch/forked.py"): "it plays the launcher: it sets in its workers what a launcher sets",
 }

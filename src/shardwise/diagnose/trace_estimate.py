@@ -1,0 +1,206 @@
+"""`estimate_by_trace`: a large model's step from the traced steps of the same model with few layers.
+
+Peaks of a part of a step, and numbers of collectives, are linear in the number of equal layers: two depths give both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+
+import torch
+
+from shardwise.diagnose.trace_step import StepPeaks, StepTrace, trace_step
+from shardwise.diagnose.without_values import Training, token_loss
+from shardwise.errors import ModelError, PlanError
+from shardwise.model.spec import ModelSpec
+from shardwise.models.moe import MoEOutput
+from shardwise.models.presets import build
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import first_blocks
+from shardwise.parallel.placed import Batch
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedule import stages_of
+from shardwise.plan.workload import Workload
+from shardwise.train.loss import Loss, token_cross_entropy
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one axis, in one step."""
+
+    times: int
+    num_bytes: int
+    """Of all messages, see `shardwise.diagnose.ledger.Collective`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedEstimate:
+    """One rank's step, extrapolated from few layers."""
+
+    rank: int
+    layers: int
+    """Layers on this rank."""
+    traced: tuple[int, int]
+    """Layers on this rank in the two traces."""
+    num_params: int
+    first: Mapping[str, Mapping[str, int]]
+    """The first step: part -> kind -> bytes, as `StepPeaks.parts`."""
+    later: Mapping[str, Mapping[str, int]]
+    """Every later step."""
+    traffic: Mapping[tuple[str, str], Traffic]
+    """(kind, axis) -> what a later step sends."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of live tensors at the largest moment of any step."""
+        return max(sum(held.values()) for held in (*self.first.values(), *self.later.values()))
+
+    @property
+    def phase(self) -> str:
+        """The part of a later step in which it needs most."""
+        return max(self.later, key=lambda part: sum(self.later[part].values()))
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Bytes by kind at the peak of a later step."""
+        return self.later[self.phase]
+
+
+def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: int = 0) -> TracedEstimate:
+    """Peak bytes of live tensors and collectives of one rank of a plan, from real steps of the model with few layers.
+
+    The reference model of the spec is traced at its full width with two and with three layers per pipeline stage (times
+    the period of a recompute pattern) by `trace_step`; layers are equal, so everything between is linear in them.
+
+    Args:
+        spec: sizes of a model that `shardwise.models.presets.build` can make.
+        plan: any layout; its batch is the workload's.
+        workload: sequence length and global batch in sequences. The optimizer is AdamW.
+        rank: of `plan.world`; the ranks of the first and the last pipeline stage hold the embedding and the head.
+
+    Raises:
+        ModelError: the reference models do not have a part that the spec has, or it has fewer layers than are traced.
+        PlanError: the constraints refuse the plan, or the batch is not divided by data ranks and micro-batches.
+
+    Cost: two traces of three small models: seconds, whatever the size of the model. A sharded axis of many hundred
+    ranks takes longer (torch cuts each parameter into a list of all shards). CPU kernels: attention and norms keep what
+    the CPU ones keep, and host memory is counted with the device's.
+
+    >>> estimate_by_trace(preset("llama-70b"), Plan.parse("fsdp64 tp8 / bf16"), work).peak  # doctest: +SKIP
+    """
+    if workload.optimizer != "adamw":
+        raise ModelError(
+            f"estimate_by_trace: optimizer: found {workload.optimizer}, needed adamw, which is what is traced; give "
+            "trace_step a Training with the optimizer of your own, or use the closed form"
+        )
+    _check_whole(spec)
+    rows, rest = divmod(workload.global_batch, plan.axes.data)
+    if rest or rows % plan.batch.micro_batches:
+        raise PlanError(
+            f"estimate_by_trace: a global batch of {workload.global_batch} sequences is not divided by "
+            f"{plan.axes.data} data ranks x {plan.batch.micro_batches} micro-batches; give a multiple of "
+            f"{plan.axes.data * plan.batch.micro_batches}"
+        )
+    stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
+    here = _layers_here(spec, plan, rank)
+    period = _period(plan)
+    depths = (2 * period, 3 * period)
+    if spec.num_layers < depths[1] * stages and spec.num_layers != here:
+        depths = (period, 2 * period)
+    on_rank = plan.schedule.stages if plan.axes.pp > 1 else 1
+    traces = [_trace(spec, plan, workload, rank, depth * stages) for depth in depths]
+    layers = (depths[0] * on_rank, depths[1] * on_rank)
+    grow = partial(_line, layers, here)
+    return TracedEstimate(
+        rank=rank,
+        layers=here,
+        traced=layers,
+        num_params=spec.num_params,
+        first=_peaks(grow, traces[0].first, traces[1].first),
+        later=_peaks(grow, traces[0].later, traces[1].later),
+        traffic=_traffic(grow, traces[0].later, traces[1].later),
+    )
+
+
+def _line(xs: tuple[int, int], x: int, first: int, second: int) -> int:
+    return first + round(Fraction((second - first) * (x - xs[0]), xs[1] - xs[0]))
+
+
+def _peaks(grow: Callable[[int, int], int], a: StepPeaks, b: StepPeaks) -> dict[str, dict[str, int]]:
+    shared = [part for part in b.parts if part in a.parts]
+    return {part: {kind: grow(a.parts[part][kind], b.parts[part][kind]) for kind in b.parts[part]} for part in shared}
+
+
+def _traffic(grow: Callable[[int, int], int], a: StepPeaks, b: StepPeaks) -> dict[tuple[str, str], Traffic]:
+    sums = [_by_axis(a), _by_axis(b)]
+    keys = sorted({*sums[0], *sums[1]})
+    none = Traffic(0, 0)
+    pairs = {key: (sums[0].get(key, none), sums[1].get(key, none)) for key in keys}
+    return {key: Traffic(grow(x.times, y.times), grow(x.num_bytes, y.num_bytes)) for key, (x, y) in pairs.items()}
+
+
+def _by_axis(peaks: StepPeaks) -> dict[tuple[str, str], Traffic]:
+    sums: dict[tuple[str, str], Traffic] = {}
+    for issued, times in peaks.collectives.items():
+        before = sums.get((issued.kind, issued.axis), Traffic(0, 0))
+        num_bytes = before.num_bytes + times * issued.num_bytes
+        sums[issued.kind, issued.axis] = Traffic(before.times + times, num_bytes)
+    return sums
+
+
+def _period(plan: Plan) -> int:
+    """Layers after which recompute begins anew."""
+    if plan.recompute.mode == "every":
+        return plan.recompute.every
+    if plan.recompute.mode == "ratio":
+        return Fraction(plan.recompute.ratio).limit_denominator(16).denominator
+    return 1
+
+
+def _check_whole(spec: ModelSpec) -> None:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build(replace(spec, num_layers=2))().parameters())
+    needed = replace(spec, num_layers=2).num_params
+    if count != needed:
+        raise ModelError(
+            f"estimate_by_trace: model {spec.name}: with two layers it has {needed} parameters and the reference model "
+            f"of its kind ({spec.kind}) {count}; a part of it is in no reference model: give trace_step your module, "
+            "or use the closed form"
+        )
+
+
+def _layers_here(spec: ModelSpec, plan: Plan, rank: int) -> int:
+    if plan.axes.pp == 1:
+        return spec.num_layers
+    with torch.device("meta"):
+        root = build(spec)()
+    firsts = (*first_blocks(root, spec.block_names, plan), spec.num_layers)
+    pp_rank = rank // (plan.world // plan.axes.pp)
+    stages = stages_of(plan.schedule.kind, pp_rank, plan.axes.pp, plan.schedule.stages)
+    return sum(firsts[stage + 1] - firsts[stage] for stage in stages)
+
+
+def _trace(spec: ModelSpec, plan: Plan, workload: Workload, rank: int, num_layers: int) -> StepTrace:
+    short = replace(spec, num_layers=num_layers)
+    if plan.axes.pp > 1:
+        stages = plan.axes.pp * plan.schedule.stages
+        starts = tuple(short.block_names[stage * num_layers // stages] for stage in range(1, stages))
+        plan = replace(plan, schedule=replace(plan.schedule, boundaries=starts))
+    training = Training(
+        model=build(short),
+        batch=partial(_batch, spec.vocab_size, workload),
+        loss=_moe_loss if spec.kind == "moe" else token_loss,
+    )
+    return trace_step(training, plan, rank=rank)
+
+
+def _batch(vocab_size: int, workload: Workload, mesh: Mesh) -> Batch:
+    shape = (workload.global_batch // mesh.batch.size, workload.seq_len)
+    return {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
+
+
+def _moe_loss(output: MoEOutput, batch: Batch) -> Loss:
+    return token_cross_entropy(output.logits, batch["labels"])

@@ -1,0 +1,177 @@
+"""A placed module whose tensors have shapes and no values, and operations that want values all the same.
+
+Two kinds of numbers are made up: a scalar that is read (a loss, a norm) is one, and tokens that are counted by
+expert are spread evenly over the experts. Everything else that needs values is refused by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.diagnose.ledger import Ledger, tensors_in
+from shardwise.diagnose.torch_private import (
+    AWAIT,
+    NEEDS_VALUES,
+    READ_NUMBER,
+    GradBucket,
+    fake_tensors,
+    is_fake,
+    real_tensors,
+    rebuild_buckets,
+    work_that_holds,
+)
+from shardwise.errors import ModelError
+from shardwise.parallel.compose import place
+from shardwise.parallel.data import replicate_data
+from shardwise.parallel.init import allocate, blueprint_for
+from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
+from shardwise.parallel.placed import Batch, Placed
+from shardwise.parallel.ties import bind_stages
+from shardwise.parallel.torch_private import resync_fully_sharded
+from shardwise.plan.constraints import check, refuse
+from shardwise.plan.plan import Plan
+from shardwise.train.loss import token_cross_entropy
+from shardwise.train.optim import NamedOptimizer
+from shardwise.train.optimizers import adamw
+from shardwise.train.step import LossFn
+
+
+def token_loss(output: Any, batch: Batch) -> Any:
+    """Cross-entropy of logits against `batch["labels"]`."""
+    return token_cross_entropy(output, batch["labels"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, whatever the plan."""
+
+    model: Callable[[], nn.Module]
+    """A factory, built on meta."""
+    batch: Callable[[Mesh], Any]
+    """One step's batch of this rank, as `make_step` takes it; tensors made with torch's own functions."""
+    loss: LossFn = token_loss
+    optimizer: Callable[[Placed], NamedOptimizer] = partial(adamw, lr=1e-4)
+    clip: float | None = 1.0
+    sample: Batch | None = None
+    """For pipelines, see `apply`."""
+    rules: Mapping[str, str] | None = None
+    """See `apply`."""
+
+
+class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types here
+    """A ledger that answers for values that are not there. Entered inside `fake_tensors`."""
+
+    def __init__(self, axis_of: Callable[[dist.ProcessGroup], str]) -> None:
+        super().__init__(axis_of)
+        self.replicas: list[DistributedDataParallel] = []
+        self.num_experts: frozenset[int] = frozenset()
+        """Numbers of experts that the model's modules have."""
+        self._rebuilding = False
+
+    def begin(self) -> None:
+        """A step starts. DDP orders its buckets first, by lists of integers that it must be able to read."""
+        self._rebuilding = True
+        for module in self.replicas:
+            rebuild_buckets(module)
+        self._rebuilding = False
+        super().begin()
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on shapes alone; on values, where all that it takes has them."""
+        given = list(tensors_in((args, kwargs)))
+        if given and not any(map(is_fake, given)):
+            if func is torch.ops.c10d.alltoall_base_.default and not any(args[3:5]):
+                args[0].copy_(args[1])  # counts of tokens: every rank sends what this one does
+            with real_tensors():
+                return func(*args, **kwargs)
+        if self._rebuilding and func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
+            with real_tensors():
+                return func(*args, **kwargs)
+        if func is torch.ops.c10d.send.default:
+            return work_that_holds(list(args[0]))  # real ones keep what they send
+        if func is AWAIT:
+            return args[0]  # as it does on memory; on shapes torch makes another tensor
+        if func is READ_NUMBER:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is torch.ops.aten.bincount.default:
+            return self._spread_evenly(args[0].numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_VALUES as error:
+            raise ModelError(
+                f"trace_step: {func} gives what depends on the values of its input {tuple(given[0].shape)}, and a "
+                "trace has shapes only; needed operations whose shapes follow from those of the batch: write the "
+                "forward without it (masks in place of selections), or measure real processes"
+            ) from error
+
+    def _spread_evenly(self, count: int, num_bins: int) -> torch.Tensor:
+        """Tokens by expert. One bin more than there are experts is for dropped tokens, and stays empty."""
+        used = num_bins - 1 if num_bins - 1 in self.num_experts and num_bins not in self.num_experts else num_bins
+        share, rest = divmod(count, max(used, 1))
+        counts = [share + (i < rest) for i in range(used)]
+        with real_tensors():
+            return torch.tensor(counts + [0] * (num_bins - used), dtype=torch.int64)
+
+
+@contextmanager
+def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretending) -> Iterator[Placed]:
+    """Within it, `apply` of a factory without initial weights, and the ledger entered.
+
+    Raises:
+        PlanError: the constraints refuse the plan.
+        ModelError: see `apply`.
+    """
+    refuse(check(plan, world=mesh.world, device=mesh.device.type))
+    blueprint = blueprint_for(training.model, None, mesh)
+    counts = (getattr(module, "num_experts", None) for module in blueprint.module.modules())
+    ledger.num_experts = frozenset(count for count in counts if isinstance(count, int))
+    with ledger_of_shapes(ledger):
+        placed = place(blueprint, plan, mesh, sample=training.sample, rules=training.rules)
+        device = mesh.device
+        for part in placed.parts:
+            allocate(part.root, device, torch.device("cpu") if plan.offload.state else device)
+            if part.run is not part.root:
+                resync_fully_sharded(part.run)
+            _allocate_attributes(part.root, blueprint.attributes, device)
+        placed = replicate_data(bind_stages(placed), plan, mesh)
+        ledger.replicas = [part.run for part in placed.parts if isinstance(part.run, DistributedDataParallel)]
+        for module in ledger.replicas:
+            group = mesh.group(*GRADIENT_AXES)
+            module.register_comm_hook(group, lambda group, bucket: _reduced_at_once(group, bucket))
+        yield placed
+
+
+def _reduced_at_once(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does by itself; but the work of the pretended group has no result to wait for."""
+    dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@contextmanager
+def ledger_of_shapes(ledger: Pretending) -> Iterator[None]:
+    """Tensors without memory, counted."""
+    with warnings.catch_warnings(), fake_tensors(), ledger:
+        # the step looks at addresses, to find gradients that lie side by side; here none do
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
+
+
+def _allocate_attributes(root: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
+    modules = dict(root.named_modules())
+    for name in names:
+        path, _, key = name.rpartition(".")
+        held = vars(modules[path]).get(key) if path in modules else None
+        if isinstance(held, torch.Tensor) and held.is_meta:
+            setattr(modules[path], key, torch.empty_like(held, device=device))

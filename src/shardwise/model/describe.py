@@ -1,0 +1,251 @@
+"""`describe`: the `Profile` of any module, from one forward without data.
+
+What `profile_of` writes from the sizes of a decoder, read off the operations that a module's own forward issues: matrix
+products by parameter, attention, everything else as chains of element-wise operators, and what autograd keeps of each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ModelError
+from shardwise.model.infer.torch_private import TorchDispatchMode
+from shardwise.model.known import Known
+from shardwise.model.nested import put
+from shardwise.model.operators import Call, Recording, chain_of
+from shardwise.model.profile import Attention, Profile
+from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
+
+BEFORE, AFTER = -1, 1 << 30
+"""Phases of a forward that are no block's; a block's phase is its number."""
+
+
+def describe(
+    model: nn.Module | Callable[[], nn.Module],
+    sample: Any,
+    *,
+    blocks: str = "auto",
+    device: str = "meta",
+    name: str = "",
+) -> Profile:
+    """The profile of a module: what the planner's closed form needs of it.
+
+    Args:
+        model: a factory, or a module on any device; it is left as it is.
+        sample: what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments (of which
+            `labels` and `weight` are left out). The first tensor is (rows, tokens, ...), and sizes are per token.
+        blocks: which modules repeat, see `find_blocks`.
+        device: `meta`, without memory or arithmetic; `cpu` runs the forward for real, for a module whose course depends
+            on the values of tensors.
+        name: of the profile; empty: the class.
+
+    Returns:
+        Operators of each block in the order of the forward. How `tp` divides them is read off their order: a product of
+        the residual stream is divided by columns, the next one by rows. Elements that autograd keeps are given as they
+        are (`saves_apart`) and as one kernel per chain would keep them (`saves`).
+
+    Raises:
+        ModelError: forward needs values that `meta` does not have (which operation, in which module), or the module
+            shows no repeated blocks.
+
+    Cost: one forward on meta, milliseconds per block.
+
+    >>> from shardwise.models.decoder import Decoder, DecoderConfig
+    >>> profile = describe(lambda: Decoder(DecoderConfig()), torch.zeros(1, 64, dtype=torch.long))
+    >>> profile.num_params == sum(p.numel() for p in Decoder(DecoderConfig()).parameters())
+    True
+    """
+    module = _module_on(model, device)
+    names = find_blocks(module, blocks)
+    args, kwargs = _inputs(sample, device)
+    tokens = _tokens((args, kwargs))
+    recording = Recording.of(module, tokens)
+    watch = _Watch(recording)
+    with ExitStack() as stack:
+        for hook in _phase_hooks(module, names, watch):
+            stack.callback(hook.remove)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device(device))
+        stack.enter_context(saved_tensors_hooks(watch.keep, _same))
+        stack.enter_context(_Calls(watch))
+        stack.enter_context(_Operations(watch))
+        try:
+            module(*args, **kwargs)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise _untraceable(module, watch, error, device) from error
+    return chain_of(recording, module, names, name or type(module).__name__)
+
+
+def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str) -> ModelError:
+    said = str(error).partition("\n")[0]
+    where = f"{watch.where or 'forward'} ({type(module).__name__})"
+    remedy = (
+        "its forward must not ask for values of tensors (.item(), nonzero, if tensor:); describe(..., device='cpu') "
+        "runs it for real, which takes its memory and time"
+        if device == "meta"
+        else "give a sample that the model takes, and a module with values (not on meta)"
+    )
+    return ModelError(
+        f"describe: {watch.operation or 'an operation'} in {where} failed on {device}: {type(error).__name__}: {said}; "
+        f"needed a forward that runs there; {remedy}"
+    )
+
+
+def _module_on(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Module:
+    if isinstance(model, nn.Module):
+        module = meta_copy(model) if device == "meta" else copy.deepcopy(model)
+    elif device == "meta":
+        with torch.device("meta"):
+            module = meta_copy(model())
+    else:
+        module = model()
+    return module.to(device).train()
+
+
+def _inputs(sample: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    moved = put(sample, {path: tensor.to(device) for path, tensor in tensors_in(sample)})
+    if isinstance(moved, Mapping):
+        return (), {key: value for key, value in moved.items() if key not in ("labels", "weight")}
+    return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), {}
+
+
+def _tokens(inputs: Any) -> int:
+    first = next((tensor for _, tensor in tensors_in(inputs)), None)
+    if first is None or first.dim() < 1:
+        raise ModelError(
+            "describe: the sample holds no tensor of rows; needed a batch as forward takes it: give a tensor of shape "
+            "(rows, tokens, ...), a tuple or a dict with one"
+        )
+    return first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
+
+
+def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch) -> Iterator[Any]:
+    for index, name in enumerate(names):
+        block = module.get_submodule(name)
+        yield block.register_forward_pre_hook(partial(watch.enter, index))
+        yield block.register_forward_hook(partial(watch.leave, index, index == len(names) - 1))
+    for path, inner in module.named_modules():
+        yield inner.register_forward_pre_hook(partial(watch.inside, path))
+        yield inner.register_forward_hook(watch.outside)
+
+
+@dataclass
+class _Watch:
+    """What all the hooks of one forward share."""
+
+    recording: Recording
+    phase: int = BEFORE
+    operation: str = ""
+    paused: bool = False
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        return self.modules[-1][0] if self.modules else ""
+
+    def enter(self, index: int, *args: object) -> None:
+        self.phase = index
+
+    def leave(self, index: int, last: bool, *args: object) -> None:
+        self.phase = AFTER if last else index
+
+    def inside(self, path: str, module: nn.Module, *args: object) -> None:
+        self.modules.append((path, module))
+
+    def outside(self, *args: object) -> None:
+        self.modules.pop()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.paused:
+            self.recording.keep(tensor, self.phase)
+        return tensor
+
+    def is_causal(self) -> bool:
+        return any(getattr(module, "is_causal", False) is True for _, module in self.modules)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Attended(torch.autograd.Function):
+    """Stands for fused attention: a result of its shape that depends on its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads_last = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
+        return heads_last.transpose(-2, -3)  # as fused kernels lay it out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        return None, None, None
+
+
+class _Calls(TorchFunctionMode):
+    """Above autograd: attention, and values that are known without data."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch, self.known = watch, Known()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        self.watch.operation = f"`{getattr(func, '__name__', func)}`"
+        if read := self.known.read(func, args, kwargs):
+            return read[0]
+        result = self._attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
+        self.known.follow(func, args, kwargs, result)
+        return result
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
+    ) -> torch.Tensor:
+        given = dict(zip(("attn_mask", "dropout_p", "is_causal"), others, strict=False)) | options
+        causal = bool(given.get("is_causal")) or (given.get("attn_mask") is not None and self.watch.is_causal())
+        meta = query.is_meta
+        self.watch.paused = True
+        if meta:
+            out: torch.Tensor = _Attended.apply(query, key, value)  # type: ignore[no-untyped-call]  # no types in torch
+        else:
+            out = F.scaled_dot_product_attention(query, key, value, *others, **options)
+        self.watch.paused = False
+        recording = self.watch.recording
+        op = Attention(
+            heads=query.shape[-3],
+            kv_heads=recording.kv_heads(query, key),
+            qk_dim=query.shape[-1],
+            v_dim=value.shape[-1],
+            causal=causal,
+            dropout=float(given.get("dropout_p") or 0.0) > 0,
+        )
+        recording.attention(op, (query, key, value), out, self.watch.phase)
+        return out
+
+
+class _Operations(TorchDispatchMode):
+    """Below autograd: every operation on memory."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.watch.paused:
+            given = [tensor for _, tensor in tensors_in((args, kwargs or {}))]
+            gave = [tensor for _, tensor in tensors_in(result)]
+            self.watch.recording.operation(Call(func.overloadpacket.__name__, given, gave, self.watch.phase))
+        return result
