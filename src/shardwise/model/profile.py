@@ -71,6 +71,8 @@ class Pointwise:
     """Kept by a fused kernel."""
     saves_apart: int = 0
     """Kept where each primitive is a kernel of its own."""
+    upcast: bool = False
+    """The primitives work in fp32: the first `saves` of what they keep has 4 bytes."""
     kernels: int = 1
     """Kernels of the primitives; a fused one is one."""
     masks: int = 0
@@ -221,7 +223,7 @@ def _norm(spec: ModelSpec) -> Pointwise:
     """LayerNorm is one kernel in every stack; RMSNorm is six primitives where nobody fuses them."""
     if spec.kind == "gpt":
         return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=spec.dim)
-    return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=2 * spec.dim, kernels=6)
+    return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=2 * spec.dim, upcast=True, kernels=6)
 
 
 @lru_cache(maxsize=1024)
@@ -256,7 +258,7 @@ def _attention_ops(spec: ModelSpec) -> list[Op]:
     qkv = Matmul("qkv", dim, (heads + 2 * spec.num_kv_heads) * size, "column", saves=dim)
     norms: list[Op] = []
     if spec.qk_norm:
-        norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, kernels=12)]
+        norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, upcast=True, kernels=12)]
     return [qkv, *norms, *([rotate] if spec.kind != "gpt" else []), core, out]
 
 

@@ -73,9 +73,12 @@ def _saved(op: Op, how: Saving) -> float:
     if isinstance(op, Matmul):
         return _saved_input(op, how)
     shard = _shard(op, how)
-    kept = op.saves if how.fused else op.saves_apart
     width = how.residual if op.split == "sequence" and op.name == "norm" else how.width
-    return (kept * width + op.masks) * max(op.per_choice, 1) / shard
+    kept = op.saves * width
+    if not how.fused:
+        first = max(width, 4.0) if op.upcast else width
+        kept = op.saves * first + (op.saves_apart - op.saves) * width
+    return (kept + op.masks) * max(op.per_choice, 1) / shard
 
 
 def _saved_input(op: Matmul, how: Saving) -> float:

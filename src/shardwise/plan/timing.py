@@ -93,7 +93,7 @@ def estimate_time(
     terms["data"] = data
     terms["host"] = stack.micro_host * count * plan.schedule.stages if plan.axes.pp > 1 else stack.micro_host * count
     if stack.stall:
-        terms["stall"] = stack.stall * count * (cluster.nodes / 64) ** 3 * (1.0 if plan.axes.pp > 1 else 0.1)
+        terms["stall"] = stack.stall * count * (cluster.nodes / 64) ** 4 * (1.0 if plan.axes.pp > 1 else 0.1)
     terms["optimizer"], terms["offload"] = _update(division, cluster)
     terms["other"] = stack.step
     dtype = _dtype(division)
