@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 from shardwise.plan.plan import Plan
-from tests.parity import pairs, test_context, test_grid
+from tests.parity import pairs, test_context, test_grid, test_typed
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 CELLS = (
@@ -15,6 +15,9 @@ CELLS = (
     ("test_context::test_every_plan_trains_as_one_process_does", test_context.PLANS),
     ("test_pairs::test_pairs", pairs.PLANS),
     ("test_pairs::test_compiled_pairs", pairs.COMPILED),
+    ("test_typed::test_float8", test_typed.FP8_PLANS),
+    ("test_typed::test_float8_beside_experts", test_typed.EXPERTS),
+    ("test_typed::test_float8_compiled", test_typed.COMPILED),
 )
 HEAD = """# Compatibility
 
@@ -23,8 +26,11 @@ norm, every gradient, every parameter after two steps, relative difference at mo
 [constraint](constraints.md) before anything starts. There is no third state: a test fails where one appears. Written
 by `make docs`.
 
-Cells of `test_compiled_pairs` compile for minutes each, so `make soak` runs them; so it does some of eight processes in
-`test_grid`. All have passed.
+Float8 cells (`test_typed`) are held to 1e-6 of torchao in one process, with products that are emulated:
+[precision](precision.md#float8).
+
+Cells of `test_compiled_pairs` and `test_float8_compiled` compile for minutes each, so `make soak` runs them; so it does
+some of eight processes in `test_grid`. All have passed.
 
 Precision, tied weights, keyed randomness, parameter groups, moving averages and Hugging Face families have grids of
 their own: [precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md),

@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.plan.plan import Batch as Batch
     from shardwise.plan.plan import Communication as Communication
     from shardwise.plan.plan import Context as Context
+    from shardwise.plan.plan import Float8 as Float8
     from shardwise.plan.plan import Offload as Offload
     from shardwise.plan.plan import Plan as Plan
     from shardwise.plan.plan import Recompute as Recompute
@@ -92,6 +93,7 @@ _HOMES = {
         "Communication",
         "Tensor",
         "Context",
+        "Float8",
     ),
     "shardwise.plan.constraints": ("check",),
     "shardwise.findings": ("Finding",),

@@ -59,6 +59,7 @@ TECHNIQUES = (
     Technique("offload: state", "fsdp2 offload=state", lambda p: p.offload.state),
     Technique("offload: activations", "offload=activations", lambda p: p.offload.activations),
     Technique("compile", "compile", lambda p: p.compile),
+    Technique("float8", "fp8=emulate", lambda p: p.float8.recipe != "none"),
     Technique("prefetch", "fsdp2 prefetch=2", lambda p: p.communication.prefetch > 1),
     Technique("reshard to a group", "fsdp4 reshard=2", lambda p: type(p.communication.reshard_after_forward) is int),
 )

@@ -6,7 +6,7 @@ import pytest
 
 import compatibility
 from shardwise.plan.plan import Plan
-from tests.parity import test_context, test_experts, test_grid
+from tests.parity import test_context, test_experts, test_grid, test_typed
 from tests.parity.pairs import COMPILED, PLANS, open_pairs
 
 
@@ -36,4 +36,5 @@ def test_the_page_is_current() -> None:
 
 def test_no_pair_is_left_open() -> None:
     proven = (*test_grid.PLANS, *test_grid.COMPILED, *test_context.PLANS, *PLANS, *COMPILED)
+    proven += (*test_typed.FP8_PLANS, *test_typed.EXPERTS, *test_typed.COMPILED)
     assert open_pairs(proven) == set()

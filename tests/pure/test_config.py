@@ -38,7 +38,7 @@ def resolve(*sets: str, around: Surroundings = CPU) -> Derived:
         ("[model]\n\nsteps = 3\n", ["run.toml:3", "'steps' belongs in [train]"]),
         (
             "[optimizer]\nlearning = 3\n",
-            ["'learning' in [optimizer]", "known: betas, lr, momentum, name, weight_decay"],
+            ["'learning' in [optimizer]", "known: betas, lr, momentum, name, state_dtype, weight_decay"],
         ),
         ("train.sead = 3\n", ["run.toml:1", "did you mean 'seed'"]),
         ("train = 3\n", ["run.toml:1", "[train]"]),

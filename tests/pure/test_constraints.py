@@ -12,7 +12,7 @@ from shardwise.errors import PlanError
 from shardwise.findings import Finding, errors_in
 from shardwise.model.spec import ModelSpec, preset, presets
 from shardwise.plan.constraints import ROWS, check, docs_text, refuse
-from shardwise.plan.plan import PRECISIONS, SCHEDULES, Plan
+from shardwise.plan.plan import PRECISIONS, SCHEDULES, Float8, Plan
 from shardwise.plan.repair import change
 
 ODD = ModelSpec(
@@ -101,6 +101,21 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("recompute.ops-nested", "fsdp2 ep2 recompute=ops", {}),
     ("recompute.ratio", "dp1 recompute=150%", {}),
     ("precision.fp64-mps", "dp1 fp64", {"device": "mps"}),
+    ("fp8.device", "dp1 fp8", {"device": "cpu"}),
+    ("fp8.device", "fsdp2 fp8=rowwise", {"device": "mps"}),
+    ("fp8.precision", "dp1 fp8 fp64", {}),
+    ("fp8.precision", "dp1 fp8 bf16-pure", {}),
+    ("fp8.gather", "fsdp2 fp8=rowwise+gather", {}),
+    ("fp8.gather", "fsdp2 tp2 fp8=gather", {}),
+    ("fp8.gather", "dp2 fp8=gather", {}),
+    ("fp8.gather", "fsdp2 fp32 fp8=gather", {}),
+    ("fp8.context", "cp2 fp8", {}),
+    ("fp8.context", "cp2 fp8=rowwise", {}),
+    ("precision.rules", "dp1 fp64 precision=layers.*.attn_norm:fp32", {}),
+    ("precision.rules", "dp1 bf16 precision=head:fp8", {}),
+    ("precision.rules-groups", "fsdp2 bf16 compile precision=layers.*.attn_norm:fp32", {}),
+    ("precision.rules-groups", "fsdp2 bf16 recompute=ops precision=layers.*.attn_norm:fp32", {}),
+    ("precision.rules-groups", "fsdp2 bf16 wrap=1000 precision=layers.*.attn_norm:fp32", {}),
 ]
 
 REMARKED: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -115,6 +130,7 @@ REMARKED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("precision.tf32", "note", "dp1 bf16 tf32", {}),
     ("precision.tf32", "note", "dp1 tf32", {"device": "cpu"}),
     ("precision.reduce", "warning", "fsdp2 fp64 reduce=fp32", {}),
+    ("fp8.micro-batch", "note", "dp2 mb2 fp8", {}),
 ]
 
 LEGAL: list[tuple[str, dict[str, Any]]] = [
@@ -226,6 +242,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Any]]:
         context__kind=draw(st.sampled_from(["ring"] * 3 + ["gather", "ulysses"])),
         context__balance=draw(st.sampled_from(["zigzag"] * 3 + ["contiguous"])),
         compile=draw(sometimes),
+        float8=draw(st.sampled_from([Float8()] * 3 + [Float8(recipe="tensorwise"), Float8(recipe="rowwise-hp")])),
+        precision_rules=draw(st.sampled_from([()] * 3 + [("layers.*.attn_norm:fp32",)])),
     )
     world = draw(st.sampled_from([None, plan.world, plan.world, *range(1, 17)]))
     device = draw(st.sampled_from([None, "cpu", "cuda", "mps"]))

@@ -17,7 +17,7 @@ ModelSpec preset presets Mesh open_mesh apply Placed init_model ColumnParallelLi
 token_cross_entropy mean_over loader eval_batches adamw sgd lion adafactor muon lamb constant
 warmup_cosine warmup_linear warmup_stable_decay TrainState make_step StepOptions StepMetrics steps
 evaluate Store Losses MoEDecoder MoEConfig MoEOutput
-stochastic_adamw Ema several Context verify Decoder DecoderConfig GPT GPTConfig infer_rules load_rules
+stochastic_adamw Ema several Context Float8 verify Decoder DecoderConfig GPT GPTConfig infer_rules load_rules
 hf_config hf_factory shrunk_config load_hf export_hf
 """.split()  # noqa: SIM905
 

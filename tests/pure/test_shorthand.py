@@ -11,6 +11,7 @@ from shardwise.plan.plan import (
     Axes,
     Batch,
     Communication,
+    Float8,
     Offload,
     Plan,
     Recompute,
@@ -38,6 +39,20 @@ PLANS = st.builds(
     ),
     precision=st.sampled_from(PRECISIONS),
     tf32=st.booleans(),
+    float8=st.one_of(
+        st.just(Float8()),
+        st.builds(
+            Float8,
+            recipe=st.sampled_from(["tensorwise", "rowwise", "rowwise-hp"]),
+            all_gather=st.booleans(),
+            emulate=st.booleans(),
+        ),
+    ),
+    precision_rules=st.lists(
+        st.builds("{}:{}".format, NAME, st.sampled_from(["fp32", "bf16", "fp8"])),
+        max_size=3,
+        unique_by=lambda rule: rule.split(":")[0],
+    ).map(tuple),
     recompute=RECOMPUTE,
     offload=st.builds(Offload, state=st.booleans(), activations=st.booleans()),
     communication=st.builds(
@@ -93,6 +108,9 @@ def test_order_and_slashes_mean_nothing(plan: Plan, random: object) -> None:
         ("fsdp8 reshard=4 reduce=bf16 prefetch=2", "fsdp8 / fp32 / reshard=4 reduce=bf16 prefetch=2"),
         ("dp2 bucket=25 wrap=0 blocks=auto", "dp2 / fp32"),
         ("fsdp2 offload=activations+state", "fsdp2 / fp32 / offload=state+activations"),
+        ("dp1 fp8", "dp1 / bf16 fp8=tensorwise"),
+        ("fp8=emulate+rowwise fp32", "dp1 / fp32 fp8=rowwise+emulate"),
+        ("fsdp2 fp8=gather precision=head:fp8", "fsdp2 / bf16 fp8=tensorwise+gather precision=head:fp8"),
     ],
 )
 def test_canonical_spelling(text: str, canonical: str) -> None:
@@ -116,6 +134,9 @@ def test_canonical_spelling(text: str, canonical: str) -> None:
         ("1f1b gpipe", "schedule.kind is already set"),
         ("interleaved:2 vs2", "stages_per_rank is already set"),
         ("bf16 fp32", "precision is already set"),
+        ("fp8 fp8=rowwise", "already set by 'fp8'"),
+        ("fp8=rowwise+tensorwise", "needed one of tensorwise"),
+        ("precision=layers.*:fp4", "needed PATTERN:TYPE"),
         ("hsdp2", "hsdpAxB"),
         ("zero4", "zero0, zero1, zero2 or zero3"),
         ("mb0", "found 0"),

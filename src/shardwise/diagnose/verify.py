@@ -38,7 +38,7 @@ from shardwise.diagnose.trace import Trace
 from shardwise.findings import Finding, errors_in
 from shardwise.launch.forked import World
 from shardwise.plan.constraints import check
-from shardwise.plan.plan import Batch, Plan
+from shardwise.plan.plan import Batch, Float8, Plan
 from shardwise.train.witness import Request
 
 RANDOM_ABOVE = {"fp64": 1e-9, "fp32": 1e-4}
@@ -125,8 +125,11 @@ class Verifier:
             notes.append(f"run in {dtype} in place of {plan.precision}: rounding is then far below any fault")
         if plan.communication.reduce_dtype is not None:
             notes.append(f"gradients are reduced in {dtype} in place of {plan.communication.reduce_dtype}")
+        if plan.float8.recipe != "none" or plan.precision_rules:
+            notes.append(f"run without float8 and precision rules: they round, and {dtype} is to show any other fault")
         wire = plan.communication.__class__(**{**vars(plan.communication), "reduce_dtype": None})
-        return plan.with_(precision=dtype, tf32=False, communication=wire), tuple(notes)
+        uniform = {"precision": dtype, "tf32": False, "float8": Float8(), "precision_rules": ()}
+        return plan.with_(**uniform, communication=wire), tuple(notes)
 
     def _baseline(self, plan: Plan) -> Baseline | Failed:
         """One process for a plan: batch norm alone depends on how the plan groups its rows."""

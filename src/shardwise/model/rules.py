@@ -62,12 +62,16 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(r"\.".join(pieces))
 
 
-def match(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def match(
+    rules: Mapping[str, str], names: Iterable[str], *, kinds: Mapping[str, str] = STYLES, what: str = "sharding rules"
+) -> dict[str, str]:
     """The style of each module that a rule names; strict.
 
     Args:
-        rules: Pattern -> style; `*` matches exactly one path component. Styles are the keys of `STYLES`.
+        rules: Pattern -> style; `*` matches exactly one path component.
         names: Names of all modules of the original model; `""` is the model itself.
+        kinds: Styles that a rule may give.
+        what: What the rules are, for the message.
 
     Returns:
         Module name -> style, in the order of `names`; modules that no rule names are absent.
@@ -84,9 +88,9 @@ def match(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """
     names = list(dict.fromkeys(names))
     problems = [
-        f"rule {pattern!r}: unknown style {style!r}; {nearest(str(style), list(STYLES))}"
+        f"rule {pattern!r}: unknown style {style!r}; {nearest(str(style), list(kinds))}"
         for pattern, style in rules.items()
-        if style not in STYLES
+        if style not in kinds
     ]
     matched: dict[str, list[str]] = {name: [] for name in names}
     for pattern in rules:
@@ -101,7 +105,7 @@ def match(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
             shown = " and ".join(f"{p!r} ({rules[p]})" for p in patterns)
             problems.append(f"module {name!r} is matched by {len(patterns)} rules: {shown}; keep one")
     if problems:
-        raise ModelError(_listed("sharding rules do not fit the model", problems))
+        raise ModelError(_listed(f"{what} do not fit the model", problems))
     return {name: rules[patterns[0]] for name, patterns in matched.items() if patterns}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, divide_declared, prepare, sample_of
 from shardwise.parallel.expert import shard_experts
+from shardwise.parallel.float8 import check_split, type_of
 from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import cut_pipeline
@@ -121,7 +123,8 @@ def place(
     )
     for run in PASSES:
         placed = run(placed, plan, mesh)
-    return record_replicated(divide_declared(placed))
+    check_split(placed)
+    return record_types(record_replicated(divide_declared(placed)))
 
 
 def _check_arguments(module: object, plan: object, mesh: object, init: object, seed: object, rules: object) -> None:
@@ -208,3 +211,16 @@ def record_replicated(placed: Placed) -> Placed:
             ),
         )
     return placed.with_(placements={name: rows[name] for name in placed.named_parameters()})
+
+
+def record_types(placed: Placed) -> Placed:
+    """Say in the placement table which parameters are used in float8, or in a type that a rule gives them."""
+    rows = dict(placed.placements)
+    for name, row in rows.items():
+        owner, _, key = name.rpartition(".")
+        kind = type_of(owner, placed.types)
+        if owner in placed.float8 and key == "weight":
+            kind = f"fp8 {placed.plan.float8.recipe}"
+        if kind not in (None, "fp8"):
+            rows[name] = replace(row, text=f"{row.text}; computes in {kind}")
+    return placed.with_(placements=rows)

@@ -6,6 +6,7 @@ included, so that changing the mesh does not change which operations run in whic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise.errors import ModelError
+from shardwise.parallel.float8 import convert_linears, type_of, types_of_modules
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Part, Placed
 from shardwise.parallel.torch_private import apply_to_tensors
 from shardwise.plan.plan import Plan
 
@@ -26,9 +29,14 @@ def convert_precision(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 
     fp64 and fp32 convert parameters and floating buffers; bf16 and fp16 keep fp32 parameters (the master
     weights) and compute in the half type; bf16-pure stores parameters in bf16, and the optimizer keeps an fp32
-    master copy of them. Floating inputs of the model are converted likewise.
+    master copy of them. Floating inputs of the model are converted likewise. Linear layers that multiply in float8
+    are replaced here; modules with a type of their own by a precision rule get it from `shard_data`.
+
+    Raises:
+        PlanError: float8 on a device without it, or without its library.
+        ModelError: precision rules that do not fit the model, or no layer that can be converted.
     """
-    kept = {"fp64": torch.float64, "bf16-pure": torch.bfloat16}.get(plan.precision, torch.float32)
+    kept = _stored(plan)
     for part in placed.parts:
         if plan.precision == "bf16-pure":
             for parameter in part.root.parameters():
@@ -41,7 +49,8 @@ def convert_precision(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if mesh.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = plan.tf32
         torch.backends.cudnn.allow_tf32 = plan.tf32
-    return placed
+    types = types_of_modules(placed.original_names, plan)
+    return convert_linears(placed.with_(types=types), plan, mesh.device, types)
 
 
 def _cast_inputs(
@@ -55,12 +64,57 @@ def _cast_inputs(
     return tuple(cast(value) for value in args), {key: cast(value) for key, value in kwargs.items()}
 
 
-def mixed_precision(plan: Plan) -> MixedPrecisionPolicy:
-    """The policy that `fully_shard` is given: compute type, type of gradients on the wire."""
+def mixed_precision(plan: Plan, name: str, types: Mapping[str, str]) -> MixedPrecisionPolicy:
+    """The policy that `fully_shard` is given for a module: compute type, type of gradients on the wire.
+
+    A module with a type of its own takes its inputs in it, and gives its outputs in the type of what is around it.
+    """
     reduce = plan.communication.reduce_dtype
     reduce_dtype = _DTYPES[reduce] if reduce else None
-    if plan.precision in ("bf16", "fp16"):
-        return MixedPrecisionPolicy(param_dtype=_DTYPES[plan.precision], reduce_dtype=reduce_dtype or torch.float32)
+    own = compute_type(plan, name, types)
+    if plan.mixed:
+        outer = compute_type(plan, name.rpartition(".")[0], types)
+        return MixedPrecisionPolicy(
+            param_dtype=own if own != _stored(plan) or name in types else None,
+            reduce_dtype=reduce_dtype or torch.float32,
+            output_dtype=outer if name in types else None,
+        )
     if plan.precision == "bf16-pure":
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype or torch.float32)
     return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+
+
+def _stored(plan: Plan) -> torch.dtype:
+    """The type of the parameters between steps."""
+    return {"fp64": torch.float64, "bf16-pure": torch.bfloat16}.get(plan.precision, torch.float32)
+
+
+def compute_type(plan: Plan, name: str, types: Mapping[str, str]) -> torch.dtype:
+    """The type in which a module's parameters are used: its innermost rule's, else the plan's."""
+    kind = type_of(name, {rule: t for rule, t in types.items() if t != "fp8"})
+    return _DTYPES[kind] if kind else _DTYPES.get(plan.precision, torch.bfloat16)
+
+
+def ruled_modules(placed: Placed, part: Part) -> list[nn.Module]:
+    """The modules of a stage that compute in another type than what is around them, innermost first.
+
+    Raises:
+        ModelError: one is never called (a list of modules), or shares a parameter with what is outside of it.
+    """
+    modules, found = dict(part.root.named_modules()), []
+    for name in sorted(placed.types, key=lambda name: -name.count(".")):
+        outer = compute_type(placed.plan, name.rpartition(".")[0], placed.types)
+        if name not in modules or compute_type(placed.plan, name, placed.types) == outer:
+            continue  # on another stage, or as it is anyway
+        module = modules[name]
+        inside = {id(p) for p in module.parameters()}
+        shared = [n for n, p in part.root.named_parameters(remove_duplicate=False) if id(p) in inside]
+        shared = [n for n in shared if not n.startswith(name + ".")]
+        if shared or type(module).forward is nn.Module.forward:
+            what = f"shares a parameter with {shared[0]}" if shared else f"is a {type(module).__name__}, never called"
+            raise ModelError(
+                f"precision rules: {name} on rank {placed.mesh.rank} {what}; needed: a module that is called and whose "
+                f"parameters are its own; name {'modules inside of it' if not shared else 'another module'}"
+            )
+        found.append(module)
+    return found

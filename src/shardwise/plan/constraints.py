@@ -1,7 +1,7 @@
 """Every rule between features, in one table: "X does not work with Y" is said here and nowhere else.
 
 The rows stand in files by section: `rows_data.py`, `rows_pipeline.py`, `rows_tensor.py`, `rows_context.py`,
-`rows_expert.py`. To add one, write below the others of its section:
+`rows_expert.py`, `rows_precision.py`. To add one, write below the others of its section:
 
     @_row("pp.some-id", "One sentence for docs/constraints.md: what is refused, and why.")
     def _some_id(case: Case) -> Hit | None:
@@ -28,6 +28,7 @@ from shardwise.plan.rows_context import CONTEXT
 from shardwise.plan.rows_data import BLOCKS, DATA, WORLD
 from shardwise.plan.rows_expert import EXPERTS
 from shardwise.plan.rows_pipeline import PIPELINE
+from shardwise.plan.rows_precision import PRECISION
 from shardwise.plan.rows_tensor import TENSOR
 
 SECTIONS: Mapping[str, Mapping[str, Row]] = {
@@ -38,6 +39,7 @@ SECTIONS: Mapping[str, Mapping[str, Row]] = {
     "Context": CONTEXT,
     "Experts": EXPERTS,
     "Recompute and precision": BLOCKS,
+    "Float8 and precision rules": PRECISION,
 }
 """The table by section; findings are given in this order."""
 

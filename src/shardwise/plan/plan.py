@@ -43,6 +43,9 @@ RecomputeMode = Literal["none", "blocks", "every", "ratio", "ops"]
 ReduceKind = Literal["fp32", "bf16", "fp16"]
 ContextKind = Literal["ring", "gather", "ulysses"]
 BalanceKind = Literal["zigzag", "contiguous"]
+Float8Kind = Literal["none", "tensorwise", "rowwise", "rowwise-hp"]
+RULE_TYPES: tuple[str, ...] = ("fp32", "bf16", "fp8")
+"""What a precision rule may give a module."""
 
 
 def _at_least(least: int, **values: object) -> None:
@@ -62,6 +65,16 @@ def _name(field_name: str, value: object) -> None:
     """Names stand in the shorthand, so they hold no separator of it."""
     if not isinstance(value, str) or not re.fullmatch(r"[^\s/,=]+", value):
         raise PlanError(f"{field_name}: found {value!r}, needed a name without spaces, '/', ',' or '='")
+
+
+def _check_rules(rules: tuple[str, ...]) -> None:
+    """Each `pattern:type`, without a separator of the shorthand, and each pattern once."""
+    for rule in rules:
+        if not re.fullmatch(r"[^\s/,=:]+:[^:]*", str(rule)):
+            raise PlanError(f"precision_rules: found {rule!r}, needed PATTERN:TYPE, as 'layers.*.attn_norm:fp32'")
+        _one_of(f"precision_rules: {rule}", str(rule).split(":")[1], RULE_TYPES)
+    if len({rule.split(":")[0] for rule in rules}) < len(rules):
+        raise PlanError(f"precision_rules: found a pattern twice in {', '.join(rules)}; keep one rule for it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +233,25 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Which linear layers multiply in float8, and how their operands are scaled."""
+
+    recipe: Float8Kind = "none"
+    """none; one scale per tensor; one per row of an operand; the same, and weights' gradients not in float8."""
+    all_gather: bool = False
+    """Cast weights to float8 before they are gathered (tensorwise only)."""
+    emulate: bool = False
+    """Cast to float8 and multiply in fp32, on any device: slow, to prove a plan."""
+
+    def __post_init__(self) -> None:
+        _one_of("float8.recipe", self.recipe, get_args(Float8Kind))
+        if self.recipe == "none" and (self.all_gather or self.emulate):
+            raise PlanError(
+                "float8: found all_gather or emulate with recipe 'none'; choose a recipe, or leave them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The layout of a training job. Frozen, hashable; `Plan.parse`, `Plan.load`, `save`, `diff`, `str()`.
 
@@ -234,6 +266,9 @@ class Plan:
     schedule: Schedule = field(default_factory=Schedule)
     precision: PrecisionKind = "fp32"
     tf32: bool = False
+    float8: Float8 = field(default_factory=Float8)
+    precision_rules: tuple[str, ...] = ()
+    """Modules that compute in another type, each `pattern:type` (`layers.*.attn_norm:fp32`); innermost wins."""
     recompute: Recompute = field(default_factory=Recompute)
     offload: Offload = field(default_factory=Offload)
     communication: Communication = field(default_factory=Communication)
@@ -250,6 +285,8 @@ class Plan:
         _one_of("precision", self.precision, PRECISIONS)
         _name("blocks", self.blocks)
         _at_least(0, wrap_min_params=self.wrap_min_params)
+        object.__setattr__(self, "precision_rules", tuple(self.precision_rules))
+        _check_rules(self.precision_rules)
 
     def __str__(self) -> str:
         """The canonical shorthand; `Plan.parse(str(plan)) == plan` for every plan."""
@@ -259,6 +296,16 @@ class Plan:
     def world(self) -> int:
         """Number of ranks that the plan needs."""
         return self.axes.world
+
+    @property
+    def module_types(self) -> dict[str, str]:
+        """Pattern of module names -> the type that a precision rule gives them."""
+        return dict(rule.split(":") for rule in self.precision_rules)
+
+    @property
+    def mixed(self) -> bool:
+        """True where parameters are kept in one type and computed with in another: `fully_shard` converts them."""
+        return self.precision in ("bf16", "fp16") or any(t != "fp8" for t in self.module_types.values())
 
     @property
     def reshards(self) -> bool:

@@ -28,6 +28,7 @@ _WEIGHTS = {
     "axes.tp": 1.5,
     "schedule.kind": 2.0,
     "schedule.stages_per_rank": 0.5,
+    "float8.recipe": 2.0,
     "zero": 0.5,
 }
 """How much it costs to change a field; what changes the training itself costs most."""
@@ -48,12 +49,7 @@ class Case:
     def uses_ddp(self) -> bool:
         """True where plain replication is carried by DDP; see `parallel/data.py`."""
         p = self.plan
-        return (
-            p.zero == 0
-            and p.precision not in ("bf16", "fp16")
-            and p.axes.pp == p.axes.tp == p.axes.ep == 1
-            and p.axes.data * p.axes.cp > 1
-        )
+        return p.zero == 0 and not p.mixed and p.axes.pp == p.axes.tp == p.axes.ep == 1 and p.axes.data * p.axes.cp > 1
 
     @cached_property
     def num_stages(self) -> int:

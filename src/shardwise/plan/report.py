@@ -45,6 +45,10 @@ def plan_rows(plan: Plan, spec: ModelSpec | None = None) -> list[tuple[str, str,
         if plan.schedule.boundaries:
             rows.append(("schedule.boundaries", ", ".join(plan.schedule.boundaries), "first block of stage 1, 2, ..."))
     rows.append(("precision", plan.precision + (" tf32" if plan.tf32 else ""), _precision_meaning(plan)))
+    if plan.float8.recipe != "none":
+        how = " (emulated in fp32: slow)" if plan.float8.emulate else ""
+        layers = f"linear layers of the blocks, dims multiples of 16, without routers, multiply in float8{how}"
+        rows.append(("float8.recipe", plan.float8.recipe, layers))
     return rows + [(name, value, "") for name, value in _other_rows(plan)]
 
 
@@ -56,9 +60,9 @@ def _precision_meaning(plan: Plan) -> str:
 
 def _other_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Every other field that is not at its default."""
-    shown = ("axes.", "batch.", "schedule.", "precision", "tf32", "zero")
+    shown = ("axes.", "batch.", "schedule.", "tf32", "zero", "float8.recipe", "float8.emulate")
     for name, (_, value) in Plan().diff(plan).items():
-        if not name.startswith(shown):
+        if not name.startswith(shown) and name != "precision":
             yield name, str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -55,6 +55,7 @@ _FLAGS: dict[str, tuple[str, Any]] = {
     "loss-parallel": ("tensor.loss", True),
     "tf32": ("tf32", True),
     "compile": ("compile", True),
+    "fp8": ("float8.recipe", "tensorwise"),
     "static-graph": ("communication.static_graph", True),
     "find-unused": ("communication.find_unused", True),
     "no-bucket-view": ("communication.bucket_view", False),
@@ -143,6 +144,22 @@ def _balance(text: str) -> dict[str, Any]:
     return {"context.balance": text}
 
 
+def _float8(text: str) -> dict[str, Any]:
+    parts = text.split("+")
+    dials = {"gather": "float8.all_gather", "emulate": "float8.emulate"}
+    recipes = [part for part in parts if part in ("tensorwise", "rowwise", "rowwise-hp")]
+    if len(recipes) > 1 or len(set(parts)) != len(parts) or not set(parts) <= {*recipes, *dials}:
+        raise _Bad("needed one of tensorwise, rowwise and rowwise-hp, +gather or +emulate, as fp8=tensorwise+gather")
+    return {"float8.recipe": (recipes or ["tensorwise"])[0], **{dials[part]: True for part in parts if part in dials}}
+
+
+def _rules(text: str) -> dict[str, Any]:
+    rules = text.split(",")
+    if not all(re.fullmatch(r"[^\s/,=:]+:(fp32|bf16|fp8)", rule) for rule in rules):
+        raise _Bad("needed PATTERN:TYPE with fp32, bf16 or fp8, as precision=layers.*.attn_norm:fp32")
+    return {"precision_rules": rules}
+
+
 _VALUES: dict[str, Callable[[str], dict[str, Any]]] = {
     "recompute": _recompute,
     "offload": _offload,
@@ -156,6 +173,8 @@ _VALUES: dict[str, Callable[[str], dict[str, Any]]] = {
     "recipe": lambda text: {"tensor.recipe": _name(text)},
     "context": _context,
     "balance": _balance,
+    "fp8": _float8,
+    "precision": _rules,
 }
 
 _KNOWN = (
@@ -206,6 +225,8 @@ def parse(text: str) -> dict[str, Any]:
             raise reading.fail(token, position, str(error)) from None
         reading.set(token, position, values)
     reading.values.setdefault("zero", 3 if reading.values.get("axes.dp_shard", 1) > 1 else 0)
+    if "float8.recipe" in reading.values:
+        reading.values.setdefault("precision", "bf16")
     nested: dict[str, Any] = {}
     for name, value in reading.values.items():
         table, _, key = name.rpartition(".")
@@ -258,9 +279,18 @@ def _split(token: str) -> tuple[str, str]:
 
 def spell(plan: dict[str, Any]) -> str:
     """The canonical shorthand of a plan given as nested fields, all of them present."""
-    precision = [plan["precision"], *(["tf32"] if plan["tf32"] else [])]
+    precision = [plan["precision"], *(["tf32"] if plan["tf32"] else []), *_spell_float8(plan["float8"])]
+    if plan["precision_rules"]:
+        precision.append("precision=" + ",".join(plan["precision_rules"]))
     sections = (_axes(plan), _flow(plan), precision, _options(plan))
     return " / ".join(" ".join(section) for section in sections if section)
+
+
+def _spell_float8(float8: dict[str, Any]) -> list[str]:
+    if float8["recipe"] == "none":
+        return []
+    dials = ("+gather" if float8["all_gather"] else "") + ("+emulate" if float8["emulate"] else "")
+    return [f"fp8={float8['recipe']}{dials}"]
 
 
 def _axes(plan: dict[str, Any]) -> list[str]:

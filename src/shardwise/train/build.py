@@ -167,6 +167,13 @@ def make_optimizer(placed: Placed, settings: OptimizerSettings, spec: ModelSpec 
     if settings.momentum is not None:
         dials["momentum"] = settings.momentum
     dials["weight_decay"] = settings.weight_decay
+    if settings.state_dtype != "fp32":
+        if settings.name != "adamw":
+            raise ConfigError(
+                f"optimizer.state_dtype = {settings.state_dtype!r} with optimizer.name = {settings.name!r}: needed "
+                "adamw, which alone has averages of other types; use optimizer.name=adamw, or drop state_dtype"
+            )
+        dials["state_dtype"] = settings.state_dtype
     if spec is not None and settings.name != "muon":
         names = list(placed.named_parameters())
         dials["no_decay"] = tuple(p for p in NO_DECAY if any(fnmatchcase(name, p) for name in names))

@@ -65,7 +65,6 @@ class NamedOptimizer:
             else:
                 group["lr"] = base * factor
 
-    @torch.no_grad()
     def take_grads(self, grads: Mapping[str, Tensor | None]) -> None:
         """Hand over this step's gradients, `(global shape)` as DTensors or `(local shape)` as plain tensors.
 
@@ -74,23 +73,26 @@ class NamedOptimizer:
         Raises:
             ModelError: a name is not one of this optimizer's.
         """
-        if not grads.keys() <= self.params.keys():
+        if grads.keys() != self.params.keys() and not grads.keys() <= self.params.keys():
             unknown = sorted(grads.keys() - self.params.keys())
             raise ModelError(
                 f"take_grads: {_some(unknown)} not stepped by this {type(self.torch).__name__}; "
                 f"{nearest(unknown[0], list(self.params))}; hand over gradients of its parameters only"
             )
-        for name, parameter in self.params.items():
-            grad = grads.get(name)
-            if grad is not parameter.grad:  # a plain parameter has it already
+        # a plain parameter has its gradient already
+        new = [name for name, parameter in self.params.items() if grads.get(name) is not parameter.grad]
+        with torch.no_grad():
+            for name in new:
+                parameter, grad = self.params[name], grads.get(name)
                 parameter.grad = None if grad is None else _grad_for(parameter, grad, self.live[name])
 
-    @torch.no_grad()
     def step(self) -> None:
         """Update the parameters from the gradients that were handed over."""
         self.torch.step()
-        for name, master in self._masters.items():
-            local_shard(self.live[name]).copy_(local_shard(master))
+        if self._masters:
+            with torch.no_grad():
+                for name, master in self._masters.items():
+                    local_shard(self.live[name]).copy_(local_shard(master))
 
     def zero_grad(self) -> None:
         """Forget the gradients, here and on the model's parameters."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.errors import UsageError
+from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
+from shardwise.train.low_bits import STATE_KINDS, LowBitAdamW
 from shardwise.train.optim import NamedOptimizer, check_dials, decay_groups, split_by_pattern, stepped_parameters
 from shardwise.train.update_rules import Adafactor, Lamb, Lion, Muon
 
@@ -29,6 +31,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     no_decay: Sequence[str] = (),
+    state_dtype: str = "fp32",
 ) -> NamedOptimizer:
     """AdamW: `torch.optim.AdamW`, fused, over the local shards.
 
@@ -39,16 +42,29 @@ def adamw(
         eps: added to the root of the second one.
         weight_decay: decoupled, scaled by the learning rate.
         no_decay: patterns of parameters without decay, e.g. `("*.bias", "*norm*")`.
+        state_dtype: how the averages are kept between steps: `fp32` (at least the parameters' own type), `bf16`,
+            `bf16-stochastic`, `8bit` or `4bit` (these two need torchao); see `train/low_bits.py`.
 
-    Cost: two numbers of state per local element; no communication.
+    Cost: two numbers of state per local element; no communication, but for `8bit` and `4bit` where `tp` splits rows.
 
     Raises:
-        UsageError: a dial out of range.
+        UsageError: a dial out of range; torchao is not installed.
         ModelError: nothing to train, or a pattern that matches nothing.
 
     >>> optimizer = adamw(placed, 3e-4, weight_decay=0.1, no_decay=("*norm*",))  # doctest: +SKIP
     """
     check_dials("adamw", lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    if state_dtype != "fp32":
+        if state_dtype not in STATE_KINDS:
+            known = ("fp32", *STATE_KINDS)
+            raise UsageError(
+                f"adamw: state_dtype={state_dtype!r}; needed one of {known}; {nearest(state_dtype, known)}"
+            )
+        params, live = stepped_parameters(placed, local=False)
+        groups = decay_groups(placed, params, weight_decay, no_decay)
+        names = {id(parameter): name for name, parameter in params.items()}
+        dials = {"lr": lr, "betas": betas, "eps": eps}
+        return NamedOptimizer(LowBitAdamW(groups, dials, state_dtype, names, placed.seed), params, live)
     params, live = stepped_parameters(placed, local=True)
     groups = decay_groups(placed, params, weight_decay, no_decay)
     return NamedOptimizer(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **_fast(placed)), params, live)

@@ -72,6 +72,8 @@ class OptimizerSettings(Section):
     betas: Annotated[tuple[float, float], BeforeValidator(_tuple)] | None = None
     momentum: Fraction | None = None
     weight_decay: Annotated[float, Field(ge=0.0)] | None = None
+    state_dtype: Literal["fp32", "bf16", "bf16-stochastic", "8bit", "4bit"] = "fp32"
+    """How `adamw` keeps its averages between steps."""
 
 
 class ScheduleSettings(Section):
