@@ -18,6 +18,10 @@ from shardwise.version import __version__
 VERBS = {
     "train": "Train a model; without arguments a small one on Python's own sources, in about a minute.",
     "run": "Run any script as the ranks of a world on this machine.",
+    "plan": "Find the best plan for a model on a cluster: what fits, how fast, and why.",
+    "estimate": "Memory and time of one given plan.",
+    "explain": "Why a plan is what it is: each decision against its neighbours.",
+    "probe": "Measure this machine into a cluster file for the planner.",
     "check": "Is a plan legal for a model and a number of ranks?",
     "lint": "Find the classic mistakes in training scripts, by line.",
     "verify": "Is a script under a plan the same training as on one process? Proven in numbers.",

@@ -141,6 +141,8 @@ class Cluster:
     """Bytes per second between a device and its host's memory, one way."""
     host_memory: float = 0.0
     """Bytes per node; 0: not known."""
+    origins: tuple[str, ...] = ()
+    """`name: measured|read|table|assumed, how`, a line for each number that has another origin than its record says."""
 
     def __hash__(self) -> int:
         return hash_of(self)

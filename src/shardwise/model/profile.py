@@ -276,14 +276,18 @@ def _activation(spec: ModelSpec, width: int, chosen: int = 0) -> Pointwise:
 
 def _expert_ops(spec: ModelSpec) -> list[Op]:
     dim, width, count, chosen = spec.dim, spec.ffn_dim, spec.num_experts, spec.experts_per_token
+    inner = spec.expert_dim or dim
     router = Matmul("router", dim, count, saves=dim)
     choose = Pointwise("route", 4 * count, "none", saves=2 * count, saves_apart=4 * count, kernels=12)
-    permute = Pointwise("permute", 2 * dim, "sequence", kernels=4, per_choice=chosen)
-    up = Matmul("experts-up", dim, width * (2 if spec.ffn == "gated" else 1), "column", dim, count, chosen)
-    down = Matmul("experts-down", width, dim, "row", width, count, chosen)
-    combine = Pointwise("combine", 2 * dim, "sequence", saves=dim, saves_apart=dim, kernels=4, per_choice=chosen)
+    permute = Pointwise("permute", 2 * inner, "sequence", kernels=4, per_choice=chosen)
+    up = Matmul("experts-up", inner, width * (2 if spec.ffn == "gated" else 1), "column", inner, count, chosen)
+    down = Matmul("experts-down", width, inner, "row", width, count, chosen)
+    combine = Pointwise("combine", 2 * inner, "sequence", saves=inner, saves_apart=inner, kernels=4, per_choice=chosen)
     shared = _ffn_ops(spec, spec.shared_ffn_dim, "shared-") if spec.shared_ffn_dim else []
-    return [router, choose, permute, up, _activation(spec, width, chosen), down, combine, *shared]
+    ends: tuple[list[Op], list[Op]] = ([], [])
+    if spec.expert_dim:
+        ends = ([Matmul("latent-down", dim, inner)], [Matmul("latent-up", inner, dim, saves=inner)])
+    return [router, choose, *ends[0], permute, up, _activation(spec, width, chosen), down, combine, *ends[1], *shared]
 
 
 def runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:

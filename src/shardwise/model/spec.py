@@ -64,6 +64,8 @@ class ModelSpec:
     """moe: one layer in so many has experts, the others a feed-forward of `dense_ffn_dim`."""
     shared_ffn_dim: int = 0
     """moe: width of the feed-forward that every token meets beside its experts."""
+    expert_dim: int = 0
+    """moe: width in which the routed experts work, behind a projection down and up; 0: `dim`."""
     kv_rank: int = 0
     """Multi-head latent attention (arXiv:2405.04434): rank of keys and values; 0: plain projections."""
     q_rank: int = 0
@@ -125,11 +127,11 @@ class ModelSpec:
     @property
     def ffn_params(self) -> int:
         """Parameters of one feed-forward (of one expert)."""
-        return self._ffn_params(self.ffn_dim)
+        return self._ffn_params(self.ffn_dim, self.expert_dim if self.kind == "moe" else 0)
 
-    def _ffn_params(self, width: int) -> int:
+    def _ffn_params(self, width: int, inner: int = 0) -> int:
         biases = width + self.dim if self.kind == "gpt" else 0
-        return (3 if self.ffn == "gated" else 2) * self.dim * width + biases
+        return (3 if self.ffn == "gated" else 2) * (inner or self.dim) * width + biases
 
     @property
     def norm_params(self) -> int:
@@ -142,6 +144,7 @@ class ModelSpec:
         ffn = self.ffn_params
         if self.kind == "moe":
             ffn = self.num_experts * ffn + self.dim * self.num_experts + self._ffn_params(self.shared_ffn_dim)
+            ffn += 2 * self.dim * self.expert_dim
         return self.attention_params + ffn + 2 * self.norm_params
 
     @property

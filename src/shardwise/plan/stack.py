@@ -79,7 +79,8 @@ class Stack:
     step: float = 0.01
     """Seconds per step outside the model: data, logging, clipping's synchronisation."""
     stall: float = 0.0
-    """Seconds per micro-batch that a pipeline's sends stall on 64 nodes; grows with nodes to the fourth, a tenth without stages."""
+    """Seconds per micro-batch that a pipeline's sends stall on 64 nodes: to the fourth power of the nodes, and a tenth
+    of it without stages."""
     gather_wait: float = 0.0
     """zero 3: seconds per block and direction that a gather cannot hide (stream synchronisation, copies)."""
 

@@ -1,0 +1,65 @@
+"""`shardwise estimate`: memory and time of one given plan, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.plan import load_plan
+from shardwise.cli.planning import Question, estimate_json, question, show_assumed, show_memory, show_time
+from shardwise.errors import ExitCode, PlanError
+from shardwise.plan.constraints import check, refuse
+from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.timing import StepTime, estimate_time
+
+
+def estimate(
+    plan: Annotated[str, typer.Argument(help="A shorthand ('fsdp8 tp2 / mb4 / bf16'), or a .toml or .json file.")],
+    model: Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")],
+    cluster: Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")],
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
+    stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
+    price: Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Estimate one plan: exit 0, 1 when it is refused or does not fit, 2 on a usage error."""
+    parsed = load_plan(plan)
+    batch = global_batch or (parsed.batch.global_size if tokens is None else None)
+    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, price=price)
+    found = load_stack(stack)
+    memory, step = estimates(parsed, asked, found)
+    if json:
+        answer = estimate_json(memory, step, asked.cluster)
+        print_json({"plan": plan_json(parsed), **answer, "assumed": list(asked.assumed)})
+    else:
+        out = console()
+        out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
+        show_memory(out, memory)
+        show_time(out, step, asked.cluster)
+        show_assumed(out, asked, found)
+    if not memory.fits:
+        raise typer.Exit(ExitCode.REFUSED)
+
+
+def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTime]:
+    """Both estimates of a legal plan.
+
+    Raises:
+        PlanError: a plan that the constraints refuse, or that needs more devices than the cluster has.
+    """
+    workload, world = asked.workload, asked.cluster.world
+    refuse(check(plan, spec=asked.spec, global_batch=workload.global_batch, seq_len=workload.seq_len))
+    if plan.world > world:
+        raise PlanError(
+            f"the plan `{plan}` needs {plan.world} devices, and {asked.cluster.name} has {world}; needed at "
+            "most as many: use smaller axes, or a larger cluster"
+        )
+    memory = estimate_memory(asked.profile, plan, workload, stack=stack, device=asked.cluster.device)
+    return memory, estimate_time(asked.profile, asked.cluster, plan, workload, stack=stack)

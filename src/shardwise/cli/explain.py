@@ -1,0 +1,56 @@
+"""`shardwise explain`: each decision of a plan against its neighbours, and what binds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from shardwise.cli.estimate import estimates
+from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.plan import load_plan
+from shardwise.cli.planning import question, show_assumed, show_memory, show_time
+from shardwise.plan.reasons import binds, decisions
+from shardwise.plan.report import mesh_picture
+from shardwise.plan.search import Candidate
+from shardwise.plan.space import OPT_IN, Space
+from shardwise.plan.stack import load_stack
+
+
+def explain(
+    plan: Annotated[str, typer.Argument(help="A plan.toml, or a shorthand.")],
+    model: Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")],
+    cluster: Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")],
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's.")] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
+    stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Explain a plan: what each decision's nearest alternatives would do."""
+    parsed = load_plan(plan)
+    batch = global_batch or (parsed.batch.global_size if tokens is None else None)
+    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, price=None)
+    found = load_stack(stack)
+    memory, step = estimates(parsed, asked, found)
+    words = tuple(word for word in OPT_IN if word != "fp8" or asked.cluster.device.rates.fp8)
+    space = Space(asked.profile, asked.spec, asked.cluster, asked.workload, found, words)
+    chosen = Candidate(plan=parsed, memory=memory, time=step)
+    why = decisions(chosen, space)
+    if json:
+        print_json({"plan": plan_json(parsed), "decisions": [vars(d) for d in why], "binds": binds(chosen, space)})
+        return
+    out = console()
+    table = Table(title=str(parsed), title_justify="left")
+    for column in ("decision", "value", "what else would do"):
+        table.add_column(column, overflow="fold")
+    for decision in why:
+        table.add_row(decision.field, decision.value, decision.reason)
+    out.print(table)
+    out.print(mesh_picture(parsed), markup=False)
+    show_memory(out, memory)
+    show_time(out, step, asked.cluster)
+    out.print(f"what binds: {binds(chosen, space)}")
+    show_assumed(out, asked, found)

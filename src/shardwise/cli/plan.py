@@ -1,0 +1,182 @@
+"""`shardwise plan`: the best layout for a model on a cluster, why, and what lost. Needs no torch but for modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.planning import (
+    Question,
+    check_path,
+    estimate_json,
+    question,
+    seconds,
+    show_assumed,
+    show_memory,
+    show_time,
+)
+from shardwise.errors import ExitCode, PlanError
+from shardwise.hardware.cluster import GIB
+from shardwise.plan.constraints import check, refuse
+from shardwise.plan.plan import Plan
+from shardwise.plan.reasons import binds, decisions, why_lost
+from shardwise.plan.repair import change
+from shardwise.plan.report import mesh_picture, plan_rows, plan_table
+from shardwise.plan.search import Candidate, Search, find_plan
+from shardwise.plan.stack import load_stack
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")],
+    cluster: Annotated[str, typer.Argument(help="device:per-nodexnodes (h100:8x16), a .toml file, detect or probe.")],
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step.")] = None,
+    goal: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
+    allow: Annotated[list[str] | None, typer.Option(help="Also try: fp8, bf16-pure, offload-activations, ...")] = None,
+    forbid: Annotated[
+        list[str] | None, typer.Option(help="Do not use: tp, pp, offload, zero3, interleaved, ...")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=100, help="Layouts to rank.")] = 10,
+    stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
+    price: Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
+    out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
+    check_path(out, (".toml", ".json"))
+    check_path(html, (".html",))
+    batch = {"seq": seq, "batch": global_batch, "tokens": tokens}
+    asked = question(model, cluster, **batch, optimizer=optimizer, price=price)  # type: ignore[arg-type]
+    forbidden = (*(forbid or ()), *(("tp", "ep") if asked.spec is None else ()))
+    found = find_plan(
+        asked.profile, asked.spec, asked.cluster, asked.workload,
+        goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=load_stack(stack),
+    )  # fmt: skip
+    chosen = found.best or found.nearest
+    assert chosen is not None
+    whole = complete(chosen.plan, asked)
+    if found.best:
+        _check(whole, asked)
+        whole.save(out)
+    if html:
+        from shardwise.plan.page import page
+
+        html.write_text(page(found, asked.assumed), encoding="utf-8")
+    if json:
+        print_json({**search_json(found, whole, asked), "written": str(out) if found.best else None})
+    else:
+        _show(found, whole, asked, out)
+    if not found.best:
+        raise typer.Exit(ExitCode.REFUSED)
+
+
+def complete(plan: Plan, asked: Question) -> Plan:
+    """The plan with the batch that it was made for."""
+    return change(plan, batch__global_size=asked.workload.global_batch)
+
+
+def _check(plan: Plan, asked: Question) -> None:
+    """The table of constraints has the last word."""
+    refuse(check(plan, spec=asked.spec, world=plan.world, seq_len=asked.workload.seq_len))
+
+
+def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:
+    """What was found, for programs."""
+    chosen = found.best or found.nearest
+    assert chosen is not None
+    return {
+        "model": asked.profile.name,
+        "parameters": asked.profile.num_params,
+        "cluster": asked.cluster.name,
+        "devices": asked.cluster.world,
+        "seq_len": asked.workload.seq_len,
+        "global_batch": asked.workload.global_batch,
+        "goal": found.goal,
+        "fits": found.best is not None,
+        "plan": plan_json(whole),
+        **estimate_json(chosen.memory, chosen.time, asked.cluster),
+        "binds": binds(chosen, found.space),
+        "decisions": [vars(decision) for decision in decisions(chosen, found.space)],
+        "runners_up": [
+            {
+                "plan": str(other.plan), "seconds": other.time.total, "device_bytes": other.memory.device,
+                "why": why_lost(other, found),
+            }
+            for other in found.ranked[1:]
+        ],
+        "estimated": found.estimated,
+        "pruned": dict(found.pruned),
+        "assumed": list(asked.assumed),
+    }  # fmt: skip
+
+
+def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
+    out = console()
+    chosen = found.best or found.nearest
+    assert chosen is not None
+    if not found.best:
+        _show_nothing_fits(out, found, chosen)
+    reasons = {decision.field: decision.reason for decision in decisions(chosen, found.space)}
+    reasons |= dict.fromkeys(("axes.dp_replicate", "axes.dp_shard"), reasons.pop("data", ""))
+    out.print(plan_table(whole, asked.spec, reasons, title=f"{'plan' if found.best else 'nearest plan'}: {whole}"))
+    shown = {name for name, _, _ in plan_rows(whole, asked.spec)}
+    for name, reason in reasons.items():
+        if name not in shown and reason:
+            out.print(f"left at its default: {name} ({reason})", style="dim", markup=False)
+    out.print(mesh_picture(whole), markup=False)
+    out.print()
+    show_memory(out, chosen.memory)
+    show_time(out, chosen.time, asked.cluster)
+    out.print(f"what binds: {binds(chosen, found.space)}")
+    if len(found.ranked) > 1:
+        out.print(_runners_up(found))
+    dropped = ", ".join(f"{number:,} by {name}" for name, number in list(found.pruned.items())[:6])
+    out.print(f"{found.estimated:,} plans estimated in full; families and plans dropped: {dropped}", style="dim")
+    show_assumed(out, asked, found.space.stack)
+    if found.best:
+        out.print(f"written: {path}")
+
+
+def _show_nothing_fits(out: Any, found: Search, least: Candidate) -> None:
+    device = found.space.cluster.device
+    out.print(
+        f"nothing fits: every legal plan needs more than the {device.memory / GIB:.0f} GiB of {device.name}; the one "
+        f"that needs the least needs {least.memory.device / GIB:.1f} GiB. Use devices with as much, more nodes, a "
+        "smaller batch or shorter sequences, or --allow offload-activations",
+        style="red",
+    )
+
+
+def _runners_up(found: Search) -> Table:
+    table = Table(title="runners-up", title_justify="left")
+    for column in ("plan", "step", "MFU", "GiB", "why it lost"):
+        table.add_column(column, overflow="fold")
+    for other in found.ranked[1:]:
+        table.add_row(
+            Text(str(other.plan)),
+            seconds(other.time.total),
+            f"{other.time.mfu:.1%}",
+            f"{other.memory.device / GIB:.1f}",
+            why_lost(other, found),
+        )
+    return table
+
+
+def load_plan(text: str) -> Plan:
+    """A plan for `estimate` and `explain`.
+
+    Raises:
+        PlanError: a shorthand that does not parse.
+    """
+    try:
+        return Plan.load(text)
+    except PlanError as error:
+        raise PlanError(f"{error}\ndocs/plans.md lists the tokens") from None

@@ -1,0 +1,283 @@
+"""What `plan`, `estimate` and `explain` are given: model, cluster, lengths and batch; and how estimates are shown."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.model.profile import Profile, profile_of
+from shardwise.model.spec import ModelSpec, load_spec
+from shardwise.plan.band import band
+from shardwise.plan.memory import Memory
+from shardwise.plan.search import ASSUMED_HOST
+from shardwise.plan.stack import Stack
+from shardwise.plan.timing import StepTime
+from shardwise.plan.workload import Workload
+
+COLOURS = (
+    "blue",
+    "cyan",
+    "green",
+    "yellow",
+    "magenta",
+    "red",
+    "bright_blue",
+    "bright_green",
+    "bright_magenta",
+    "white",
+)
+BAR = 48
+UNITS = {"k": 10, "m": 20, "b": 30, "g": 30, "t": 40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Model, cluster and workload, with what had to be assumed."""
+
+    profile: Profile
+    spec: ModelSpec | None
+    cluster: Cluster
+    workload: Workload
+    assumed: tuple[str, ...] = ()
+
+
+def question(
+    model: str, cluster: str, *, seq: int | None, batch: int | None, tokens: str | None, **options: Any
+) -> Question:
+    """What the words of a verb ask.
+
+    Args:
+        model: a preset, a file of sizes, `hf:NAME`, or `pkg.mod:factory`.
+        cluster: a preset or a file.
+        seq: tokens per sample; None: 4096, or the model's longest where that is less, marked as assumed.
+        batch: samples per step.
+        tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
+        **options: `optimizer` and `price`.
+
+    Raises:
+        UsageError: an unknown name; both a batch and tokens.
+        ConfigError: a file that does not describe what it should.
+    """
+    found = read_cluster(cluster)
+    if options.get("price"):
+        found = found.with_(device=replace(found.device, price=float(options["price"])))
+    spec = None if _is_module(model) else load_spec(model)
+    assumed = [] if found.host_memory else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
+    if seq is None:
+        seq = min(4096, spec.max_seq_len) if spec else 4096
+        assumed.append(f"sequence length: {seq} tokens (give --seq)")
+    size, notes = _batch(batch, tokens, seq, found.world)
+    if spec is None:
+        assumed.append("tp and ep are left out: the sizes that they must divide are not known for a module")
+    workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
+    profile = profile_of(spec) if spec else _described(model, seq)
+    if spec and seq > spec.max_seq_len:
+        assumed.append(f"{spec.name} has positions for {spec.max_seq_len} tokens; it is planned for {seq}")
+    origins = (
+        [f"{found.device.name}: rates and memory are {found.device.origin}"]
+        if found.device.origin != "measured"
+        else []
+    )
+    return Question(
+        profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *origins)
+    )  # fmt: skip
+
+
+def read_cluster(text: str) -> Cluster:
+    """A preset or a file; `detect` and `probe` ask this machine where that is built in.
+
+    Raises:
+        UsageError: an unknown name, or a machine that cannot be asked.
+    """
+    seams = {"detect": ("shardwise.hardware.local", "discover"), "probe": ("shardwise.cli.probe", "probed")}
+    if text not in seams:
+        return load_cluster(text)
+    module, name = seams[text]
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(
+            f"cluster {text!r}: this version cannot ask the machine; give a preset such as h100:8x16, or a .toml file "
+            "(`Cluster.save` writes one)"
+        )
+    made: Cluster = getattr(importlib.import_module(module), name)()
+    return made
+
+
+def count_of(text: str) -> float:
+    """`300000`, `4M`, `1.5B`.
+
+    Raises:
+        UsageError: no number, or an unknown unit.
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]?)", text.strip())
+    unit = match.group(2).lower() if match else ""
+    try:
+        if match is None or (unit and unit not in UNITS):
+            raise ValueError(text)
+        return float(match.group(1)) * float(1000 ** (UNITS[unit] // 10 if unit else 0))
+    except ValueError:
+        raise UsageError(f"tokens {text!r}: needed a count such as 300000, 4M or 1.5B (units: k, M, B, T)") from None
+
+
+def _batch(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple[int, list[str]]:
+    """(samples per step, what was assumed)."""
+    if batch is not None and tokens is not None:
+        raise UsageError("--global-batch and --tokens are both given; keep one of them")
+    if batch is not None:
+        return batch, []
+    if tokens is None:
+        return world, [f"global batch: {world} samples, one per device (give --global-batch or --tokens)"]
+    wanted = count_of(tokens)
+    if wanted < seq:
+        raise UsageError(f"--tokens {tokens}: less than one sequence of {seq} tokens; give at least {seq}")
+    if wanted % seq == 0:
+        return int(wanted // seq), []
+    unit = tokens.strip()[-1].lower()
+    binary = float(tokens.strip()[:-1]) * 2 ** UNITS[unit] if unit in UNITS else 0.0
+    if binary and binary % seq == 0:
+        return int(binary // seq), [
+            f"global batch: {tokens} tokens read as {int(binary):,}: {int(binary // seq)} samples"
+        ]
+    below = int(wanted // seq)
+    near = min((below, below + 1), key=lambda n: abs(n * seq - wanted))
+    return near, [
+        f"global batch: {tokens} tokens are not whole sequences; the nearest is {near} samples, {near * seq:,}"
+    ]
+
+
+def _is_module(model: str) -> bool:
+    return model.startswith("hf:") or (":" in model and not model.endswith((".toml", ".json")))
+
+
+def _described(model: str, seq: int) -> Profile:
+    """The profile of a module, from its own forward on meta."""
+    import torch
+
+    from shardwise.model.describe import describe
+
+    if model.startswith("hf:"):
+        from shardwise.models.hf import hf_config, hf_factory
+
+        factory: Any = hf_factory(hf_config(model.removeprefix("hf:")))
+    else:
+        place, _, name = model.partition(":")
+        try:
+            factory = getattr(importlib.import_module(place), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ModelError(f"model {model!r}: cannot be imported: {error}; write package.module:function") from None
+    return describe(factory, torch.zeros(1, min(seq, 512), dtype=torch.long, device="meta"), name=model)
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def bar(terms: Mapping[str, float], limit: float, width: int = BAR) -> Text:
+    """Terms side by side, to the scale of the limit; a bar that goes beyond it is cut with `>`."""
+    text = Text()
+    used = 0
+    total = 0.0
+    for colour, (_, value) in zip(COLOURS * 2, terms.items(), strict=False):
+        total += value
+        cells = min(width, round(total / limit * width)) - used
+        text.append("█" * cells, style=colour)
+        used += cells
+    text.append("·" * (width - used), style="dim")
+    return text.append(">" if total > limit else "|")
+
+
+def legend(terms: Mapping[str, float], spell: Any) -> Text:
+    """Names and values of the terms in their colours, the largest first."""
+    text = Text()
+    colours = dict(zip(terms, COLOURS * 2, strict=False))
+    for name, value in sorted(terms.items(), key=lambda item: -item[1]):
+        text.append("█ ", style=colours[name])
+        text.append(f"{name} {spell(value)}   ")
+    return text
+
+
+def show_memory(out: Console, memory: Memory) -> None:
+    """A bar per pipeline rank (at most eight, the worst among them), and the three sums."""
+    worst = memory.worst
+    limit = memory.limit or worst.allocated
+    shown = memory.stages if len(memory.stages) <= 8 else (*memory.stages[:4], *memory.stages[-4:])
+    table = Table(title=f"memory per device, of {limit / GIB:.0f} GiB", title_justify="left", box=None)
+    for column in ("pipeline rank", "peak at", "GiB", ""):
+        table.add_column(column, justify="right" if column == "GiB" else "left")
+    for rank in shown if worst in shown else (*shown, worst):
+        table.add_row(str(rank.rank), rank.phase, f"{rank.allocated / GIB:.1f}", bar(rank.terms, limit))
+    out.print(table)
+    out.print(legend(worst.terms, lambda value: f"{value / GIB:.2f} GiB"))
+    fits = "" if not memory.limit or memory.fits else f", {(memory.device - memory.limit) / GIB:.1f} GiB too much"
+    out.print(
+        f"allocated {memory.allocated / GIB:.1f} GiB, reserved {memory.reserved / GIB:.1f} GiB, on the device "
+        f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory')})"
+    )
+
+
+def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
+    """The step by term, and what it makes of the devices."""
+    out.print()
+    out.print(f"step {seconds(step.total)} (time estimates: {band('time')})")
+    out.print(bar(step.terms, step.total))
+    out.print(legend(step.terms, seconds))
+    hidden = {name: value for name, value in step.hidden.items() if value > 0}
+    if hidden:
+        out.print("behind compute: " + ", ".join(f"{name} {seconds(value)}" for name, value in hidden.items()))
+    out.print(f"{step.tokens_per_s:,.0f} tokens/s per device, MFU {step.mfu:.1%}, {step.tokens:,} tokens per step")
+    if cluster.device.price:
+        hour = cluster.device.price * step.world
+        per = hour / 3600 * step.total / step.tokens * 1e9
+        out.print(
+            f"cost {hour:,.2f} per hour, {per:,.2f} per billion tokens (at {cluster.device.price} per device hour)"
+        )
+
+
+def seconds(value: float) -> str:
+    """`1.23 s`, `45.6 ms`."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
+
+
+def show_assumed(out: Console, asked: Question, stack: Stack) -> None:
+    """Every number that nobody gave."""
+    out.print()
+    out.print(f"software stack: {stack.name} ({stack.about})")
+    for note in asked.assumed:
+        out.print(f"assumed: {note}", style="dim")
+
+
+def estimate_json(memory: Memory, step: StepTime, cluster: Cluster) -> dict[str, Any]:
+    """Both estimates for programs: bytes and seconds."""
+    price = cluster.device.price
+    return {
+        "memory": {
+            "allocated": memory.allocated, "reserved": memory.reserved, "device": memory.device, "limit": memory.limit,
+            "fits": memory.fits, "phase": memory.worst.phase, "terms": dict(memory.worst.terms),
+            "ranks": [{"rank": rank.rank, "phase": rank.phase, "terms": dict(rank.terms)} for rank in memory.stages],
+            "band": vars(band("memory")),
+        },
+        "time": {
+            "total": step.total, "terms": dict(step.terms), "hidden": dict(step.hidden), "mfu": step.mfu,
+            "tokens_per_s": step.tokens_per_s, "tokens": step.tokens, "band": vars(band("time")),
+        },
+        "cost_per_hour": price * step.world if price else None,
+    }  # fmt: skip
+
+
+def check_path(path: Path | None, endings: tuple[str, ...]) -> None:
+    """Refuse a file that could not be written, before any work.
+
+    Raises:
+        ConfigError: another ending, or no such folder.
+    """
+    if path is not None and (path.suffix not in endings or not path.resolve().parent.is_dir()):
+        raise ConfigError(f"{path}: cannot be written; needed a path in a folder that exists, ending in {endings[0]}")

@@ -1,0 +1,325 @@
+"""Bounds of what no plan of a family can beat: they say which families need no full estimate.
+
+Each is below the estimate of every plan of its family (a test holds them to it), so that a search which drops what is
+bounded away finds what an exhaustive one finds. They are built from the estimators' own kernels and collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from shardwise.model.profile import Block
+from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes, saved_bytes, saving_of
+from shardwise.plan.blocktime import Setting, block_time
+from shardwise.plan.division import Division
+from shardwise.plan.links import collective_time, group_of
+from shardwise.plan.memory import _gathered, _states
+from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule, Tensor
+from shardwise.plan.schedule import warmup
+from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
+
+Upto = tuple[float, ...]
+"""A sum over the blocks before each block, and over all of them."""
+Cut = tuple[list[tuple[int, int]], bool]
+"""First and end of each stage of a rank, and whether it holds the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one micro-batch takes of the ranks of one `tp x cp` group, through the whole model."""
+
+    busy: Upto
+    """Seconds."""
+    head: float
+    least: float
+    """The least share of a block's time, or of the head's, that is its forward pass; and the most."""
+    most: float
+    again: tuple[float, ...]
+    """Seconds that each policy of `Space.recomputes` adds."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of a question."""
+
+    space: Space
+    _works: dict[Core, Work] = field(default_factory=dict)
+    _saved: dict[Core, tuple[list[Upto], float]] = field(default_factory=dict)
+    _cuts: dict[tuple[int, str, int], list[Cut]] = field(default_factory=dict)
+    _sends: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+    _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ time
+
+    def core_time(self, core: Core) -> float:
+        """Below the step of every plan with this core: its work, evenly on all ranks, without a bubble."""
+        groups = core.world // (core.tp * core.cp)
+        work = self.work(core)
+        passes = self.space.workload.global_batch / core.samples
+        return (work.busy[-1] + work.head) * passes / groups + self.space.stack.step
+
+    def flow_time(self, flow: Flow) -> tuple[float, float, float]:
+        """(step without the data axes; most forward, most backward seconds of a rank and micro-batch).
+
+        The rank at place r starts when a micro-batch has passed the ranks before it, and ends that long before the
+        step does, where a backward pass is not split; where it is, forwards count alone.
+        """
+        pipe, work, step = flow.pipe, self.work(flow.pipe.core), self.space.stack.step
+        again, count = work.again[flow.policy] / pipe.pp, pipe.micro_batches
+        if pipe.pp == 1:
+            one = work.busy[-1] + work.head
+            return (one + again) * count + step, one * work.most, one * (1 - work.least) + again
+        path = before = total = slowest = 0.0
+        waits = (min(work.least, 0.33) if flow.schedule.kind in ZERO_BUBBLE else 1.0) / flow.schedule.stages
+        for rank in self._ranks(pipe.core, pipe.pp, flow.schedule):
+            slowest = max(slowest, rank)
+            path = max(path, rank * count + before * waits)
+            before += rank
+            total += rank
+        path = max(path, (total / pipe.pp + again) * count)
+        # one micro-batch passes all stages, the others wait for the last of them
+        start = max(start for stages, _ in self._cut(pipe.pp, flow.schedule) for start, _ in stages)
+        last = work.busy[-1] - work.busy[start] + work.head
+        split = 0.6 if flow.schedule.kind in ZERO_BUBBLE else 1.0
+        path = max(path, (total + work.again[flow.policy] + (count - 1) * last) * split) + step
+        return path, slowest * work.most, slowest * (1 - work.least) + 2 * again
+
+    def plan_time(self, flow: Flow, spread: Spread) -> float:
+        """With what the data axes send and compute cannot hide, and with an offloaded update."""
+        seconds, forward, backward = self.flow_time(flow)
+        update = 0.0
+        if spread.offloaded:
+            dense, experts = self._local(spread.pipe)
+            update = self._owned(spread, dense, experts) * 12.0 / self.space.cluster.host_bandwidth
+        gather, reduce = self._sent(spread)
+        if spread.zero == 3:
+            exposed = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+            return seconds + exposed * flow.pipe.micro_batches + update
+        return seconds + max(0.0, gather + reduce - (forward + backward)) + update
+
+    def work(self, core: Core) -> Work:
+        """What a core's kernels, and the communication inside of blocks, take."""
+        if core not in self._works:
+            self._works[core] = self._work(core)
+        return self._works[core]
+
+    def _work(self, core: Core) -> Work:
+        space = self.space
+        dtype = "fp8" if core.float8 != "none" else {"bf16-pure": "bf16"}.get(core.precision, core.precision)
+        dtype = space.workload.compute or dtype
+        setting = Setting(space.cluster, space.stack, _axes(core), dtype, core.sequence, core.context)
+        shape = (core.samples, space.workload.seq_len)
+        times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
+        one = {key: time.forward + time.backward for key, time in times.items()}
+        end = block_time(space.profile.head, shape, setting)
+        again = tuple(
+            sum(count * times[block].again(recompute.mode) for block, count in counts.items())
+            for recompute, counts in zip(space.recomputes, self._recomputed, strict=True)
+        )
+        shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end)]
+        return Work(
+            busy=_sums(one[id(block)] for block in space.profile.blocks),
+            head=end.forward + end.backward,
+            least=min(shares),
+            most=max(shares),
+            again=again,
+        )
+
+    @cached_property
+    def _blocks(self) -> list[tuple[Block, int]]:
+        """Distinct blocks, with how many there are."""
+        counts = Counter(id(block) for block in self.space.profile.blocks)
+        return [(block, counts.pop(id(block))) for block in self.space.profile.blocks if id(block) in counts]
+
+    @cached_property
+    def _marks(self) -> list[list[bool]]:
+        """For each policy, which blocks it recomputes."""
+        plans = [Plan(recompute=recompute) for recompute in self.space.recomputes]
+        return [[is_recomputed(i, plan) for i in range(len(self.space.profile.blocks))] for plan in plans]
+
+    @cached_property
+    def _recomputed(self) -> list[Counter[int]]:
+        """For each policy, how often it recomputes each distinct block."""
+        blocks = self.space.profile.blocks
+        return [Counter(id(block) for block, on in zip(blocks, marks, strict=True) if on) for marks in self._marks]
+
+    def _ranks(self, core: Core, pp: int, schedule: Schedule) -> list[float]:
+        """Seconds of a micro-batch on each rank of the pipeline."""
+        work = self.work(core)
+        busy = work.busy
+        return [
+            sum(busy[end] - busy[start] for start, end in stages) + (work.head if last else 0.0)
+            for stages, last in self._cut(pp, schedule)
+        ]
+
+    def _cut(self, pp: int, schedule: Schedule) -> list[Cut]:
+        """For each rank the first and the end of each of its stages, and whether it holds the head."""
+        key = (pp, schedule.kind, schedule.stages)
+        if key not in self._cuts:
+            space = self.space
+            plan = Plan(axes=Axes(pp=pp), schedule=schedule)
+            ranks = Division(space.profile, plan, space.workload, space.stack.cut).ranks
+            self._cuts[key] = [
+                ([(stage.start, stage.start + len(stage.blocks)) for stage in rank], any(stage.last for stage in rank))
+                for rank in ranks
+            ]
+        return self._cuts[key]
+
+    def _sent(self, spread: Spread) -> tuple[float, float]:
+        """Seconds of (one gathering of parameters, one reduction of gradients) of an average rank."""
+        core, key = spread.pipe.core, (spread.pipe.pp, spread.dp_replicate, spread.dp_shard, spread.zero)
+        both = (core.tp, core.cp, core.ep, core.precision, *key)
+        if both not in self._sends:
+            self._sends[both] = self._send(spread)
+        return self._sends[both]
+
+    def _send(self, spread: Spread) -> tuple[float, float]:
+        space, axes = self.space, spread.axes
+        dense, experts = self._local(spread.pipe)
+        width = _width(spread.pipe.core.precision)
+        gradient = space.stack.reduce_bytes or width
+        data, spare = group_of(axes, "data"), group_of(axes, "expert_data")
+
+        def both(kind: str, size: float) -> float:
+            share, cluster = space.stack.network, space.cluster
+            seconds = collective_time(kind, dense * size, data, cluster, share)
+            return seconds + (collective_time(kind, experts * size, spare, cluster, share) if experts else 0.0)
+
+        if spread.zero:
+            return both("all_gather", width), both("reduce_scatter", gradient)
+        return 0.0, both("all_reduce", gradient)
+
+    # ------------------------------------------------------------ memory
+
+    def flow_size(self, flow: Flow) -> tuple[float, float]:
+        """Bytes that micro-batches in flight need on the first rank, which has the most of them, and on the last."""
+        pipe = flow.pipe
+        kept, block = self._kept(pipe.core)
+        upto, sizes = kept[flow.policy], []
+        for rank in (0, pipe.pp - 1):
+            stages, last = self._cut(pipe.pp, flow.schedule)[rank]
+            size = block if flow.policy else 0.0
+            if not flow.offload:
+                alive = _alive(flow, rank)
+                size += sum(n * (upto[end] - upto[start]) for (start, end), n in zip(stages, alive, strict=True))
+            sizes.append(size + (self._logits(pipe.core) if last else 0.0))
+        return sizes[0], sizes[1]
+
+    def _logits(self, core: Core) -> float:
+        """Bytes of the logits at the peak of the loss."""
+        workload, stack, width = self.space.workload, self.space.stack, _width(core.precision)
+        tokens = core.samples * workload.seq_len / core.cp
+        shards = core.tp if core.loss else 1
+        return tokens * self.space.profile.vocab / shards * (stack.logit_bytes if width < 4 else 3 * width)
+
+    def plan_size(self, flow: Flow, spread: Spread, kept: tuple[float, float]) -> float:
+        """Device memory of the first or last rank, in the loss or in the first backward pass; `kept`: `flow_size`."""
+        block = self._kept(flow.pipe.core)[1]
+        accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
+        most = 0.0
+        for rank, size in zip((0, -1), kept, strict=True):
+            held, gradients, gathered = self.states(flow, spread, rank)
+            if spread.offloaded:
+                most = max(most, gathered + size)
+            else:
+                most = max(most, held + gathered + max(size + gradients * accumulates, gradients + block))
+        return self.on_device(most)
+
+    def on_device(self, allocated: float) -> float:
+        """Device memory for so many bytes of live tensors."""
+        return self.space.cluster.device.context + allocated * (1 + self.space.stack.fragmentation)
+
+    def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
+        """(weights and optimizer state, gradients, gathered parameters): bytes on a rank."""
+        core, cut = flow.pipe.core, (flow.pipe.pp, flow.schedule.kind, flow.schedule.stages, rank)
+        key = (core.tp, core.cp, core.ep, core.precision, spread.dp_shard, spread.zero, *cut)
+        if key not in self._states:
+            space = self.space
+            division = Division(space.profile, space.plan(flow, spread), space.workload, space.stack.cut)
+            stages = division.ranks[rank]
+            terms = dict(_states(division, stages, space.stack))
+            gradients = terms.pop("gradients")
+            self._states[key] = (sum(terms.values()), gradients, _gathered(division, stages, space.stack))
+        return self._states[key]
+
+    def _owned(self, spread: Spread, dense: float, experts: float) -> float:
+        """Parameters that a rank updates, of so many."""
+        core = spread.pipe.core
+        shards = spread.dp_shard * core.cp if spread.zero else 1
+        pool = max(1, shards * core.tp // core.ep) if core.ep > 1 and spread.zero else shards
+        return dense / shards + experts / pool
+
+    @cached_property
+    def _params(self) -> tuple[float, float]:
+        """(dense, expert) parameters of the model."""
+        experts = float(sum(block.expert_params * count for block, count in self._blocks))
+        return self.space.profile.num_params - experts, experts
+
+    def _local(self, pipe: Pipe) -> tuple[float, float]:
+        """(dense, expert) parameters of an average rank, before data axes shard them."""
+        core, (dense, experts) = pipe.core, self._params
+        return dense / core.tp / pipe.pp, experts / (core.ep if core.ep > 1 else core.tp) / pipe.pp
+
+    def _kept(self, core: Core) -> tuple[list[Upto], float]:
+        """(for each policy, bytes that a micro-batch keeps; those of the largest block in full)."""
+        if core not in self._saved:
+            space = self.space
+            plan = Plan(axes=_axes(core), zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))  # type: ignore[arg-type]
+            how = saving_of(plan, space.stack, space.workload.seq_len)
+            tokens = core.samples * space.workload.seq_len / core.cp
+            full = {id(block): saved_bytes(block, how) * tokens for block, _ in self._blocks}
+            less = {
+                mode: {
+                    id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how) * tokens
+                    for block, _ in self._blocks
+                }
+                for mode in ("ops", "blocks")
+            }
+            keys = [id(block) for block in space.profile.blocks]
+            kept = [
+                _sums(
+                    less["ops" if recompute.mode == "ops" else "blocks"][key] if on else full[key]
+                    for key, on in zip(keys, marks, strict=True)
+                )
+                for recompute, marks in zip(space.recomputes, self._marks, strict=True)
+            ]
+            self._saved[core] = (kept, max(full.values()))
+        return self._saved[core]
+
+
+def _alive(flow: Flow, rank: int) -> tuple[int, ...]:
+    """Micro-batches that a rank keeps when its warm-up ends, for each of its stages: none has gone back yet."""
+    pp, kind, count, turns = flow.pipe.pp, flow.schedule.kind, flow.pipe.micro_batches, flow.schedule.stages
+    if pp == 1:
+        return (1,)
+    if kind in ("gpipe", "looped-bfs"):
+        return (count,) * turns
+    if kind in V_SHAPED:
+        return (min(count, 2 * pp - 1), 0) if rank == 0 else (1, 0)
+    if kind == "1f1b":
+        return (min(count, pp - rank),)
+    done = min(count * turns, warmup(rank, (pp, turns, count), 1 if kind in ZERO_BUBBLE else 2) + 1)
+    size = count // max(1, count // pp)  # micro-batches that pass one stage before the next has its turn
+    cycles, rest = divmod(done, size * turns)
+    return tuple(cycles * size + min(size, max(0, rest - turn * size)) for turn in range(turns))
+
+
+@lru_cache(maxsize=16)
+def _width(precision: str) -> float:
+    return compute_width(Plan(precision=precision))  # type: ignore[arg-type]
+
+
+def _sums(values: Iterable[float]) -> Upto:
+    return tuple(accumulate(values, initial=0.0))
+
+
+def _axes(core: Core) -> Axes:
+    """The core's axes, with the fewest data shards that `ep` can stand on: it divides `dp_shard x cp x tp`."""
+    pool = 1
+    while pool * core.cp * core.tp % core.ep:
+        pool += 1
+    return Axes(dp_shard=pool, cp=core.cp, tp=core.tp, ep=core.ep)

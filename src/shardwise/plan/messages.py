@@ -1,0 +1,134 @@
+"""`Scene`: one rank of a plan with the sizes of a reference model, and the messages that are counted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.model.spec import ModelSpec
+from shardwise.plan import sequence
+from shardwise.plan.plan import AXES, Plan
+from shardwise.plan.schedule import stages_of
+from shardwise.plan.weights import Weights, first_blocks, weights_of
+from shardwise.plan.workload import Workload
+
+WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "bf16-pure": 2}
+"""Bytes of an activation."""
+
+
+class Collective(NamedTuple):
+    """A collective, or a message to one other rank."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, all-to-all, send or recv."""
+    axis: str
+    """The axis of the mesh, or several joined by `+`."""
+    num_bytes: int
+    """The larger of what it takes from this rank and what it gives it: the whole result of an all-gather, the whole
+    input of a reduce-scatter."""
+
+
+class Stage(NamedTuple):
+    """A pipeline stage of the rank; without a pipeline, the whole model."""
+
+    index: int
+    first: int
+    """Its first block."""
+    end: int
+    """One past its last block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """One rank of a plan: what `collectives_of` and its parts ask of the sizes."""
+
+    spec: ModelSpec
+    plan: Plan
+    workload: Workload
+    rank: int
+    is_cpu: bool
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The model's parameters."""
+        return weights_of(self.spec)
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Where the rank lies on each axis, and on `ep`."""
+        found, rest = {}, self.rank
+        for axis in reversed(AXES):
+            rest, found[axis] = divmod(rest, getattr(self.plan.axes, axis))
+        found["ep"] = self.rank % self.plan.axes.ep
+        return found
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """First block of every stage of the pipeline, and the number of blocks."""
+        return (*first_blocks(self.spec, self.plan), self.spec.num_layers)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Those of this rank."""
+        axes, schedule = self.plan.axes, self.plan.schedule
+        here = stages_of(schedule.kind, self.index["pp"], axes.pp, schedule.stages) if axes.pp > 1 else (0,)
+        return tuple(Stage(i, self.firsts[i], self.firsts[i + 1]) for i in here)
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the stage with the head."""
+        return len(self.firsts) - 2
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Forward and backward passes of each block in a step."""
+        return self.plan.batch.micro_batches
+
+    @cached_property
+    def rows(self) -> int:
+        """Sequences of a micro-batch on this rank."""
+        return self.workload.global_batch // (self.plan.axes.data * self.micro_batches)
+
+    @cached_property
+    def layout(self) -> sequence.Layout:
+        """How `cp` divides a sequence."""
+        return sequence.divide(self.workload.seq_len, self.plan.axes.cp, self.plan.context.balance)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on this rank, before `tp` shards sequences."""
+        length = self.layout.sizes[self.index["cp"]] if self.plan.axes.cp > 1 else self.workload.seq_len
+        return self.rows * length
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation."""
+        return WIDTH[self.plan.precision]
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the residual stream of a micro-batch."""
+        return self.tokens * self.spec.dim * self.width
+
+    def axis(self, *axes: str) -> str:
+        """The name of some axes together: those that are above 1, in the order of the mesh."""
+        return "+".join(axis for axis in AXES if axis in axes and getattr(self.plan.axes, axis) > 1)
+
+    @cached_property
+    def expert_axes(self) -> tuple[str, str]:
+        """Names of the `ep` groups and of the groups that shard experts further: of axes that they coincide with."""
+        inner, size = [], 1
+        for axis in ("tp", "cp", "dp_shard"):
+            if size == self.plan.axes.ep:
+                break
+            size *= getattr(self.plan.axes, axis)
+            inner.append(axis)
+        if size != self.plan.axes.ep:
+            return "ep", "expert_shard"
+        return self.axis(*inner), self.axis(*{"dp_shard", "cp", "tp"}.difference(inner))
+
+
+Messages = Iterable[tuple[Collective, int]]
+"""Each with how often a step has it."""

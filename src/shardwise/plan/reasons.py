@@ -1,0 +1,153 @@
+"""Why a plan is what it is: each decision against its neighbours, what binds, and why runners-up lost. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.errors import ShardwiseError
+from shardwise.hardware.cluster import GIB
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
+from shardwise.plan.repair import change, divisors, resize
+from shardwise.plan.search import Candidate, Search
+from shardwise.plan.space import Space
+from shardwise.plan.timing import estimate_time
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A field of the plan, its value, and what its neighbours would do."""
+
+    field: str
+    value: str
+    reason: str
+
+
+def decisions(candidate: Candidate, space: Space) -> tuple[Decision, ...]:
+    """One sentence per decision: what the nearest other values of that field alone would do.
+
+    Cost: two estimates per field.
+    """
+    found = []
+    for name, value, others in _neighbours(candidate.plan, space):
+        outcomes = [_outcome(label, plan, candidate, space) for label, plan in others]
+        found.append(Decision(name, value, "; ".join(outcome for outcome in outcomes if outcome) or "nothing else is"))
+    return tuple(found)
+
+
+def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple[str, Plan]]]]:
+    """(field, value, [(what else, that plan)])."""
+    axes = plan.axes
+    for axis in ("pp", "cp", "tp", "ep"):
+        degree = getattr(axes, axis)
+        near = _around(degree, divisors(space.profile.experts or 1 if axis == "ep" else plan.world))
+        if degree > 1 or axis in ("pp", "tp"):
+            yield f"axes.{axis}", str(degree), [(f"{axis}{other}", _resized(plan, axis, other)) for other in near]
+    data = axes.data
+    splits = [s for s in _around(axes.dp_shard, divisors(data))] if data > 1 else []
+    others = [(f"dp{data // s} fsdp{s}", _split(plan, data // s, s)) for s in splits]
+    if data > 1:
+        yield "data", f"dp{axes.dp_replicate} fsdp{axes.dp_shard}", others
+    if plan.zero:
+        zeros = [zero for zero in (plan.zero - 1, plan.zero + 1) if 1 <= zero <= 3]
+        yield "zero", str(plan.zero), [(f"zero{zero}", plan.with_(zero=zero)) for zero in zeros]
+    counts = divisors(max(1, space.workload.global_batch // data))
+    near = _around(plan.batch.micro_batches, counts)
+    yield (
+        "batch.micro_batches",
+        str(plan.batch.micro_batches),
+        [(f"mb{n}", change(plan, batch__micro_batches=n)) for n in near],
+    )
+    if axes.pp > 1:
+        kinds = [kind for kind in SCHEDULES if kind != plan.schedule.kind]
+        yield "schedule.kind", plan.schedule.kind, [(k, plan.with_(schedule=Schedule(kind=k))) for k in kinds]  # type: ignore[arg-type]
+    modes = [Recompute(mode=m) for m in ("none", "ops", "blocks") if m != plan.recompute.mode]
+    yield "recompute.mode", plan.recompute.mode, [(f"recompute={r.mode}", plan.with_(recompute=r)) for r in modes]
+    if axes.tp > 1:
+        other = not plan.tensor.sequence
+        label = "with seq" if other else "without seq"
+        yield "tensor.sequence", str(plan.tensor.sequence).lower(), [(label, change(plan, tensor__sequence=other))]
+    if plan.zero:
+        state = not plan.offload.state
+        label = "with states offloaded" if state else "with states on the device"
+        yield "offload.state", str(plan.offload.state).lower(), [(label, change(plan, offload__state=state))]
+
+
+def _around(value: int, known: list[int]) -> list[int]:
+    """The next smaller and the next larger one."""
+    return [n for n in known if n < value][-1:] + [n for n in known if n > value][:1]
+
+
+def _resized(plan: Plan, axis: str, degree: int) -> Plan:
+    """The axis at another degree, the data axis in use taking or giving the ranks; options go with their axis."""
+    other = resize(plan, axis, degree)
+    if other.axes.tp == 1:
+        other = change(other, tensor__sequence=False, tensor__loss=False)
+    if other.axes.pp == 1:
+        other = other.with_(schedule=Schedule())
+    if other.axes.pp > 1 and other.batch.micro_batches < other.axes.pp and plan.axes.pp < other.axes.pp:
+        other = change(other, batch__micro_batches=other.axes.pp)
+    return other
+
+
+def _split(plan: Plan, replicas: int, shards: int) -> Plan:
+    zero = 0 if shards == 1 and plan.axes.cp == 1 else plan.zero or 3
+    state = plan.offload.state and zero > 0
+    return change(
+        plan, axes__dp_replicate=replicas, axes__dp_shard=shards, offload__state=state
+    ).with_(zero=zero)  # fmt: skip
+
+
+def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
+    """What a neighbour would do; empty where it is the same plan."""
+    if plan == best.plan or plan.world != best.plan.world:
+        return ""
+    row = space.broken(plan)
+    if row:
+        return f"{label}: refused ({row})"
+    device = space.cluster.device
+    try:
+        workload = space.workload_of(plan)
+        memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=device)
+        seconds = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack).total
+    except ShardwiseError:
+        return f"{label}: the batch does not divide"
+    if memory.device > device.memory:
+        return f"{label}: {memory.device / GIB:.0f} GiB do not fit"
+    return f"{label}: {_percent(seconds, best.time.total)}"
+
+
+def _percent(seconds: float, best: float) -> str:
+    ratio = seconds / best - 1
+    if abs(ratio) < 0.001:
+        return "as fast"
+    return f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+
+
+def why_lost(other: Candidate, search: Search) -> str:
+    """One sentence: by how much, and which terms made it."""
+    best = search.best
+    assert best is not None
+    if search.goal == "memory":
+        return f"{(other.memory.device - best.memory.device) / GIB:+.2f} GiB"
+    names = sorted({*other.time.terms, *best.time.terms})
+    gaps = {name: other.time.terms.get(name, 0.0) - best.time.terms.get(name, 0.0) for name in names}
+    worst = [name for name in sorted(gaps, key=lambda name: -gaps[name]) if gaps[name] > 0.0005 * best.time.total][:2]
+    because = ", ".join(f"{name} +{gaps[name] / best.time.total:.1%}" for name in worst)
+    ratio = other.score(search.goal) / best.score(search.goal) - 1
+    if ratio < 0.001:
+        return "as good; the best one is simpler"
+    return f"{ratio:.1%} {'dearer' if search.goal == 'cost' else 'slower'}" + (f": {because}" if because else "")
+
+
+def binds(candidate: Candidate, space: Space) -> str:
+    """What limits this plan: the term of the step, and how near memory is to its limit."""
+    total = candidate.time.total
+    terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
+    name, seconds = terms[0]
+    rest = next(((n, s) for n, s in terms[1:] if s > 0.01 * total), None)
+    text = f"{name} takes {seconds / total:.0%} of the step" + (f", {rest[0]} {rest[1] / total:.0%}" if rest else "")
+    share = candidate.memory.device / space.cluster.device.memory
+    worst = candidate.memory.worst
+    return f"{text}; memory is {share:.0%} full on pipeline rank {worst.rank} at the {worst.phase}"

@@ -1,0 +1,330 @@
+"""The space that `find_plan` searches: every value of every dial, from the work of a kernel to the states of a rank.
+
+    Core (what a kernel sees) -> Pipe (stages) -> schedule and savings -> Spread (ranks and states) = a Plan
+
+Nothing here knows a good plan. Whether a plan is legal is asked of the table of constraints, and of nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.errors import UsageError
+from shardwise.findings import nearest
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.profile import Profile
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.constraints import ROWS
+from shardwise.plan.plan import (
+    LOOPED,
+    SCHEDULES,
+    V_SHAPED,
+    Axes,
+    Batch,
+    Context,
+    Float8,
+    Offload,
+    Plan,
+    Recompute,
+    Schedule,
+    Tensor,
+)
+from shardwise.plan.repair import Case, divisors
+from shardwise.plan.stack import Stack
+from shardwise.plan.workload import Workload
+
+STAGES_PER_RANK = (2, 4, 8)
+"""Stages on a rank that looped schedules are tried with."""
+EVERY = (4, 3, 2)
+RATIOS = (0.75,)
+
+OPT_IN: dict[str, str] = {
+    "fp8": "matrix products in float8, which change the numbers",
+    "bf16-pure": "parameters in bf16, which changes the numbers",
+    "fp16": "fp16 in place of bf16",
+    "fp32": "fp32 in place of bf16",
+    "offload-activations": "saved tensors in host memory",
+}
+"""What the search leaves out unless `allow` names it."""
+FEATURES: tuple[str, ...] = (
+    "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero1", "zero2", "zero3", "sequence", "loss-parallel",
+    "recompute", "recompute=ops", "recompute=blocks", "recompute=every", "recompute=ratio", "offload", "offload-state",
+    "accumulation", "ring", "gather", "ulysses", *SCHEDULES,
+)  # fmt: skip
+"""What `forbid` may name, beside what `allow` may."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Core:
+    """What decides on the kernels of a rank: how a block is cut, how many samples it sees at once, in which type.
+
+    Equal to itself alone: each is made once, and caches of bounds know it by identity.
+    """
+
+    world: int
+    tp: int
+    cp: int
+    ep: int
+    samples: int
+    """Samples of a micro-batch on a data rank."""
+    sequence: bool = False
+    loss: bool = False
+    context: str = "ring"
+    precision: str = "bf16"
+    float8: str = "none"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pipe:
+    """A core with the pipeline, and so with the number of data ranks and of micro-batches."""
+
+    core: Core
+    pp: int
+    data: int
+    micro_batches: int
+
+
+class Flow(NamedTuple):
+    """A pipe with its schedule and what it saves: a policy of `Space.recomputes`, and whether tensors are offloaded."""
+
+    pipe: Pipe
+    schedule: Schedule
+    policy: int
+    offload: bool
+    rest: tuple[int, ...] = ()
+    """Policies that cost more, to be looked at next."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Spread:
+    """A pipe with what its data ranks share, and where their states are."""
+
+    pipe: Pipe
+    dp_replicate: int
+    dp_shard: int
+    zero: int
+    offloaded: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        """As axes of a plan."""
+        core = self.pipe.core
+        return Axes(
+            pp=self.pipe.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=core.cp, tp=core.tp, ep=core.ep
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """A question: model, cluster and workload, and what is allowed."""
+
+    profile: Profile
+    spec: ModelSpec | None
+    cluster: Cluster
+    workload: Workload
+    stack: Stack
+    allow: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("allow", self.allow, tuple(OPT_IN)),
+            ("forbid", self.forbid, (*FEATURES, *OPT_IN)),
+        ):
+            unknown = [word for word in given if word not in known]
+            if unknown:
+                raise UsageError(f"{name}: found {unknown[0]!r}, which no plan has; {nearest(unknown[0], known)}")
+        if "fp8" in self.allow and not self.cluster.device.rates.fp8:
+            raise UsageError(
+                f"allow: found 'fp8', and {self.cluster.device.name} has no unit for it; leave it out, or plan for "
+                "another device"
+            )
+
+    def has(self, *features: str) -> bool:
+        """True where none of these is forbidden, and all that need it are allowed."""
+        return all(f not in self.forbid and (f not in OPT_IN or f in self.allow) for f in features)
+
+    @property
+    def device(self) -> str:
+        """The type of torch's device."""
+        return "cpu" if self.cluster.device.name.startswith("cpu") else "cuda"
+
+    @cached_property
+    def precisions(self) -> tuple[str, ...]:
+        """Types to compute in: those allowed, else bf16 (fp32 on a CPU)."""
+        given = tuple(kind for kind in ("bf16-pure", "fp16", "fp32") if self.has(kind))
+        usual = "fp32" if self.device == "cpu" else "bf16"
+        return (usual, *(kind for kind in given if kind != usual))
+
+    def broken(self, plan: Plan) -> str:
+        """Id of the first row of the table that refuses a plan; empty: none does."""
+        batch = Batch(global_size=self.workload.global_batch, micro_batches=plan.batch.micro_batches)
+        case = Case(plan=plan.with_(batch=batch), spec=self.spec, device=self.device, seq_len=self.workload.seq_len)
+        for row in ROWS.values():
+            hit = row.test(case)
+            if hit is not None and hit.severity == "error":
+                return row.id
+        return ""
+
+    def workload_of(self, plan: Plan) -> Workload:
+        """The workload with the type that products run in."""
+        if plan.float8.recipe == "none" or self.workload.compute:
+            return self.workload
+        return Workload(**{**vars(self.workload), "compute": "fp8"})
+
+    # ------------------------------------------------------------ step 1: cores
+
+    def cores(self, world: int, refused: dict[str, int]) -> Iterator[Core]:
+        """Every way to cut a block, with every size of a micro-batch; `refused` counts by constraint."""
+        for tp in self._degrees("tp", world, refused):
+            for cp in self._degrees("cp", world // tp, refused):
+                for ep in divisors(self.profile.experts) if self.profile.experts and self.has("ep") else [1]:
+                    if world % ep == 0:
+                        yield from self._cores(world, tp, cp, ep)
+
+    def _degrees(self, axis: str, most: int, refused: dict[str, int]) -> list[int]:
+        """Degrees that the axis may have by itself."""
+        if not self.has(axis):
+            return [1]
+        fits = []
+        for degree in divisors(most):
+            row = self.broken(Plan(axes=Axes(**{axis: degree})))
+            if row:
+                refused[row] = refused.get(row, 0) + 1
+            else:
+                fits.append(degree)
+        return fits
+
+    def _cores(self, world: int, tp: int, cp: int, ep: int) -> Iterator[Core]:
+        sequences = [False, True] if tp > 1 and self.has("sequence") else [False]
+        losses = [False, True] if tp > 1 and self.has("loss-parallel") else [False]
+        contexts = [kind for kind in ("ring", "gather", "ulysses") if self.has(kind)] if cp > 1 else ["ring"]
+        recipes = ["none", *(("rowwise-hp", "rowwise", "tensorwise") if self.has("fp8") else ())]
+        for samples in divisors(self.workload.global_batch):
+            for sequence in sequences:
+                for loss in losses:
+                    for context in contexts:
+                        for precision in self.precisions:
+                            for recipe in recipes:
+                                yield Core(world, tp, cp, ep, samples, sequence, loss, context, precision, recipe)
+
+    # ------------------------------------------------------------ step 2: stages
+
+    def pipes(self, core: Core) -> Iterator[Pipe]:
+        """Every number of pipeline ranks for which the global batch divides."""
+        rest = core.world // (core.tp * core.cp)
+        for pp in divisors(rest) if self.has("pp") else [1]:
+            if pp > len(self.profile.blocks):
+                return
+            count, left = divmod(self.workload.global_batch, core.samples * (rest // pp))
+            if not left and (count == 1 or pp > 1 or self.has("accumulation")):
+                yield Pipe(core, pp, rest // pp, count)
+
+    # ------------------------------------------------------------ step 3: schedules
+
+    def schedules(self, pp: int) -> list[Schedule]:
+        """Every schedule with every number of stages on a rank."""
+        if pp not in self._schedules:
+            self._schedules[pp] = [Schedule()] if pp == 1 else self._all_schedules(pp)
+        return self._schedules[pp]
+
+    @cached_property
+    def _schedules(self) -> dict[int, list[Schedule]]:
+        return {}
+
+    def _all_schedules(self, pp: int) -> list[Schedule]:
+        found = []
+        for kind in (kind for kind in SCHEDULES if self.has(kind)):
+            most = len(self.profile.blocks) // pp
+            stages = (2,) if kind in V_SHAPED else STAGES_PER_RANK if kind in LOOPED else (1,)
+            found += [
+                Schedule(kind=kind, stages_per_rank=number if number > 2 else None)  # type: ignore[arg-type]
+                for number in stages
+                if number <= most
+            ]
+        return found
+
+    # ------------------------------------------------------------ step 4: ranks and states
+
+    def spreads(self, pipe: Pipe) -> Iterator[Spread]:
+        """Every division of the data ranks into replicas and shards, with every `zero`."""
+        for shard in divisors(pipe.data):
+            replicas = pipe.data // shard
+            if (shard > 1 and not self.has("dp_shard")) or (replicas > 1 and not self.has("dp_replicate")):
+                continue
+            if shard == 1:
+                yield Spread(pipe, replicas, shard, 0)
+            if shard > 1 or replicas == 1:
+                yield from (Spread(pipe, replicas, shard, zero) for zero in (1, 2, 3) if self.has(f"zero{zero}"))
+
+    def offloads(self, spread: Spread) -> bool:
+        """Whether the spread's states may be on the host."""
+        return spread.zero > 0 and self.has("offload", "offload-state")
+
+    # ------------------------------------------------------------ step 5: savings
+
+    @cached_property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """Every policy."""
+        found = [Recompute()]
+        if self.has("recompute", "recompute=ops"):
+            found.append(Recompute(mode="ops"))
+        if self.has("recompute", "recompute=every"):
+            found += [Recompute(mode="every", every=n) for n in EVERY]
+        if self.has("recompute", "recompute=ratio"):
+            found += [Recompute(mode="ratio", ratio=ratio) for ratio in RATIOS]
+        if self.has("recompute", "recompute=blocks"):
+            found.append(Recompute(mode="blocks"))
+        return tuple(found)
+
+    def flows(self, pipe: Pipe) -> Iterator[tuple[Schedule, bool]]:
+        """Every schedule, with saved tensors on the device and (where that is allowed) offloaded."""
+        for schedule in self.schedules(pipe.pp):
+            yield schedule, False
+            if self.has("offload", "offload-activations"):
+                yield schedule, True
+
+    def plan(self, flow: Flow, spread: Spread) -> Plan:
+        """The plan that all choices make."""
+        core = flow.pipe.core
+        return Plan(
+            axes=spread.axes,
+            zero=spread.zero,  # type: ignore[arg-type]  # 0 to 3 by construction
+            batch=Batch(micro_batches=flow.pipe.micro_batches),
+            schedule=flow.schedule,
+            precision=core.precision,  # type: ignore[arg-type]
+            float8=Float8(recipe=core.float8),  # type: ignore[arg-type]
+            recompute=self.recomputes[flow.policy],
+            offload=Offload(state=spread.offloaded, activations=flow.offload),
+            tensor=Tensor(sequence=core.sequence, loss=core.loss),
+            context=Context(kind=core.context),  # type: ignore[arg-type]
+        )
+
+
+def worlds_of(cluster: Cluster, goal: str) -> list[int]:
+    """Numbers of devices to plan for: all of them; for the least cost also each smaller part of equal nodes."""
+    if goal != "cost":
+        return [cluster.world]
+    parts = {cluster.per_node * nodes for nodes in divisors(cluster.nodes)} | set(divisors(cluster.per_node))
+    return sorted(parts)
+
+
+def simplicity(plan: Plan) -> tuple[object, ...]:
+    """Orders plans that are as good: fewer axes first, then fewer other features, smaller `tp`, `pp`, ..."""
+    axes = plan.axes
+    degrees = (axes.tp, axes.pp, axes.cp, axes.ep, axes.dp_shard, axes.dp_replicate)
+    extras = (
+        plan.recompute.mode != "none",
+        plan.offload.state,
+        plan.offload.activations,
+        plan.tensor.sequence,
+        plan.tensor.loss,
+        axes.pp > 1 and plan.schedule.kind != "1f1b",
+        plan.float8.recipe != "none",
+        plan.context.kind != "ring",
+    )
+    features = sum(extras) + plan.zero
+    return (sum(degree > 1 for degree in degrees), features, *degrees, plan.batch.micro_batches, str(plan))

@@ -1,0 +1,177 @@
+"""The verbs `plan`, `estimate` and `explain`: what they print and write, and what they make of bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from shardwise.cli.estimate import estimate
+from shardwise.cli.explain import explain
+from shardwise.cli.main import _command, main
+from shardwise.cli.plan import plan
+from shardwise.cli.planning import count_of, question
+from shardwise.errors import ExitCode, ShardwiseError, UsageError
+from shardwise.hardware.cluster import load_cluster
+from shardwise.plan.plan import Plan
+
+RUNNER = CliRunner()
+
+
+def run(verb: object, *words: str) -> object:
+    app = Typer()
+    app.command()(verb)  # type: ignore[type-var]
+    return RUNNER.invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+def invoke(verb: object, *words: str) -> tuple[int, str, BaseException | None]:
+    result = run(verb, *words)
+    return result.exit_code, result.output, result.exception  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_plan_prints_and_writes(here: Path) -> None:
+    code, text, error = invoke(plan, "llama-1b", "h100:8", "--seq", "4096", "--global-batch", "64", "--price", "2.5")
+    assert (code, error) == (ExitCode.OK, None)
+    for word in ("memory per device", "MFU", "what binds", "runners-up", "assumed:", "cost", "half of the measurements within"):
+        assert word in text
+    written = Plan.load(here / "plan.toml")
+    assert (written.world, written.batch.global_size) == (8, 64)
+    code, text, _ = invoke(explain, "plan.toml", "--model", "llama-1b", "--cluster", "h100:8", "--seq", "4096")
+    assert code == ExitCode.OK
+    assert "what binds" in text
+
+
+def test_plan_as_json_agrees_with_estimate(here: Path) -> None:
+    code, text, _ = invoke(plan, "llama-1b", "h100:8", "--seq", "4096", "--global-batch", "64", "--json")
+    found = json.loads(text)
+    assert (code, found["fits"]) == (ExitCode.OK, True)
+    assert sum(found["time"]["terms"].values()) == pytest.approx(found["time"]["total"])
+    words = ("plan.toml", "--model", "llama-1b", "--cluster", "h100:8", "--seq", "4096", "--json")
+    again = json.loads(invoke(estimate, *words)[1])
+    assert again["time"]["total"] == found["time"]["total"]
+    assert again["memory"]["device"] == found["memory"]["device"]
+
+
+def test_nothing_fits_exits_1_and_writes_nothing(here: Path) -> None:
+    code, text, _ = invoke(plan, "llama-405b", "l4:1", "--seq", "8192", "--global-batch", "1", "--forbid", "offload")
+    assert code == ExitCode.REFUSED
+    assert "nothing fits" in text
+    assert "nearest plan" in text
+    assert not (here / "plan.toml").exists()
+
+
+def test_tokens() -> None:
+    assert count_of("4M") == 4e6
+    asked = question("llama-8b", "h100:8", seq=8192, batch=None, tokens="16M")
+    assert asked.workload.global_batch == 2048
+    assert any("16,777,216" in note for note in asked.assumed)
+    near = question("llama-8b", "h100:8", seq=1000, batch=None, tokens="4100")
+    assert near.workload.global_batch == 4
+    assert any("nearest is 4" in note for note in near.assumed)
+
+
+EIGHT = ("--model", "llama-8b", "--cluster", "h100:8")
+BAD = [
+    (plan, ("lama-8b", "h100:8"), "llama-8b"),
+    (plan, ("llama-8b", "h1000:8"), "h100"),
+    (plan, ("llama-8b", "h100:0"), "size of 0"),
+    (plan, ("llama-8b", "h100:8", "--tokens", "4Q"), "units: k, M, B, T"),
+    (plan, ("llama-8b", "h100:8", "--tokens", "4M", "--global-batch", "8"), "keep one"),
+    (plan, ("llama-8b", "h100:8", "--forbid", "tensors"), "no plan has"),
+    (plan, ("llama-8b", "h100:8", "--goal", "fast"), "goal"),
+    (plan, ("llama-8b", "h100:8", "--optimizer", "adam"), "adamw"),
+    (plan, ("llama-8b", "h100:8", "--out", "plan.txt"), "ending in .toml"),
+    (plan, ("no_such_module:build", "h100:8"), "cannot be imported"),
+    (estimate, ("fsdp8 bf16", *EIGHT, "--global-batch", "7"), "7"),
+    (estimate, ("pp2 fsdp4 bf16 / mb2", *EIGHT, "--global-batch", "12"), "use a global batch of"),
+    (estimate, ("fsdp16 bf16", *EIGHT, "--global-batch", "16"), "needs 16 devices"),
+    (estimate, ("fsdp8 bf16", *EIGHT, "--stack", "megaton"), "megatron"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "words", "says"), BAD)
+def test_bad_input(here: Path, verb: object, words: tuple[str, ...], says: str) -> None:
+    code, _, error = invoke(verb, *words)
+    assert code != 0
+    assert isinstance(error, ShardwiseError)
+    assert re.search(says, str(error)), str(error)
+
+
+def test_a_plan_of_another_version(here: Path) -> None:
+    (here / "old.toml").write_text("format = 7\n")
+    _, _, error = invoke(estimate, "old.toml", "--model", "llama-8b", "--cluster", "h100:8")
+    assert "reads format 1" in str(error)
+
+
+def test_a_mixed_cluster(here: Path) -> None:
+    load_cluster("h100:8").save(here / "c.toml")
+    text = (here / "c.toml").read_text().replace("nodes = 1", "nodes = [1, 2]")
+    (here / "c.toml").write_text(text)
+    _, _, error = invoke(plan, "llama-8b", "c.toml")
+    assert "slowest node" in str(error)
+
+
+@pytest.mark.parametrize("word", ["detect", "probe"])
+def test_a_machine_that_cannot_be_asked_is_refused_or_asked(word: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("shardwise.hardware.local") is None:
+        with pytest.raises(UsageError, match="cannot ask the machine"):
+            question("tiny", word, seq=None, batch=None, tokens=None)
+
+
+def test_the_verbs_are_on_the_help_page(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(verb in shown for verb in ("plan", "estimate", "explain"))
+    assert _command("plan").name == "plan"
+
+
+class Page(HTMLParser):
+    """Tags that must close, and everything that would leave the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+        self.svgs = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.svgs += tag == "svg"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.outside += [f"{tag} {name}" for name, value in attrs if name in ("src", "href", "onload") and value]
+        if tag == "script":
+            self.outside.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.svgs += tag == "svg"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("more", [(), ("--forbid", "dp_shard", "--forbid", "tp", "--forbid", "cp")])
+def test_the_page_is_one_well_formed_file_that_needs_nothing_else(here: Path, more: tuple[str, ...]) -> None:
+    (here / "a&b<script>.toml").write_text('name = "a&b<script>"\npreset = "llama-1b"\n')
+    words = ("a&b<script>.toml", "h100:8", "--seq", "2048", "--global-batch", "32", "--html", "r.html", "--json")
+    assert invoke(plan, *words, *more)[0] == ExitCode.OK
+    text = (here / "r.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert (page.open, page.outside) == ([], [])
+    assert page.svgs >= 4
+    assert "a&amp;b&lt;script&gt;" in text
+    assert "<script" not in text

@@ -1,0 +1,259 @@
+"""`find_plan` against an exhaustive search, its bounds against the estimates, and what no estimate may do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import floor, inf, log
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError, UsageError
+from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import ModelSpec, preset
+from shardwise.plan.constraints import check
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.reasons import binds, decisions, why_lost
+from shardwise.plan.search import ALIKE, Candidate, Search, Walk, every_plan, find_plan
+from shardwise.plan.space import FEATURES, OPT_IN, Flow, Space, simplicity
+from shardwise.plan.stack import load_stack
+from shardwise.plan.timing import estimate_time
+from shardwise.plan.workload import Workload
+
+SMALL = replace(preset("llama-1b"), num_layers=4)
+MOE = replace(preset("mixtral-8x7b"), num_layers=2, ffn_dim=2048)
+
+
+def cluster(name: str, memory_gib: float | None = None) -> Cluster:
+    found = load_cluster(name)
+    return found.with_(device=replace(found.device, memory=memory_gib * GIB)) if memory_gib else found
+
+
+def find(spec: ModelSpec, where: Cluster, workload: Workload, **options: object) -> Search:
+    return find_plan(profile_of(spec), spec, where, workload, **{"headroom": 0.0, **options})  # type: ignore[arg-type]
+
+
+def space_of(spec: ModelSpec, where: Cluster, workload: Workload) -> Space:
+    return Space(profile_of(spec), spec, where, workload, load_stack("shardwise"))
+
+
+def estimated(space: Space, plan: Plan) -> Candidate:
+    workload = space.workload_of(plan)
+    memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
+    return Candidate(
+        plan=plan,
+        memory=memory,
+        time=estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack),
+    )
+
+
+TINY = Workload(seq_len=128, global_batch=1)
+
+# ---------------------------------------------------------------- against all plans
+
+CASES = [
+    (SMALL, "h100:4", 80, 2048, 4),
+    (SMALL, "h100:4", 6, 2048, 4),
+    (SMALL, "a100-80g:2x2", 9, 4096, 4),
+    (SMALL, "h100:3x2", 12, 1024, 3),
+    (MOE, "h100:4", 14, 1024, 4),
+]
+
+
+@pytest.mark.parametrize(("spec", "where", "gib", "seq_len", "batch"), CASES)
+def test_the_best_plan_is_that_of_an_exhaustive_search(
+    spec: ModelSpec, where: str, gib: float, seq_len: int, batch: int
+) -> None:
+    there, workload = cluster(where, gib), Workload(seq_len=seq_len, global_batch=batch)
+    space = space_of(spec, there, workload)
+    all_plans = [estimated(space, plan) for plan in every_plan(space)]
+    found = find(spec, there, workload, top=4)
+    ranks = {}
+    for each in sorted(
+        (each for each in all_plans if each.memory.fits),
+        key=lambda each: (floor(log(each.time.total) / ALIKE), simplicity(each.plan)),
+    ):
+        ranks.setdefault(each.layout, each)
+    expected = list(ranks.values())[:4]
+    assert [each.plan for each in found.ranked] == [each.plan for each in expected]
+    assert len(all_plans) > 10 * found.estimated or len(all_plans) < 3000
+
+
+@pytest.mark.parametrize("goal", ["memory", "cost"])
+def test_other_goals_too(goal: str) -> None:
+    there, workload = cluster("h100:4", 12), Workload(seq_len=1024, global_batch=4)
+    found = find(SMALL, there, workload, goal=goal, top=1).best
+    assert found is not None
+    smaller = [there.with_(per_node=n) for n in (1, 2, 4)] if goal == "cost" else [there]
+    best = inf
+    for part in smaller:
+        part = part if part.per_node == there.per_node else part.with_(domain=part.per_node)
+        space = space_of(SMALL, part, workload)
+        fits = [each for each in (estimated(space, plan) for plan in every_plan(space)) if each.memory.fits]
+        best = min([best, *(each.score(goal) for each in fits)])  # type: ignore[arg-type]
+    assert found.score(goal) == pytest.approx(best, rel=2 * ALIKE)  # type: ignore[arg-type]
+
+
+def test_no_bound_is_above_an_estimate() -> None:
+    """And they are tight enough to be of use: some are within 5 % of the estimate."""
+    tightest = 0.0
+    for spec, where, gib, seq_len, batch in CASES:
+        space = space_of(spec, cluster(where, gib), Workload(seq_len=seq_len, global_batch=batch))
+        bounds = Walk(space, "time", inf).bounds
+        for core in list(space.cores(space.cluster.world, {}))[::11]:
+            for pipe in space.pipes(core):
+                for (schedule, offload), policy in product(space.flows(pipe), range(len(space.recomputes))):
+                    flow = Flow(pipe, schedule, policy, offload)
+                    for spread in list(space.spreads(pipe))[::4]:
+                        plan = space.plan(flow, spread)
+                        if space.broken(plan):
+                            continue
+                        each = estimated(space, plan)
+                        time = bounds.plan_time(flow, spread)
+                        size = bounds.plan_size(flow, spread, bounds.flow_size(flow))
+                        assert bounds.core_time(core) <= time * (1 + 1e-9), plan
+                        assert time <= each.time.total * (1 + 1e-9), plan
+                        assert size <= each.memory.device * (1 + 1e-9), plan
+                        tightest = max(tightest, time / each.time.total, size / each.memory.device)
+    assert tightest > 0.95
+
+
+# ---------------------------------------------------------------- what a search says
+
+
+@cache
+def eight() -> Search:
+    return find(preset("llama-8b"), cluster("h100:8"), Workload(seq_len=8192, global_batch=64))
+
+
+def test_every_ranked_plan_passes_the_table_of_constraints() -> None:
+    for each in eight().ranked:
+        findings = check(each.plan, spec=preset("llama-8b"), world=8, global_batch=64, seq_len=8192, device="cuda")
+        assert not [finding for finding in findings if finding.severity == "error"]
+
+
+def test_reasons() -> None:
+    found = eight()
+    assert found.best is not None
+    fields = {decision.field: decision.reason for decision in decisions(found.best, found.space)}
+    assert "do not fit" in fields["zero"]
+    assert "slower" in why_lost(found.ranked[-1], found)
+    assert "compute" in binds(found.best, found.space)
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    found = eight()
+    for each in found.front:
+        assert not any(
+            other.time.total < each.time.total and other.memory.device < each.memory.device for other in found.seen
+        )
+    assert found.best is not None
+    assert found.front[-1].time.total <= found.best.time.total * (1 + ALIKE)
+
+
+def test_nothing_fits_gives_the_plan_that_needs_least() -> None:
+    found = find(SMALL, cluster("h100:2", 1.5), Workload(seq_len=8192, global_batch=2))
+    assert found.best is None
+    assert found.nearest is not None
+    assert found.nearest.memory.device > 1.5 * GIB
+
+
+def test_forbidden_features_are_not_used() -> None:
+    where, workload = cluster("h100:8"), Workload(seq_len=8192, global_batch=64)
+    plan = find(preset("llama-8b"), where, workload, forbid=("dp_shard", "cp"), top=1).ranked[0].plan
+    assert plan.axes.dp_shard == plan.axes.cp == 1
+
+
+def test_float8_only_where_it_is_allowed() -> None:
+    where, workload = cluster("h100:8"), Workload(seq_len=8192, global_batch=64)
+    allowed = find(preset("llama-8b"), where, workload, allow=("fp8",), top=1).ranked[0]
+    assert allowed.plan.float8.recipe != "none"
+    assert eight().best is not None
+    assert eight().best.plan.float8.recipe == "none"  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="a100-80g has no unit"):
+        find(preset("llama-8b"), cluster("a100-80g:8"), workload, allow=("fp8",))
+
+
+@pytest.mark.parametrize(("option", "word"), [("allow", "fp9"), ("forbid", "tensor"), ("goal", "speed")])
+def test_unknown_words_are_refused(option: str, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        find(
+            SMALL,
+            cluster("h100:1"),
+            Workload(seq_len=128, global_batch=1),
+            **{option: word if option == "goal" else (word,)},
+        )
+
+
+def test_every_feature_can_be_forbidden() -> None:
+    for word in (*FEATURES, *OPT_IN):
+        assert not replace(space_of(SMALL, cluster("h100:1"), TINY), forbid=(word,)).has(word)
+
+
+def test_a_batch_that_cannot_be_divided() -> None:
+    where, workload = cluster("h100:7"), Workload(seq_len=1024, global_batch=3)
+    with pytest.raises(PlanError, match="7"):
+        find(SMALL, where, workload, forbid=("pp", "cp", "tp"))
+
+
+# ---------------------------------------------------------------- properties
+
+PLANS = ["dp4", "fsdp4", "fsdp4 zero2", "fsdp2 tp2", "pp2 fsdp2 zero2 / mb4", "fsdp2 cp2"]
+PLANS += ["fsdp4 / recompute=blocks", "fsdp4 / offload=state"]
+plans = st.sampled_from(PLANS).map(lambda text: Plan.parse(f"{text} bf16"))
+lengths, batches = st.sampled_from([512, 2048, 8192]), st.sampled_from([8, 16, 64])
+workloads = st.builds(Workload, seq_len=lengths, global_batch=batches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans, workloads, st.floats(1.0, 8.0))
+def test_more_memory_never_makes_a_plan_illegal(plan: Plan, workload: Workload, more: float) -> None:
+    device = cluster("h100:4", 4).device
+    before = estimate_memory(profile_of(SMALL), plan, workload, device=device)
+    after = estimate_memory(profile_of(SMALL), plan, workload, device=replace(device, memory=device.memory * more))
+    assert after.device == before.device
+    assert after.fits or not before.fits
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans, workloads, st.sampled_from(["h100:4", "a100-80g:2x2", "l4:1x4"]))
+def test_doubling_all_bandwidths_never_slows_a_step(plan: Plan, workload: Workload, name: str) -> None:
+    there = load_cluster(name)
+    faster = there.with_(
+        device=replace(there.device, bandwidth=2 * there.device.bandwidth),
+        local=replace(there.local, bandwidth=2 * there.local.bandwidth),
+        network=replace(there.network, bandwidth=2 * there.network.bandwidth),
+        host_bandwidth=2 * there.host_bandwidth,
+    )
+    before = estimate_time(profile_of(SMALL), there, plan, workload).total
+    assert estimate_time(profile_of(SMALL), faster, plan, workload).total <= before * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans, workloads, st.sampled_from(["cp1", "tp1", "pp1", "ep1"]))
+def test_an_axis_of_size_1_changes_nothing(plan: Plan, workload: Workload, axis: str) -> None:
+    if f"{axis[:-1]}2" in str(plan):
+        return
+    words = str(plan).split(" / ")
+    same = Plan.parse(" / ".join([f"{words[0]} {axis}", *words[1:]]))
+    where = load_cluster("h100:4")
+    assert estimate_time(profile_of(SMALL), where, same, workload) == estimate_time(
+        profile_of(SMALL), where, plan, workload
+    )
+    assert estimate_memory(profile_of(SMALL), same, workload) == estimate_memory(profile_of(SMALL), plan, workload)
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans, workloads)
+def test_terms_sum_to_the_total(plan: Plan, workload: Workload) -> None:
+    step = estimate_time(profile_of(SMALL), load_cluster("h100:4"), plan, workload)
+    assert sum(step.terms.values()) == pytest.approx(step.total)
+    assert all(value >= 0 for value in step.terms.values())
+    memory = estimate_memory(profile_of(SMALL), plan, workload)
+    for rank in memory.stages:
+        assert sum(rank.terms.values()) == pytest.approx(rank.allocated)
