@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from shardwise.cli.config import Configuration, Given, Origin, read_configuratio
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.output import configuration_json, configuration_toml
 from shardwise.errors import ConfigError, PlanError, UsageError
+from shardwise.hardware.cluster import load_cluster
 from shardwise.train.settings import KEYS, RunSettings
 
 CPU = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2, 3, 4, 5))
-GPUS = Surroundings(device="cuda", num_devices=4, device_reason="4 seen", now=datetime(2026, 1, 2))
+H100S = load_cluster("h100:4")
+GPUS = Surroundings(device="cuda", num_devices=4, device_reason="4 seen", now=datetime(2026, 1, 2), cluster=H100S)
 
 
 def read(tmp_path: Path, text: str, *sets: str) -> Configuration:
@@ -116,7 +119,8 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
         (("train.nproc=3",), CPU, "dp3 / gbs6 / fp32"),
         (("train.nproc=1",), CPU, "dp1 / gbs4 / fp32"),
         ((), GPUS, "dp4 / gbs64 / bf16"),
-        (("model.preset=llama-8b",), GPUS, "fsdp4 / gbs64 / bf16"),
+        (("model.preset=llama-8b",), GPUS, "fsdp4 / mb2 gbs64 / bf16 / recompute=ops"),
+        (("plan.shorthand=auto", "train.nproc=1"), CPU, "dp1 / gbs4 / fp32"),
         (("plan.shorthand=tp2",), CPU, "tp2 / gbs4 / fp32"),
         (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs6 / fp32"),
         (("plan.shorthand=dp2 gbs6", "train.micro_batches=3"), CPU, "dp2 / mb3 gbs6 / fp32"),
@@ -176,3 +180,20 @@ def test_saved_configuration_gives_the_same_run(tmp_path: Path) -> None:
     assert RunSettings.model_validate_json(json.dumps(saved["settings"])) == first.settings
     assert saved["identity"] == json.loads(json.dumps(configuration_json(again)["identity"]))
     assert tomllib.loads(text)["train"]["seed"] == 3
+
+
+def test_a_plan_for_devices_without_a_known_name_is_asked_for() -> None:
+    around = replace(GPUS, cluster=None)
+    assert str(resolve(around=around).plan) == "dp4 / gbs64 / bf16"
+    with pytest.raises(ConfigError, match="needs devices of a known name"):
+        resolve("plan.shorthand=auto", around=around)
+
+
+def test_an_automatic_plan_for_a_factory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs the model's sizes"):
+        resolve("plan.shorthand=auto", "model.factory=a.b:c")
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(PlanError, match="llama-8b does not fit 2 x cpu.*needs the least"):
+        resolve("model.preset=llama-8b")

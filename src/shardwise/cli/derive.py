@@ -9,10 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.auto import auto_plan, this_machine
 from shardwise.cli.config import Configuration
 from shardwise.errors import ConfigError
+from shardwise.hardware.cluster import Cluster
 from shardwise.model.spec import ModelSpec, spec_from_dict
 from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.workload import Workload
 from shardwise.train.settings import RunSettings
 
 Choice = tuple[Any, str]
@@ -26,8 +29,8 @@ DIALS: Mapping[str, tuple[str, ...]] = {
 CPU_STEPS, GPU_STEPS = 440, 2000
 CPU_BATCH, GPU_BATCH = 4, 64
 CPU_SEQ, GPU_SEQ = 128, 1024
-SHARDED_FROM_PARAMS = 500_000_000
-"""From here on weights, gradients and AdamW's state (16 bytes per parameter) are worth sharding: 8 GB."""
+AUTO = "auto"
+"""The plan's shorthand that asks for the planner's choice."""
 LEARNING_RATES: Mapping[str, tuple[float, str]] = {
     "adamw": (4e-3, "AdamW on a small decoder"),
     "lamb": (1e-2, "LAMB scales each layer's step by its weights"),
@@ -46,6 +49,8 @@ class Surroundings:
     num_devices: int
     device_reason: str
     now: datetime
+    cluster: Cluster | None = None
+    """The devices of this machine, where they could be named."""
     launched_world: int | None = None
     """Processes that torchrun, srun or mpirun have started already; None: none of them."""
 
@@ -147,27 +152,49 @@ def _choose_plan(
     settings = configuration.settings
     device = settings.train.device or around.device
     given = settings.plan.file or settings.plan.shorthand
-    if given is not None:
+    if given is not None and given != AUTO:
         plan = Plan.load(Path(given)) if settings.plan.file else Plan.parse(given)
         chosen["train.nproc"] = (plan.world, "the plan's world size")
         return plan, {}
-    if settings.train.nproc is not None:
-        nproc, why = settings.train.nproc, str(configuration.origin("train.nproc"))
-    elif around.launched_world is not None:
-        nproc, why = around.launched_world, "processes that the launcher has started"
-    elif device == "cpu":
-        nproc, why = 2, "two gloo processes, since there is no accelerator"
-    else:
-        nproc, why = max(1, around.num_devices), f"all {device} devices of this machine"
+    nproc, why = _num_ranks(configuration, around, device)
     chosen["train.nproc"] = (nproc, why)
-    large = spec is not None and spec.num_params >= SHARDED_FROM_PARAMS
-    axes = Axes(dp_shard=nproc) if large else Axes(dp_replicate=nproc)
-    plan = Plan(axes=axes, zero=3 if large and nproc > 1 else 0, precision="fp32" if device == "cpu" else "bf16")
-    layout = "sharded data parallel: the model is large" if large else "data parallel: the model is small"
-    number = "fast on the device, fp32 parameters kept" if device != "cpu" else "exact, and as fast on a CPU"
-    state = "the model's state is worth sharding" if plan.zero else "every process has room for all of it"
-    chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; {layout}")
-    return plan, {"axes.dp_replicate": layout, "axes.dp_shard": layout, "zero": state, "precision": number}
+    unknown = "the model's sizes" if spec is None else "devices of a known name"
+    if spec is None or (device != "cpu" and around.cluster is None):
+        if given == AUTO:
+            raise ConfigError(
+                f"plan.shorthand = 'auto' needs {unknown}, and finds none here; give a plan, such as dp{nproc}, or let "
+                "`shardwise plan MODEL CLUSTER` find one"
+            )
+        plan = Plan(axes=Axes(dp_replicate=nproc), precision="fp32" if device == "cpu" else "bf16")
+        chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; nothing is planned without {unknown}")
+        return plan, {"axes.dp_replicate": "data parallel: the simplest layout"}
+    seq_len, batch = _lengths(configuration, spec, device, nproc)
+    workload = Workload(seq_len=seq_len, global_batch=batch)
+    plan, reasons = auto_plan(spec, this_machine(around.cluster, nproc), workload)
+    chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; the planner's choice")
+    if given == AUTO:
+        chosen["plan.shorthand"] = (AUTO, str(configuration.origin("plan.shorthand")))
+    return plan, dict(reasons)
+
+
+def _num_ranks(configuration: Configuration, around: Surroundings, device: str) -> Choice:
+    nproc = configuration.settings.train.nproc
+    if nproc is not None:
+        return nproc, str(configuration.origin("train.nproc"))
+    if around.launched_world is not None:
+        return around.launched_world, "processes that the launcher has started"
+    if device == "cpu":
+        return 2, "two gloo processes, since there is no accelerator"
+    return max(1, around.num_devices), f"all {device} devices of this machine"
+
+
+def _lengths(configuration: Configuration, spec: ModelSpec, device: str, nproc: int) -> tuple[int, int]:
+    """Tokens of a sample and samples of a step, as they are given or will be chosen."""
+    settings, cpu = configuration.settings, device == "cpu"
+    seq_len = settings.data.seq_len or min(CPU_SEQ if cpu else GPU_SEQ, spec.max_seq_len)
+    batch = CPU_BATCH if cpu else GPU_BATCH
+    ranks = nproc * (settings.train.micro_batches or 1)
+    return seq_len, settings.train.global_batch or -(-batch // ranks) * ranks
 
 
 def _choose_lengths(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from shardwise.cli.derive import Surroundings
+from shardwise.hardware.cluster import Cluster, load_cluster
 from shardwise.launch.environment import Launch, read_environment
 from shardwise.launch.variables import variables
 
@@ -63,8 +66,21 @@ def surroundings(device: str | None, launch: Launch | None) -> Surroundings:
     kind, count, reason = local_devices() if device != "cpu" else ("cpu", 0, "asked for")
     return Surroundings(
         device=device or kind,
+        cluster=_named_devices() if kind != "cpu" else None,
         num_devices=count,
         device_reason=reason,
         now=datetime.now(),
         launched_world=launch.world if launch else None,
     )
+
+
+def _named_devices() -> Cluster | None:
+    """The devices of this machine as a cluster; None where they have no known name.
+
+    Asked in a process of its own: reading their properties starts the driver, and no worker could be forked after it.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.json"
+        ask = f"from shardwise.hardware.local import discover; discover().save({str(file)!r})"
+        done = subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=120, check=False)
+        return load_cluster(file) if done.returncode == 0 else None

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from shardwise.cli.output import console, plan_json, print_json
 from shardwise.cli.plan import load_plan
 from shardwise.cli.planning import Question, estimate_json, question, show_assumed, show_memory, show_time
-from shardwise.errors import ExitCode, PlanError
+from shardwise.errors import ExitCode, ModelError, PlanError
+from shardwise.hardware.cluster import GIB
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.timing import StepTime, estimate_time
+
+if TYPE_CHECKING:
+    from shardwise.diagnose.trace_estimate import TracedEstimate
 
 
 def estimate(
@@ -27,6 +32,7 @@ def estimate(
     optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
     stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
     price: Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Estimate one plan: exit 0, 1 when it is refused or does not fit, 2 on a usage error."""
@@ -35,17 +41,64 @@ def estimate(
     asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, price=price)
     found = load_stack(stack)
     memory, step = estimates(parsed, asked, found)
+    traced = _traced(parsed, asked) if trace else []
     if json:
         answer = estimate_json(memory, step, asked.cluster)
+        if trace:
+            answer["trace"] = [_trace_json(each) for each in traced]
         print_json({"plan": plan_json(parsed), **answer, "assumed": list(asked.assumed)})
     else:
         out = console()
         out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
         show_memory(out, memory)
         show_time(out, step, asked.cluster)
+        for each in traced:
+            out.print(_trace_table(each))
         show_assumed(out, asked, found)
     if not memory.fits:
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def _traced(plan: Plan, asked: Question) -> list[TracedEstimate]:
+    """The traced step of the first rank, and with a pipeline of the last.
+
+    Raises:
+        ModelError: sizes that no model of Shardwise's own has, or a module.
+    """
+    from shardwise.diagnose.trace_estimate import estimate_by_trace  # torch, for those who ask
+
+    if asked.spec is None:
+        raise ModelError("estimate --trace: a module was given; needed sizes of a decoder: a preset or a file of sizes")
+    ranks = [0, plan.world - 1] if plan.axes.pp > 1 else [0]
+    return [estimate_by_trace(asked.spec, plan, asked.workload, rank=rank) for rank in ranks]
+
+
+def _trace_json(traced: TracedEstimate) -> dict[str, object]:
+    traffic = [
+        {"kind": kind, "axis": axis, "times": each.times, "bytes": each.num_bytes}
+        for (kind, axis), each in traced.traffic.items()
+    ]
+    return {
+        "rank": traced.rank,
+        "peak_bytes": traced.peak,
+        "phase": traced.phase,
+        "held": dict(traced.held),
+        "collectives": traffic,
+    }
+
+
+def _trace_table(traced: TracedEstimate) -> Table:
+    unit, name = (GIB, "GiB") if traced.peak > GIB / 10 else (2**20, "MiB")
+    held = ", ".join(f"{kind} {size / unit:.2f}" for kind, size in traced.held.items() if size)
+    table = Table(
+        title=f"traced step of rank {traced.rank}: {traced.peak / unit:.2f} {name} of live tensors ({traced.phase})",
+        caption=f"{name}: {held}; kernels of the CPU, eager",
+    )
+    for heading in ("collective", "axis", "times per step", f"{name} per step"):
+        table.add_column(heading)
+    for (kind, axis), each in traced.traffic.items():
+        table.add_row(kind, axis, f"{each.times:,}", f"{each.num_bytes / unit:.3f}")
+    return table
 
 
 def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTime]:

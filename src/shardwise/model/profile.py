@@ -71,14 +71,14 @@ class Pointwise:
     """Kept by a fused kernel."""
     saves_apart: int = 0
     """Kept where each primitive is a kernel of its own."""
-    upcast: bool = False
-    """The primitives work in fp32: the first `saves` of what they keep has 4 bytes."""
     kernels: int = 1
     """Kernels of the primitives; a fused one is one."""
     masks: int = 0
     """Bytes of dropout masks."""
     per_choice: int = 0
     """Experts per token, for an operator on routed tokens: it happens for each choice. 0: once per token."""
+    upcast: bool = False
+    """The primitives work in fp32: the first `saves` of what they keep has 4 bytes."""
 
 
 Op = Matmul | Attention | Pointwise

@@ -10,6 +10,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
 from shardwise.plan.kernels import (
     BYTES,
+    TAIL,
     attention_backward,
     attention_time,
     matmul_time,
@@ -203,7 +204,12 @@ def _context(block: Block, shape: Shape, setting: Setting) -> float:
             op, (shape[0], shape[1] // cp, shape[1]), setting.axes.tp, setting.cluster.device, setting.stack
         )
         behind = ahead + attention_backward(ahead, setting.stack)
-        total += max(sent - (behind * 0.9 if setting.context == "ring" else 0.0), 0.1 * sent)
+        if setting.context == "gather":
+            total += sent
+            continue
+        part = tokens * op.heads * op.v_dim / setting.axes.tp  # each turn merges its part into the output, in fp32
+        merge = pointwise_time(3 * part, setting.cluster.device, 4.0) + 3 * TAIL
+        total += max(sent - behind * 0.9, 0.1 * sent) + 3 * (cp - 1) * merge
     return total
 
 

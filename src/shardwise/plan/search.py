@@ -30,7 +30,7 @@ from shardwise.plan.timing import StepTime, estimate_time
 from shardwise.plan.workload import Workload
 
 Goal = Literal["time", "cost", "memory"]
-ALIKE = 0.001
+ALIKE = 0.002
 """Scores that differ by less, relatively, count as equal, and the simpler plan is preferred."""
 ASSUMED_HOST = 256 * GIB
 """Host memory per device where the cluster does not say."""

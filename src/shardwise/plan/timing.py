@@ -252,12 +252,13 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts)
         return exposed, max(0.0, (2 * gather + scatter) * count + across - exposed)
     if plan.zero:
         total = both("reduce_scatter", gradient) + both("all_gather", width) + across
+        wait = stack.gather_wait * (1 + sum(len(stage.blocks) for stage in heavy.stages))
         behind = backward + forward  # the gather hides behind the next forward pass
     else:
         total = both("all_reduce", gradient) + across
-        behind = backward
+        wait, behind = 0.0, backward
     hides = stack.overlap_data * min(behind, total)
-    return total - hides, hides
+    return total - hides + wait, hides
 
 
 def _update(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, float]:
