@@ -17,6 +17,7 @@ from shardwise.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to `_HOMES`
     from shardwise import errors as errors
+    from shardwise.checkpoint.directory import Retention as Retention
     from shardwise.checkpoint.hf_export import export_hf as export_hf
     from shardwise.checkpoint.hf_weights import load_hf as load_hf
     from shardwise.checkpoint.store import Store as Store
@@ -74,11 +75,13 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.train.optimizers import lion as lion
     from shardwise.train.optimizers import muon as muon
     from shardwise.train.optimizers import sgd as sgd
+    from shardwise.train.options import StepMetrics as StepMetrics
+    from shardwise.train.options import StepOptions as StepOptions
+    from shardwise.train.probe import Probe as Probe
+    from shardwise.train.protect import Protect as Protect
     from shardwise.train.rounding import stochastic_adamw as stochastic_adamw
     from shardwise.train.several import several as several
     from shardwise.train.state import TrainState as TrainState
-    from shardwise.train.step import StepMetrics as StepMetrics
-    from shardwise.train.step import StepOptions as StepOptions
     from shardwise.train.step import make_step as make_step
 
 # Where each public name lives. The order is the order of docs/reference.md.
@@ -115,9 +118,13 @@ _HOMES = {
     "shardwise.train.rounding": ("stochastic_adamw",),
     "shardwise.train.lr": ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
     "shardwise.train.state": ("TrainState",),
-    "shardwise.train.step": ("make_step", "StepOptions", "StepMetrics"),
+    "shardwise.train.probe": ("Probe",),
+    "shardwise.train.step": ("make_step",),
+    "shardwise.train.options": ("StepOptions", "StepMetrics"),
+    "shardwise.train.protect": ("Protect",),
     "shardwise.train.loop": ("steps", "evaluate"),
     "shardwise.checkpoint.store": ("Store",),
+    "shardwise.checkpoint.directory": ("Retention",),
     "shardwise.diagnose.prove": ("verify",),
     "shardwise.models.decoder": ("Decoder", "DecoderConfig"),
     "shardwise.models.gpt": ("GPT", "GPTConfig"),

@@ -9,7 +9,12 @@
     |- LaunchError         world size, rendezvous, ports, launcher's variables       exit 3
     |- CheckpointError     a store that cannot be written, or read                   exit 4
     |- NonFiniteError      a loss or gradient that is not finite, policy `raise`     exit 5
-    `- RankFailure         another rank failed; carries the first failure's text     exit 6
+    |- RankFailure         another rank failed; carries the first failure's text     exit 6
+    |- LockedError         a run's directory that another run is using               exit 7
+    |- ChangedError        a resume whose settings change the maths, not allowed     exit 8
+    |- SpikeError          more spikes of the loss than the policy's limit           exit 9
+    |- OutOfMemoryError    a step that does not fit, however small its micro-batch   exit 10
+    `- ReplicaError        copies of a parameter that differ between ranks           exit 11
 
 A message has five parts: what failed, where (name, axis, rank), what was found, what is needed, what to do.
 """
@@ -29,9 +34,18 @@ class ExitCode(IntEnum):
     CHECKPOINT = 4
     NON_FINITE = 5
     RANK_FAILED = 6
+    LOCKED = 7
+    CHANGED = 8
+    SPIKE = 9
+    OUT_OF_MEMORY = 10
+    REPLICAS_DIFFER = 11
     INTERNAL = 70
     INTERRUPTED = 130
     """Ctrl-C: the step was finished and a checkpoint saved, when a store was given."""
+    KILLED = 137
+    """A second signal, or the grace period was over: ended at once, nothing saved since the last checkpoint."""
+    PREEMPTED = 138
+    """SIGUSR1, a scheduler's warning: the step was finished and a checkpoint saved, when a store was given."""
     TERMINATED = 143
     """SIGTERM: the step was finished and a checkpoint saved, when a store was given."""
 
@@ -86,3 +100,33 @@ class RankFailure(ShardwiseError):
     """Another rank failed; the message is the first failure's."""
 
     exit_code = ExitCode.RANK_FAILED
+
+
+class LockedError(ShardwiseError):
+    """A run's directory that another run is using."""
+
+    exit_code = ExitCode.LOCKED
+
+
+class ChangedError(ShardwiseError):
+    """A resume whose settings change the maths of the run, without leave."""
+
+    exit_code = ExitCode.CHANGED
+
+
+class SpikeError(ShardwiseError):
+    """More spikes of the loss, or of the gradient norm, than the policy's limit."""
+
+    exit_code = ExitCode.SPIKE
+
+
+class OutOfMemoryError(ShardwiseError):
+    """A step that does not fit into memory, however small its micro-batch."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
+
+
+class ReplicaError(ShardwiseError):
+    """Copies of a parameter that differ between ranks which must hold the same."""
+
+    exit_code = ExitCode.REPLICAS_DIFFER

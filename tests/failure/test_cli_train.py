@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,10 +62,10 @@ def losses(out: Path) -> list[tuple[int, float, float]]:
 
 
 def tensors(out: Path) -> dict[str, str]:
-    """SHA-256 of the newest checkpoint's data files."""
+    """Checksums of the newest checkpoint's tensors."""
     newest = max((out / "checkpoints").glob("step-*"))
-    files = json.loads((newest / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+    stored = json.loads((newest / "manifest.json").read_text())["tensors"]
+    return {name: entry["checksum"] for name, entry in stored.items()}
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +111,14 @@ def test_a_resumed_run_ends_bit_equal_on_other_processes(whole: Path, text: Path
     ran = train(text, out, "--steps", "4", "--no-sample")
     assert ran.returncode == 0, ran.stderr
     assert "continuing from" in ran.stdout
+    proof = re.search(r"resume proof: (\d+)/(\d+) tensors, checksums ok, probe loss (\S+) = (\S+), ", ran.stdout)
+    assert proof and proof[1] == proof[2] == str(len(tensors(out))) and proof[3] == proof[4]
+    (kept,) = [json.loads(line) for line in (out / "resumes.jsonl").read_text().splitlines()]
+    assert kept["step"] == 2 and kept["proof"]["probe"] == kept["proof"]["stored_probe"] is not None
     assert losses(out) == losses(whole)
     assert tensors(out) == tensors(whole)
+    main = [str(Path(sys.executable).parent / "shardwise"), "ckpt", "diff", str(out), str(whole)]
+    assert subprocess.run(main, capture_output=True).returncode == 0
 
 
 def test_negative_control_another_seed_is_another_run(whole: Path, text: Path, tmp_path: Path) -> None:
@@ -143,17 +150,19 @@ def test_sigterm_saves_and_the_run_continues(text: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "text_of_error"),
+    ("words", "code", "text_of_error"),
     [
-        (["--dim", "64"], "holds another run: model"),
-        (["--optimizer", "lion"], "optimizer was 'adamw', now 'lion'"),
-        (["--resume", "never"], "--resume never would overwrite"),
+        (["--dim", "64"], ExitCode.CHANGED, "model.dim: 32 -> 64 (maths)"),
+        (["--optimizer", "lion"], ExitCode.CHANGED, "optimizer.name: 'adamw' -> 'lion' (maths)"),
+        (["--resume", "never"], ExitCode.USAGE, "--resume never would overwrite"),
     ],
 )
-def test_out_that_holds_another_run(whole: Path, text: Path, words: list[str], text_of_error: str) -> None:
+def test_out_that_holds_another_run(
+    whole: Path, text: Path, words: list[str], code: ExitCode, text_of_error: str
+) -> None:
     before = (whole / "config.json").read_bytes()
     ran = train(text, whole, "--steps", "4", *words)
-    assert ran.returncode == ExitCode.USAGE
+    assert ran.returncode == code
     assert text_of_error in ran.stderr
     assert (whole / "config.json").read_bytes() == before
 
@@ -186,3 +195,21 @@ def test_a_factory_under_another_plan(text: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert len(losses(tmp_path / "run")) == 1
+
+
+def test_a_changed_rate_needs_leave_and_a_changed_layout_does_not(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert train(text, out, "--steps", "1", "--no-sample", "--plan", "dp2").returncode == 0
+    words = ["--steps", "3", "--no-sample", "--plan", "fsdp2", "--lr", "0.5", "--seed", "5", "--check-replicas", "1"]
+    refused = train(text, out, *words)
+    assert refused.returncode == ExitCode.CHANGED
+    assert "add --allow optimizer.lr --allow train.seed" in refused.stderr
+    ran = train(text, out, *words, "--allow", "optimizer.lr", "--allow", "train.seed")
+    assert ran.returncode == 0, ran.stderr
+    assert "changed since the last start: train.seed: 0 -> 5 (maths)" in ran.stderr
+    assert "plan.shorthand: 'dp2' -> 'fsdp2' (layout)" in ran.stderr
+    [event] = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert event["event"] == "changed" and event["allowed"] == ["optimizer.lr", "train.seed"]
+    assert [step for step, _, _ in losses(out)] == [1, 2, 3]
+    [lock] = (out / "lock").iterdir()
+    assert json.loads(lock.read_text())["released"]

@@ -32,7 +32,7 @@ from pathlib import Path
 asked = []
 def ask(number, frame):
     asked.append(number)
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, ask)
 Path(sys.argv[1], "ready" + os.environ["RANK"]).write_text(str(os.getpid()))
 while not asked or {stubborn}:
@@ -126,7 +126,12 @@ raise ValueError("the cause")
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, ExitCode.INTERRUPTED),
+        (signal.SIGTERM, ExitCode.TERMINATED),
+        (signal.SIGUSR1, ExitCode.PREEMPTED),
+    ],
 )
 def test_a_signal_lets_ranks_save(
     patient: tuple[subprocess.Popen[str], list[int]], tmp_path: Path, number: signal.Signals, code: ExitCode
@@ -145,9 +150,25 @@ def test_a_second_signal_ends_at_once(stubborn: tuple[subprocess.Popen[str], lis
     assert process.poll() is None  # the first one waits for the ranks
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert finish(process)[0] == ExitCode.INTERRUPTED
+    assert finish(process)[0] == ExitCode.KILLED
     assert time.monotonic() - begun < 10
     assert not (tmp_path / "saved0").exists()
+
+
+def test_when_the_grace_period_is_over_ranks_are_killed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PATIENT.format(stubborn=True))
+    job = f"Job(target={str(tmp_path / 'script.py')!r}, args=({str(tmp_path)!r},), nproc=2, signal_grace_s=1.0)"
+    code = "import sys; from shardwise.launch.job import Job; from shardwise.launch.local import run_local; "
+    process = subprocess.Popen([sys.executable, "-c", code + f"sys.exit(run_local({job}).exit_code)"])
+    end = time.monotonic() + 60
+    while not (tmp_path / "ready1").exists() or not (tmp_path / "ready0").exists():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == ExitCode.KILLED
+    assert 1 <= time.monotonic() - begun < 10
+    assert not any(alive(int((tmp_path / f"ready{rank}").read_text())) for rank in (0, 1))
 
 
 def alive(pid: int) -> bool:

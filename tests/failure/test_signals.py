@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.errors import ExitCode
 from shardwise.testing.world import World, WorldError
-from shardwise.train.loop import SAME_SIGNAL_S
+from shardwise.train.signals import SAME_SIGNAL_S, STOP_SIGTERM, STOPS, stop_name
+from shardwise.train.sums import _gathered, _spread
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -30,14 +32,14 @@ def interrupted(text: str, number: int, directory: str) -> dict[str, Any]:
                 os.kill(os.getpid(), number)
             return points.weighted(output, batch)
 
-        handlers = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)]
+        handlers = [signal.getsignal(kind) for kind in STOPS]
         code: Any = None
         try:
             for metrics in sw.steps(state, loss_fn, until=CASE.steps, store=sw.Store(directory)):
                 seen.append((metrics.step, metrics.stopping))
         except SystemExit as exit_:
             code = exit_.code
-        restored = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)] == handlers
+        restored = [signal.getsignal(kind) for kind in STOPS] == handlers
         return {"seen": seen, "code": code, "restored": restored, "step": state.step}
 
 
@@ -60,9 +62,12 @@ def test_sigterm_finishes_the_step_saves_and_exits_143(world: World, tmp_path: P
         assert all(torch.equal(tensor, other[name]) for name, tensor in rank.items())
 
 
-def test_sigint_exits_130(world: World, tmp_path: Path) -> None:
-    for rank in world(2, interrupted, "dp2 / fp64", signal.SIGINT, str(tmp_path)):
-        assert rank == {"seen": [(1, None), (2, "SIGINT")], "code": 130, "restored": True, "step": 2}
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGUSR1, ExitCode.PREEMPTED)]
+)
+def test_sigint_exits_130_and_sigusr1_138(world: World, tmp_path: Path, number: signal.Signals, code: ExitCode) -> None:
+    for rank in world(2, interrupted, "dp2 / fp64", number, str(tmp_path)):
+        assert rank == {"seen": [(1, None), (2, number.name)], "code": int(code), "restored": True, "step": 2}
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
 
 
@@ -102,3 +107,13 @@ def test_a_second_signal_ends_the_process_at_once(world: World, tmp_path: Path) 
     with pytest.raises(WorldError, match=rf"exit code -{signal.SIGTERM:d}\)"):
         world(2, twice, "dp2 / fp64", str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"0-0", "0-1", "1-0", "1-1"}  # not past the third
+
+
+def test_requests_of_many_ranks_stay_apart_even_where_they_ride_as_fp32() -> None:
+    for ranks in (1, 2, 511, 512):
+        for number, stop in STOPS.items():
+            total = torch.zeros(21, dtype=torch.float32)
+            for _ in range(ranks):
+                total += torch.tensor(_spread([0.5, 3.0, stop, 1.0, 1.0, 0.0]), dtype=torch.float32)
+            assert stop_name(_gathered(total.tolist())[2]) == number.name
+    assert stop_name(STOP_SIGTERM + 99_999) == "SIGTERM" and stop_name(99_999) == "SIGINT"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
 import signal
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import directory, store
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint import saving
+from shardwise.checkpoint.directory import Directory
+from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh, open_mesh
@@ -71,11 +74,11 @@ def die_in_save(path: str, where: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         if where == "data" and mesh.rank == 1:
-            store._write = die
+            saving.write_shard_file = die
         elif where == "manifest" and mesh.rank == 0:
-            Manifest.write = die  # type: ignore[method-assign]
+            LocalFiles.write_whole = die  # type: ignore[method-assign]
         elif where == "rename" and mesh.rank == 0:
-            directory.commit = die
+            LocalFiles.rename = die  # type: ignore[method-assign]
         target.save(state)
 
 
@@ -118,10 +121,11 @@ def saved_until_killed(path: str) -> list[int]:
         time.sleep(0.35 + 0.037 * attempt)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        found = directory.listing(Path(path))
+        found = Directory(Path(path), LOCAL).listing()
         assert found.complete and not found.damaged
-        for checkpoint, manifest in found.complete:
-            manifest.check_files(checkpoint, list(manifest.files))
+        for checkpoint, _ in found.complete:
+            with Reader(checkpoint) as reader:
+                reader.verify()
         steps.append(found.complete[0][1].step)
     return steps
 
@@ -175,7 +179,6 @@ def fill(path: str) -> str:
     with open_mesh(PLAN) as mesh:
         state, target = make(mesh), Store(path)
         target.load_latest(state)
-        target.keep = 3
         big = make(mesh, wide=100_000)
         big.run(1)
         with pytest.raises(CheckpointError) as caught:
@@ -186,20 +189,24 @@ def fill(path: str) -> str:
 DAMAGES = {
     "manifest gone": ("manifest.json", None),
     "manifest truncated": ("manifest.json", "cut"),
-    "data gone": ("__1_0.distcp", None),
-    "data truncated": ("__0_0.distcp", "cut"),
-    "data changed": ("__1_0.distcp", "flip"),
-    "index changed": (".metadata", "flip"),
+    "data gone": ("rank-00001.safetensors", None),
+    "data truncated": ("rank-00000.safetensors", "cut"),
+    "data changed": ("rank-00001.safetensors", "flip"),
+    "header changed": ("rank-00000.safetensors", "flip header"),
+    "a file too many": ("rank-00002.safetensors", "extra"),
 }
 
 
 def damage(checkpoint: Path, name: str, how: str | None) -> None:
+    if how == "extra":
+        (checkpoint / name).write_bytes(b"")
+        return
     data = bytearray((checkpoint / name).read_bytes())
     if how is None:
         (checkpoint / name).unlink()
         return
-    data[len(data) // 2] ^= 1
-    (checkpoint / name).write_bytes(data if how == "flip" else data[: len(data) // 2])
+    data[-60 if how == "flip" else 300] ^= 1
+    (checkpoint / name).write_bytes(data[: len(data) // 2] if how == "cut" else data)
 
 
 @pytest.mark.parametrize("what", DAMAGES)
@@ -210,6 +217,51 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_loads(world: World,
     for step, _, [reason] in world(2, resume, str(tmp_path)):
         assert step == 1
         assert f"step-00000002/{name}" in reason
+
+
+def random_damages(path: str, count: int) -> list[str]:
+    """Each random damage of the newest checkpoint is named, and the one before it is loaded."""
+    root, draw, said = Path(path), random.Random(4), []
+    with open_mesh(LAYOUTS["one"]) as mesh, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = make(mesh, "one")
+        state.run(1)
+        target = Store(root)
+        target.save(state)
+        truth = state.whole()
+        state.run(1)
+        target.save(state)
+        newest = root / "step-00000002"
+        kept = {name: (newest / name).read_bytes() for name in sorted(os.listdir(newest))}
+        for _ in range(count):
+            name = draw.choice(list(kept))
+            data = bytearray(kept[name])
+            match draw.randrange(4):
+                case 0:
+                    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                case 1:
+                    del data[draw.randrange(len(data)) :]
+                case 2:
+                    data += b"\0"
+                case _:
+                    data[: len(data) // 2] = bytes(len(data) // 2)
+            (newest / name).write_bytes(data)
+            loaded = target.load_latest(state)
+            assert loaded is not None and loaded.step == 1
+            assert all(torch.equal(tensor, truth[key]) for key, tensor in state.whole().items())
+            [skipped] = loaded.skipped
+            assert f"step-00000002/{name}" in skipped.reason, skipped.reason
+            said.append(skipped.reason)
+            (newest / name).write_bytes(kept[name])
+        loaded = target.load_latest(state)
+        assert loaded is not None and loaded.step == 2 and not loaded.skipped
+    return said
+
+
+def test_random_damage_is_named_and_the_checkpoint_before_loads(world: World, tmp_path: Path) -> None:
+    count = 2000 if os.environ.get("SHARDWISE_SOAK") else 80
+    [said] = world(1, random_damages, str(tmp_path), count, timeout_s=600)
+    assert len(set(said)) > 20
 
 
 def load_damaged(path: str) -> str:
@@ -225,7 +277,7 @@ def load_damaged(path: str) -> str:
 def test_a_store_without_a_whole_checkpoint_is_an_error_and_no_fresh_start(world: World, tmp_path: Path) -> None:
     world(2, save_twice, str(tmp_path))
     for step in (1, 2):
-        damage(tmp_path / f"step-0000000{step}", "__0_0.distcp", "flip")
+        damage(tmp_path / f"step-0000000{step}", "rank-00000.safetensors", "flip")
     for message in world(2, load_damaged, str(tmp_path)):
         assert "none of the 2 checkpoints is whole" in message
 

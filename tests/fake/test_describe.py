@@ -23,9 +23,9 @@ SPECS = {
     "gpt": ModelSpec(**SIZES, max_seq_len=128, kind="gpt"),
     "moe": ModelSpec(**SIZES, max_seq_len=128, kind="moe", num_kv_heads=2, num_experts=4, experts_per_token=2),
 }
-BOUND = {"llama": 0.10, "tied": 0.12, "gpt": 0.25, "moe": 0.03}
-"""How far the sizes' claim is above what autograd keeps, one primitive at a time: a norm keeps its input and what it
-gives times one (two in all; one, as one kernel, in the GPT), and is claimed to keep three."""
+BOUND = {"llama": 0.01, "tied": 0.01, "gpt": 0.01, "moe": 0.07}
+"""How far what autograd keeps is above the claim from sizes; the reference's mixing of experts keeps 6 % that is not
+claimed, as it is not every stack's."""
 
 
 def saved(block: Block, *, fused: bool) -> int:
@@ -51,7 +51,7 @@ def check(found: Profile, spec: ModelSpec, bound: float) -> None:
         assert getattr(found, key) == getattr(claimed, key), key
     assert found.blocks[1] is found.blocks[2], "equal neighbours are one object"
     apart, whole = (saved(found.blocks[1], fused=f) / saved(claimed.blocks[1], fused=f) for f in (False, True))
-    assert 1 - bound <= apart <= 1 + 0.01 and 0.99 <= whole <= 1.06, (apart, whole)
+    assert 1 <= apart <= 1 + bound and 1 <= whole <= 1 + bound, (apart, whole)
 
 
 @pytest.mark.parametrize("kind", SPECS)

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World
-from shardwise.train.torch_private import clamp_all, norms, scale_all, shard_like
+from shardwise.train.torch_private import clamp_all, copy_all, local_of, norms, scale_all, shard_like
 from tests.parity.placing import LAYOUTS, place
 
 
@@ -21,6 +21,25 @@ def test_scale_and_clamp_in_place() -> None:
 
 def test_norms_of_a_list() -> None:
     assert [n.tolist() for n in norms([torch.tensor([3.0, -4.0]), torch.tensor(2.0)])] == [5.0, 2.0]
+
+
+def test_copy_into_other_tensors() -> None:
+    targets = [torch.zeros(2), torch.tensor(0, dtype=torch.int64)]
+    copy_all(targets, [torch.tensor([3.0, -4.0]), torch.tensor(2)])
+    assert [t.tolist() for t in targets] == [[3.0, -4.0], 2]
+    copy_all([], [])
+
+
+def test_local_of_shares_storage(world: World) -> None:
+    assert all(world(2, locals_are_shards))
+    plain = torch.ones(2, requires_grad=True)
+    assert local_of(plain).data_ptr() == plain.data_ptr() and not local_of(plain).requires_grad
+
+
+def locals_are_shards() -> bool:
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        parameters = [p for p in place("fsdp2", mesh).parameters() if isinstance(p, DTensor)]
+        return bool(parameters) and all(local_of(p).data_ptr() == p.to_local().data_ptr() for p in parameters)
 
 
 def rewrap(layout: str) -> bool:

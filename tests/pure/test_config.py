@@ -104,7 +104,7 @@ def test_a_flag_replaces_a_files_other_spelling(tmp_path: Path) -> None:
 def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
     derived = resolve()
     settings = derived.configuration
-    optional = {"plan.file", "train.tokens", "train.clip_value", "optimizer.momentum", "model.factory"}
+    optional = {"train.grace_s", "plan.file", "train.tokens", "train.clip_value", "optimizer.momentum", "model.factory"}
     optional |= {key for key in KEYS if key.startswith("model.") and key != "model.preset"}
     assert {key for key in KEYS if settings.value(key) is None} == optional
     reasons = [str(settings.origin(key)) for key in KEYS if settings.origin(key).kind == "derived"]
@@ -119,7 +119,7 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
         (("train.nproc=3",), CPU, "dp3 / gbs6 / fp32"),
         (("train.nproc=1",), CPU, "dp1 / gbs4 / fp32"),
         ((), GPUS, "dp4 / gbs64 / bf16"),
-        (("model.preset=llama-8b",), GPUS, "fsdp4 / mb2 gbs64 / bf16 / recompute=ops"),
+        (("model.preset=llama-8b",), GPUS, "fsdp4 zero2 / mb4 gbs64 / bf16"),
         (("plan.shorthand=auto", "train.nproc=1"), CPU, "dp1 / gbs4 / fp32"),
         (("plan.shorthand=tp2",), CPU, "tp2 / gbs4 / fp32"),
         (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs6 / fp32"),

@@ -51,15 +51,20 @@ def test_tensor_parallelism_divides_24_of_34_and_sequence_parallelism_all() -> N
 
 @pytest.mark.parametrize(
     ("plan", "weights", "optimizer"),
-    [("dp8", 1, 1), ("fsdp8 zero1", 1, 8), ("fsdp8 zero2", 1, 8), ("fsdp8", 8, 8), ("fsdp4 tp2", 8, 8)],
+    [("dp8", 1, 1), ("fsdp8 zero1", 8, 8), ("fsdp8 zero2", 8, 8), ("fsdp8", 8, 8), ("fsdp4 tp2", 8, 8)],
 )
 def test_states_in_fp32(plan: str, weights: int, optimizer: int) -> None:
-    """arXiv:1910.02054: 4 bytes of weights and 8 of Adam per parameter, over its shards; norms are whole under tp."""
+    """arXiv:1910.02054: 4 bytes of weights and 8 of Adam per parameter, over its shards; norms are whole under tp.
+
+    Under zero 1 and 2 torch keeps the shards, and the whole parameters beside them between forward and backward.
+    """
     terms = _terms(plan)
     count = LLAMA.num_params
     norms = 17 * 64 * 4 / 4 if "tp2" in plan else 0
     assert terms["weights"] == pytest.approx(count * 4 / weights, abs=norms * 4)
     assert terms["optimizer"] == pytest.approx(count * 8 / optimizer, abs=norms * 8)
+    if "zero" in plan:
+        assert terms["gathered"] == count * 4
 
 
 def test_megatron_keeps_18_bytes_per_parameter_and_divides_12_by_zero_1() -> None:
@@ -109,5 +114,5 @@ def test_experts_are_divided_by_ep() -> None:
     spec = replace(LLAMA, kind="moe", num_experts=8, experts_per_token=2)
     one, four = _terms("fsdp4 zero1", spec), _terms("fsdp4 ep4 zero1", spec)
     experts = 8 * 8 * 3 * 64 * 192 * 4
-    assert one["weights"] - four["weights"] == experts * 3 / 4
+    assert one["gathered"] - four["gathered"] == experts * 3 / 4
     assert one["optimizer"] == pytest.approx(four["optimizer"])

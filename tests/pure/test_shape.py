@@ -58,7 +58,7 @@ FILE_LINES, FUNCTION_LINES, FUNCTION_LINES_P90, PARAMETERS, OWN_DEPTH = 400, 60,
 EXCEPTIONS = {
     ("depth", "errors.py"): "the tree of exceptions is what users catch by; it is drawn at the top of the file",
     ("depth", "records.py:RecordError"): "a ConfigError that carries its key, private to readers of files",
-    ("depth", "checkpoint/manifest.py:DamagedError"): "a CheckpointError after which an older one is tried",
+    ("depth", "checkpoint/format.py:DamagedError"): "a CheckpointError after which an older one is tried",
     ("parameters", "train/optimizers.py:adamw"): "AdamW's own five dials, and how its averages are kept",
     ("parameters", "parallel/compose.py:apply"): "three nouns, and four options that nearly every call leaves out",
     ("direction", "parallel -> model.tracer"): "the tracer knows of modules only; stages are cut along what it found",

@@ -3,62 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwise.checkpoint.manifest import DamagedError
+from shardwise.checkpoint.format import DamagedError
 from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh
 
 T = TypeVar("T")
 
 
-def together(mesh: Mesh, doing: str, work: Callable[[], T]) -> T:
-    """Run `work` on every rank; if any rank failed, all raise what the lowest failed rank found.
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that do something together, over the group of the run or over one of their own."""
 
-    Args:
-        mesh: of all ranks that take part.
-        doing: what failed, for the message.
-        work: called once on each rank.
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None = None
+    """None: that of the world."""
 
-    Raises:
-        CheckpointError: naming the rank and its reason; a `DamagedError` when every failure is one.
-    """
-    result: list[T] = []
-    failure: tuple[bool, str] | None = None
-    cause: BaseException | None = None
-    try:
-        result.append(work())
-    except CheckpointException as error:  # torch's: a BaseException that names the failed ranks itself
-        rank, (inner, _) = min(error.failures.items())
-        failure, cause = (False, f"rank {rank}: {_reason(inner)}"), error
-    except Exception as error:
-        failure, cause = (isinstance(error, DamagedError), f"rank {mesh.rank}: {_reason(error)}"), error
-    failures = [f for f in gather(mesh, failure) if f is not None]
-    if failures:
-        kind = DamagedError if all(damaged for damaged, _ in failures) else CheckpointError
-        raise kind(f"{doing}: {failures[0][1]}") from cause
-    return result[0]
+    @classmethod
+    def of(cls, mesh: Mesh) -> Peers:
+        """All ranks of a mesh."""
+        return cls(mesh.rank, mesh.world)
 
+    def apart(self) -> Peers:
+        """The same ranks on a gloo group of their own, for a thread beside the run; every rank calls it."""
+        if self.world == 1:
+            return self
+        return Peers(self.rank, self.world, dist.new_group(backend="gloo"))
 
-def on_first(mesh: Mesh, doing: str, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give its result to all; if it failed, all raise.
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, by rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    Raises:
-        CheckpointError: as `together`.
-    """
-    return gather(mesh, together(mesh, doing, lambda: work() if mesh.is_first else None))[0]  # type: ignore[return-value]
+    def together(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; if any rank failed, all raise what the lowest failed rank found.
 
+        Args:
+            doing: what failed, for the message.
+            work: called once on each rank.
 
-def gather(mesh: Mesh, value: T) -> list[T]:
-    """The value of every rank, by rank."""
-    if mesh.world == 1:
-        return [value]
-    values: list[Any] = [None] * mesh.world
-    dist.all_gather_object(values, value)
-    return values
+        Raises:
+            CheckpointError: naming the rank and its reason; a `DamagedError` when every failure is one.
+        """
+        result: list[T] = []
+        failure: tuple[bool, str] | None = None
+        cause: BaseException | None = None
+        try:
+            result.append(work())
+        except Exception as error:
+            failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {_reason(error)}"), error
+        failures = [found for found in self.gather(failure) if found is not None]
+        if failures:
+            kind = DamagedError if all(damaged for damaged, _ in failures) else CheckpointError
+            raise kind(f"{doing}: {failures[0][1]}") from cause
+        return result[0]
+
+    def on_first(self, doing: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and give its result to all; if it failed, all raise.
+
+        Raises:
+            CheckpointError: as `together`.
+        """
+        return self.gather(self.together(doing, lambda: work() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
 
 def _reason(error: BaseException) -> str:

@@ -1,30 +1,61 @@
-"""A store's directory, as one process sees it: names, atomic commit, pointer, pruning. Rank 0 alone writes here.
+"""A store's directory, as one process sees it: names, atomic commit, pointer, retention. Rank 0 alone writes here.
 
-store.json                        says that this directory is a store
+store.json                        says that this directory is a store, and of which run
 latest                            name of the newest checkpoint
 step-00000500/                    a complete checkpoint: manifest.json and data files
 step-00000600.partial-1f2e3d4c/   a save that is going on, or that crashed: never read, removed by the next save
-step-00000500.old-5a6b7c8d/       the checkpoint that a second save of the same step is about to replace
+step-00000500.old-5a6b7c8d/       what a second save of the same step replaced: removed when that one is verified
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import DamagedError, Manifest
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.format import DamagedError, Fields, parse_json
+from shardwise.checkpoint.manifest import FILE, Manifest
+from shardwise.errors import CheckpointError, UsageError
 
 MARKER = "store.json"
 POINTER = "latest"
-_NAME = re.compile(r"step-(\d{8,})(?:\.(partial|old)-[0-9a-f]{8})?")
+_NAME = re.compile(r"step-(\d{8,18})(?:\.(partial|old)-[0-9a-f]{8})?")
+_SCRATCH = re.compile(r"\.(?:store\.json|latest)\.[0-9a-f]{8}")
 _FOREIGN = (".metadata", "*.distcp", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "pytorch_model*")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which complete checkpoints stay: those that any of the three names.
+
+    >>> Retention(last=1, every=100).keeps([(300, None), (250, None), (200, None)])
+    [True, False, True]
+    """
+
+    last: int = 3
+    """The newest saves; at least 1."""
+    every: int = 0
+    """Steps that are multiples of this stay for ever; 0: none do."""
+    best: int = 0
+    """So many with the smallest `metric` of `Store.save` stay."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would remove the newest checkpoint."""
+        if self.last < 1 or self.every < 0 or self.best < 0:
+            raise UsageError(f"{self}: at least the newest checkpoint must stay: last (keep) >= 1, every and best >= 0")
+
+    def keeps(self, saves: Sequence[tuple[int, float | None]]) -> list[bool]:
+        """For each (step, metric), newest first, whether it stays."""
+        ranked = sorted((metric, i) for i, (_, metric) in enumerate(saves) if metric is not None and metric == metric)
+        best = {i for _, i in ranked[: self.best]}
+        return [
+            i < self.last or i in best or (self.every > 0 and step % self.every == 0)
+            for i, (step, _) in enumerate(saves)
+        ]
 
 
 @dataclass(frozen=True)
@@ -43,132 +74,150 @@ class Listing:
     damaged: tuple[Skipped, ...]
 
 
-def check_is_store(path: Path) -> None:
-    """Refuse a path that exists and is no store: a file, or a directory with other programs' checkpoints.
+class Directory:
+    """A store's directory, which need not exist yet.
 
-    Raises:
-        CheckpointError: saying what is there.
+    >>> Directory(Path("/nowhere"), LocalFiles()).listing().complete
+    ()
     """
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise CheckpointError(f"store {path}: it is a file; a store is a directory: choose another path")
-    if (path / MARKER).is_file():
-        return
-    foreign = [entry.name for pattern in _FOREIGN for entry in path.glob(pattern)]
-    foreign += [entry.name for _, kind, entry in _entries(path) if kind == ""]
-    if foreign:
-        raise CheckpointError(
-            f"store {path}: it holds {foreign[0]!r} but no {MARKER}, so it is not a store of this library; "
-            "choose an empty or new directory"
-        )
 
+    def __init__(self, path: Path, files: LocalFiles) -> None:
+        """Look at nothing yet."""
+        self.path, self.files = path, files
 
-def begin(path: Path, step: int) -> Path:
-    """Make the store if needed, clear what crashed saves left, and make the directory of a new save.
+    def check_is_store(self) -> None:
+        """Refuse a path that exists and is no store: a file, or a directory with other programs' checkpoints.
 
-    Raises:
-        CheckpointError: no store, or not writable.
-    """
-    check_is_store(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not (path / MARKER).exists():
-            replace_text(path / MARKER, json.dumps({"format": "shardwise-store", "schema": 1}) + "\n")
-        clean(path)
-        partial = path / f"{name_of(step)}.partial-{uuid.uuid4().hex[:8]}"
-        partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(
-            f"store {path}: cannot write ({error.strerror or error}: {error.filename}); "
-            "make it writable or choose another path"
-        ) from error
-    return partial
+        Raises:
+            CheckpointError: saying what is there.
+        """
+        path = self.path
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise CheckpointError(f"store {path}: it is a file; a store is a directory: choose another path")
+        if self.files.is_file(path / MARKER):
+            return
+        foreign = [entry.name for pattern in _FOREIGN for entry in path.glob(pattern)]
+        foreign += [entry.name for _, kind, entry in self._entries() if kind == ""]
+        if foreign:
+            raise CheckpointError(
+                f"store {path}: it holds {foreign[0]!r} but no {MARKER}, so it is not a store of this library; "
+                "choose an empty or new directory"
+            )
 
+    def begin(self, step: int, run: str) -> Path:
+        """Make the store if needed, clear what crashed saves left, and make the directory of a new save.
 
-def clean(path: Path) -> None:
-    """Remove what crashed saves left; put back a checkpoint whose replacement did not arrive."""
-    for step, kind, entry in _entries(path):
-        if kind == "partial" or (kind == "old" and (path / name_of(step)).exists()):
-            shutil.rmtree(entry)
-        elif kind == "old":
-            entry.rename(path / name_of(step))
+        Args:
+            step: of the save.
+            run: id of the run, kept in `store.json`.
 
-
-def commit(partial: Path, step: int) -> Path:
-    """Give a written directory its final name, in one rename, and point `latest` at it."""
-    path = partial.parent
-    final, old = path / name_of(step), None
-    sync_directory(partial)
-    if final.exists():
-        old = path / f"{name_of(step)}.old-{uuid.uuid4().hex[:8]}"
-        final.rename(old)
-    partial.rename(final)
-    sync_directory(path)
-    replace_text(path / POINTER, final.name + "\n")
-    if old is not None:
-        shutil.rmtree(old)
-    return final
-
-
-def prune(path: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the `keep` newest; damaged ones are left for people to look at."""
-    for directory, _ in listing(path).complete[keep:]:
-        # renamed first: a crash in the middle of a removal must not leave half a checkpoint under a good name
-        doomed = directory.rename(path / f"{directory.name}.partial-{uuid.uuid4().hex[:8]}")
-        shutil.rmtree(doomed)
-
-
-def listing(path: Path) -> Listing:
-    """What a store holds, ordered by save (not by step: a run may have gone back).
-
-    Raises:
-        CheckpointError: the path is no store.
-    """
-    check_is_store(path)
-    complete: list[tuple[Path, Manifest]] = []
-    damaged: list[Skipped] = []
-    for step, kind, entry in _entries(path):
-        if kind == "partial" or (kind == "old" and (path / name_of(step)).exists()):
-            continue
+        Raises:
+            CheckpointError: no store, or not writable.
+        """
+        self.check_is_store()
         try:
-            complete.append((entry, Manifest.read(entry)))
-        except DamagedError as error:
-            damaged.append(Skipped(entry, str(error)))
-    complete.sort(key=lambda pair: pair[1].sequence, reverse=True)
-    return Listing(tuple(complete), tuple(damaged))
+            self.files.make_parents(self.path)
+            if not (self.path / MARKER).exists():
+                self.replace_text(MARKER, json.dumps({"format": "shardwise-store", "schema": 2, "run": run}) + "\n")
+            self._clean()
+            partial = self.path / f"{name_of(step)}.partial-{uuid.uuid4().hex[:8]}"
+            self.files.make_directory(partial)
+        except OSError as error:
+            raise CheckpointError(
+                f"store {self.path}: cannot write ({error.strerror or error}: {error.filename}); "
+                "make it writable or choose another path"
+            ) from error
+        return partial
+
+    def run_id(self) -> str | None:
+        """The run that `store.json` names; None: there is none, or it cannot be read."""
+        try:
+            data = parse_json(self.files.read_whole(self.path / MARKER, 4096), str(self.path / MARKER))
+            return Fields(data, MARKER).hex("run", 32)
+        except (OSError, DamagedError):
+            return None
+
+    def _clean(self) -> None:
+        """Remove what crashed saves left; put back a checkpoint whose replacement did not arrive."""
+        for step, kind, entry in self._entries():
+            if kind == "partial":
+                self.files.remove_tree(entry)
+            elif kind == "old" and not (self.path / name_of(step)).exists():
+                self.files.rename(entry, self.path / name_of(step))
+        for name in self.files.names(self.path):
+            if _SCRATCH.fullmatch(name):
+                self.files.remove(self.path / name)
+
+    def commit(self, partial: Path, manifest: Manifest) -> Path:
+        """Write the manifest into a directory whose data is flushed, give it its final name, and point `latest` at it.
+
+        Raises:
+            OSError: as the disk said; what was complete before still is.
+        """
+        self.files.write_whole(partial / FILE, manifest.encode())
+        self.files.sync_directory(partial)
+        final = self.path / name_of(manifest.step)
+        if final.exists():
+            self.files.rename(final, self.path / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
+        self.files.rename(partial, final)
+        self.files.sync_directory(self.path)
+        self.replace_text(POINTER, final.name + "\n")
+        return final
+
+    def doomed(self, retention: Retention) -> list[Path]:
+        """Complete checkpoints that need not stay; damaged ones are left for people to look at."""
+        complete = self.listing().complete
+        current = [(path, manifest) for path, manifest in complete if "." not in path.name]
+        keeps = retention.keeps([(manifest.step, manifest.metric) for _, manifest in current])
+        replaced = [path for path, _ in complete if "." in path.name]
+        return replaced + [path for (path, _), stays in zip(current, keeps, strict=True) if not stays]
+
+    def remove_all(self, checkpoints: Sequence[Path]) -> None:
+        """Remove checkpoints.
+
+        Each is renamed first: a crash in the middle must not leave half a checkpoint under a good name.
+        """
+        for checkpoint in checkpoints:
+            doomed = self.path / f"{checkpoint.name.partition('.')[0]}.partial-{uuid.uuid4().hex[:8]}"
+            self.files.rename(checkpoint, doomed)
+            self.files.remove_tree(doomed)
+
+    def listing(self) -> Listing:
+        """What the store holds, ordered by save (not by step: a run may have gone back).
+
+        Raises:
+            CheckpointError: the path is no store, or holds a checkpoint of another schema.
+        """
+        self.check_is_store()
+        complete: list[tuple[Path, Manifest]] = []
+        damaged: list[Skipped] = []
+        for _, kind, entry in self._entries():
+            if kind == "partial":
+                continue
+            try:
+                complete.append((entry, Manifest.read(entry, self.files)))
+            except DamagedError as error:
+                damaged.append(Skipped(entry, str(error)))
+        complete.sort(key=lambda pair: pair[1].sequence, reverse=True)
+        return Listing(tuple(complete), tuple(damaged))
+
+    def replace_text(self, name: str, text: str) -> None:
+        """Replace a small file in one rename, flushed to the disk."""
+        fresh = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
+        self.files.write_whole(fresh, text.encode())
+        self.files.rename(fresh, self.path / name)
+        self.files.sync_directory(self.path)
+
+    def _entries(self) -> Iterator[tuple[int, str, Path]]:
+        """(step, "" or "partial" or "old", path) of every directory that a save made; links are none."""
+        for name in self.files.names(self.path):
+            match = _NAME.fullmatch(name)
+            if match and self.files.is_directory(self.path / name):
+                yield int(match[1]), match[2] or "", self.path / name
 
 
 def name_of(step: int) -> str:
     """`step-00000500`."""
     return f"step-{step:08d}"
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a small file in one rename, flushed to the disk."""
-    fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk: without it a rename may be lost with the power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _entries(path: Path) -> Iterator[tuple[int, str, Path]]:
-    """(step, "" or "partial" or "old", path) of every directory that a save made."""
-    if not path.is_dir():
-        return
-    for entry in sorted(path.iterdir()):
-        match = _NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
-            yield int(match[1]), match[2] or "", entry

@@ -1,39 +1,59 @@
-"""`Manifest`: what a checkpoint holds, as a JSON file beside its data. A directory without one is no checkpoint."""
+"""`Manifest`: what a checkpoint holds, as a JSON file beside its data. A directory without one is no checkpoint.
+
+It is written last and ends with the SHA-256 of all before it, so a manifest that is read is the one that was written.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, Piece, check_name, parse_json
+from shardwise.checkpoint.format import whole as whole_box
+from shardwise.checkpoint.shardfile import FileEntry, Identity, file_name
 from shardwise.errors import CheckpointError
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint whose files are missing, truncated or changed: an older one may still be whole."""
+MAX_BYTES = 2**30
+FORMAT = "shardwise-checkpoint"
+_TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
+_TAIL_BYTES = 78
+_KEYS = (
+    "format", "schema", "run", "save", "step", "sequence", "created", "plan", "plan_fields", "mesh", "world", "device",
+    "versions", "config", "scalars", "metric", "probe", "files", "tensors", "sha256",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Global shape and type (`float32`) of one tensor."""
+    """Global shape, type (`float32`), checksum (see `checksum.py`) and stored parts of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str
+    checksum: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return whole_box(self.shape).num_elements * DTYPES[self.dtype].size
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """Size in bytes and SHA-256 of one data file."""
+class ProbeResult:
+    """Loss and gradient norm of a probe's rows at the saved state, and a digest of what it was taken on."""
 
-    size_bytes: int
-    sha256: str
+    loss: float
+    grad_norm: float
+    rows: str
+    """64 hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +63,8 @@ class Manifest:
     `sequence` counts the saves into a store and orders its checkpoints, also after a return to an older step.
     """
 
+    run: str
+    save: str
     step: int
     sequence: int
     created: str
@@ -51,77 +73,170 @@ class Manifest:
     plan_fields: Mapping[str, Any]
     mesh: Mapping[str, int]
     world: int
+    device: str
     versions: Mapping[str, str]
+    config: Mapping[str, Any]
+    """The run's resolved configuration; empty where the program gave none."""
     scalars: Mapping[str, Any]
+    metric: float | None
+    """What `best` retention compares; smaller is better."""
+    probe: ProbeResult | None
+    files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
-    files: Mapping[str, FileEntry]
-    schema: int = SCHEMA
 
-    def write(self, directory: Path) -> None:
-        """Write and flush `manifest.json`."""
-        text = json.dumps(asdict(self), indent=1, allow_nan=True)
-        with (directory / FILE).open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def identity(self, file: int) -> Identity:
+        """What the header of a file must say."""
+        return Identity(run=self.run, save=self.save, step=self.step, rank=file)
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        plain = {key: getattr(self, key) for key in _KEYS if key not in ("format", "schema", "tensors", "sha256")}
+        data = {"format": FORMAT, "schema": SCHEMA} | plain
+        data["probe"] = asdict(self.probe) if self.probe is not None else None
+        data["files"] = [asdict(entry) for entry in self.files]
+        data["tensors"] = {name: _tensor_json(entry) for name, entry in self.tensors.items()}
+        body = json.dumps(data, separators=(",", ":")).encode()[:-1]
+        return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """Read `manifest.json` and check that it is one.
+    def read(cls, directory: Path, files: LocalFiles = LOCAL) -> Manifest:
+        """Read `manifest.json` and check it whole.
 
         Raises:
-            DamagedError: missing, truncated, or a field of it is.
-            CheckpointError: written by a later schema.
+            DamagedError: missing, torn, changed, or a field of it cannot be.
+            CheckpointError: written by another version's schema.
         """
         path = directory / FILE
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            schema = data["schema"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            data = files.read_whole(path, MAX_BYTES)
+        except OSError as error:
             raise DamagedError(
-                f"{path}: no readable manifest ({type(error).__name__}: {error}); this is no complete checkpoint of a "
-                "store: choose another"
+                f"{path}: no readable manifest ({error.strerror}); this is no complete checkpoint of a store: choose "
+                "another"
             ) from error
-        if schema != SCHEMA:
-            raise CheckpointError(f"{path}: schema {schema!r}, this version reads {SCHEMA}; update shardwise")
-        try:
-            data["tensors"] = {n: TensorEntry(tuple(t["shape"]), t["dtype"]) for n, t in data["tensors"].items()}
-            data["files"] = {n: FileEntry(f["size_bytes"], f["sha256"]) for n, f in data["files"].items()}
-            return cls(**{field.name: data[field.name] for field in fields(cls)})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{path}: the manifest lacks or mangles {error}; choose another checkpoint") from error
+        return cls.decode(data, str(path))
 
-    def check_files(self, directory: Path, names: list[str]) -> None:
-        """Compare size and SHA-256 of some of the files with what was written.
-
-        Cost: reads them, about 1 GB/s and core.
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """A manifest's bytes, checked.
 
         Raises:
-            DamagedError: naming the first file that is missing, truncated or changed.
+            DamagedError, CheckpointError: as `read`.
         """
-        for name in names:
-            entry, path = self.files[name], directory / name
-            try:
-                size = path.stat().st_size
-                if size != entry.size_bytes:
-                    raise DamagedError(
-                        f"{path}: {size} bytes, the manifest says {entry.size_bytes}: truncated or changed; "
-                        "choose another checkpoint"
-                    )
-                found = file_entry(path)
-            except OSError as error:
-                raise DamagedError(
-                    f"{path}: {error.strerror}; the manifest lists it: choose another checkpoint"
-                ) from error
-            if found != entry:
-                raise DamagedError(
-                    f"{path}: SHA-256 {found.sha256[:12]}..., the manifest says {entry.sha256[:12]}...: its content "
-                    "changed after it was written; choose another checkpoint"
-                )
+        tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
+        fields = Fields(parse_json(data, where), where)
+        if fields.data.get("schema") == 1 and "scalars" in fields.data:
+            raise CheckpointError(
+                f"{where}: schema 1, written through torch.distributed.checkpoint by a version that was never "
+                f"released; this version reads {SCHEMA}; train again, or load it with the version that wrote it"
+            )
+        if type(fields.data.get("schema")) is int and int(fields.data["schema"]) > SCHEMA:
+            raise CheckpointError(
+                f"{where}: schema {fields.data['schema']}, this version reads up to {SCHEMA}; update shardwise"
+            )
+        if tail is None or hashlib.sha256(data[:-_TAIL_BYTES]).hexdigest().encode() != tail[1]:
+            raise DamagedError(
+                f"{where}: its SHA-256 is not that of its content: torn or changed after it was written; choose "
+                "another checkpoint"
+            )
+        return _checked(fields)
 
 
-def file_entry(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileEntry(file.tell(), digest)
+def _checked(fields: Fields) -> Manifest:
+    fields.only(_KEYS)
+    if fields.text("format") != FORMAT or fields.count("schema") != SCHEMA:
+        raise fields.wrong("format, schema", (fields.text("format"), fields.data["schema"]), f"{FORMAT}, {SCHEMA}")
+    entries = tuple(_file(fields, i, item) for i, item in enumerate(fields.sequence("files")))
+    tensors = {
+        _name(fields, name): _tensor(Fields(item, f"{fields.where}: {name}"), len(entries))
+        for name, item in fields.mapping("tensors").items()
+    }
+    mesh = fields.mapping("mesh")
+    if not all(type(size) is int and size > 0 for size in mesh.values()):
+        raise fields.wrong("mesh", mesh, "sizes of axes")
+    return Manifest(
+        run=fields.hex("run", 32),
+        save=fields.hex("save", 32),
+        step=fields.count("step"),
+        sequence=fields.count("sequence"),
+        created=fields.text("created", most=64),
+        plan=fields.text("plan"),
+        plan_fields=fields.mapping("plan_fields"),
+        mesh=mesh,
+        world=fields.count("world"),
+        device=fields.text("device", most=64),
+        versions=fields.mapping("versions"),
+        config=fields.mapping("config"),
+        scalars=fields.mapping("scalars"),
+        metric=fields.number("metric"),
+        probe=_probe(fields),
+        files=entries,
+        tensors=tensors,
+    )
+
+
+def _name(fields: Fields, name: str) -> str:
+    try:
+        return check_name(name, fields.where)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from None
+
+
+def _file(fields: Fields, index: int, item: object) -> FileEntry:
+    inner = Fields(item, f"{fields.where}: files[{index}]")
+    inner.only(("name", "size_bytes", "seal"))
+    if inner.text("name", most=64) != file_name(index):
+        raise inner.wrong("name", inner.data["name"], file_name(index))
+    return FileEntry(file_name(index), inner.count("size_bytes"), inner.hex("seal", 64))
+
+
+def _probe(fields: Fields) -> ProbeResult | None:
+    if fields.data.get("probe") is None:
+        return None
+    inner = Fields(fields.data["probe"], f"{fields.where}: probe")
+    inner.only(("loss", "grad_norm", "rows"))
+    loss, norm = inner.number("loss"), inner.number("grad_norm")
+    if loss is None or norm is None:
+        raise inner.wrong("loss, grad_norm", (loss, norm), "numbers")
+    return ProbeResult(loss, norm, inner.hex("rows", 64))
+
+
+def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+    pieces = [[p.file, list(p.box.offsets), list(p.box.sizes), p.start] for p in entry.pieces]
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "checksum": f"{entry.checksum:016x}", "pieces": pieces}
+
+
+def _tensor(fields: Fields, num_files: int) -> TensorEntry:
+    """One tensor's entry; its parts must lie inside it, apart from each other, and make it up."""
+    fields.only(("dtype", "shape", "checksum", "pieces"))
+    dtype, shape = fields.text("dtype", most=32), fields.counts("shape")
+    if dtype not in DTYPES:
+        raise fields.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    pieces = []
+    for item in fields.sequence("pieces"):
+        if not isinstance(item, list) or len(item) != 4:
+            raise fields.wrong("pieces", item, "[file, offsets, sizes, start]")
+        file, offsets, sizes, start = item
+        if type(file) is not int or not 0 <= file < num_files or type(start) is not int or not 0 <= start < 2**62:
+            raise fields.wrong("pieces", item, f"a file from 0 to {num_files - 1} and a start")
+        box = Box(fields.as_counts("offsets", offsets), fields.as_counts("sizes", sizes))
+        if not (len(box.offsets) == len(box.sizes) == len(shape)) or any(
+            n < 1 or a + n > most for a, n, most in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            raise fields.wrong("pieces", item, f"a box inside {shape}")
+        pieces.append(Piece(file, box, start))
+    _check_tiles(fields, shape, [piece.box for piece in pieces])
+    return TensorEntry(shape, dtype, int(fields.hex("checksum", 16), 16), tuple(pieces))
+
+
+def _check_tiles(fields: Fields, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Boxes that do not overlap and hold as many elements as the tensor make it up, each element once."""
+    total = sum(box.num_elements for box in boxes)
+    if total != whole_box(shape).num_elements:
+        raise fields.wrong("pieces", f"{total} elements", f"the {whole_box(shape).num_elements} of shape {shape}")
+    live: list[Box] = []
+    for box in sorted(boxes):  # by the first offset: a box that ends before this one starts cannot meet a later one
+        live = [other for other in live if other.offsets[0] + other.sizes[0] > box.offsets[0]] if shape else live
+        if any(box.overlap(other) is not None for other in live):
+            raise fields.wrong("pieces", str(box), "parts that do not overlap")
+        live.append(box)

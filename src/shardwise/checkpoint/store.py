@@ -1,44 +1,29 @@
-"""`Store`: a directory of checkpoints. A checkpoint exists only when it is complete, and loads into any plan.
-
-Tensors are written by `torch.distributed.checkpoint` under flat names, one key per tensor, each rank its own
-shards; what they are, and everything that is no tensor, stands in the manifest.
-"""
+"""`Store`: a directory of checkpoints. A checkpoint exists only when it is complete, and loads into any plan."""
 
 from __future__ import annotations
 
 import os
-import platform
-import shutil
 import time
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from shardwise.checkpoint import directory
-from shardwise.checkpoint.agree import gather, on_first, together
-from shardwise.checkpoint.directory import Skipped
-from shardwise.checkpoint.manifest import DamagedError, FileEntry, Manifest, TensorEntry, file_entry
-from shardwise.errors import CheckpointError, UsageError
-from shardwise.findings import nearest
+from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.directory import Directory, Retention, Skipped
+from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.format import DamagedError
+from shardwise.checkpoint.loading import Proof, check_damage, check_names, check_probe, fill, prove
+from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.saving import Save, SaveJob, Saving
+from shardwise.checkpoint.snapshot import HostCopy
+from shardwise.errors import CheckpointError
+from shardwise.findings import Finding
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
-from shardwise.plan.plan import AXES
-from shardwise.version import __version__
-
-INDEX = ".metadata"
-"""The file in which torch keeps where each shard is."""
 
 
 class Saveable(Protocol):
@@ -75,37 +60,35 @@ class Saveable(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Save:
-    """A save that is complete. `wait` is the seam for saves that go on in the background."""
+class Prober(Protocol):
+    """What measures a state on rows that are kept; `shardwise.Probe` is one."""
 
-    path: Path
-    step: int
-    size_bytes: int
-    seconds: float
-
-    def wait(self) -> Save:
-        """Return when the checkpoint is complete; at once, since saving is synchronous."""
-        return self
+    def measure(self, state: Any) -> tuple[float, float, str]:
+        """Loss, gradient norm and a digest of the rows; every rank takes part, the state is as before."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What was loaded, and which newer checkpoints could not be."""
+    """What was loaded, which newer checkpoints could not be, and the evidence that it arrived."""
 
     path: Path
     step: int
     manifest: Manifest
     skipped: tuple[Skipped, ...]
     seconds: float
+    proof: Proof
 
 
 class Store:
-    """A directory of checkpoints; every rank makes one and takes part in `save` and `load`.
+    """A directory of checkpoints; every rank makes one and takes part in each call.
 
     Args:
         path: a directory that all ranks see; made at the first save.
-        keep: complete checkpoints to keep, the newest ones.
+        keep: complete checkpoints to keep, the newest ones; or a `Retention`.
+        probe: rows on which loss and gradient norm are measured at each save and compared at each load; None: none.
+        config: the run's resolved configuration, as JSON, for the manifest.
+        files: the file system.
 
     Raises:
         UsageError: `keep` is below 1.
@@ -113,52 +96,95 @@ class Store:
 
     >>> store = Store("runs/a/checkpoints", keep=3)  # doctest: +SKIP
     >>> store.load_latest(state)  # None in a new run  # doctest: +SKIP
-    >>> store.save(state)  # doctest: +SKIP
+    >>> store.save_async(state)  # doctest: +SKIP
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | Retention = 3,
+        probe: Prober | None = None,
+        config: Mapping[str, Any] | None = None,
+        files: LocalFiles = LOCAL,
+    ) -> None:
         """See the class."""
-        if keep < 1:
-            raise UsageError(f"Store({str(path)!r}): keep={keep}; at least the newest checkpoint must stay: keep >= 1")
         self.path = Path(path)
-        self.keep = keep
-        self._is_ours = False
-        directory.check_is_store(self.path)
+        self.retention = keep if isinstance(keep, Retention) else Retention(last=keep)
+        self.probe = probe
+        self._config = dict(config or {})
+        self._directory = Directory(self.path, files)
+        self._run: str | None = None
+        """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
+        self._copy = HostCopy()
+        self._apart: Peers | None = None
+        self._going_on: Saving | None = None
+        self._last_s = 0.0
+        self._findings: list[Finding] = []
+        self._directory.check_is_store()
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, newest first."""
-        return [path for path, _ in directory.listing(self.path).complete]
+        return [path for path, _ in self._directory.listing().complete]
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
         return next(iter(self.checkpoints()), None)
 
-    def save(self, state: Saveable) -> Save:
+    def save(self, state: Saveable, *, metric: float | None = None) -> Save:
         """Write a checkpoint; every rank takes part. On return it is complete and flushed to the disk.
 
-        Cost: writes this rank's shards (replicas are written once), reads them back from the page cache for their
-        SHA-256; a few small collectives. Older checkpoints are removed after the new one is complete.
+        Args:
+            state: what to save.
+            metric: what `Retention.best` compares, smaller is better; the same on every rank.
+
+        Cost: copies this rank's parts (replicas are written once), writes them while their digests are taken; a few
+        small collectives. When an older checkpoint is to be removed, the new one is read back first.
 
         Raises:
             CheckpointError: on all ranks, when any of them failed; older checkpoints are untouched.
         """
-        start = time.perf_counter()
-        mesh, scalars, tensors = state.mesh, state.scalars(), state.tensors()
-        doing = f"saving step {scalars['step']} to {self.path}"
-        together(mesh, doing, lambda: self._check_same(mesh, scalars))
-        partial = on_first(mesh, doing, lambda: self._begin(int(scalars["step"])))
+        job = self._prepare(state, metric)
         try:
-            metadata = together(mesh, doing, lambda: _write(mesh, partial, tensors))
-            files = gather(mesh, together(mesh, doing, lambda: _own_files(mesh, partial)))
-            merged = {name: entry for part in files for name, entry in part.items()}
-            final = on_first(mesh, doing, lambda: self._finish(state, partial, scalars, metadata, merged))
-        except CheckpointError:
-            if mesh.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._is_ours = True
-        size = sum(entry.size_bytes for entry in merged.values())
-        return Save(path=final, step=int(scalars["step"]), size_bytes=size, seconds=time.perf_counter() - start)
+            return job.execute(Peers.of(state.mesh))
+        finally:
+            self._run = job.run
+
+    def save_async(self, state: Saveable, *, metric: float | None = None) -> Saving:
+        """Copy this rank's part to host memory and write it in the background; every rank takes part.
+
+        A save that is still going on is waited for first: there are never two. A failure is a finding
+        (`take_findings`), and no error unless `wait()` of the result is called.
+
+        Cost: the copy, a small collective, and the wait, which `Saving.waited_s` says.
+
+        Raises:
+            CheckpointError: ranks disagree on what they save, or a tensor cannot be stored.
+        """
+        job = self._prepare(state, metric)
+        if self._apart is None:
+            self._apart = Peers.of(state.mesh).apart()
+            state.mesh.at_exit.append(self.wait)
+        stalled = time.perf_counter() - job.start
+        saving = Saving(job=job, waited_s=job.waited_s, stalled_s=stalled, previous_s=self._last_s)
+        self._going_on = saving
+        saving.begin(self._apart)
+        return saving
+
+    def wait(self) -> None:
+        """Return when no save is going on. A save that failed is a finding."""
+        if self._going_on is not None:
+            going_on, self._going_on = self._going_on, None
+            finding = going_on.finish()
+            self._findings += [finding] if finding is not None else []
+            self._run, self._last_s = going_on.job.run, going_on.seconds
+
+    def take_findings(self) -> list[Finding]:
+        """What went wrong in saves that have ended in the background, each once; cheap enough for every step."""
+        if self._going_on is not None and self._going_on.has_ended:
+            self.wait()
+        found, self._findings = self._findings, []
+        return found
 
     def load_latest(self, state: Saveable) -> Loaded | None:
         """Load the newest checkpoint whose files are whole; None when the store holds none at all.
@@ -168,8 +194,9 @@ class Store:
         Raises:
             CheckpointError: every checkpoint is damaged, or the checkpoint is not of this model and optimizer.
         """
-        mesh, doing = state.mesh, f"loading from {self.path}"
-        found = on_first(mesh, doing, lambda: directory.listing(self.path))
+        self.wait()
+        peers, doing = Peers.of(state.mesh), f"loading from {self.path}"
+        found = peers.on_first(doing, self._directory.listing)
         skipped = list(found.damaged)
         for path, _ in found.complete:
             try:
@@ -177,7 +204,7 @@ class Store:
             except DamagedError as error:
                 skipped.append(Skipped(path, str(error)))
                 continue
-            if skipped and mesh.is_first:
+            if skipped and peers.rank == 0:
                 names = ", ".join(item.path.name for item in skipped)
                 warnings.warn(f"{loaded.path}: loaded in place of {names}: {skipped[-1].reason}", stacklevel=2)
             return loaded
@@ -189,154 +216,80 @@ class Store:
     def load(self, state: Saveable, path: str | os.PathLike[str]) -> Loaded:
         """Load one checkpoint, of this store or another, into any plan of the same model and optimizer.
 
-        Nothing reaches the state before names, shapes, types and every file's SHA-256 are checked on all ranks.
-        Cost: reads each file once for its SHA-256 (shared out over the ranks), then this rank's shards; memory of
-        one more copy of this rank's parameters while loading.
+        Nothing reaches the state before names, shapes, types and the digest of every byte that is used are checked on
+        all ranks; then the state is proven to be the stored one.
+        Cost: reads this rank's elements once; memory of one more copy of this rank's parameters while loading.
 
         Raises:
-            CheckpointError: not a checkpoint, damaged, or not of this model and optimizer.
+            CheckpointError: not a checkpoint, damaged, not of this model and optimizer, or not proven.
         """
+        self.wait()
         return self._load(state, Path(path), ())
 
     def _load(self, state: Saveable, path: Path, skipped: tuple[Skipped, ...]) -> Loaded:
         start = time.perf_counter()
-        mesh, doing = state.mesh, f"loading {path}"
-        manifest = on_first(mesh, doing, lambda: Manifest.read(path))
-        together(mesh, doing, lambda: _check_files(mesh, manifest, path))
-        template = together(mesh, doing, lambda: state.template(manifest.tensors.keys()))
-        seen = gather(mesh, sum(1 << i for i, name in enumerate(manifest.tensors) if name in template))
-        together(mesh, doing, lambda: _check_names(manifest, template, seen))
-        together(mesh, doing, lambda: _read(mesh, path, template))
-        together(mesh, doing, lambda: state.load_scalars(manifest.scalars))
-        together(mesh, doing, lambda: state.load_tensors(template))
-        self._is_ours = self._is_ours or path.resolve().parent == self.path.resolve()
+        peers, doing, files = Peers.of(state.mesh), f"loading {path}", self._directory.files
+        manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
+        peers.together(doing, lambda: check_damage(peers, path, manifest, files))
+        self._take_over(state, path, manifest, doing)
+        proof = prove(peers, manifest, state.tensors())
+        if self.probe is not None and manifest.probe is not None:
+            proof = check_probe(proof, manifest, ProbeResult(*self.probe.measure(state)), state.placed)
+        if path.resolve().parent == self.path.resolve():
+            self._run = manifest.run
         seconds = time.perf_counter() - start
-        return Loaded(path=path, step=manifest.step, manifest=manifest, skipped=skipped, seconds=seconds)
+        return Loaded(path=path, step=manifest.step, manifest=manifest, skipped=skipped, seconds=seconds, proof=proof)
 
-    def _check_same(self, mesh: Mesh, scalars: Mapping[str, Any]) -> None:
-        for rank, theirs in enumerate(gather(mesh, dict(scalars))):
-            differ = [key for key in scalars if key not in theirs or repr(theirs[key]) != repr(scalars[key])]
-            if differ:
-                key = differ[0]
-                raise CheckpointError(
-                    f"ranks disagree on {key!r}: {scalars[key]!r} on rank {mesh.rank}, {theirs.get(key)!r} on rank "
-                    f"{rank}; every rank must save the same step of the same run"
-                )
+    def _take_over(self, state: Saveable, path: Path, manifest: Manifest, doing: str) -> None:
+        """Read into fresh tensors, and then, when no rank has anything against it, into the state."""
+        peers, files = Peers.of(state.mesh), self._directory.files
+        template = peers.together(doing, lambda: state.template(manifest.tensors.keys()))
+        seen = peers.gather(sum(1 << i for i, name in enumerate(manifest.tensors) if name in template))
+        peers.together(doing, lambda: check_names(manifest, template, seen))
+        peers.together(doing, lambda: fill(path, manifest, files, template))
+        peers.together(doing, lambda: state.load_scalars(manifest.scalars))
+        peers.together(doing, lambda: state.load_tensors(template))
 
-    def _begin(self, step: int) -> Path:
-        present = directory.listing(self.path).complete
-        if present and not self._is_ours:
-            raise CheckpointError(
-                f"{self.path} holds another run, at step {present[0][1].step}, which this run has not loaded; "
-                "call load_latest(state) first to continue it, or choose another directory"
-            )
-        return directory.begin(self.path, step)
-
-    def _finish(
-        self,
-        state: Saveable,
-        partial: Path,
-        scalars: Mapping[str, Any],
-        metadata: Metadata,
-        files: Mapping[str, FileEntry],
-    ) -> Path:
-        present = directory.listing(self.path).complete
-        plan = state.placed.plan
-        manifest = Manifest(
-            step=int(scalars["step"]),
-            sequence=1 + max((entry.sequence for _, entry in present), default=0),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            plan=str(plan),
-            plan_fields=asdict(plan),
-            mesh={axis: state.mesh.size(axis) for axis in AXES},
-            world=state.mesh.world,
-            versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    def _prepare(self, state: Saveable, metric: float | None) -> SaveJob:
+        """Everything that needs the live state: afterwards training may change it."""
+        start = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter() - start
+        scalars, tensors = state.scalars(), state.tensors()
+        doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
+        told = peers.gather((dict(scalars) | {"metric": metric}, self._copy.fits(tensors)))
+        _check_same([theirs for theirs, _ in told])
+        if not all(fits for _, fits in told):
+            self._copy.lay_out(peers, tensors, doing)
+        probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None
+        job = SaveJob(
+            doing=doing,
+            directory=self._directory,
+            retention=self.retention,
+            run=self._run,
             scalars=scalars,
-            tensors=_entries(metadata),
-            files=files,
+            placed=state.placed,
+            config=self._config,
+            probe=probe,
+            metric=metric,
+            copy=self._copy,
+            start=start,
+            waited_s=waited,
         )
-        manifest.write(partial)
-        final = directory.commit(partial, manifest.step)
-        directory.prune(self.path, self.keep)
-        return final
-
-
-class _Writer(FileSystemWriter):
-    """Raises what the disk said: torch reports a failed write as an unexpected position in its zip file."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shards."""
         try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            raise (cause or error) from None
+            self._copy.take(tensors)
+        except (RuntimeError, MemoryError) as error:  # of one rank: told to all where they meet next
+            job.failure = f"copying to host memory: {error}".splitlines()[0]
+        return job
 
 
-def _write(mesh: Mesh, partial: Path, tensors: dict[str, Tensor]) -> Metadata:
-    if not partial.is_dir():
-        raise CheckpointError(
-            f"{partial} was made by rank 0 and is not there on rank {mesh.rank}; a store must lie on a file system "
-            "that all ranks share"
-        )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed")
-        result = state_dict_saver.save(dict(tensors), storage_writer=_Writer(partial), no_dist=mesh.world == 1)
-    assert isinstance(result, Metadata)
-    return result
-
-
-def _read(mesh: Mesh, path: Path, template: dict[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed")
-        # as a dict of its own: torch puts what it loaded back into the dict that it was given
-        state_dict_loader.load(dict(template), storage_reader=FileSystemReader(path), no_dist=mesh.world == 1)
-
-
-def _own_files(mesh: Mesh, partial: Path) -> dict[str, FileEntry]:
-    """Size and SHA-256 of the files that this rank wrote: torch names them after the rank."""
-    names = [path.name for path in partial.glob(f"__{mesh.rank}_*.distcp")]
-    return {name: file_entry(partial / name) for name in [*names, *([INDEX] if mesh.is_first else [])]}
-
-
-def _entries(metadata: Metadata) -> dict[str, TensorEntry]:
-    entries = {}
-    for name, entry in sorted(metadata.state_dict_metadata.items()):
-        assert isinstance(entry, TensorStorageMetadata), name
-        entries[name] = TensorEntry(tuple(entry.size), _type(entry.properties.dtype))
-    return entries
-
-
-def _check_files(mesh: Mesh, manifest: Manifest, path: Path) -> None:
-    data = sorted(name for name in manifest.files if name != INDEX)
-    if INDEX not in manifest.files:
-        raise DamagedError(f"{path}: its manifest does not list {INDEX}; choose another checkpoint")
-    # every rank unpickles the index, so every rank checks it first; the data files are shared out
-    manifest.check_files(path, [INDEX, *data[mesh.rank :: mesh.world]])
-
-
-def _check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[int]) -> None:
-    known = list(manifest.tensors)
-    missing = [name for name in template if name not in manifest.tensors]
-    extra = [name for i, name in enumerate(known) if not any(mask >> i & 1 for mask in seen)]
-    if missing or extra:
-        hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
-        raise CheckpointError(
-            f"the checkpoint is of another model or optimizer: {len(missing)} tensors of this run are not in it "
-            f"{missing[:5]}, {len(extra)} of its tensors are not in this run {extra[:5]}; {hint}; "
-            "load it with the model, optimizer and precision that it was saved with"
-        )
-    for name, tensor in template.items():
-        entry = manifest.tensors[name]
-        here = TensorEntry(tuple(tensor.shape), _type(tensor.dtype))
-        if here != entry:
+def _check_same(everyones: list[dict[str, Any]]) -> None:
+    first = everyones[0]
+    for rank, theirs in enumerate(everyones):
+        differ = [key for key in {**first, **theirs} if repr(theirs.get(key)) != repr(first.get(key))]
+        if differ:
+            key = differ[0]
             raise CheckpointError(
-                f"{name}: shape {entry.shape} {entry.dtype} in the checkpoint, {here.shape} {here.dtype} in this run; "
-                "load it with the model sizes and precision that it was saved with"
+                f"saving step {first.get('step')}: ranks disagree on {key!r}: {first.get(key)!r} on rank 0, "
+                f"{theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with the same settings"
             )
-
-
-def _type(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,9 +14,11 @@ from shardwise.errors import ExitCode, ModelError, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.messages import Collective
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.timing import StepTime, estimate_time
+from shardwise.plan.traffic import collectives_of
 
 if TYPE_CHECKING:
     from shardwise.diagnose.trace_estimate import TracedEstimate
@@ -32,6 +34,7 @@ def estimate(
     optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
     stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
     price: Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")] = None,
+    traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -44,6 +47,8 @@ def estimate(
     traced = _traced(parsed, asked) if trace else []
     if json:
         answer = estimate_json(memory, step, asked.cluster)
+        if traffic:
+            answer["traffic"] = [{**each._asdict(), "times": n} for each, n in _messages(parsed, asked)]
         if trace:
             answer["trace"] = [_trace_json(each) for each in traced]
         print_json({"plan": plan_json(parsed), **answer, "assumed": list(asked.assumed)})
@@ -52,11 +57,38 @@ def estimate(
         out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
         show_memory(out, memory)
         show_time(out, step, asked.cluster)
+        if traffic:
+            out.print(_traffic_table(parsed, asked))
         for each in traced:
             out.print(_trace_table(each))
         show_assumed(out, asked, found)
     if not memory.fits:
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def _messages(plan: Plan, asked: Question) -> list[tuple[Collective, int]]:
+    """What rank 0 sends in a step, by axis and kind.
+
+    Raises:
+        ModelError: sizes that no model of Shardwise's own has, or a module.
+        PlanError: what is not predicted, see `collectives_of`.
+    """
+    if asked.spec is None:
+        raise ModelError(
+            "estimate --traffic: a module was given; needed sizes of a decoder: a preset or a file of sizes"
+        )
+    found = collectives_of(asked.spec, plan, asked.workload, is_cpu=asked.cluster.device.name == "cpu")
+    return sorted(found.items(), key=lambda item: (item[0].axis, item[0].kind, -item[0].num_bytes))
+
+
+def _traffic_table(plan: Plan, asked: Question) -> Table:
+    table = Table(title="rank 0 sends in a step", title_justify="left")
+    for name in ("axis", "kind", "times", "MiB each", "MiB"):
+        table.add_column(name, justify="left" if name in ("axis", "kind") else "right")
+    for each, times in _messages(plan, asked):
+        size = each.num_bytes / 2**20
+        table.add_row(each.axis, each.kind, str(times), f"{size:,.3f}", f"{size * times:,.1f}")
+    return table
 
 
 def _traced(plan: Plan, asked: Question) -> list[TracedEstimate]:

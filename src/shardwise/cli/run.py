@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.cli.devices import launched, local_devices
 from shardwise.cli.output import plan_json, print_json
-from shardwise.errors import ExitCode, PlanError
+from shardwise.errors import ExitCode, PlanError, UsageError
+from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwise.launch.recovery import Recovering, Recovery
 
 
 def run(
@@ -24,6 +32,9 @@ def run(
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; default: the plan's, or one per device.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the rendezvous; 0: a free one.")] = 0,
+    recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; needs steps().")] = False,
+    max_recoveries: Annotated[int, typer.Option(min=1, help="Under --recover: how often in all.")] = 1000,
+    events: Annotated[Path | None, typer.Option(help="Append each recovery to this file, a line of JSON.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -39,6 +50,8 @@ def run(
     if plan is not None:
         refuse(check(plan, world=launch.world if launch else world))
     job = Job(target=script, args=(*given, *after), nproc=world, port=port)
+    tell = partial(_append, events) if events is not None else None
+    recovering = recovery(launch, port=port, limit=max_recoveries, tell=tell) if recover else None
     if dry_run:
         _show(job, plan, json=json)
         return
@@ -46,20 +59,66 @@ def run(
         from shardwise.launch.entry import main as become
 
         sys.exit(become(["--script", script, *job.args]))
-    code = start(job)
+    code = start(job, recovering)
     if json:
         print_json({"script": script, "world": world, "plan": plan_json(plan) if plan else None, "exit_code": code})
     raise typer.Exit(code)
 
 
-def start(job: Job) -> ExitCode:
+def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
     """Run a job here; the first failure goes to stderr."""
-    from shardwise.launch.local import run_local
+    if recovering is not None:
+        from shardwise.launch.supervisor import run_recovering
 
-    outcome = run_local(job)
+        outcome = run_recovering(job, recovering)
+    else:
+        from shardwise.launch.local import run_local
+
+        outcome = run_local(job)
     if outcome.failure is not None:
         typer.echo(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure), err=True)
     return outcome.exit_code
+
+
+def recovery(
+    launch: Launch | None, *, port: int, limit: int = 1000, tell: Callable[..., None] | None = None
+) -> Recovering:
+    """What `--recover` asks for.
+
+    Args:
+        launch: who else has started the processes.
+        port: of the rendezvous, as it was given.
+        limit: recoveries in all.
+        tell: gets the fields of each recovery.
+
+    Raises:
+        UsageError: another launcher has started the processes, or a port is given.
+    """
+    if launch is not None:
+        raise UsageError(
+            f"--recover: found {launch.world} processes that {launch.launcher} started, needed processes started here: "
+            "copies of the state are kept in this host's memory, and whoever recovers must be able to fork; use "
+            "`shardwise run` on one host, or the launcher's own restart, which goes on from the last checkpoint"
+        )
+    if port:
+        raise UsageError(
+            f"--recover with --port {port}: every set of processes meets on a port of its own, and one stands by while "
+            "another trains; leave --port out"
+        )
+    from shardwise.launch.recovery import Recovering
+
+    def told(recovery: Recovery) -> None:
+        typer.echo(f"shardwise: {recovery}", err=True)
+        if tell is not None:
+            tell(**recovery.to_dict())
+
+    # a second copy of the model fits into a host's memory, and not beside the first one on an accelerator
+    return Recovering(limit=limit, standby=local_devices()[0] == "cpu", tell=told)
+
+
+def _append(path: Path, **facts: Any) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(dumps({"event": "recovery", **facts}) + "\n")
 
 
 def _plan(word: str) -> Plan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json as json_module
 import shlex
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,17 +19,21 @@ from shardwise.cli.output import (
     configuration_table,
     configuration_toml,
     console,
-    identity,
     plan_json,
     print_json,
     print_plan,
 )
-from shardwise.cli.run import start
+from shardwise.cli.run import recovery, start
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job
 from shardwise.plan.constraints import check, refuse
+from shardwise.train.changes import check_allowed, find_changes
+from shardwise.train.lock import RunLock, end_at_once
 from shardwise.train.rundir import RunDir, check_out, find_checkpoint, write_text
+
+if TYPE_CHECKING:
+    from shardwise.launch.recovery import Recovering
 
 FLAGS = {
     "preset": "model.preset", "dim": "model.dim", "layers": "model.num_layers", "heads": "model.num_heads",
@@ -39,7 +45,8 @@ FLAGS = {
     "seed": "train.seed", "deterministic": "train.deterministic", "eval_every": "train.eval_every",
     "checkpoint_every": "train.checkpoint_every", "resume": "train.resume", "out": "train.out",
     "sample": "train.sample", "nproc": "train.nproc", "port": "train.port", "device": "train.device",
-    "name": "train.name", "tensorboard": "train.tensorboard",
+    "name": "train.name", "tensorboard": "train.tensorboard", "grace": "train.grace_s",
+    "spike": "train.spike", "oom": "train.on_oom", "check_replicas": "train.check_replicas",
 }  # fmt: skip
 """Parameter of `train` -> setting; `model`, `plan` and `clip` mean different settings by their form."""
 
@@ -77,7 +84,9 @@ def train(
     seed: Annotated[int | None, typer.Option()] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Two runs end bit-equal.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: at the end.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: at the end.")] = None,
+    checkpoint_every: Annotated[
+        str | None, typer.Option(help="Steps between checkpoints, 0: at the end; or 10m, or auto.")
+    ] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or a run or checkpoint to start from.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's directory.")] = None,
     sample: Annotated[bool | None, typer.Option("--sample/--no-sample", help="Print text of the model.")] = None,
@@ -86,16 +95,26 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: what is there.")] = None,
     name: Annotated[str | None, typer.Option(help="Part of the run directory's name.")] = None,
     tensorboard: Annotated[bool | None, typer.Option("--tensorboard", help="Also write for TensorBoard.")] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to finish and save after a signal.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="Any setting: train.seed=3.")] = None,
+    spike: Annotated[str | None, typer.Option(help="Spikes of the loss: off, skip, rewind or stop.")] = None,
+    oom: Annotated[str | None, typer.Option(help="Out of memory in a step: raise or halve.")] = None,
+    check_replicas: Annotated[int | None, typer.Option(help="Steps between comparisons of replicas; 0: never.")] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="A change of the maths at resume: optimizer.lr; or all.")
+    ] = None,
+    recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; on one host.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print everything, start nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")] = False,
 ) -> None:
     """Train a model. Without arguments: a small decoder on Python's own sources, in about a minute."""
     configuration = read_configuration(config, _given(ctx.params), sets or ())
-    raise typer.Exit(_train(configuration, dry_run=dry_run, json=json))
+    raise typer.Exit(_train(configuration, allow=tuple(allow or ()), recover=recover, dry_run=dry_run, json=json))
 
 
-def _train(configuration: Configuration, *, dry_run: bool, json: bool) -> ExitCode:
+def _train(
+    configuration: Configuration, *, allow: tuple[str, ...], recover: bool, dry_run: bool, json: bool
+) -> ExitCode:
     """Resolve, check, show, start, finish: in this order, so that a refusal comes before any process."""
     asked = configuration.settings.train
     launch = launched(nproc_given=asked.nproc is not None or dry_run, command="shardwise train")
@@ -103,6 +122,8 @@ def _train(configuration: Configuration, *, dry_run: bool, json: bool) -> ExitCo
     run = RunDir(Path(str(derived.settings.train.out)))
     is_first = launch is None or launch.rank == 0
     _check(derived, run, configuration, launch)
+    tell = partial(run.add_event, "recovery")
+    recovering = recovery(launch, port=asked.port, tell=tell) if recover else None
     if is_first and not json:
         out = console()
         out.print(configuration_table(derived.configuration))
@@ -111,11 +132,21 @@ def _train(configuration: Configuration, *, dry_run: bool, json: bool) -> ExitCo
         if json:
             print_json({"out": str(run.path), "plan": plan_json(derived.plan), **configuration_json(derived)})
         return ExitCode.OK
-    if is_first:
-        _write(derived, run)
-    code = _start(derived, run, launch, quiet=json)
-    if is_first:
-        _finish(run, code, json=json)
+    with RunLock.take(run.lock, end_at_once) if is_first else nullcontext() as lock:
+        if is_first:
+            changes = find_changes(run, configuration_json(derived), derived.plan) if _goes_on(derived) else []
+            check_allowed(run, changes, allow)
+            _write(derived, run)
+            for change in changes:
+                typer.echo(f"changed since the last start: {change}", err=True)
+            if changes:
+                run.add_event("changed", changes=[str(change) for change in changes], allowed=list(allow))
+        if lock is not None and lock.taken_over is not None:
+            typer.echo(f"{run.path}: taken over from {lock.taken_over}, which is dead", err=True)
+            run.add_event("taken over", owner=str(lock.taken_over))
+        code = _start(derived, run, launch, recovering, allow=allow, quiet=json)
+        if is_first:
+            _finish(run, code, json=json)
     return code
 
 
@@ -128,6 +159,8 @@ def _given(params: dict[str, Any]) -> list[Given]:
             flag = f"--{parameter.replace('_', '-')}"
             if parameter == "tokens":
                 value = _count(value)
+            if parameter == "checkpoint_every" and value.isdecimal():
+                value = int(value)
             if parameter == "data":
                 value = tuple(value)
             if parameter == "sample" and not value:
@@ -199,9 +232,13 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
         )
     if launch is None or launch.rank == 0:
         resume = settings.train.resume
-        check_out(run, identity(derived), resume=resume)
+        check_out(run, resume=resume)
         if resume not in ("auto", "never"):
             find_checkpoint(Path(resume))
+
+
+def _goes_on(derived: Derived) -> bool:
+    return derived.settings.train.resume != "never"
 
 
 def _write(derived: Derived, run: RunDir) -> None:
@@ -210,24 +247,35 @@ def _write(derived: Derived, run: RunDir) -> None:
     derived.plan.save(run.plan)
 
 
-def _start(derived: Derived, run: RunDir, launch: Launch | None, *, quiet: bool) -> ExitCode:
+def _start(
+    derived: Derived,
+    run: RunDir,
+    launch: Launch | None,
+    recovering: Recovering | None,
+    *,
+    allow: tuple[str, ...],
+    quiet: bool,
+) -> ExitCode:
     """The ranks: started here, or this process as one of those that a launcher has started."""
     settings = derived.settings.train
     if launch is not None:
         from shardwise.launch.worker import RunJob, run_session
 
-        run_session(RunJob(run=run, settings=derived.settings, plan=derived.plan, spec=derived.spec, quiet=quiet))
+        run_session(
+            RunJob(run=run, settings=derived.settings, plan=derived.plan, spec=derived.spec, quiet=quiet, allow=allow)
+        )
         return ExitCode.OK
     job = Job(
         target="shardwise.launch.worker",
         is_module=True,
-        args=(str(run.path), *(("--quiet",) if quiet else ())),
+        args=(str(run.path), *(("--quiet",) if quiet else ()), *(f"--allow={key}" for key in allow)),
         nproc=int(settings.nproc or 1),
         port=settings.port,
+        signal_grace_s=settings.grace_s,
         # what cuBLAS asks for; read when its first handle is made, so it must be there from the start
         environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if settings.deterministic else {},
     )
-    return start(job)
+    return start(job, recovering)
 
 
 def _finish(run: RunDir, code: ExitCode, *, json: bool) -> None:
@@ -237,7 +285,7 @@ def _finish(run: RunDir, code: ExitCode, *, json: bool) -> None:
         print_json({"run": str(run.path), "exit_code": int(code), **summary})
         return
     if code != ExitCode.OK:
-        if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED) and run.has_checkpoints:
+        if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED) and run.has_checkpoints:
             typer.echo(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}", err=True)
         return
     if summary["sample"]:

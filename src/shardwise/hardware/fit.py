@@ -101,7 +101,9 @@ def least(function: Callable[[float], float], low: float, high: float, grid: int
     return exp((left + right) / 2)
 
 
-def fit_products(products: Sequence[Product], device: Device, *, units: int = 0, nominal: Rates | None = None) -> Products:
+def fit_products(
+    products: Sequence[Product], device: Device, *, units: int = 0, nominal: Rates | None = None
+) -> Products:
     """Rates by dtype, and the curve, of a device whose `bandwidth` and `stream` are known already.
 
     Args:
@@ -110,24 +112,23 @@ def fit_products(products: Sequence[Product], device: Device, *, units: int = 0,
         units: of the device; 0: the number with which the fit is best.
         nominal: rates of the data sheet; None: the best that a product reached counts as nominal.
 
-    The dtype with the highest rate above 8 bits sets `best`; a rate of another dtype is such that `best` holds for it
-    too, so that what is predicted is what was measured.
+    The dtype with the highest rate above 8 bits sets the curve; a rate of another dtype is such that the curve holds
+    for it too, so that what is predicted is what was measured.
     """
     by_dtype = {name: [p for p in products if p.dtype == name] for name in dict.fromkeys(p.dtype for p in products)}
     wide = [name for name in by_dtype if name not in LOW]
     main = max(wide, key=lambda name: max(p.rate for p in by_dtype[name]))
 
-    def tops(depth: float, count: int) -> dict[str, float]:
-        bare = replace(device, curve=Curve(best=1.0, units=count, depth=depth), low_best=1.0)
-        return {name: _top(those, bare) for name, those in by_dtype.items()}
+    def bare(depth: float, count: int) -> Device:
+        return replace(device, curve=Curve(best=1.0, units=count, depth=depth), low_best=1.0)
 
     def loss(depth: float, count: int) -> float:
-        bare = replace(device, curve=Curve(best=1.0, units=count, depth=depth), low_best=1.0)
-        return sum(_misfit(those, bare, _top(those, bare)) for those in by_dtype.values())
+        here = bare(depth, count)
+        return _misfit(by_dtype[main], here, _top(by_dtype[main], here))
 
     tried = [(count, least(partial(loss, count=count), 1.0, 4096.0)) for count in ((units,) if units else UNITS)]
     count, depth = min(tried, key=lambda pair: loss(pair[1], pair[0]))
-    found = tops(depth, count)
+    found = {name: _top(those, bare(depth, count)) for name, those in by_dtype.items()}
     seen = {name: max(p.rate for p in those) for name, those in by_dtype.items()}
     top = nominal.of(main) if nominal else seen[main]
     best = found[main] / top

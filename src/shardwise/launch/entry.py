@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 def _prepare(reporting: Reporting) -> None:
     # the launcher held signals back while it started us, and that is inherited
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal

@@ -9,6 +9,7 @@ the variables are there and agree, or `LaunchError` says which line to type.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,29 @@ def witness_directory(env: Mapping[str, str]) -> str | None:
     True
     """
     return env.get(WITNESS) or None
+
+
+RECOVER = "SHARDWISE_RECOVER"
+"""Who a rank is to the supervisor that keeps copies of its state; set by `--recover`."""
+
+
+def recovery_place(env: Mapping[str, str]) -> str | None:
+    """What the supervisor says to this rank (see `shardwise.train.outliving.Place`); None: there is none.
+
+    >>> recovery_place({}) is None
+    True
+    """
+    return env.get(RECOVER) or None
+
+
+def recovering_job(env: Mapping[str, str]) -> str | None:
+    """Id of the job that recovers, the same for all sets of processes that it starts: 32 hexadecimal digits.
+
+    >>> recovering_job({"SHARDWISE_RECOVER": '{"job": "ab"}'}), recovering_job({})
+    ('ab', None)
+    """
+    place = recovery_place(env)
+    return str(json.loads(place)["job"]) if place else None
 
 
 def read_environment(env: Mapping[str, str], *, command: str = "python train.py") -> Launch:

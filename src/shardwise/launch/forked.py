@@ -140,7 +140,10 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
             process.kill()
             process.join()
             pipe.close()
-        parent.send(results)
+        try:
+            parent.send(results)
+        except OSError:  # the parent was interrupted and closed its end
+            return
 
 
 def _import(job: _Preload) -> str | None:

@@ -34,6 +34,9 @@ class Job:
     stop_grace_s: float = 20.0
     """After Ctrl-C or SIGTERM, once a first rank has ended: seconds that the others get."""
 
+    signal_grace_s: float | None = None
+    """After a first signal: seconds for the step and the save, then all ranks are killed; None: as long as it takes."""
+
     def __post_init__(self) -> None:
         if self.nproc < 1:
             raise UsageError(f"a job of {self.nproc} processes cannot run; nproc must be at least 1")
@@ -43,13 +46,15 @@ class Job:
             kind = "is a directory" if Path(self.target).is_dir() else "does not exist"
             raise UsageError(f"cannot run {self.target!r}: it {kind}; give the path of a Python script")
 
-    def command(self, reporting: tuple[int, Path] | None = None) -> tuple[str, ...]:
+    def command(self, reporting: tuple[int, Path] | None = None, launcher_pid: int | None = None) -> tuple[str, ...]:
         """What a rank executes: this interpreter, our entry point, the target and its arguments.
 
         Args:
             reporting: the rank, and the file where its error goes; None: it prints its error.
+            launcher_pid: the process without which it ends; None: this one.
         """
-        report = ("--report", str(reporting[0]), str(reporting[1]), str(os.getpid())) if reporting else ()
+        parent = str(launcher_pid or os.getpid())
+        report = ("--report", str(reporting[0]), str(reporting[1]), parent) if reporting else ()
         kind = "--module" if self.is_module else "--script"
         return (sys.executable, "-m", "shardwise.launch.entry", *report, kind, self.target, *self.args)
 

@@ -4,7 +4,8 @@ Torch elastic's process contexts start, redirect and close the ranks. Its agent 
 ranks within its own time limit and exits with 1, and on a failure it waits 30 s for ranks that hang. Here:
 
 - the first failure (by time, echoes of lost connections last) is the one reported; the others end within seconds;
-- a first Ctrl-C or SIGTERM is passed to the ranks, which finish their step and save; a second one kills them.
+- a first Ctrl-C, SIGTERM or SIGUSR1 is passed to the ranks, which finish their step and save; a second one, or the
+  end of the grace period, kills them.
 
 The rendezvous store lives in this process, on a port that it holds from the start: no race for a free port.
 """
@@ -39,7 +40,9 @@ from shardwise.launch.variables import variables
 
 ADDRESS = "127.0.0.1"
 _POLL_S = 0.05
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTED}
+_ASKED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
 _ECHO = re.compile(r"onnection (?:was )?(?:closed|reset)|roken pipe|gloo/transport|remote (?:process|peer)|Abort", re.I)
 """Texts of a rank that lost a peer: true, but not the cause."""
 _Process = subprocess.Popen[Any]
@@ -69,18 +72,30 @@ class Outcome:
 
 
 @dataclass
-class _Stopping:
-    """Signals that arrived so far; the handler only counts and forwards."""
+class Stopping:
+    """Signals that a launcher has got so far; the handler only counts and forwards."""
 
     first: signal.Signals | None = None
+    at: float = 0.0
+    """When it came."""
     count: int = 0
+    killed: bool = False
+    """Ranks were ended before they had saved."""
     processes: list[_Process] = field(default_factory=list)
 
+    @property
+    def forward(self) -> signal.Signals:
+        """What the ranks get of it."""
+        again = self.count > 1
+        return signal.SIGKILL if again else signal.SIGTERM if self.first in (None, signal.SIGHUP) else self.first
+
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
         self.count += 1
-        self.first = self.first or signal.Signals(number)
-        forward = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        _send(self.processes, forward if self.count == 1 else signal.SIGKILL)
+        if self.first is None:
+            self.first, self.at = signal.Signals(number), time.monotonic()
+        self.killed = self.killed or self.count > 1
+        _send(self.processes, self.forward)
 
 
 def run_local(job: Job) -> Outcome:
@@ -99,14 +114,14 @@ def run_local(job: Job) -> Outcome:
     store = _host_store(job)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         files = {rank: Path(folder, f"error-{rank}.json") for rank in range(job.nproc)}
-        stopping = _Stopping()
-        with _signals(stopping), _quiet_elastic():
+        stopping = Stopping()
+        with catching(stopping), _quiet_elastic():
             context = _start(job, store.port, files, folder, stopping)
             try:
                 codes = _wait(job, context, stopping)
             finally:
                 context.close(signal.SIGKILL, timeout=2)
-        return _outcome(codes, files, stopping)
+        return outcome_of(codes, files, stopping)
 
 
 def _host_store(job: Job) -> TCPStore:
@@ -130,7 +145,7 @@ def _host_store(job: Job) -> TCPStore:
         ) from None
 
 
-def _start(job: Job, port: int, files: dict[int, Path], folder: str, stopping: _Stopping) -> SubprocessContext:
+def _start(job: Job, port: int, files: dict[int, Path], folder: str, stopping: Stopping) -> SubprocessContext:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
     envs = {rank: {**rank_environment(job, rank, ADDRESS, port, cores), **keep} for rank in files}
@@ -157,7 +172,7 @@ def _start(job: Job, port: int, files: dict[int, Path], folder: str, stopping: _
     return context
 
 
-def _wait(job: Job, context: SubprocessContext, stopping: _Stopping) -> dict[int, int]:
+def _wait(job: Job, context: SubprocessContext, stopping: Stopping) -> dict[int, int]:
     """Exit code of every rank; negative: the signal that ended it, as `subprocess` says it."""
     processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     deadline: float | None = None
@@ -166,6 +181,9 @@ def _wait(job: Job, context: SubprocessContext, stopping: _Stopping) -> dict[int
         codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
         if len(codes) == len(processes):
             return codes
+        if stopping.first and job.signal_grace_s and time.monotonic() - stopping.at > job.signal_grace_s:
+            stopping.killed = True
+            _send(processes.values(), signal.SIGKILL)
         if codes and deadline is None and stopping.first is not None:
             deadline = time.monotonic() + job.stop_grace_s
         if any(code != 0 for code in codes.values()) and not told and stopping.first is None:
@@ -177,10 +195,13 @@ def _wait(job: Job, context: SubprocessContext, stopping: _Stopping) -> dict[int
         time.sleep(_POLL_S)
 
 
-def _outcome(codes: dict[int, int], files: dict[int, Path], stopping: _Stopping) -> Outcome:
-    failure = _first_failure(codes, files)
-    by_signal = ExitCode.INTERRUPTED if stopping.first == signal.SIGINT else ExitCode.TERMINATED
-    asked = {code for code in codes.values() if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)}
+def outcome_of(codes: dict[int, int], files: dict[int, Path], stopping: Stopping) -> Outcome:
+    """How a job ended, from its ranks' exit codes, the errors that they left, and the signals that came."""
+    failure = first_failure(codes, files)
+    by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
+    asked = {code for code in codes.values() if code in _ASKED}
+    if stopping.killed and -signal.SIGKILL in codes.values():
+        return Outcome(exit_code=ExitCode.KILLED)
     if failure is not None and not (stopping.first and _ECHO.search(failure.message)):
         return Outcome(exit_code=failure.exit_code, failure=failure)
     if stopping.first is not None:
@@ -193,17 +214,17 @@ def _outcome(codes: dict[int, int], files: dict[int, Path], stopping: _Stopping)
     dead = _silent_deaths(codes, files) or [(rank, code) for rank, code in codes.items() if code != 0]
     if not dead:
         return Outcome(exit_code=ExitCode.OK)
-    failure = Failure(rank=dead[0][0], message=_death(dead[0][1]), exit_code=ExitCode.RANK_FAILED)
+    failure = Failure(rank=dead[0][0], message=death(dead[0][1]), exit_code=ExitCode.RANK_FAILED)
     return Outcome(exit_code=failure.exit_code, failure=failure)
 
 
 def _silent_deaths(codes: dict[int, int], files: dict[int, Path]) -> list[tuple[int, int]]:
     """Ranks that were killed or called `exit`, and said nothing; not those that were told to end."""
-    expected = (0, -signal.SIGTERM, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+    expected = (0, -signal.SIGTERM, -signal.SIGUSR1, *_ASKED)
     return [(rank, code) for rank, code in codes.items() if code not in expected and not files[rank].exists()]
 
 
-def _first_failure(codes: dict[int, int], files: dict[int, Path]) -> Failure | None:
+def first_failure(codes: dict[int, int], files: dict[int, Path]) -> Failure | None:
     """The earliest record that is no echo of another rank's death; a rank that died silently comes before echoes."""
     records = sorted(_records(files), key=lambda record: float(record["time_s"]))
     causes = [record for record in records if record["known"] or not _ECHO.search(record["message"])]
@@ -226,7 +247,13 @@ def _records(files: dict[int, Path]) -> Iterator[dict[str, Any]]:
             yield json.loads(path.read_text(encoding="utf-8"))
 
 
-def _death(code: int) -> str:
+def is_echo(message: str) -> bool:
+    """Whether an error says no more than that another rank is gone."""
+    return bool(_ECHO.search(message))
+
+
+def death(code: int) -> str:
+    """What an exit code that is not 0 says, in words."""
     if code >= 0:
         return f"the script ended with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -247,7 +274,8 @@ def _send(processes: Iterable[_Process], number: signal.Signals) -> None:
 
 
 @contextmanager
-def _signals(stopping: _Stopping) -> Iterator[None]:
+def catching(stopping: Stopping) -> Iterator[None]:
+    """Within it the signals that ask a launcher to stop go to `stopping`."""
     previous = {number: signal.signal(number, stopping.on_signal) for number in _STOP_SIGNALS}
     try:
         yield

@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.cadence import Cadence
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ExitCode
+from shardwise.launch.allowed import go_on
+from shardwise.launch.resuming import open_cadence, record_resume
 from shardwise.model.spec import ModelSpec, spec_from_dict
 from shardwise.models.presets import training_flops_per_token
 from shardwise.parallel.compose import apply
@@ -38,17 +41,23 @@ from shardwise.train.build import (
     token_loss,
     vocab_size,
 )
+from shardwise.train.lock import RunLock, end_at_once
 from shardwise.train.loop import evaluate, steps
 from shardwise.train.metrics import MetricsLog, memory_bytes, peak_flops, read_metrics
 from shardwise.train.picture import Curves, draw_loss
+from shardwise.train.probe import Probe
 from shardwise.train.progress import Progress, Sight, open_progress
-from shardwise.train.rundir import RunDir, environment_facts, find_checkpoint, write_text
+from shardwise.train.protect import Protect
+from shardwise.train.rehearsal import rejoin
+from shardwise.train.rundir import RunDir, environment_facts, write_text
 from shardwise.train.sampling import sample_text
 from shardwise.train.settings import RunSettings
 from shardwise.train.state import TrainState
-from shardwise.train.step import StepMetrics, StepOptions
+from shardwise.train.step import StepMetrics, StepOptions, TrainStep
 from shardwise.train.tokens import check_vocab
 
+PROBE_ROWS = 4
+"""Samples on which each checkpoint's loss and gradient norm are kept."""
 PROMPT = "def "
 """What a sample starts with after training on Python sources; other text starts with its own held-out beginning."""
 
@@ -84,6 +93,7 @@ class Session:
     log: MetricsLog | None
     """On rank zero."""
     num_params: int
+    cadence: Cadence
     last: StepMetrics | None = None
     saved_step: int | None = None
     begun: float = field(default_factory=time.perf_counter)
@@ -97,7 +107,12 @@ class Session:
         """Loop, evaluate, save, sample and draw."""
         settings = self.settings.train
         options = StepOptions(
-            clip_norm=settings.clip_norm or None, clip_value=settings.clip_value, on_nonfinite=settings.nonfinite
+            clip_norm=settings.clip_norm or None,
+            clip_value=settings.clip_value,
+            on_nonfinite=settings.nonfinite,
+            protect=Protect(policy=settings.spike) if settings.spike != "off" else None,
+            on_oom=settings.on_oom,
+            check_replicas=settings.check_replicas,
         )
         try:
             for m in steps(self.state, make_loss(self.spec), until=self.total, options=options, store=self.store):
@@ -142,14 +157,21 @@ class Session:
                 | {f"loss_{name}": mean for name, mean in m.losses.items()}
             )
         self.progress.show(sight)
-        if m.skipped:
+        for facts in m.events:
+            self.progress.note(", ".join(f"{key} {value}" for key, value in facts.items()))
+            if self.log is not None:
+                self.run.add_event(**facts)
+        if m.step != self.state.step:  # gone back: this step is yet to come
+            return
+        if m.skipped and not m.events:
             self.progress.note(f"step {m.step}: loss or gradient is not finite; the update was skipped on all ranks")
         if m.stopping is not None or m.step == self.total:
             return
         if _due(m.step, self.settings.train.eval_every):
             self._evaluate()
-        if _due(m.step, self.settings.train.checkpoint_every):
-            self._save()
+        self._say_findings()
+        if self.cadence.is_due(m.step):
+            self._save_beside()
 
     def _evaluate(self) -> tuple[float, float]:
         """Nats per token and bits per byte of the whole held-out split."""
@@ -171,6 +193,26 @@ class Session:
             saved = self.store.save(self.state)
             self.saved_step = self.state.step
             self.progress.note(f"step {saved.step}: saved {saved.path} ({saved.size_bytes / 1e6:.1f} MB)")
+            self._say_findings()
+
+    def _say_findings(self) -> None:
+        """What went wrong in saves beside training: the run goes on."""
+        for finding in self.store.take_findings():
+            self.progress.note(f"step {self.state.step}: {finding}")
+            if self.log is not None:
+                self.log.write({"step": self.state.step, "finding": finding.to_dict()})
+
+    def _save_beside(self) -> None:
+        """Save while training goes on; what it took goes into the metrics."""
+        saving = self.store.save_async(self.state)
+        self.saved_step = self.state.step
+        before = self.cadence.reason
+        self.cadence.saved(self.state.step, stalled_s=saving.stalled_s - saving.waited_s, busy_s=saving.previous_s)
+        record = {"save_stall_s": saving.stalled_s, "save_wait_s": saving.waited_s}
+        if self.log is not None:
+            self.log.write({"step": self.state.step} | record)
+        why = f"; {before}" if before else ""
+        self.progress.note(f"step {self.state.step}: saving, {1000 * saving.stalled_s:.1f} ms{why}")
 
     def _sample(self) -> str | None:
         if not self.settings.train.sample:
@@ -221,15 +263,17 @@ class RunJob:
     spec: ModelSpec | None
     quiet: bool = False
     """Show nothing while it goes on."""
+    allow: tuple[str, ...] = ()
+    """Changes of the maths that `--allow` names."""
 
     @classmethod
-    def load(cls, path: Path, *, quiet: bool = False) -> RunJob:
+    def load(cls, path: Path, *, quiet: bool = False, allow: tuple[str, ...] = ()) -> RunJob:
         """The job that `config.json` and `plan.toml` of a run's directory describe."""
         run = RunDir(path)
         config = json.loads(run.config_json.read_text(encoding="utf-8"))
         settings = RunSettings.model_validate_json(json.dumps(config["settings"]))
         spec = spec_from_dict(config["spec"]) if config["spec"] is not None else None
-        return cls(run=run, settings=settings, plan=Plan.load(run.plan), spec=spec, quiet=quiet)
+        return cls(run=run, settings=settings, plan=Plan.load(run.plan), spec=spec, quiet=quiet, allow=allow)
 
 
 def run_session(job: RunJob) -> Summary:
@@ -243,7 +287,10 @@ def run_session(job: RunJob) -> Summary:
         held = vocab_size(settings, job.spec)
         if held is not None:
             check_vocab(text.tokenizer, held)
-        return _in_mesh(job, text, mesh)
+        # who started this process may die before it does: the directory is free when both are gone
+        joined = RunLock.join(job.run.lock, end_at_once) if mesh.is_first else None
+        with joined or nullcontext():
+            return _in_mesh(job, text, mesh)
 
 
 def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
@@ -261,15 +308,24 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         schedule=make_schedule(settings.schedule, int(train.steps or 0)),
         seed=train.seed,
     )
-    store = Store(run.checkpoints, keep=train.keep)
-    loaded = _resume(store, state, train.resume)
+    rows = [text.train[i] for i in range(min(PROBE_ROWS, len(text.train)))]
+    store = Store(
+        run.checkpoints, keep=train.keep, probe=Probe(rows, make_loss(spec)), config=settings.model_dump(mode="json")
+    )
+    loaded = go_on(run, train, store, state, job.allow)
+    mirror = rejoin(TrainStep(state, make_loss(spec), StepOptions()))  # before anything of the run is written
+    if mirror is not None and mirror.recovered_step is not None:
+        loaded = None
     if mesh.is_first:
         write_text(run.environment, json.dumps(_environment(mesh), indent=2) + "\n")
+        if loaded is not None:
+            record_resume(run, loaded)
     with open_progress(state.step, int(train.steps or 0), quiet=job.quiet or not mesh.is_first) as progress:
         if weights is not None:
             progress.note(weights)
         if loaded is not None:
-            progress.note(f"step {state.step}: continuing from {loaded}")
+            progress.note(f"step {state.step}: continuing from {loaded.path}")
+            progress.note(loaded.proof.line)
         with _open_log(run, settings, state.step, mesh) as log:
             session = Session(
                 settings=settings,
@@ -281,7 +337,8 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
                 progress=progress,
                 log=log,
                 num_params=spec.num_params if spec is not None else _count(placed),
-                saved_step=state.step if loaded is not None and loaded.parent == run.checkpoints else None,
+                cadence=open_cadence(run, settings.train, mesh),
+                saved_step=state.step if loaded is not None and loaded.path.parent == run.checkpoints else None,
             )
             return session.train()
 
@@ -313,14 +370,6 @@ def _count(placed: Placed) -> int:
     return int(placed.mesh.all_reduce_sum(total, "pp"))
 
 
-def _resume(store: Store, state: TrainState, resume: str) -> Path | None:
-    """Load what `--resume` says: the newest checkpoint of this run, none, or one of another run."""
-    own = store.load_latest(state) if resume != "never" else None
-    if own is not None or resume in ("auto", "never"):
-        return own.path if own is not None else None
-    return store.load(state, find_checkpoint(Path(resume))).path
-
-
 def _environment(mesh: Mesh) -> dict[str, Any]:
     """What the results depend on, from a fixed list."""
     device = mesh.device
@@ -340,7 +389,8 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the run's directory, and `--quiet`.
     """
-    run_session(RunJob.load(Path(argv[0]), quiet="--quiet" in argv[1:]))
+    allow = tuple(word.partition("=")[2] for word in argv[1:] if word.startswith("--allow="))
+    run_session(RunJob.load(Path(argv[0]), quiet="--quiet" in argv[1:], allow=allow))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +51,8 @@ class Mesh:
     expert_mesh: DeviceMesh | None = None
     """The ranks once more, along `pp, dp_replicate, expert_shard, ep`; None where `ep` is 1."""
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+    at_exit: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    """Called when `open_mesh` is left without an error: what still needs the ranks in the background."""
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
@@ -163,6 +165,8 @@ def open_mesh(
     try:
         mesh = _arrange(plan, here)
         yield mesh
+        for finish in mesh.at_exit:
+            finish()
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             mesh.groups.clear()
             for part in (mesh.device_mesh, mesh.expert_mesh):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import log2
 
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes, saved_bytes, saving_of
@@ -21,6 +22,8 @@ from shardwise.plan.memory import _gathered, _states
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule, Tensor
 from shardwise.plan.schedule import warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
+from shardwise.plan.timing import STRAGGLERS
+from shardwise.plan.workload import STATE_BYTES
 
 Upto = tuple[float, ...]
 """A sum over the blocks before each block, and over all of them."""
@@ -52,6 +55,7 @@ class Bounds:
     _cuts: dict[tuple[int, str, int], list[Cut]] = field(default_factory=dict)
     _sends: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     # ------------------------------------------------------------ time
 
@@ -91,15 +95,30 @@ class Bounds:
     def plan_time(self, flow: Flow, spread: Spread) -> float:
         """With what the data axes send and compute cannot hide, and with an offloaded update."""
         seconds, forward, backward = self.flow_time(flow)
-        update = 0.0
-        if spread.offloaded:
-            dense, experts = self._local(spread.pipe)
-            update = self._owned(spread, dense, experts) * 12.0 / self.space.cluster.host_bandwidth
+        pipe, stack = flow.pipe, self.space.stack
+        count, blocks = pipe.micro_batches, max(len(self.space.profile.blocks) // pipe.pp - 1, 0)
+        seconds += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
+        seconds += self._update(spread, count)
         gather, reduce = self._sent(spread)
+        hides = stack.overlap_data
         if spread.zero == 3:
-            exposed = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-            return seconds + exposed * flow.pipe.micro_batches + update
-        return seconds + max(0.0, gather + reduce - (forward + backward)) + update
+            exposed = max(0.0, gather - hides * forward) + max(0.0, gather + reduce - hides * backward)
+            seconds += (exposed + 2 * stack.gather_wait * blocks) * count
+        else:
+            total = gather + reduce
+            behind = backward + (forward if spread.zero else 0.0)
+            seconds += total - hides * min(behind, total) + (stack.gather_wait * blocks if spread.zero else 0.0)
+        return seconds * (1 + STRAGGLERS * log2(self.space.cluster.nodes))
+
+    def _update(self, spread: Spread, count: int) -> float:
+        """Seconds of the optimizer on an average rank, and of what an offloaded state moves."""
+        dense, experts = self._local(spread.pipe)
+        owned, cluster, workload = self._owned(spread, dense, experts), self.space.cluster, self.space.workload
+        traffic = owned * (2 * STATE_BYTES[workload.optimizer] + 16) * workload.trained
+        if spread.offloaded:
+            moved = owned * 12 * count * (1 - self.space.stack.overlap_data)
+            return (traffic + moved) / cluster.host_bandwidth
+        return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
     def work(self, core: Core) -> Work:
         """What a core's kernels, and the communication inside of blocks, take."""
@@ -197,6 +216,15 @@ class Bounds:
 
     def flow_size(self, flow: Flow) -> tuple[float, float]:
         """Bytes that micro-batches in flight need on the first rank, which has the most of them, and on the last."""
+        pipe, core = flow.pipe, flow.pipe.core
+        # how context is exchanged changes no size, so its kinds share theirs
+        sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision)
+        key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload)
+        if key not in self._sizes:
+            self._sizes[key] = self._flow_size(flow)
+        return self._sizes[key]
+
+    def _flow_size(self, flow: Flow) -> tuple[float, float]:
         pipe = flow.pipe
         kept, block = self._kept(pipe.core)
         upto, sizes = kept[flow.policy], []
@@ -263,6 +291,11 @@ class Bounds:
         """(dense, expert) parameters of an average rank, before data axes shard them."""
         core, (dense, experts) = pipe.core, self._params
         return dense / core.tp / pipe.pp, experts / (core.ep if core.ep > 1 else core.tp) / pipe.pp
+
+    def leanest(self, core: Core) -> int:
+        """Number of the recompute policy that keeps least."""
+        kept = self._kept(core)[0]
+        return min(range(len(kept)), key=lambda policy: kept[policy][-1])
 
     def _kept(self, core: Core) -> tuple[list[Upto], float]:
         """(for each policy, bytes that a micro-batch keeps; those of the largest block in full)."""

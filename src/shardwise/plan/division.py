@@ -33,6 +33,8 @@ class Division:
     workload: Workload
     rule: str = "balanced"
     """How blocks are cut into stages: `Stack.cut`."""
+    splits_experts: bool = True
+    """`tp` divides experts where `ep` does not: `Stack.splits_experts`."""
 
     @cached_property
     def micro_batch(self) -> float:
@@ -75,7 +77,8 @@ class Division:
     @property
     def expert_split(self) -> int:
         """Ranks that a layer's experts are divided over."""
-        return self.plan.axes.ep if self.plan.axes.ep > 1 else self.plan.axes.tp
+        axes = self.plan.axes
+        return axes.ep if axes.ep > 1 else axes.tp if self.splits_experts else 1
 
     def dense(self, block: Block) -> float:
         """Parameters of a block outside experts."""

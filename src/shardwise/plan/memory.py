@@ -7,7 +7,7 @@ Three numbers, as people print three: `allocated` is live tensors, `reserved` wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import mul
 
@@ -15,6 +15,7 @@ from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
 from shardwise.plan.activations import compute_width, kept_bytes, saved_bytes, saving_of, working_bytes
 from shardwise.plan.division import Division, Stage, divide
+from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, load_stack
@@ -99,7 +100,7 @@ def estimate_memory(
     True
     """
     stack = stack or load_stack("shardwise")
-    division = divide(profile, plan, workload, stack.cut)
+    division = replace(divide(profile, plan, workload, stack.cut), splits_experts=stack.splits_experts)
     ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
     axes = plan.axes
     groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
@@ -119,6 +120,8 @@ def _rank_memory(
     """The peak of one rank, and its allocated bytes in each phase."""
     plan = division.plan
     states = _states(division, stages, stack)
+    if stack.eager:
+        return _largest(rank, eager_rank(division, rank, stages, states))
     gradients = states.pop("gradients")
     block = _block_bytes(division, stages, stack)
     held = {**states, "gathered": _gathered(division, stages, stack)}
@@ -135,6 +138,10 @@ def _rank_memory(
     phases = {"loss": loss, "backward": backward, "update": update}
     if plan.offload.state:
         phases = {name: _without_states(terms) for name, terms in phases.items()}
+    return _largest(rank, phases)
+
+
+def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:
     sums = {name: sum(terms.values()) for name, terms in phases.items()}
     phase = max(sums, key=lambda name: sums[name])
     return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase), sums
@@ -149,7 +156,7 @@ def _states(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict
     """Weights, master weights, gradients and optimizer state."""
     plan, workload = division.plan, division.workload
     whole, owned = division.whole(stages), division.owned(stages)
-    kept = owned if plan.zero == 3 else whole
+    kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     state = STATE_BYTES[workload.optimizer] * max(width / 4, 1.0)
     if workload.trained < 1:  # adapters: frozen weights need neither fp32 nor a master copy
@@ -180,7 +187,8 @@ def _gathered(division: Division, stages: tuple[Stage, ...], stack: Stack) -> fl
     if plan.zero < 3 and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
     if not plan.reshards:
-        return division.whole(stages) * width if width < 4 or plan.zero == 3 else 0.0
+        gathered = plan.zero == 3 or (plan.zero > 0 and stack.keeps_shards and division.shards > 1)
+        return division.whole(stages) * width if width < 4 or gathered else 0.0
     blocks = [division.dense(block) + division.experts(block) for stage in stages for block in stage.blocks]
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
@@ -201,7 +209,7 @@ def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack
     moments: Sequence[tuple[int, ...]] = [(1,)]
     if plan.axes.pp > 1:
         moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
-    worst = max(sum(map(mul, alive, kept)) for alive in moments)
+    worst: float = max(sum(map(mul, alive, kept)) for alive in moments)
     return worst * division.tokens + again
 
 

@@ -33,7 +33,7 @@ class Collective(NamedTuple):
 class Stage(NamedTuple):
     """A pipeline stage of the rank; without a pipeline, the whole model."""
 
-    index: int
+    number: int
     first: int
     """Its first block."""
     end: int

@@ -70,6 +70,8 @@ def _buckets(scene: Scene) -> Messages:
     cap = int(plan.communication.bucket_mb * 1024 * 1024)
     for size in _cut(sizes, cap):
         yield Collective("all-reduce", axis, size), 1
+    if plan.communication.find_unused:  # which parameters were used: an int32 each
+        yield Collective("all-reduce", axis, 4 * len(order)), 1
 
 
 def _ready_after(after: Sequence[Weight]) -> list[Weight]:
@@ -116,11 +118,11 @@ def _groups(scene: Scene, stage: Stage) -> Messages:
 
 def outside(scene: Scene, stage: Stage) -> list[Weight]:
     """Parameters of a stage that are in no block."""
-    weights, is_last = scene.weights, stage.index == scene.last_stage
-    found = [*weights.before] if stage.index == 0 else []
+    weights, is_last = scene.weights, stage.number == scene.last_stage
+    found = [*weights.before] if stage.number == 0 else []
     if is_last:
         found += weights.after
-        if weights.tied and stage.index:
+        if weights.tied and stage.number:
             found.append(weights.before[0])
     return found
 
@@ -164,7 +166,7 @@ def _gathers(scene: Scene, stage: Stage, reshards: bool) -> int:
     frees = plan.zero == 3  # after each backward pass, and not after the last one only
     if plan.axes.pp > 1:
         table = actions(plan.schedule.kind, plan.axes.pp, plan.schedule.stages, count)[scene.index["pp"]]
-        work = "".join(action.work for action in table if action.stage == stage.index and action.work != "W")
+        work = "".join(action.work for action in table if action.stage == stage.number and action.work != "W")
         frees = False
     held, found = False, 0
     for each in work:

@@ -64,7 +64,7 @@ def _tensor(scene: Scene) -> Iterator[Sent]:
     pairs = 1 if scene.spec.kind == "moe" else 2  # attention, and a feed-forward that is not made of experts
     if plan.tensor.sequence:  # the sum behind the last row layer is behind all that is kept
         yield Sent("all-gather", axis, scene.stream, pairs, pairs, pairs)
-        yield Sent("reduce-scatter", axis, scene.stream, pairs, pairs, 1, 0 if pairs == 2 else 0)
+        yield Sent("reduce-scatter", axis, scene.stream, pairs, pairs, 1, 0)
     else:
         yield Sent("all-reduce", axis, scene.stream, pairs, pairs, 1)
 
@@ -72,13 +72,13 @@ def _tensor(scene: Scene) -> Iterator[Sent]:
 def _ends(scene: Scene, stage: Stage) -> Messages:
     """Embedding, head and loss; and where sequences are sharded, the first and the last block of the stage."""
     plan, axis, times = scene.plan, scene.axis("tp"), scene.micro_batches
-    if stage.index == 0:
+    if stage.number == 0 or (scene.weights.tied and stage.number == scene.last_stage):  # who has the table looks up
         yield Collective("all-reduce", axis, scene.stream), times
     if plan.tensor.sequence:
         yield Collective("all-gather", axis, scene.stream), 2 * times  # forward behind, backward before the blocks
         if scene.spec.kind == "moe":
             yield Collective("all-gather", axis, scene.tokens * ROUTED * 4), times
-    if stage.index == scene.last_stage:
+    if stage.number == scene.last_stage:
         yield Collective("all-reduce", axis, scene.stream), times
         if plan.tensor.loss:  # largest logit, sum of exponentials, the label's logit
             yield Collective("all-reduce", axis, scene.tokens * max(scene.width, 4)), 3 * times
@@ -131,17 +131,8 @@ def _experts(scene: Scene) -> Iterator[Sent]:
     if plan.axes.ep > 1:
         axis = scene.expert_axes[0]
         yield Sent("all-to-all", axis, spec.num_experts * 8, 1, 0, 1)
-        rows = _routed(scene, tokens * chosen) * spec.dim * scene.width
-        yield Sent("all-to-all", axis, rows, 2, 2, 2)
-
-
-def _routed(scene: Scene, choices: int) -> int:
-    """Choices that this rank sends or gets, the larger: spread evenly, the rest over the first experts."""
-    ranks = scene.plan.axes.ep
-    local = scene.spec.num_experts // ranks
-    share, rest = divmod(choices, scene.spec.num_experts)
-    here = scene.index["ep"] * local
-    return max(choices, ranks * sum(share + (i < rest) for i in range(here, here + local)))
+        # tokens are spread evenly: as many come as go
+        yield Sent("all-to-all", axis, tokens * chosen * spec.dim * scene.width, 2, 2, 2)
 
 
 # ---------------------------------------------------------------- pp
@@ -153,7 +144,7 @@ def pipeline_messages(scene: Scene) -> Messages:
     if plan.axes.pp == 1:
         return
     sizes = [scene.stream, *([scene.tokens * ROUTED * 4] if scene.spec.kind == "moe" else [])]
-    here = {stage.index for stage in scene.stages}
+    here = {stage.number for stage in scene.stages}
     axis, times = scene.axis("pp"), scene.micro_batches
     for stage in here:
         ways = ((stage - 1, stage > 0), (stage + 1, stage < scene.last_stage))
@@ -176,7 +167,7 @@ def _copies(scene: Scene, here: set[int]) -> Messages:
         return
     rows, *rest = scene.weights.before[0].local(plan)
     ranks = plan.axes.dp_shard * plan.axes.cp if plan.zero else 1
-    place = scene.index["dp_shard"] * plan.axes.cp + scene.index["cp"]
+    place = scene.index["dp_shard"] * plan.axes.cp + scene.index["cp"] if plan.zero else 0
     share = -(-rows // ranks)
     mine = max(0, min(share, rows - place * share)) * prod(rest) * (8 if plan.precision == "fp64" else 4)
     for kind in ("send", "recv"):

@@ -32,6 +32,9 @@ from shardwise.plan.workload import Workload
 Goal = Literal["time", "cost", "memory"]
 ALIKE = 0.002
 """Scores that differ by less, relatively, count as equal, and the simpler plan is preferred."""
+EXACT, SLACK = 128, 0.05
+"""Beyond so many devices a family is only opened where its bound is better by this than what is known, at each of its
+two levels: the plan found is within twice of it of the best, about the estimators' error."""
 ASSUMED_HOST = 256 * GIB
 """Host memory per device where the cluster does not say."""
 
@@ -119,7 +122,7 @@ def find_plan(
         UsageError: an unknown goal, option or word.
         PlanError: no legal plan at all, with the nearest batch where that is why.
 
-    Cost: some 0.5 s for 8 devices; 5 to 17 s for 405 billion parameters on 16,384 (measured on one slow core).
+    Exact up to `EXACT` devices. Cost: some 0.5 s for 8; 10 to 24 s for 405 billion parameters on 16,384 (a busy core).
 
     >>> from shardwise.hardware.cluster import load_cluster
     >>> from shardwise.model.profile import profile_of
@@ -133,8 +136,7 @@ def find_plan(
     top, stack = options.pop("top", 10), options.pop("stack", None) or load_stack("shardwise")
     headroom = float(options.pop("headroom", 0.05))
     words = {name: tuple(options.pop(name, ())) for name in ("allow", "forbid")}
-    if options:
-        found = next(iter(options))
+    for found in options:
         raise UsageError(f"find_plan: found option {found!r}; needed allow, forbid, top, stack or headroom")
     space = Space(profile, spec, cluster, workload, stack, **words)
     aim: Goal = "cost" if goal == "cost" else "memory" if goal == "memory" else "time"
@@ -146,15 +148,8 @@ def find_plan(
         least = next(iter(frugal.run(1)), None)
         if least is None:
             raise PlanError(_no_plan(space, frugal))
-    return Search(
-        goal=aim,
-        space=space,
-        ranked=tuple(ranked),
-        seen=tuple(walk.seen),
-        estimated=walk.estimated,
-        pruned=dict(walk.pruned.most_common()),
-        nearest=least,
-    )
+    counts: dict[str, Any] = {"estimated": walk.estimated, "pruned": dict(walk.pruned.most_common())}
+    return Search(goal=aim, space=space, ranked=tuple(ranked), seen=tuple(walk.seen), nearest=least, **counts)
 
 
 def _no_plan(space: Space, walk: Walk) -> str:
@@ -180,6 +175,7 @@ class Walk:
 
     def __init__(self, space: Space, goal: Goal, limit: float) -> None:
         self.space, self.goal, self.limit = space, goal, limit
+        self.slack = SLACK if space.cluster.world > EXACT else 0.0
         self.bounds = Bounds(space)
         self.seen: list[Candidate] = []
         self.pruned: Counter[str] = Counter()
@@ -196,7 +192,8 @@ class Walk:
         ranked: dict[tuple[int, ...], Candidate] = {}
         refused: dict[str, int] = {}
         for world in worlds_of(self.space.cluster, self.goal):
-            for core in self.space.cores(world, refused):
+            cores = list(self.space.cores(world, refused))
+            for core in self._undominated(cores) if self.slack else cores:
                 self._push(core, self.bounds.core_time(core), 0.0, world)
         self.pruned.update(refused)
         while self._heap and len(ranked) < top:
@@ -215,17 +212,39 @@ class Walk:
             self.pruned[f"bound on {'memory' if self.goal == 'memory' else 'time'}"] += len(self._heap)
         return list(ranked.values())
 
+    def _undominated(self, cores: list[Core]) -> Iterator[Core]:
+        """Of cores that differ in the exchange of context, or in sequence and loss parallelism, the fastest.
+
+        The first changes no size; the second only makes sizes smaller, so that of equal times the leaner is kept.
+        """
+        alike: dict[tuple[object, ...], list[Core]] = {}
+        for core in cores:
+            alike.setdefault((core.tp, core.cp, core.ep, core.samples, core.precision, core.float8), []).append(core)
+        for group in alike.values():
+            yield min(group, key=lambda core: (_bucket(self.bounds.core_time(core)), not core.sequence, not core.loss))
+
     def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
         """Put a node where the least that its plans can score belongs."""
         least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
+        least *= 1 + self.slack * (2 if isinstance(node, Core) else 1 if isinstance(node, Flow) else 0)
         heapq.heappush(self._heap, (_bucket(least), False, (), next(self._order), node))
 
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
             if _layout(pipe) in done:
                 continue
+            policies = self._by_cost(core)
             for schedule, offload in self.space.flows(pipe):
-                self._push_flow(pipe, schedule, offload, self._by_cost(core))
+                if self._any_fits(pipe, schedule, offload):
+                    self._push_flow(pipe, schedule, offload, policies)
+                else:
+                    self.pruned["bound on memory"] += len(policies)
+
+    def _any_fits(self, pipe: Pipe, schedule: Schedule, offload: bool) -> bool:
+        """False where neither the policy that keeps least could fit, nor none, which holds no block in full."""
+        lean = self.bounds.leanest(pipe.core)
+        flows = (Flow(pipe, schedule, policy, offload) for policy in {0, lean})
+        return any(self.bounds.on_device(max(self.bounds.flow_size(flow))) <= self.limit for flow in flows)
 
     def _by_cost(self, core: Core) -> tuple[int, ...]:
         """Numbers of the recompute policies, the cheapest first."""

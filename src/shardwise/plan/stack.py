@@ -42,6 +42,14 @@ class Stack:
     """A gradient in the compute dtype lives beside the accumulated one."""
     logit_bytes: float = 10.0
     """Bytes per token and vocabulary entry at the peak of the loss (logits, fp32 copy, gradient, ...)."""
+    keeps_shards: bool = False
+    """zero 1 and 2: weights are shards between steps, and gathered beside them within one (FSDP2); False: whole."""
+    splits_experts: bool = True
+    """Where `ep` is 1, `tp` divides the experts' weights; False: each rank has all of them, and works on its share of
+    the tokens."""
+    eager: bool = False
+    """Every primitive is a kernel of its own and keeps its inputs, and the host's memory is the device's (CPUs): see
+    `plan.eager`."""
     residual_bytes: float = 0.0
     """Bytes of an element of the residual stream; 0: the compute dtype."""
     saves_gathered: bool = False

@@ -112,10 +112,10 @@ def _refuse_other_parts(spec: ModelSpec) -> None:
 
 
 def _linear(name: str, shape: tuple[int, int], cut: Cut, bias: bool) -> list[Weight]:
-    """A row layer's bias is added once per token: with sequence shards each rank has a summand of its gradient."""
+    """With its bias, which a row layer has whole."""
     found = [Weight(name, shape, cut)]
     if bias:
-        found.append(Weight(f"{name}.bias", shape[:1], "out" if cut == "out" else "tokens"))
+        found.append(Weight(f"{name}.bias", shape[:1], "out" if cut == "out" else "none"))
     return found
 
 

@@ -60,6 +60,12 @@ class Batches:
         self._origin = (0, 0)
         self._position = 0
         self._windows: Iterator[Window] | None = None
+        self.last_rows = (0, 0)
+        """Positions of the window that was handed out last, over all ranks: its first, and after its last."""
+        self.quarantined: list[tuple[int, int]] = []
+        """Positions whose samples are not fed again; see `quarantine`."""
+        self.accept: frozenset[str] = frozenset()
+        """What may differ from a saved position: `seed`, `size`. The order is another one then."""
 
     def __iter__(self) -> Self:
         """The same iterator: a loop that is left and entered again goes on where it was."""
@@ -75,9 +81,36 @@ class Batches:
         if self._windows is None:
             self._windows = self._source.windows(self.step, self._position)
         window = next(self._windows)
+        while self.order is None and self._is_quarantined(window):  # a stream cannot give another sample instead
+            self._position += window.num_rows
+            window = next(self._windows)
         self.step = window.step + 1
+        self.last_rows = (self._position, self._position + window.num_rows)
         self._position += window.num_rows
         return window
+
+    def quarantine(self, start: int, stop: int) -> None:
+        """Never feed the samples at these positions again, in this epoch or a later one, before or after a resume.
+
+        Other samples take their places, the same ones on every mesh. Of a stream,
+        windows that hold such a position are passed over. Every rank calls it with the same positions.
+
+        Raises:
+            DataError: nothing is left to feed.
+        """
+        self.quarantined = sorted({*self.quarantined, (start, stop)})
+        self._windows = None
+        if self.order is not None:
+            assert isinstance(self._source, SampleWindows)
+            self._source.exclude(np.concatenate([self.order.slice(*rows) for rows in self.quarantined]))
+
+    def state_before(self) -> dict[str, Any]:
+        """What `state_dict` gave before the last window was handed out."""
+        return self.state_dict() | {"step": self.step - 1, "position": self.last_rows[0]}
+
+    def _is_quarantined(self, window: Window) -> bool:
+        begin, end = self._position, self._position + window.num_rows
+        return any(start < end and begin < stop for start, stop in self.quarantined)
 
     @property
     def num_steps(self) -> int | None:
@@ -90,12 +123,16 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, as plain JSON values; the same on every rank."""
-        return self._identity() | {
-            "step": self.step,
-            "position": self._position,
-            "epoch": self.order.epoch_of(self._position) if self.order is not None else None,
-            "global_size": self.spec.global_size,
-        }
+        return (
+            self._identity()
+            | {
+                "step": self.step,
+                "position": self._position,
+                "epoch": self.order.epoch_of(self._position) if self.order is not None else None,
+                "global_size": self.spec.global_size,
+            }
+            | ({"quarantine": [list(rows) for rows in self.quarantined]} if self.quarantined else {})
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, under this or another number of ranks, workers and rows per step.
@@ -113,7 +150,7 @@ class Batches:
                 "needed: what Batches.state_dict gave; load a checkpoint that was saved with this loader"
             )
         for key, own in self._identity().items():
-            if state.get(key) != own:
+            if state.get(key) != own and key not in self.accept:
                 kind: type[DataError] | type[ConfigError] = DataError if key in ("size", "kind") else ConfigError
                 raise kind(
                     f"loader: cannot resume the data position of step {state['step']}: {_REASONS[key]}: saved {key}="
@@ -128,6 +165,8 @@ class Batches:
         regular = self._position == self.step * self.spec.global_size
         self._origin = (0, 0) if regular else (self.step, self._position)
         self._windows = None
+        for start, stop in state.get("quarantine", ()) if not self.accept else ():  # of another order it says nothing
+            self.quarantine(int(start), int(stop))
 
     def ids_at(self, step: int) -> NDArray[np.int64]:
         """The samples of a step over all ranks, in the order of their positions: int64, shape (rows,).

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +14,10 @@ from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Window
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
+from shardwise.train.rehearsal import rejoin
+from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState
-from shardwise.train.step import STOP_SIGINT, STOP_SIGTERM, LossFn, StepMetrics, StepOptions, TrainStep, options_with
-
-SAME_SIGNAL_S = 1.0
-"""A signal that follows within this time is the first one again: a scheduler signals launcher and ranks alike, and the
-launcher passes its own on."""
-EXIT_CODES = {"SIGINT": ExitCode.INTERRUPTED, "SIGTERM": ExitCode.TERMINATED}
+from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
 
 
 class Saver(Protocol):
@@ -48,8 +39,8 @@ def steps(
 ) -> Iterator[StepMetrics]:
     """Train until a step, yielding what each step did; the body of the loop is the user's.
 
-    SIGTERM and SIGINT finish the step on all ranks, save to `store` when one is given, and exit with code 143
-    or 130. A second signal ends the process at once.
+    SIGTERM, SIGINT and SIGUSR1 finish the step on all ranks, save to `store` when one is given, and exit with code
+    143, 130 or 138. A second signal ends the process at once.
 
     Args:
         state: its batches are read; its step says where to begin.
@@ -71,8 +62,9 @@ def steps(
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
     step = TrainStep(state, loss_fn, options_with(clip, options))
+    mirror = rejoin(step)
     state.placed.train(True)
-    with _signals(step):
+    with listening(step):
         while state.step < until:
             try:
                 window = next(state.batches)  # type: ignore[call-overload]  # a loader is an iterator
@@ -83,34 +75,11 @@ def steps(
             if metrics.stopping is not None:
                 if store is not None:
                     store.save(state)
-                raise SystemExit(int(EXIT_CODES.get(metrics.stopping, ExitCode.NON_FINITE)))
-
-
-@contextmanager
-def _signals(step: TrainStep) -> Iterator[None]:
-    """The first SIGTERM or SIGINT asks the step to stop; the second one acts as if nobody listened."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kinds = {signal.SIGINT: STOP_SIGINT, signal.SIGTERM: STOP_SIGTERM}
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-
-    asked: list[float] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked and time.monotonic() - asked[0] > SAME_SIGNAL_S:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        asked.append(time.monotonic())
-        step.stop_requested = kinds[signal.Signals(number)]
-
-    for kind in kinds:
-        signal.signal(kind, ask)
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+                spiked = metrics.stopping.startswith("spike")
+                code = EXIT_CODES.get(metrics.stopping, ExitCode.SPIKE if spiked else ExitCode.NON_FINITE)
+                raise SystemExit(int(code))
+            if mirror is not None:  # after the body: what it did for this step is done by every rank, or is done again
+                mirror.keep(state)
 
 
 def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss:

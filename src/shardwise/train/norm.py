@@ -43,12 +43,12 @@ def is_counted_here(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
         for index, placement in zip(here, parameter.placements, strict=True):
             if placement.is_replicate() and index:
                 return False  # all others: Shard, and the strided one of tensor shards sharded again
-        covered = _axes_covered(parameter.device_mesh, mesh)
+        covered = axes_covered(parameter.device_mesh, mesh)
         outside = [axis for axis in outside if axis not in covered]
     return all(mesh.index(axis) == 0 for axis in outside)
 
 
-def _axes_covered(part: DeviceMesh, mesh: Mesh) -> set[str]:
+def axes_covered(part: DeviceMesh, mesh: Mesh) -> set[str]:
     """The axes of the whole mesh along which the ranks of a part of it lie, whatever the part calls its own axes."""
     ranks = part.mesh.flatten().tolist()
     covered, stride = set(), 1

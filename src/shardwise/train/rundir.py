@@ -1,7 +1,7 @@
 """`RunDir`: the directory of a run, what lies where in it, and the checks before it is used. No torch.
 
 runs/<date>-<name>/  plan.toml  config.toml  config.json  environment.json  metrics.jsonl  loss.png  sample.txt
-                     checkpoints/
+                     events.jsonl  checkpoints/  lock/
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def resumes(self) -> Path:
+        """One JSON record per start of the run that loaded a checkpoint: which, and the proof."""
+        return self.path / "resumes.jsonl"
+
+    @property
     def picture(self) -> Path:
         """The loss curves."""
         return self.path / "loss.png"
@@ -78,6 +83,30 @@ class RunDir:
     def summary(self) -> Path:
         """How the run ended."""
         return self.path / "summary.json"
+
+    @property
+    def events(self) -> Path:
+        """One JSON record per thing that happened to the run: what was skipped, healed, taken over, changed."""
+        return self.path / "events.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Who uses the directory; see `shardwise.train.lock`."""
+        return self.path / "lock"
+
+    def add_event(self, event: str, **facts: Any) -> None:
+        """Append a record to `events`, with the time. One process per run calls it."""
+        record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
+        with self.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read_events(self, event: str) -> list[dict[str, Any]]:
+        """The records of one kind; a last line that was cut by a crash is left out."""
+        try:
+            lines = self.events.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        return [row for line in lines if line.endswith("}") and (row := json.loads(line))["event"] == event]
 
     @property
     def has_checkpoints(self) -> bool:
@@ -102,16 +131,15 @@ class RunDir:
             ) from error
 
 
-def check_out(run: RunDir, identity: Mapping[str, Any], *, resume: str) -> None:
+def check_out(run: RunDir, *, resume: str) -> None:
     """Whether a run may use a directory; creates nothing that stays.
 
     Args:
         run: the directory, which need not exist.
-        identity: what must agree with the run that lies there: model, data, optimizer.
         resume: `auto`, `never`, or a path.
 
     Raises:
-        UsageError: it is a file, cannot be written, holds something else, or holds another run.
+        UsageError: it is a file, cannot be written, or holds something else.
         CheckpointError: it holds a run that cannot be read.
     """
     _check_writable(run.path)
@@ -119,17 +147,12 @@ def check_out(run: RunDir, identity: Mapping[str, Any], *, resume: str) -> None:
         return
     there = run.identity()
     if there is None:
-        if any(run.path.iterdir()):
+        if any(path != run.lock for path in run.path.iterdir()):  # a start that died at once leaves its lock
             raise UsageError(
                 f"--out {run.path} holds files, but no run (no config.json); needed: a new or empty directory, or a "
                 f"run's; choose another --out"
             )
         return
-    changed = [f"{k} was {there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v]
-    if changed and resume != "never":
-        raise UsageError(
-            f"--out {run.path} holds another run: {'; '.join(changed)}; choose another --out, or train it on as it was"
-        )
     if resume == "never" and run.has_checkpoints:
         raise UsageError(
             f"--out {run.path} holds checkpoints, and --resume never would overwrite them; choose another --out, or "

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, default_collate
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from shardwise.train.loader_options import Collate, LoaderOptions
 from shardwise.train.order import SampleOrder
 from shardwise.train.windows import Layout, Window, WindowSpec, divide, shares
@@ -104,6 +105,34 @@ class SampleWindows:
         self._collate = CheckedCollate(_same if whole else options.collate, pin and options.workers == 0)
         self._sampler = MicroBatchSampler(self)
         self._workers = self._make_workers(pin) if options.workers else None
+        self._excluded = self._substitutes = np.empty(0, dtype=np.int64)
+
+    def exclude(self, samples: NDArray[np.int64]) -> None:
+        """Feed another sample in place of each of these.
+
+        Sample e is replaced by the (e mod n)-th of the n that are left: different ones by different ones, as a rule.
+
+        Raises:
+            DataError: none is left.
+        """
+        self._excluded = np.unique(samples)
+        left = self.order.size - len(self._excluded)
+        if left < 1:
+            raise DataError(
+                f"loader: all {self.order.size} samples of the data set are in quarantine; needed: one that is not; "
+                "look at the run's events, at the learning rate, or at the data"
+            )
+        place = self._excluded % left
+        before = self._excluded - np.arange(len(self._excluded))  # samples left below each excluded one
+        self._substitutes = place + np.searchsorted(before, place, side="right")
+
+    def _take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at positions, those in quarantine replaced."""
+        samples = self.order.take(positions)
+        if not len(self._excluded):
+            return samples
+        at = np.searchsorted(self._excluded, samples).clip(max=len(self._excluded) - 1)
+        return np.where(self._excluded[at] == samples, self._substitutes[at], samples)
 
     def windows(self, step: int, position: int) -> Iterator[Window]:
         """Windows from `step` on, whose first row stands at `position` of the endless run of epochs."""
@@ -154,8 +183,8 @@ class SampleWindows:
         starts = position + self.spec.global_size * np.arange(windows, dtype=np.int64)
         first = layouts[0].offset
         num_own = sum(layout.rows for layout in layouts)
-        own = self.order.take(starts[:, None] + np.arange(first, first + num_own)).tolist()
-        fillers = [of_window[0] for of_window in own] if num_own else self.order.take(starts).tolist()
+        own = self._take(starts[:, None] + np.arange(first, first + num_own)).tolist()
+        fillers = [of_window[0] for of_window in own] if num_own else self._take(starts).tolist()
         for start, of_window, filler in zip(starts.tolist(), own, fillers, strict=True):
             for layout in layouts:
                 begin = layout.offset - first

@@ -103,14 +103,21 @@ class TrainSettings(Section):
     clip_value: Annotated[float, Field(gt=0.0)] | None = None
     """Largest absolute value of a gradient's element."""
     nonfinite: Literal["skip", "stop", "raise"] = "skip"
+    spike: Literal["off", "skip", "rewind", "stop"] = "off"
+    """What happens on a spike of loss or gradient norm; and then in place of `nonfinite` on what is not finite."""
+    on_oom: Literal["raise", "halve"] = "raise"
+    check_replicas: Annotated[int, Field(ge=0)] = 0
+    """Steps between comparisons of what ranks must hold alike; 0: never."""
     seed: Annotated[int, Field(ge=0)] = 0
     deterministic: bool = False
     eval_every: Annotated[int, Field(ge=0)] | None = None
     """Steps between evaluations; 0: at the end only."""
-    checkpoint_every: Annotated[int, Field(ge=0)] | None = None
-    """Steps between checkpoints; 0: at the end only."""
+    checkpoint_every: Annotated[int, Field(ge=0)] | str | None = None
+    """Steps between checkpoints, 0: at the end only; or a time (`10m`), or `auto`."""
     keep: Positive = 2
     """Checkpoints kept."""
+    grace_s: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds for the step and the save after a first signal, then all ranks are killed; not said: no limit."""
     resume: str = "auto"
     """`auto`, `never`, or the directory of a run or a checkpoint."""
     out: str | None = None

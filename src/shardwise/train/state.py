@@ -14,7 +14,9 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
+from shardwise.train.mirror import Mirror
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
+from shardwise.train.protect import Guard
 
 Tensors = dict[str, torch.Tensor]
 
@@ -90,6 +92,12 @@ class TrainState:
         self.weight = 0.0
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
+        self.mirror: Mirror | None = None
+        """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
+        self.is_joined = False
+        """Whether this process has taken over what the run had reached; see `rejoin`."""
+        self.guard = Guard()
+        """The last good steps, where a run is protected; see `train/protect.py`."""
         self._factor = 1.0
         self._ema_updates = 0
 
@@ -139,7 +147,7 @@ class TrainState:
             "ema_updates": self.ema.updates if self.ema is not None else None,
             "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
             "plan": str(self.placed.plan),
-        }
+        } | ({"guard": self.guard.to_json()} if self.guard.losses or self.guard.hits else {})
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.
@@ -172,6 +180,7 @@ class TrainState:
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(scalars["data"])
+        self.guard.load(scalars.get("guard") or Guard().to_json())
         if self.loss_scale is not None and scalars["loss_scale"] is not None:
             self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]
 

@@ -11,24 +11,32 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.errors import NonFiniteError, UsageError
+from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.train.batches import Window
+from shardwise.train.halving import Halving
 from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
 from shardwise.train.losses import Losses
 from shardwise.train.losses import Window as LossWindow
+from shardwise.train.mirror import refuse_own_loop
 from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
+from shardwise.train.options import StepMetrics as StepMetrics
+from shardwise.train.options import StepOptions as StepOptions
+from shardwise.train.options import options_with as options_with
+from shardwise.train.protect import Protection
+from shardwise.train.replicas import Replicas
+from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
 from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
@@ -36,43 +44,6 @@ from shardwise.train.witness import open_witness
 
 LossFn = Callable[[Any, Any], Any] | Losses
 """(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean; or several by name."""
-
-STOP_SIGINT = 1
-STOP_SIGTERM = 100_000
-"""Requests to stop are summed over the world; these two stay apart in any sum."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """What a step does with its gradient."""
-
-    clip_norm: float | None = None
-    """Largest L2 norm of the whole gradient; larger ones are scaled down."""
-    clip_value: float | None = None
-    """Largest absolute value of an element."""
-    on_nonfinite: Literal["skip", "stop", "raise"] = "skip"
-    """A loss or gradient that is not finite, on any rank: skip the update, end the loop in order, or raise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """What one step did. Losses and norms are those of the global batch, equal on all ranks."""
-
-    step: int
-    """Updates tried so far, this one included."""
-    loss: float
-    """Mean loss over the window's weight."""
-    weight: float
-    """The window's weight: tokens, for a token loss."""
-    grad_norm: float
-    """L2 norm of the mean gradient before clipping."""
-    lr: float
-    seconds: float
-    losses: Mapping[str, float] = field(default_factory=dict)
-    """Under several losses (`Losses`): the mean of each, without its factor."""
-    skipped: bool = False
-    stopping: str | None = None
-    """Why the loop ends after this step; None while it goes on."""
 
 
 class TrainStep:
@@ -84,7 +55,13 @@ class TrainStep:
         placed = state.placed
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
         self._roots = [part.root for part in placed.parts]
-        self._sums = WorldSums(placed)
+        self._halving = Halving(placed) if options.on_oom == "halve" else None
+        self._sums = WorldSums(placed, after=self._halving is not None)
+        self._protection: Protection | None = None
+        if options.protect is not None:
+            self._protection = Protection(state, options.protect, is_norm_local=self._sums.overlaps)
+        self._events: list[Mapping[str, Any]] = []
+        self._replicas: Replicas | None = None
         whole = self._sums.overlaps
         counted = {n: whole or self._counts(n, p) for n, p in self._parameters.items()}
         self._counted = None if all(counted.values()) else counted
@@ -92,14 +69,14 @@ class TrainStep:
         self._joined = JoinedGradients()
         self._signature = Signature.of(placed.parts[0].root)
         self._paddings = [padding for part in placed.parts for padding in paddings_of(part.root)]
-        self._divisor = gradient_divisor(placed)
+        self._divisor = gradient_divisor(placed) if self._halving is None else 1
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
         self._window: LossWindow | None = None
         self._scalar_mean = False
         self._warned = False
         self._witness = open_witness(state)
         self.stop_requested = 0
-        """STOP_SIGINT or STOP_SIGTERM: the loop ends after this step, on all ranks together."""
+        """A value of `signals.STOPS`: the loop ends after this step, on all ranks together."""
 
     def __call__(self, batch: Any) -> StepMetrics:
         """Train on this rank's share of one global batch.
@@ -111,17 +88,59 @@ class TrainStep:
 
         Raises:
             NonFiniteError: under `on_nonfinite="raise"`, on all ranks alike.
+            SpikeError, OutOfMemoryError, ReplicaError: at the limits of the options' policies, on all ranks alike.
         """
         start = time.perf_counter()
+        if self.state.step == 0 and self._replicas is None and self._witness is None:
+            self._check_replicas()  # initial values that depend on the rank; `verify` names them itself
+        if self._protection is not None:
+            self._protection.begin(batch)
+        if self._halving is not None:
+            run = partial(self._losses, batch)
+            micro, zero, losses = self._halving.run(run, self.state.optimizer.zero_grad, self.state.step + 1)
+            self._events += self._halving.take_notes()
+        else:
+            micro, zero, losses = self._losses(batch)
+        grads, joined, sums = self._reduced(micro, zero, losses)
+        with torch.no_grad():
+            return self._update(grads, joined, sums, start)
+
+    def measure(self, batch: Any) -> tuple[float, float]:
+        """Mean loss, and norm of the mean gradient, of a batch at the state as it is; nothing is updated.
+
+        Buffers that a forward pass changes are not put back: see `Probe`. Every rank calls it.
+
+        Args:
+            batch: as for a step.
+
+        Cost: a step without its update.
+        """
+        _, _, sums = self._reduced(*self._losses(batch, is_step=False))
+        self.state.optimizer.zero_grad()
+        scale = self.state.loss_scale.scale if self.state.loss_scale is not None else 1.0
+        factor = self._divisor / (sums.weight * scale) if sums.weight else math.nan
+        norm = math.sqrt(sums.squares) * factor if sums.squares >= 0 else math.nan
+        return (sums.loss / sums.weight if sums.weight else math.nan), norm
+
+    def _losses(self, batch: Any, *, is_step: bool = True) -> tuple[list[Any], tuple[bool, ...], list[Loss]]:
+        """Forward and backward: the micro-batches, which of them are padding, and their losses."""
         micro, zero = self._micro_batches(batch)
-        if self._witness is not None:
+        if is_step and self._witness is not None:
             micro, zero = self._witness.begin(micro, zero)
         for padding in self._paddings:
             padding.flags = zero
         if isinstance(self.loss_fn, Losses):
             self._window = self.loss_fn.begin(micro, zero, self.state.mesh)
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
+        return micro, zero, losses
+
+    def _reduced(
+        self, micro: list[Any], zero: tuple[bool, ...], losses: list[Loss]
+    ) -> tuple[dict[str, torch.Tensor], Joined, Sums]:
+        """The summed gradients of this rank, and what the world must know of them."""
         with torch.no_grad():
+            if self._halving is not None:
+                self._halving.reduce(self._parameters)
             if (copies := self.state.placed.copies) is not None:
                 copies.sum_gradients()
             grads = {n: g for n, p in self._parameters.items() if (g := local_gradient(p)) is not None}
@@ -131,7 +150,7 @@ class TrainStep:
             mine = joined if self._counted is None else Joined([], [g for n, g in grads.items() if self._counted[n]])
             sums = self._sums.finish(sum_of_squares(mine))
             self._check_equal_rows(sums)
-            return self._update(grads, joined, sums, start)
+        return grads, joined, sums
 
     def _counts(self, name: str, parameter: torch.nn.Parameter) -> bool:
         placed = self.state.placed
@@ -149,6 +168,8 @@ class TrainStep:
             micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
             zero = (False,) * len(micro)
         micro = [to_device(m, device) for m in micro]
+        if self._halving is not None:
+            micro, zero = self._halving.cut(micro, zero)
         self._key_randomness(batch, micro, zero)
         return [self.state.placed.share(m) for m in micro], zero
 
@@ -198,7 +219,7 @@ class TrainStep:
     def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:
         """Tell the data-parallel engine which micro-batch closes the window."""
         if isinstance(part.run, DistributedDataParallel):
-            return nullcontext() if last else part.run.no_sync()
+            return nullcontext() if last and self._halving is None else part.run.no_sync()
         if isinstance(part.run, FSDPModule) and not (first and last):
             if self.state.placed.plan.zero < 2:
                 part.run.set_requires_gradient_sync(last)
@@ -251,31 +272,43 @@ class TrainStep:
         state.weight += weight
         if self._witness is not None:
             self._witness.gradients(grads, factor)
-        if finite:
+        # too large a scale, or nothing that counts in the window, is no fault of the model or its data
+        excused = weight == 0 or (state.loss_scale is not None and math.isfinite(sums.loss))
+        cause = None
+        if self._protection is not None:
+            cause = self._protection.judge(mean, norm, excused=excused and not finite)
+        makes_update = finite and cause is None
+        if makes_update:
             self._apply(grads, joined, factor, norm)
         else:
             state.skipped += 1
         state.optimizer.zero_grad()
         for follow in state.placed.after_step:
-            follow(finite)
-        # too large a scale, or nothing that counts in the window, is no fault of the model or its data
-        excused = weight == 0 or (state.loss_scale is not None and math.isfinite(sums.loss))
+            follow(makes_update)
         if state.loss_scale is not None and weight:
             state.loss_scale.update(finite)
-        stopping = None if not sums.stop else "SIGTERM" if sums.stop >= STOP_SIGTERM else "SIGINT"
-        if not finite and not excused and self.options.on_nonfinite != "skip":
+        stopping = stop_name(sums.stop)
+        number = state.step
+        if cause is not None and self._protection is not None:
+            done = self._protection.act(cause)
+            stopping, self._events = done.stopping or stopping, [*self._events, *done.events]
+        elif not finite and not excused and self.options.on_nonfinite != "skip":
             stopping = self._nonfinite(mean, norm)
+        if self.options.check_replicas and number % self.options.check_replicas == 0:
+            self._check_replicas()
+        events, self._events = tuple(self._events), []
         seconds = time.perf_counter() - start
         metrics = StepMetrics(
-            step=state.step,
+            step=number,
             loss=mean,
             weight=weight,
             grad_norm=norm,
             lr=lr,
             seconds=seconds,
             losses=self._window.means(state.mesh) if self._window is not None else {},
-            skipped=not finite,
+            skipped=not makes_update,
             stopping=stopping,
+            events=events,
         )
         if self._witness is not None:
             self._witness.finish(metrics)
@@ -297,6 +330,11 @@ class TrainStep:
         if self.state.ema is not None:
             self.state.ema.update()
 
+    def _check_replicas(self) -> None:
+        """Compare what ranks must hold alike; what was healed is an event of this step."""
+        self._replicas = self._replicas or Replicas(self.state)
+        self._events += self._replicas.check()
+
     def _nonfinite(self, loss: float, norm: float) -> str:
         text = (
             f"step {self.state.step}: loss {loss}, gradient norm {norm} over all {self.state.mesh.world} ranks; the "
@@ -305,19 +343,6 @@ class TrainStep:
         if self.options.on_nonfinite == "raise":
             raise NonFiniteError(text)
         return f"not finite: {text}"
-
-
-def options_with(clip: float | None, options: StepOptions | None) -> StepOptions:
-    """The options of a step, of which `clip` is the short form.
-
-    Raises:
-        UsageError: both are given.
-    """
-    if clip is not None and options is not None:
-        raise UsageError(
-            f"clip={clip} and options={options} are both given; write StepOptions(clip_norm={clip}, ...) alone"
-        )
-    return options or StepOptions(clip_norm=clip)
 
 
 def make_step(
@@ -335,10 +360,14 @@ def make_step(
         clip: largest gradient norm; short for `StepOptions(clip_norm=clip)`.
         options: clipping and what happens to values that are not finite.
 
+    Raises:
+        UsageError: under `--recover`, which needs `steps`.
+
     Cost beyond the model: one all-reduce of seven numbers (under DDP on CPUs none: they ride with the gradients), one
     pass over the gradients.
 
     >>> step = make_step(state, loss_fn, clip=1.0)  # doctest: +SKIP
     >>> metrics = step(batch)  # this rank's rows  # doctest: +SKIP
     """
+    refuse_own_loop()
     return TrainStep(state, loss_fn, options_with(clip, options))

@@ -50,9 +50,10 @@ class Sums(NamedTuple):
 class WorldSums:
     """`start` with the loss, `finish` with the gradient."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, *, after: bool = False) -> None:
+        """`after`: gradients are reduced when all of them are there, and so are the numbers."""
         self.mesh = placed.mesh
-        run = placed.parts[0].run
+        run = None if after else placed.parts[0].run
         self.overlaps = isinstance(run, DistributedDataParallel)
         """Every rank has the whole gradient: `start` may come before the last backward pass."""
         inner = run.module if isinstance(run, DistributedDataParallel) else None

@@ -43,6 +43,20 @@ def shard_like(local: Tensor, like: DTensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy every source into its target, in order; from an accelerator without waiting: `torch._foreach_copy_`."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself; no copy, no autograd.
+
+    `DTensor.to_local` goes through autograd: a hundredth of a millisecond for each of hundreds of tensors.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def in_backward() -> bool:
     """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
     return int(torch._C._current_graph_task_id()) != -1

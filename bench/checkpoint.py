@@ -1,0 +1,205 @@
+"""`make bench`: saving and loading about 300 MB with Adam on 2 ranks, beside `torch.save`, torch's DCP and `dd`.
+
+The contestants take turns in every round, in the same two processes and on the same disk, so that what else the
+machine does falls on all of them. A stall is how long the call that starts a save in the background keeps the loop.
+
+Writes the table of docs/checkpoints.md between its markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from shardwise.checkpoint.loading import fill
+from shardwise.checkpoint.store import Store
+from shardwise.launch.forked import World
+from shardwise.parallel.compose import apply
+from shardwise.parallel.mesh import Mesh, open_mesh
+from shardwise.plan.plan import Plan
+from shardwise.train.optimizers import adamw
+from shardwise.train.state import TrainState
+
+PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
+BEGIN, END = "<!-- bench/checkpoint.py: begin -->", "<!-- bench/checkpoint.py: end -->"
+WIDTH, LAYERS = 1600, 10
+Times = dict[str, list[float]]
+
+
+def model() -> nn.Module:
+    """25.6 million parameters: 307 MB with AdamW's averages."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def trained(mesh: Mesh, plan: Plan) -> TrainState:
+    placed = apply(model, plan, mesh, seed=1)
+    state = TrainState(placed, adamw(placed, 1e-3))
+    for parameter in placed.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.take_grads({name: p.grad for name, p in placed.named_parameters().items()})
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    return state
+
+
+def timed(mesh: Mesh, work: Callable[[], Any]) -> float:
+    """Seconds until all ranks are done."""
+    mesh.barrier()
+    start = time.perf_counter()
+    work()
+    mesh.barrier()
+    return time.perf_counter() - start
+
+
+def flushed(path: Path) -> None:
+    for name in os.listdir(path):
+        descriptor = os.open(path / name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def dd(path: Path, megabytes: int) -> None:
+    command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={megabytes}", "conv=fsync"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def torch_save(path: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
+    local = {name: t.to_local() if hasattr(t, "to_local") else t for name, t in tensors.items()}
+    with (path / f"{rank}.pt").open("wb") as file:
+        torch.save(local, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure(folder: str, rounds: int, stalls: int) -> Times:
+    warnings.simplefilter("ignore")
+    base, times = Path(folder), Times()
+    plan = Plan.parse("fsdp2")
+
+    def note(name: str, seconds: float) -> None:
+        times.setdefault(name, []).append(seconds)
+
+    with open_mesh(plan) as mesh:
+        state = trained(mesh, plan)
+        tensors = state.tensors()
+        group = dist.new_group(backend="gloo")
+        megabytes = sum(t.numel() * t.element_size() for t in tensors.values()) // 10**6
+        store = Store(base / "ours", keep=100)
+        for i in range(rounds):
+            if mesh.is_first:
+                note("dd", timed_alone(partial(dd, base / "dd", megabytes)))
+                (base / "dd").unlink()
+                (base / "torch").mkdir(exist_ok=True)
+            state.step = i
+            note("ours save", timed(mesh, partial(store.save, state)))
+            note("torch save", timed(mesh, partial(torch_save, base / "torch", mesh.rank, tensors)))
+            where = base / f"dcp{i}"
+            note("dcp save", timed(mesh, lambda where=where: (dcp.save(tensors, checkpoint_id=where), flushed(where))))
+            template, latest = state.template(tensors), base / "ours" / f"step-{i:08d}"
+            note("dcp load", timed(mesh, partial(dcp.load, template, checkpoint_id=where)))
+            note("torch load", timed(mesh, lambda: torch.load(base / "torch" / f"{mesh.rank}.pt", weights_only=True)))
+            note("ours load", timed(mesh, partial(store.load, state, latest)))
+            manifest = store.load(state, latest).manifest
+            note("ours read", timed(mesh, partial(fill, latest, manifest, store._directory.files, template)))
+            if mesh.is_first:
+                for path in (where, latest):
+                    shutil.rmtree(path)
+        for i in range(stalls):
+            state.step = 1000 + i
+            mesh.barrier()
+            saving = store.save_async(state)
+            note("ours stall", saving.stalled_s)
+            saving.wait()
+            where = base / f"async{i}"
+            mesh.barrier()
+            start = time.perf_counter()
+            going_on = dcp.async_save(tensors, checkpoint_id=where, process_group=group)
+            note("dcp stall", time.perf_counter() - start)
+            going_on.result()
+            mesh.barrier()
+            if mesh.is_first:
+                shutil.rmtree(where)
+                shutil.rmtree(base / "ours" / f"step-{state.step:08d}")
+            mesh.barrier()
+        times["bytes"] = [float(megabytes)]
+    return times
+
+
+def timed_alone(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def table(times: Times, load: float) -> str:
+    def middle(name: str) -> float:
+        return statistics.median(times[name])
+
+    size, stalls = times["bytes"][0], {name: times[f"{name} stall"] for name in ("ours", "dcp")}
+    rate, share = size / middle("dd"), middle("dd") / middle("ours save")
+    ours, theirs = (f"{1e3 * middle(f'{name} stall'):.0f}, {1e3 * p99(stalls[name]):.0f}" for name in stalls)
+    load_s = f"{middle('ours load'):.2f}, of which reading {middle('ours read'):.2f}"
+    rows = [
+        "| | shardwise | torch DCP | torch.save, a file per rank |",
+        "|---|---|---|---|",
+        f"| save, flushed (s) | {middle('ours save'):.2f} | {middle('dcp save'):.2f} | {middle('torch save'):.2f} |",
+        f"| load (s) | {load_s} | {middle('dcp load'):.2f} | {middle('torch load'):.2f} |",
+        f"| stall of a save in the background, p50, p99 (ms) | {ours} | {theirs} | |",
+    ]
+    text = (
+        f"{date.today()}, {size:.0f} MB, 2 ranks of one thread on {os.cpu_count()} shared cores, load {load:.1f} "
+        f"before. `dd` with `conv=fsync` writes {rate:.0f} MB/s here; a save reaches {share:.0%} of that. Medians of "
+        f"{len(times['dd'])} rounds, {len(stalls['ours'])} stalls of both ranks, the first one, which gets the memory, "
+        "included. Loads are from the page cache; ours checks digests and proves the state, the others do neither. "
+        "`torch.save` cannot be loaded by another number of ranks."
+    )
+    return text + "\n\n" + "\n".join(rows)
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stalls", type=int, default=50)
+    parser.add_argument("--print", action="store_true", help="leave the page as it is")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    world = World(2)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = world(2, measure, folder, options.rounds, options.stalls, timeout_s=1800)
+    world.close()
+    times: Times = {}
+    for part in parts:
+        for name, values in part.items():
+            times.setdefault(name, []).extend(values)
+    text = table(times, load)
+    print(text)
+    if not options.print:
+        page = PAGE.read_text(encoding="utf-8")
+        if BEGIN not in page or END not in page:
+            raise SystemExit(f"{PAGE} lacks the markers {BEGIN} and {END}")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

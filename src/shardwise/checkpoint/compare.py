@@ -1,0 +1,146 @@
+"""What a checkpoint holds, whether it is whole, and how two differ: by streaming, without torch and without a mesh."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from shardwise.checkpoint.directory import MARKER, Directory, Skipped
+from shardwise.checkpoint.files import LOCAL
+from shardwise.checkpoint.format import DTYPES, cut, whole
+from shardwise.checkpoint.manifest import FILE, Manifest
+from shardwise.checkpoint.reading import SLAB_BYTES, Reader
+from shardwise.errors import CheckpointError
+
+
+class Found(NamedTuple):
+    """The checkpoint that a path means, and newer ones whose manifest cannot be read."""
+
+    path: Path
+    damaged: tuple[Skipped, ...]
+
+
+def find(path: Path) -> Found:
+    """A checkpoint itself, or the newest of a store or of a run's directory.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if LOCAL.is_file(path / FILE):
+        return Found(path, ())
+    store = path / "checkpoints" if (path / "checkpoints" / MARKER).is_file() else path
+    if not (store / MARKER).is_file():
+        raise CheckpointError(
+            f"{path}: found no checkpoint, store or run there; needed a directory with {FILE}, {MARKER} or "
+            "checkpoints/; give another path"
+        )
+    listing = Directory(store, LOCAL).listing()
+    if not listing.complete:
+        reasons = "; ".join(item.reason for item in listing.damaged) or "it is empty"
+        raise CheckpointError(f"{store}: found no whole checkpoint: {reasons}; give another path")
+    return Found(listing.complete[0][0], listing.damaged)
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON: everything of its manifest, with the tensors' sizes.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = find(path)
+    manifest = Manifest.read(found.path)
+    keys = ("step", "sequence", "created", "run", "plan", "mesh", "world", "device", "versions", "metric", "scalars")
+    tensors = {
+        name: {"dtype": t.dtype, "shape": list(t.shape), "bytes": t.num_bytes, "checksum": f"{t.checksum:016x}"}
+        for name, t in manifest.tensors.items()
+    }
+    return {
+        "path": str(found.path),
+        **{key: getattr(manifest, key) for key in keys},
+        "probe": asdict(manifest.probe) if manifest.probe is not None else None,
+        "bytes": sum(entry.size_bytes for entry in manifest.files),
+        "files": [{"name": entry.name, "bytes": entry.size_bytes} for entry in manifest.files],
+        "tensors": tensors,
+        "config": manifest.config,
+    }
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint in which every bit was checked."""
+
+    path: Path
+    step: int
+    num_tensors: int
+    num_files: int
+    size_bytes: int
+    seconds: float
+
+
+def verify(path: Path) -> Verified:
+    """Check every bit of a checkpoint, and that no newer one of its store is damaged.
+
+    Cost: reads all of it once; memory of a few MiB and the largest header.
+
+    Raises:
+        DamagedError: naming file, tensor and offset.
+        CheckpointError: there is none, or a manifest beside it cannot be read.
+    """
+    start = time.perf_counter()
+    found = find(path)
+    with Reader(found.path) as reader:
+        size = reader.verify()
+        manifest = reader.manifest
+    if found.damaged:
+        raise CheckpointError(f"{found.damaged[0].path}: {found.damaged[0].reason}; {found.path} is whole")
+    counts = len(manifest.tensors), len(manifest.files)
+    return Verified(found.path, manifest.step, *counts, size, time.perf_counter() - start)
+
+
+class Difference(NamedTuple):
+    """How a tensor differs between two checkpoints."""
+
+    name: str
+    kind: Literal["only in the first", "only in the second", "shape", "type", "values"]
+    detail: str
+
+
+def diff(first: Path, second: Path) -> list[Difference]:
+    """Tensors that are not the same in two checkpoints, bit by bit, whatever the plans; none: all are.
+
+    Cost: reads the tensors of equal shape and type of both; memory of a few MiB.
+
+    Raises:
+        CheckpointError: one is damaged, or there is none.
+    """
+    with Reader(find(first).path) as a, Reader(find(second).path) as b:
+        ours, theirs = a.manifest.tensors, b.manifest.tensors
+        found = [Difference(name, "only in the first", "") for name in ours if name not in theirs]
+        found += [Difference(name, "only in the second", "") for name in theirs if name not in ours]
+        for name in ours:
+            if name not in theirs:
+                continue
+            if ours[name].shape != theirs[name].shape:
+                found.append(Difference(name, "shape", f"{ours[name].shape} and {theirs[name].shape}"))
+            elif ours[name].dtype != theirs[name].dtype:
+                found.append(Difference(name, "type", f"{ours[name].dtype} and {theirs[name].dtype}"))
+            elif count := _differing(a, b, name):
+                total = whole(ours[name].shape).num_elements
+                found.append(Difference(name, "values", f"{count} of {total} elements"))
+    return found
+
+
+def _differing(a: Reader, b: Reader, name: str) -> int:
+    """Elements whose bits differ."""
+    entry = a.manifest.tensors[name]
+    size, count = DTYPES[entry.dtype].size, 0
+    for box in cut(whole(entry.shape), SLAB_BYTES // size):
+        both = [np.empty(box.sizes, dtype=f"u{size}") for _ in range(2)]
+        a.read(name, box, both[0])
+        b.read(name, box, both[1])
+        count += int(np.count_nonzero(both[0] != both[1]))
+    return count

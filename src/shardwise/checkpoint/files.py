@@ -1,0 +1,153 @@
+"""The few file-system calls that a store makes, in one place: a test fails any of them, or ends the process at any.
+
+No link is followed in the last component of a path; what is opened is a regular file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class LocalFiles:
+    """A file system that all ranks see. Every method is one call that may fail with `OSError`.
+
+    >>> LocalFiles().names(Path("/nowhere"))
+    []
+    """
+
+    def call(self, name: str, path: Path, act: Callable[[], T]) -> T:
+        """Every call goes through here: its name, what it is about, and the call itself."""
+        return act()
+
+    def make_directory(self, path: Path) -> None:
+        """Make a new directory; it must not exist."""
+        self.call("mkdir", path, lambda: path.mkdir())
+
+    def make_parents(self, path: Path) -> None:
+        """Make a directory and what is above it, where missing."""
+        self.call("makedirs", path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; it must not exist."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return self.call("create", path, lambda: os.open(path, flags, 0o644))
+
+    def write(self, descriptor: int, path: Path, data: memoryview) -> None:
+        """Write all of it at the end."""
+        while data:
+            written = self.call("write", path, lambda piece=data: os.write(descriptor, piece))  # type: ignore[misc]
+            data = data[written:]
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Flush a file to the disk."""
+        self.call("fsync", path, lambda: os.fsync(descriptor))
+
+    def close(self, descriptor: int, path: Path) -> None:
+        """Close a file that was created or opened here."""
+        self.call("close", path, lambda: os.close(descriptor))
+
+    def open(self, path: Path) -> int:
+        """Open a regular file for reading; a link, a device or a directory is an error."""
+
+        def act() -> int:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            return descriptor
+
+        return self.call("open", path, act)
+
+    def size(self, descriptor: int) -> int:
+        """Bytes of an open file."""
+        return os.fstat(descriptor).st_size
+
+    def read(self, descriptor: int, path: Path, start: int, count: int) -> bytes:
+        """Bytes from a place; fewer at the end of the file."""
+        parts: list[bytes] = []
+        while count > 0:
+            got = self.call("read", path, lambda s=start, n=count: os.pread(descriptor, n, s))  # type: ignore[misc]
+            if not got:
+                break
+            parts.append(got)
+            start, count = start + len(got), count - len(got)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def forget(self, descriptor: int) -> None:
+        """Ask the kernel to drop what it caches of a file, so that it is next read from the disk."""
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Rename within one file system."""
+        self.call("rename", path, lambda: os.rename(path, target))
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory of files, each with a call of its own."""
+        for name in self.names(path):
+            self.remove(path / name)
+        self.call("rmdir", path, lambda: os.rmdir(path))
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        self.call("unlink", path, lambda: os.unlink(path))
+
+    def sync_directory(self, path: Path) -> None:
+        """Flush a directory's entries to the disk: without it a rename may be lost with the power."""
+
+        def act() -> None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        self.call("fsync directory", path, act)
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds, sorted; nothing when it is not there."""
+        try:
+            return sorted(self.call("listdir", path, lambda: os.listdir(path)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def is_directory(self, path: Path) -> bool:
+        """A directory, and no link to one."""
+        return path.is_dir() and not path.is_symlink()
+
+    def is_file(self, path: Path) -> bool:
+        """A regular file, and no link to one."""
+        return path.is_file() and not path.is_symlink()
+
+    def read_whole(self, path: Path, most: int) -> bytes:
+        """A small file.
+
+        Raises:
+            OSError: as `open`; or it is larger than `most` bytes.
+        """
+        descriptor = self.open(path)
+        try:
+            size = self.size(descriptor)
+            if size > most:
+                raise OSError(errno.EFBIG, f"{size} bytes, at most {most} are allowed", str(path))
+            return self.read(descriptor, path, 0, size)
+        finally:
+            os.close(descriptor)
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Write a new small file and flush it."""
+        descriptor = self.create(path)
+        try:
+            self.write(descriptor, path, memoryview(data))
+            self.sync(descriptor, path)
+        finally:
+            self.close(descriptor, path)
+
+
+LOCAL = LocalFiles()

@@ -1,0 +1,188 @@
+"""A checkpoint into a state: what is checked before anything changes, and the proof that it arrived."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
+from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.format import DTYPES, Box
+from shardwise.checkpoint.layout import held_by, numpy_bytes
+from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.reading import Reader
+from shardwise.errors import CheckpointError
+from shardwise.findings import nearest
+from shardwise.parallel.placed import Placed
+
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.02, "bf16-pure": 0.02, "fp16": 0.005}
+"""Relative, for a probe on another mesh or kind of device than that of the save, by the plan's precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Evidence that a state is the stored one."""
+
+    matched: int
+    """Live tensors that are exactly one stored tensor, of equal checksum."""
+    stored: int
+    tolerance: float = 0.0
+    """Relative, of the probe's numbers; 0: they had to be equal."""
+    stored_probe: ProbeResult | None = None
+    probe: ProbeResult | None = None
+    """The probe's numbers now; None: it was not stored, not given, or is another one."""
+
+    @property
+    def line(self) -> str:
+        """`resume proof: 412/412 tensors, checksums ok, probe loss 2.13071 = 2.13071`."""
+        text = f"resume proof: {self.matched}/{self.stored} tensors, checksums ok"
+        if self.probe is None or self.stored_probe is None:
+            return text
+        for name in ("loss", "grad_norm"):
+            was, now = getattr(self.stored_probe, name), getattr(self.probe, name)
+            sign, bound = ("=", "") if was == now else ("~", f" (within {self.tolerance:g})")
+            text += f", probe {name.replace('grad_', 'gradient ')} {was:.6g} {sign} {now:.6g}{bound}"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the run's record."""
+        return asdict(self)
+
+
+def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[int]) -> None:
+    """Names, shapes and types of a state against those stored.
+
+    Args:
+        manifest: of the checkpoint.
+        template: this rank's tensors.
+        seen: for each rank, bit i says that it has the manifest's i-th tensor.
+
+    Raises:
+        CheckpointError: naming what is missing, left over, or of another shape or type.
+    """
+    known = list(manifest.tensors)
+    missing = [name for name in template if name not in manifest.tensors]
+    extra = [name for i, name in enumerate(known) if not any(mask >> i & 1 for mask in seen)]
+    if missing or extra:
+        hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
+        raise CheckpointError(
+            f"the checkpoint is of another model or optimizer: {len(missing)} tensors of this run are not in it "
+            f"{missing[:5]}, {len(extra)} of its tensors are not in this run {extra[:5]}; {hint}; "
+            "load it with the model, optimizer and precision that it was saved with"
+        )
+    for name, tensor in template.items():
+        entry = manifest.tensors[name]
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if (shape, dtype) != (entry.shape, entry.dtype):
+            raise CheckpointError(
+                f"{name}: shape {entry.shape} {entry.dtype} in the checkpoint, {shape} {dtype} in this run; "
+                "load it with the model sizes and precision that it was saved with"
+            )
+
+
+def fill(path: Path, manifest: Manifest, files: LocalFiles, template: Mapping[str, Tensor]) -> None:
+    """Read this rank's elements into its tensors, and nothing else.
+
+    Cost: reads the blocks in which they lie, once; memory of a few MiB, and of one tensor at a time where it is not
+    on the CPU.
+
+    Raises:
+        DamagedError: naming file, tensor and offset.
+    """
+    with Reader(path, manifest, files) as reader, torch.no_grad():
+        held = held_by(template)
+        held.sort(key=lambda item: reader.place(item.part.name, item.part.box))
+        for item in held:
+            target, size = item.of(template[item.part.name]), DTYPES[item.part.dtype].size
+            direct = target.is_cpu and target.is_contiguous()
+            place = target if direct else torch.empty(item.part.box.sizes, dtype=target.dtype)
+            data = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
+            reader.read(item.part.name, item.part.box, data.reshape(item.part.box.sizes))
+            if not direct:
+                target.copy_(place)
+
+
+def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Proof:
+    """Compare live tensors with what was stored: names both ways, and checksums; copies with each other.
+
+    Cost: one pass over this rank's tensors, and a gather of one number for each part.
+
+    Raises:
+        CheckpointError: naming the tensor, and the rank whose copy differs.
+    """
+    mine: list[tuple[str, Box, int]] = []
+    for held in held_by(tensors):
+        part = held.part
+        words = words_of(numpy_bytes(held.of(tensors[part.name])), part.box.sizes, part.dtype)
+        mine.append((part.name, part.box, contribution(words, word_box(part.box, part.dtype))))
+    live = set[str]()
+    first: dict[tuple[str, Box], tuple[int, int]] = {}
+    totals = dict.fromkeys(manifest.tensors, 0)
+    for rank, (names, parts) in enumerate(peers.gather((set(tensors), mine))):
+        live |= names
+        for name, box, value in parts:
+            known = first.setdefault((name, box), (rank, value))
+            if known[1] != value:
+                raise CheckpointError(
+                    f"{name}{box}: the copies on ranks {known[0]} and {rank} differ after loading; one of them is not "
+                    "what was stored: check the memory of these machines"
+                )
+            if known[0] == rank and name in totals:
+                totals[name] = (totals[name] + value) & MASK
+    odd = sorted(live ^ set(totals))
+    wrong = [name for name, total in totals.items() if total != manifest.tensors[name].checksum]
+    if odd or wrong:
+        what = f"{odd[:5]} are on one side only" if odd else f"checksums differ: {wrong[:5]} ({len(wrong)} in all)"
+        raise CheckpointError(
+            f"resume proof: {len(live)} live and {len(totals)} stored tensors: {what}; the state is not the "
+            "stored one: do not train it on; load another checkpoint, and report this"
+        )
+    return Proof(matched=len(live), stored=len(totals))
+
+
+def check_damage(peers: Peers, path: Path, manifest: Manifest, files: LocalFiles) -> None:
+    """What can be told without reading data: files missing or too many, and the headers of this rank's share of them.
+
+    Raises:
+        DamagedError: naming the file.
+    """
+    with Reader(path, manifest, files) as reader:
+        if peers.rank == 0:
+            reader.check_directory()
+        for index in range(peers.rank, len(manifest.files), peers.world):
+            reader.file(index)
+
+
+def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Placed) -> Proof:
+    """The proof with the probe's numbers: equal on the mesh of the save, else within a tolerance of the precision.
+
+    Another set of rows than the stored one proves nothing and is left out.
+
+    Raises:
+        CheckpointError: loss or gradient norm is not that of the save.
+    """
+    stored = manifest.probe
+    if stored is None or stored.rows != now.rows:
+        return proof
+    here = (str(placed.plan), placed.mesh.device.type, torch.__version__)
+    same = here == (manifest.plan, manifest.device, manifest.versions.get("torch")) and placed.mesh.device.type == "cpu"
+    tolerance = 0.0 if same else TOLERANCES[placed.plan.precision]
+    for name in ("loss", "grad_norm"):
+        was, found = getattr(stored, name), getattr(now, name)
+        if not (was == found or (math.isnan(was) and math.isnan(found))) and not abs(was - found) <= tolerance * abs(
+            was
+        ):
+            raise CheckpointError(
+                f"resume proof: the probe's {name} was {was!r} when step {manifest.step} was saved, and is {found!r} "
+                f"now, needed the same within {tolerance:g}; the model, its code or its loss changed since the save: "
+                "load the checkpoint with those it was saved with, or give the store no probe"
+            )
+    return replace(proof, stored_probe=stored, probe=now, tolerance=tolerance)

@@ -1,0 +1,241 @@
+"""One save: what was copied becomes a checkpoint, here or in a thread beside the run."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.checksum import MASK
+from shardwise.checkpoint.directory import Directory, Retention
+from shardwise.checkpoint.format import Piece
+from shardwise.checkpoint.manifest import Manifest, ProbeResult, TensorEntry
+from shardwise.checkpoint.shardfile import (
+    FileEntry,
+    Identity,
+    ShardFile,
+    arrange,
+    file_name,
+    write_shard_file,
+)
+from shardwise.checkpoint.snapshot import HostCopy
+from shardwise.errors import CheckpointError
+from shardwise.findings import Finding
+from shardwise.launch.environment import recovering_job
+from shardwise.launch.variables import variables
+from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import AXES
+from shardwise.version import __version__
+
+Sums = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """A save that is complete."""
+
+    path: Path
+    step: int
+    size_bytes: int
+    seconds: float
+    """From the call to the complete checkpoint."""
+
+    def wait(self) -> Save:
+        """Itself: it is complete."""
+        return self
+
+
+@dataclass(kw_only=True)
+class SaveJob:
+    """What a save needs once the state may change again."""
+
+    doing: str
+    directory: Directory
+    retention: Retention
+    run: str | None
+    """Id of the run; None until the first save has begun."""
+    scalars: Mapping[str, Any]
+    placed: Placed
+    config: Mapping[str, Any]
+    probe: ProbeResult | None
+    metric: float | None
+    copy: HostCopy
+    start: float
+    waited_s: float = 0.0
+    failure: str = ""
+    """What went wrong on this rank before."""
+
+    @property
+    def step(self) -> int:
+        """Of the state."""
+        return int(self.scalars["step"])
+
+    def execute(self, peers: Peers) -> Save:
+        """Write, commit, verify, remove what need not stay; every rank calls it.
+
+        Raises:
+            CheckpointError: on all ranks, when any of them failed.
+        """
+        peers.together(self.doing, self._refuse)
+        partial, self.run, save = peers.on_first(self.doing, self._begin)
+        identity = Identity(run=self.run, save=save, step=self.step, rank=peers.rank)
+        try:
+            written = peers.gather(peers.together(self.doing, lambda: self._write(partial, identity)))
+            final = peers.on_first(self.doing, lambda: self._commit(partial, identity, written))
+        except CheckpointError:
+            if peers.rank == 0:
+                with suppress(OSError):  # the next save removes it
+                    self.directory.files.remove_tree(partial)
+            raise
+        seconds = time.perf_counter() - self.start
+        doomed = peers.on_first(self.doing, lambda: self.directory.doomed(self.retention))
+        if doomed:
+            peers.together(self.doing, lambda: self._read_back(final, identity, written[peers.rank][0]))
+            peers.on_first(self.doing, lambda: self.directory.remove_all(doomed))
+        size = sum(entry.size_bytes for entry, _ in written)
+        return Save(path=final, step=self.step, size_bytes=size, seconds=seconds)
+
+    def _refuse(self) -> None:
+        if self.failure:
+            raise CheckpointError(self.failure)
+
+    def _begin(self) -> tuple[Path, str, str]:
+        own = recovering_job(variables())  # what ranks that died have saved is of this run, though nobody loaded it
+        if self.run is None:
+            present = self.directory.listing().complete
+            if present and present[0][1].run != own:
+                raise CheckpointError(
+                    f"{self.directory.path} holds another run, at step {present[0][1].step}, which this run has not "
+                    "loaded; call load_latest(state) first to continue it, or choose another directory"
+                )
+        run = self.run or own or self.directory.run_id() or uuid.uuid4().hex
+        return self.directory.begin(self.step, run), run, uuid.uuid4().hex
+
+    def _write(self, partial: Path, identity: Identity) -> tuple[FileEntry, Sums]:
+        if not self.directory.files.is_directory(partial):
+            raise CheckpointError(
+                f"{partial} was made by rank 0 and is not there on rank {identity.rank}; a store must lie on a file "
+                "system that all ranks share"
+            )
+        with ThreadPoolExecutor(1, thread_name_prefix="shardwise-checksum") as pool:
+            sums = pool.submit(self.copy.checksums)  # while the disk works
+            entry = write_shard_file(self.directory.files, partial, identity, self.copy.arranged, self.copy.data)
+            return entry, sums.result()
+
+    def _commit(self, partial: Path, identity: Identity, written: list[tuple[FileEntry, Sums]]) -> Path:
+        plan, mesh = self.placed.plan, self.placed.mesh
+        present = self.directory.listing().complete
+        manifest = Manifest(
+            run=identity.run,
+            save=identity.save,
+            step=self.step,
+            sequence=1 + max((entry.sequence for _, entry in present), default=0),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            plan=str(plan),
+            plan_fields=asdict(plan),
+            mesh={axis: mesh.size(axis) for axis in AXES},
+            world=mesh.world,
+            device=mesh.device.type,
+            versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            config=self.config,
+            scalars=self.scalars,
+            metric=self.metric,
+            probe=self.probe,
+            files=tuple(entry for entry, _ in written),
+            tensors=self._tensors([sums for _, sums in written]),
+        )
+        Manifest.decode(manifest.encode(), f"the manifest of step {self.step}")  # what cannot be read is not committed
+        return self.directory.commit(partial, manifest)
+
+    def _tensors(self, sums: list[Sums]) -> dict[str, TensorEntry]:
+        pieces: dict[str, list[Piece]] = {name: [] for name in sorted(self.copy.shapes)}
+        for rank, parts in enumerate(self.copy.parts):
+            for part, start in arrange(parts):
+                pieces[part.name].append(Piece(rank, part.box, start))
+        return {
+            name: TensorEntry(*self.copy.shapes[name], sum(s.get(name, 0) for s in sums) & MASK, tuple(found))
+            for name, found in pieces.items()
+        }
+
+    def _read_back(self, final: Path, identity: Identity, entry: FileEntry) -> None:
+        """Before an older checkpoint goes, the new one must be readable."""
+        assert entry.name == file_name(identity.rank)
+        with ShardFile(self.directory.files, final, entry, identity) as file:
+            file.check_all()
+
+
+@dataclass(kw_only=True)
+class Saving:
+    """A save that goes on in the background."""
+
+    job: SaveJob
+    waited_s: float
+    """How long the call waited for the save before it: back-pressure."""
+    stalled_s: float
+    """How long the call took, this wait included."""
+    previous_s: float = 0.0
+    """How long the save before it took, from its call to the complete checkpoint; 0: there was none."""
+    _thread: threading.Thread | None = None
+    _result: list[Save] = field(default_factory=list)
+    _error: list[Exception] = field(default_factory=list)
+
+    def begin(self, peers: Peers) -> None:
+        """Start the thread; it meets those of the other ranks on `peers`."""
+
+        def work() -> None:
+            try:
+                self._result.append(self.job.execute(peers))
+            except Exception as error:  # a finding at the next step, or the error of `wait`
+                self._error.append(error)
+
+        self._thread = threading.Thread(target=work, name="shardwise-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """From the call to the complete checkpoint; 0 while it goes on, and when it failed."""
+        return self._result[0].seconds if self._result else 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait(self) -> Save:
+        """Return when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it failed, on any rank.
+        """
+        self._join()
+        if self._error:
+            raise self._error[0]
+        return self._result[0]
+
+    def finish(self) -> Finding | None:
+        """Return when it has ended; what went wrong, if anything."""
+        self._join()
+        if not self._error:
+            return None
+        return Finding(
+            id="checkpoint.save",
+            severity="warning",
+            what=f"step {self.job.step} was not saved; the run goes on, and older checkpoints are whole",
+            evidence=str(self._error[0]),
+            fix="make room or repair the disk before the next save is due",
+        )
+
+    def _join(self) -> None:
+        assert self._thread is not None
+        self._thread.join()

@@ -1,0 +1,378 @@
+"""One rank's file of a checkpoint, in the safetensors layout: header length, JSON header, bytes; then digests.
+
+    8 bytes      length of the header, little-endian
+    header       {"__metadata__": {...}, "<tensor>[4:7,0:6]": {"dtype", "shape", "data_offsets"}, ...}
+    data         the parts of tensors, one after the other, without holes
+    digests      SHA-256 of each block of 256 KiB of the data, as a U8 tensor of shape (blocks, 32)
+
+The manifest holds the file's size and its *seal*, the SHA-256 of header and table. So a reader that needs a few bytes
+checks the blocks they lie in and no others, and what is wrong is named by tensor and offset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.format import (
+    CODES,
+    DTYPES,
+    Box,
+    DamagedError,
+    Fields,
+    parse_json,
+    piece_key,
+)
+
+BLOCK = 256 * 1024
+"""Bytes of data with a digest of their own."""
+DIGEST = 32
+TABLE = "shardwise.digests"
+MAX_HEADER = 100 * 1000 * 1000
+"""As the safetensors format has it."""
+_WRITE = 4 * 1024 * 1024
+_FORMAT = "shardwise 2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Which save a file belongs to; stands in its header, so that files of several saves cannot be mixed."""
+
+    run: str
+    """32 hexadecimal digits: one per store."""
+    save: str
+    """32 hexadecimal digits: one per save."""
+    step: int
+    rank: int
+
+
+class Entry(NamedTuple):
+    """A part of a tensor in a file: its key in the header, its type and sizes, and its bytes in the data."""
+
+    key: str
+    dtype: str
+    sizes: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest holds of a file."""
+
+    name: str
+    size_bytes: int
+    seal: str
+
+
+class Part(NamedTuple):
+    """What a rank stores of a tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the elements."""
+        return self.box.num_elements * DTYPES[self.dtype].size
+
+
+def file_name(rank: int) -> str:
+    """`rank-00003.safetensors`."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def arrange(parts: Sequence[Part]) -> list[tuple[Part, int]]:
+    """The parts in the order of the file, each with the start of its bytes in the data; wide types first."""
+    ordered = sorted(parts, key=lambda part: (-DTYPES[part.dtype].size, part.name, part.box))
+    starts, at = [], 0
+    for part in ordered:
+        starts.append((part, at))
+        at += part.num_bytes
+    return starts
+
+
+def write_shard_file(
+    files: LocalFiles, directory: Path, identity: Identity, arranged: Sequence[tuple[Part, int]], data: memoryview
+) -> FileEntry:
+    """Write and flush a rank's file; digests are taken while the disk works.
+
+    Args:
+        files: where to.
+        directory: of the checkpoint.
+        identity: for the header.
+        arranged: from `arrange`.
+        data: the bytes of all parts, as arranged.
+
+    Raises:
+        OSError: as the disk said.
+    """
+    blocks = -(-len(data) // BLOCK)
+    header = _header(identity, arranged, len(data), blocks)
+    path = directory / file_name(identity.rank)
+    with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as pool:
+        digesting = pool.submit(_digests, data)
+        descriptor = files.create(path)
+        try:
+            files.write(descriptor, path, memoryview(header))
+            for start in range(0, len(data), _WRITE):
+                files.write(descriptor, path, data[start : start + _WRITE])
+            table = digesting.result()
+            files.write(descriptor, path, memoryview(table))
+            files.sync(descriptor, path)
+        finally:
+            files.close(descriptor, path)
+    seal = hashlib.sha256(header + table).hexdigest()
+    return FileEntry(path.name, len(header) + len(data) + len(table), seal)
+
+
+def _digests(data: memoryview) -> bytes:
+    return b"".join(hashlib.sha256(data[i : i + BLOCK]).digest() for i in range(0, len(data), BLOCK))
+
+
+def _header(identity: Identity, arranged: Sequence[tuple[Part, int]], size: int, blocks: int) -> bytes:
+    metadata = {"format": _FORMAT, "run": identity.run, "save": identity.save}
+    metadata |= {"step": str(identity.step), "rank": str(identity.rank)}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    for part, start in arranged:
+        entries[piece_key(part.name, part.box, part.shape)] = {
+            "dtype": DTYPES[part.dtype].code,
+            "shape": list(part.box.sizes),
+            "data_offsets": [start, start + part.num_bytes],
+        }
+    entries[TABLE] = {"dtype": "U8", "shape": [blocks, DIGEST], "data_offsets": [size, size + blocks * DIGEST]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, list[Entry], int]:
+    """Identity, entries in the order of their bytes, and length of the data before the table of digests.
+
+    Args:
+        text: the JSON, without the length before it.
+        num_bytes: of the file after the header.
+        where: begins the text of errors.
+
+    Raises:
+        DamagedError: anything in it is not as this module writes it: holes, overlaps, sizes that do not agree.
+    """
+    found = parse_json(text, where)
+    meta = Fields(found.pop("__metadata__", None), f"{where}: __metadata__")
+    meta.only(("format", "run", "save", "step", "rank"))
+    if meta.text("format") != _FORMAT:
+        raise meta.wrong("format", meta.text("format"), repr(_FORMAT))
+    step, rank = meta.text("step", most=20), meta.text("rank", most=10)
+    if not (step.isascii() and step.isdigit() and rank.isascii() and rank.isdigit()):
+        raise meta.wrong("step, rank", (step, rank), "integers")
+    identity = Identity(run=meta.hex("run", 32), save=meta.hex("save", 32), step=int(step), rank=int(rank))
+    entries = sorted((_entry(key, item, where) for key, item in found.items()), key=lambda e: (e.start, e.stop))
+    at = 0
+    for entry in entries:
+        if entry.start != at:
+            raise DamagedError(f"{where}: {entry.key} starts at byte {entry.start} of the data, needed {at}: no holes")
+        at = entry.stop
+    if not entries or entries[-1].key != TABLE or at != num_bytes:
+        raise DamagedError(f"{where}: its parts end at byte {at} of {num_bytes}, needed all, with {TABLE} last")
+    table = entries.pop()
+    blocks = -(-table.start // BLOCK)
+    if table.sizes != (blocks, DIGEST) or table.dtype != "uint8":
+        raise DamagedError(f"{where}: {TABLE} has shape {table.sizes}, needed {(blocks, DIGEST)}")
+    return identity, entries, table.start
+
+
+def _entry(key: str, item: object, where: str) -> Entry:
+    fields = Fields(item, f"{where}: {key[:80]}")
+    fields.only(("dtype", "shape", "data_offsets"))
+    code, shape, offsets = fields.text("dtype", most=16), fields.counts("shape"), fields.counts("data_offsets")
+    if code not in CODES:
+        raise fields.wrong("dtype", code, f"one of {', '.join(CODES)}")
+    size = DTYPES[CODES[code]].size
+    for n in shape:
+        size *= n
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        raise fields.wrong("data_offsets", offsets, f"a start and a stop, {size} bytes apart as dtype and shape say")
+    return Entry(key, CODES[code], shape, offsets[0], offsets[1])
+
+
+class ShardFile:
+    """A file that is open for reading; header and seal are checked, blocks when they are read.
+
+    Args:
+        files: where from.
+        directory: of the checkpoint.
+        entry: what the manifest says.
+        identity: what the header must say.
+
+    Raises:
+        DamagedError: missing, a link, of another size, torn, or of another save.
+    """
+
+    def __init__(self, files: LocalFiles, directory: Path, entry: FileEntry, identity: Identity) -> None:
+        """See the class."""
+        self.path = directory / entry.name
+        self._files, self._rank = files, identity.rank
+        self._last: tuple[int, int, bytes] = (0, 0, b"")
+        self._descriptor = self._open()
+        try:
+            self._check(entry, identity)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> int:
+        try:
+            return self._files.open(self.path)
+        except OSError as error:
+            raise DamagedError(
+                f"{self.path}: {error.strerror}; the manifest lists it (rank {self._rank}); choose another checkpoint"
+            ) from error
+
+    def _check(self, entry: FileEntry, identity: Identity) -> None:
+        size = self._files.size(self._descriptor)
+        if size != entry.size_bytes:
+            raise self.damaged(f"{size} bytes, the manifest says {entry.size_bytes}: truncated or changed")
+        start = self._get(0, 8)
+        length = int.from_bytes(start, "little")
+        if length > min(size - 8, MAX_HEADER):
+            raise self.damaged(f"a header of {length} bytes at offset 0, in a file of {size}")
+        text = self._get(8, length)
+        self._data = 8 + length
+        found, self.entries, self.num_bytes = parse_header(text, size - self._data, f"{self.path}: header")
+        self._table = self._get(self._data + self.num_bytes, size - self._data - self.num_bytes)
+        digest = hashlib.sha256(start)
+        digest.update(text)
+        digest.update(self._table)
+        if found != identity:
+            kind = "run" if found.run != identity.run else "save"
+            raise self.damaged(
+                f"belongs to another {kind} (step {found.step}, rank {found.rank}), needed step {identity.step}, rank "
+                f"{identity.rank}"
+            )
+        if digest.hexdigest() != entry.seal:
+            raise self.damaged("its header or table of digests changed after it was written (offset 0, or the end)")
+
+    def _get(self, start: int, count: int) -> bytes:
+        try:
+            got = self._files.read(self._descriptor, self.path, start, count)
+        except OSError as error:
+            raise self.damaged(f"cannot be read at offset {start}: {error.strerror}") from error
+        if len(got) != count:
+            raise self.damaged(f"ends at offset {start + len(got)}, needed {start + count}")
+        return got
+
+    def damaged(self, what: str) -> DamagedError:
+        """The error for this file."""
+        return DamagedError(f"{self.path}: {what} (written by rank {self._rank}); choose another checkpoint")
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes `start` to `stop` of the data, in whose blocks not a bit changed.
+
+        Cost: reads and digests the blocks around them, unless the last call did.
+
+        Raises:
+            DamagedError: naming tensor and offset.
+        """
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        if not (self._last[0] <= first and last <= self._last[1]):
+            begin, end = first * BLOCK, min(last * BLOCK, self.num_bytes)
+            data = self._get(self._data + begin, end - begin)
+            view = memoryview(data)
+            for block in range(first, last):
+                at = block * BLOCK - begin
+                digest = hashlib.sha256(view[at : at + BLOCK]).digest()
+                if digest != self._table[block * DIGEST : (block + 1) * DIGEST]:
+                    raise self._changed(block)
+            self._last = (first, last, data)
+        base = self._last[0] * BLOCK
+        return memoryview(self._last[2])[start - base : stop - base]
+
+    def _changed(self, block: int) -> DamagedError:
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
+        inside = [entry.key for entry in self.entries if entry.start < end and begin < entry.stop]
+        names = ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
+        return self.damaged(
+            f"offset {self._data + begin} to {self._data + end}, tensor {names}: its bytes changed after they were "
+            "written"
+        )
+
+    def check_all(self) -> None:
+        """Read and check every block, from the disk where the kernel agrees.
+
+        Raises:
+            DamagedError: as `read`.
+        """
+        self._files.forget(self._descriptor)
+        for start in range(0, self.num_bytes, _WRITE):
+            self.read(start, min(start + _WRITE, self.num_bytes))
+
+    def close(self) -> None:
+        """Close it; once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        """Itself; closed at the end."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any) -> None:
+    """Read the elements that a stored part and a wanted box share, in slabs of bounded size.
+
+    Args:
+        file: that holds the part.
+        piece: the part's box, and the start of its bytes in the data.
+        wanted: a box inside the part.
+        dtype: torch's name of the type.
+        target: array of unsigned integers of the type's size, with the sizes of `wanted`; written.
+    """
+    box, start = piece
+    size = DTYPES[dtype].size
+    kind = np.dtype(f"u{size}") if size <= 8 else np.dtype("V16")
+    if not box.sizes:
+        target[...] = np.frombuffer(file.read(start, start + size), dtype=kind)[0]
+        return
+    for slab in _slabs(box, wanted, size):
+        lead = [a - b for a, b in zip(slab.offsets, box.offsets, strict=True)]
+        begin = start + size * int(np.ravel_multi_index(lead, box.sizes))
+        held = np.frombuffer(file.read(begin, begin + slab.num_elements * size), dtype=kind).reshape(slab.sizes)
+        shared = slab.overlap(wanted)
+        assert shared is not None
+        target[shared.slices(wanted)] = held[shared.slices(slab)]
+
+
+def _slabs(box: Box, wanted: Box, size: int) -> Iterator[Box]:
+    """Parts of `box` that lie in one run of bytes each, and cover `wanted`: whole rows, unless these are long."""
+    offsets, sizes, dim = list(wanted.offsets), list(wanted.sizes), 0
+    rest = int(np.prod(box.sizes[1:], dtype=np.int64)) * size
+    while dim + 1 < len(sizes) and (
+        rest > _WRITE or (rest > 4 * BLOCK and tuple(sizes[dim + 1 :]) != box.sizes[dim + 1 :])
+    ):
+        dim += 1
+        rest = rest // max(1, box.sizes[dim])
+    step = max(1, _WRITE // max(1, rest))
+    for lead in np.ndindex(*sizes[:dim]):
+        first = tuple(o + i for o, i in zip(offsets[:dim], lead, strict=True))
+        for at in range(0, sizes[dim], step):
+            count = min(step, sizes[dim] - at)
+            tail_offsets, tail_sizes = box.offsets[dim + 1 :], box.sizes[dim + 1 :]
+            yield Box((*first, offsets[dim] + at, *tail_offsets), (*((1,) * dim), count, *tail_sizes))

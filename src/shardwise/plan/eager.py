@@ -1,0 +1,110 @@
+"""What torch's eager kernels keep and need on a CPU: bytes at each moment of a step that may be its largest.
+
+The closed form of `plan.memory` is for compiled or fused kernels on accelerators. Without them every primitive keeps
+its inputs, and what is offloaded to the host stays in the same memory. Counted operator by operator from autograd's
+own rules, and held against `diagnose.trace_step`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.plan.activations import compute_width
+from shardwise.plan.plan import Plan
+
+
+class Local(NamedTuple):
+    """What decides on a block's bytes per token, besides the block."""
+
+    tp: int
+    sequence: bool
+    ep: int
+    width: float
+    """Bytes of an element."""
+    divided: bool
+    """Sequences are divided over ranks."""
+
+
+def local_of(plan: Plan) -> Local:
+    """The same for all blocks of a plan."""
+    axes = plan.axes
+    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1)
+
+
+@lru_cache(maxsize=4096)
+def kept_by(block: Block, local: Local) -> float:
+    """Bytes per token that a block keeps for its backward pass."""
+    return sum(kept_op(op, local) for op in block.ops)
+
+
+def kept_op(op: Op, local: Local) -> float:
+    """Bytes per token that an operator keeps."""
+    tp, sequence, ep, width, divided = local
+    if isinstance(op, Attention):  # keys and values are repeated for every query head
+        whole = op.heads * (2 * op.qk_dim + 2 * op.v_dim) * width + 4 * op.heads
+        copied = op.heads * op.v_dim * width + op.heads * 4 if divided else 0.0  # ours gives another layout, and merges
+        tables = op.qk_dim * 4.0 if divided else 0.0  # of positions that are given
+        return (whole + copied) / tp + tables
+    if isinstance(op, Matmul):
+        share = tp if op.split == "row" and not op.experts else tp if op.experts else 1
+        twice = 2 if op.experts and ep > 1 and op.split == "column" else 1
+        return op.saves * width * max(op.chosen, 1) * twice / share
+    return _kept_apart(op, local)
+
+
+def _kept_apart(op: Pointwise, local: Local) -> float:
+    tp, sequence, ep, width, _ = local
+    choices = max(op.per_choice, 1)
+    if op.name == "qk-norm":
+        return op.saves_apart * max(width, 4.0) / tp
+    if op.name == "norm":
+        shard = tp if sequence else 1
+        if op.kernels == 1:  # LayerNorm: its input, mean and deviation
+            return (op.saves_apart * width + 8) / shard
+        return (op.saves_apart * max(width, 4.0) + 4) / shard  # RMSNorm computes in fp32
+    if op.name == "combine":  # the results, and the same in the places of their tokens
+        return 2 * op.saves_apart * width * choices / tp
+    if op.name == "route":
+        return op.saves_apart * 4.0 / (tp if sequence else 1)
+    return (op.saves_apart * width + op.masks) * choices / (tp if op.split == "heads" or op.per_choice else 1)
+
+
+@lru_cache(maxsize=4096)
+def working_in(block: Block, local: Local) -> float:
+    """Bytes per token, beside what is kept, at the largest moment of a block's backward: behind the last product."""
+    tp, _, _, width, _ = local
+    hidden = next(
+        (op for op in reversed(block.ops) if isinstance(op, Pointwise) and op.name in ("swiglu", "gelu")), None
+    )
+    if hidden is None:
+        return 2 * block.width * width
+    inner = hidden.saves * max(hidden.per_choice, 1) / tp  # swiglu: three gradients, less the input of the product
+    stream = 2 * block.width if hidden.per_choice else block.width
+    return (inner + stream) * width
+
+
+@lru_cache(maxsize=4096)
+def outputs_of(block: Block, local: Local) -> tuple[float, float]:
+    """Per-operator recompute: bytes per token kept, and those of them that backward has twice or has used up."""
+    tp, sequence, _, width, _ = local
+    stream = block.width * width / (tp if sequence else 1)
+    kept = used = stream
+    for op in block.ops:
+        if isinstance(op, Attention):
+            share = (op.heads * op.v_dim * width + 4 * op.heads) / tp
+            kept, used = kept + share, used + share
+        elif isinstance(op, Matmul):
+            share = op.outs * width * max(op.chosen, 1) / (tp if op.split == "column" else 1)
+            kept += share
+            used += share if op.name != "down" else 0.0
+    return kept, used
+
+
+@lru_cache(maxsize=4096)
+def deferred_in(block: Block, local: Local) -> float:
+    """Bytes per token of gradients that wait for the weights' part of a divided backward: of each product's output."""
+    tp = local.tp
+    outs = sum(op.outs * max(op.chosen, 1) / (tp if op.split == "column" else 1) for op in block.matmuls)
+    return (outs + block.width) * local.width

@@ -1,0 +1,72 @@
+"""What a rank of a pipeline has alive while each backward action runs: when its memory may be largest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.plan.plan import LOOPED
+from shardwise.plan.schedule import actions, stages_of
+
+
+class Moment(NamedTuple):
+    """While a backward action runs. One number per stage of the rank, in the order of `stages_of`."""
+
+    work: str
+    """`B` whole, `I` to the inputs, `W` to the weights."""
+    turn: int
+    """Which of the rank's stages."""
+    alive: tuple[int, ...]
+    """Micro-batches that are forwarded and whose tensors are kept, the running one included."""
+    pending: tuple[int, ...]
+    """Those of them whose inputs have their gradients, and whose weights have not."""
+    outputs: int
+    """Tensors sent on, of micro-batches that are no longer alive: looped schedules await their sends at the end."""
+    gradients: int
+    """Gradients sent back and kept, the running one included."""
+    begun: bool
+    """Weights have gradients."""
+
+
+@lru_cache(maxsize=1024)
+def moments_of(kind: str, ranks: int, turns: int, count: int) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank, the different moments of a step of `count` micro-batches.
+
+    Raises:
+        PlanError: torch's schedule does not take this combination.
+
+    Cost: linear in the actions, once per combination.
+
+    >>> moments_of("1f1b", 2, 1, 4)[0][0].alive
+    (2,)
+    """
+    return tuple(tuple(_of_rank(kind, (ranks, turns, count), rank)) for rank in range(ranks))
+
+
+def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, None]:
+    ranks, turns, count = shape
+    stages = stages_of(kind, rank, ranks, turns)
+    last, awaited = ranks * turns - 1, kind not in LOOPED
+    sends = [stage < last and stage + 1 not in stages for stage in stages]
+    returns = [stage > 0 and stage - 1 not in stages for stage in stages]
+    alive, pending = [0] * turns, [0] * turns
+    outputs = gradients = 0
+    begun = False
+    found: dict[Moment, None] = {}
+    for action in actions(kind, ranks, turns, count)[rank]:
+        turn = stages.index(action.stage)
+        if action.work == "F":
+            alive[turn] += 1
+            continue
+        back = returns[turn] and action.work != "W"
+        now = back + (0 if awaited else gradients)
+        found[Moment(action.work, turn, tuple(alive), tuple(pending), outputs, now, begun)] = None
+        gradients += back
+        if action.work == "I":
+            pending[turn] += 1
+            continue
+        begun = True
+        pending[turn] -= action.work == "W"
+        alive[turn] -= 1
+        outputs += sends[turn] and not awaited
+    return found

@@ -1,0 +1,66 @@
+"""`Killer`: SIGKILLs at random instants to random ranks of a job that recovers, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+
+
+@dataclass
+class Killer:
+    """Kills ranks of one job.
+
+    Args:
+        pid: the supervisor: the process of `shardwise run --recover`.
+        seed: decides victims and pauses.
+        mean_pause_s: between two blows; pauses are exponential, so many blows fall into a recovery.
+        double: share of the blows that hit two ranks at once.
+        standbys: share that hit a process that stands by.
+
+    >>> killer = Killer(process.pid, seed=7)  # doctest: +SKIP
+    >>> killer.run(200)  # doctest: +SKIP
+    """
+
+    pid: int
+    seed: int
+    mean_pause_s: float = 1.0
+    double: float = 0.1
+    standbys: float = 0.1
+    blows: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
+    """Time of the monotonic clock, and who was hit: `rank 3`, `standby 0`."""
+
+    def run(self, count: int, *, while_true: Callable[[], bool] = lambda: True) -> int:
+        """Strike until so many blows have fallen, the job has ended, or `while_true` says no; how many fell."""
+        draw = random.Random(self.seed)
+        while len(self.blows) < count and while_true():
+            time.sleep(draw.expovariate(1 / self.mean_pause_s))
+            who = "standby " if draw.random() < self.standbys else "rank "
+            number = 2 if draw.random() < self.double else 1
+            places = [draw.random() for _ in range(number)]
+            try:
+                processes = psutil.Process(self.pid).children(recursive=True)
+            except psutil.NoSuchProcess:
+                break
+            found = sorted((name, p) for p in processes if (name := _name(p)).startswith(who))
+            victims = {int(place * len(found)): found[int(place * len(found))] for place in places if found}
+            hit = []
+            for name, process in victims.values():
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+                    hit.append(name)
+            if hit:
+                self.blows.append((time.monotonic(), tuple(hit)))
+        return len(self.blows)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""

@@ -1,0 +1,259 @@
+"""`RunLock`: one directory, one run. No torch.
+
+The lock is the newest file of `<run>/lock/`, named by its generation. It is made by `link(2)`, which fails where the
+name exists and never shows half a file; generations only grow, so of all who see a dead owner exactly one makes the
+next file. Nothing is locked in the kernel: it works on every file system that has hard links, over hosts too.
+
+    0000003.json   {"owner": "ann", "host": "node7", "pids": [4711, 4720], "started": "2026-03-01T12:00:00+00:00", ...}
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import psutil
+
+from shardwise.errors import ExitCode, LockedError, UsageError
+
+BEAT_S = 5.0
+"""How often an owner touches its file."""
+STALE_S = 60.0
+"""An owner of another host whose file is older is dead. Ages are told by the file system's clock, never by a host's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Who holds a run's directory."""
+
+    owner: str
+    host: str
+    place: str
+    """Boot and pid namespace: what a pid of that host means here."""
+    pids: tuple[tuple[int, float], ...]
+    """Processes that may write there, each with the time when it began: a pid comes back, the pair does not."""
+    started: str
+    """UTC, ISO 8601."""
+    released: bool = False
+
+    @classmethod
+    def here(cls) -> Owner:
+        """This process."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(owner=_user(), host=platform.node(), place=_place(), pids=(_this_process(),), started=now)
+
+    def __str__(self) -> str:
+        return f"{self.owner} on {self.host}, pid {self.pids[0][0]}, since {self.started}"
+
+
+class RunLock:
+    """Holds a run's directory while it is open. Made by `RunLock.take`, or `RunLock.join` in a rank of its owner.
+
+    Args:
+        folder: `<run>/lock`.
+        generation: number of the file.
+        owner: what it says.
+        on_lost: called by the heartbeat with a text when another host has taken over: training must not go on.
+
+    >>> with RunLock.take(Path("runs/a/lock"), print) as lock:  # doctest: +SKIP
+    ...     lock.taken_over  # the dead owner before, or None
+    """
+
+    def __init__(self, folder: Path, generation: int, owner: Owner, on_lost: Callable[[str], None]) -> None:
+        """See the class."""
+        self.folder, self.generation, self.owner = folder, generation, owner
+        self.taken_over: Owner | None = None
+        """The dead owner before."""
+        self._is_owner = True
+        self._path = _path(folder, generation)
+        self._on_lost = on_lost
+        self._end = threading.Event()
+        self._beat = threading.Thread(target=self._keep_alive, name="shardwise-lock", daemon=True)
+
+    @classmethod
+    def take(cls, folder: Path, on_lost: Callable[[str], None], *, stale_s: float = STALE_S) -> RunLock:
+        """Become the owner of a directory.
+
+        Raises:
+            LockedError: somebody who lives holds it, or won it at this moment.
+            UsageError: the directory cannot be written.
+
+        Cost: a few milliseconds; afterwards a touch of one file every 5 s.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            newest = _newest(folder)
+            before = _read(folder, newest) if newest else None
+            if before is not None and not before.released and not _is_dead(before, _path(folder, newest), stale_s):
+                raise _refusal(folder, before)
+            lock = cls(folder, newest + 1, Owner.here(), on_lost)
+            if not _create(lock._path, lock.owner) or _newest(folder) > lock.generation:
+                # the second: whoever made our number anew after it was cleaned away is not the newest
+                raise _refusal(folder, _read(folder, _newest(folder)))
+            lock.taken_over = None if before is None or before.released else before
+            for old in folder.glob("[0-9]*.json"):
+                if int(old.stem) < lock.generation:
+                    old.unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot lock {folder.parent}: {error.strerror or error} ({error.filename}); needed: a directory that "
+                "this user can write, on a file system with hard links; choose another --out"
+            ) from error
+        return lock
+
+    @classmethod
+    def join(cls, folder: Path, on_lost: Callable[[str], None]) -> RunLock | None:
+        """Add this process, which the owner started, to those that must be gone before the directory is free.
+
+        None where nobody holds the directory: the program was not started by `shardwise train`.
+        """
+        newest = _newest(folder)
+        owner = _read(folder, newest) if newest else None
+        if owner is None or owner.released:
+            return None
+        joined = Owner(**{**asdict(owner), "pids": (*owner.pids, _this_process())})
+        _write(_path(folder, newest), joined)
+        lock = cls(folder, newest, joined, on_lost)
+        lock._is_owner = False
+        return lock
+
+    def release(self) -> None:
+        """Leave the directory to others. The file stays: its number must not be given again."""
+        self._end.set()
+        if self._beat.ident is not None:
+            self._beat.join()
+        if self._is_owner and not self.is_lost:
+            with suppress(OSError):  # the directory may have been removed meanwhile
+                _write(self._path, Owner(**{**asdict(self.owner), "released": True}))
+
+    @property
+    def is_lost(self) -> bool:
+        """Somebody on another host took this process for dead."""
+        return _newest(self.folder) > self.generation
+
+    def _keep_alive(self) -> None:
+        while not self._end.wait(BEAT_S):
+            if self.is_lost:
+                self._on_lost(f"{self.folder.parent} was taken over by {_read(self.folder, _newest(self.folder))}")
+                return
+            with suppress(OSError):
+                os.utime(self._path)
+
+    def __enter__(self) -> Self:
+        self._beat.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def end_at_once(text: str) -> None:
+    """What a run does that was taken over: it ends without saving, since the directory is another's."""
+    sys.stderr.write(f"shardwise: {text}; this run ends without saving\n")
+    sys.stderr.flush()
+    os._exit(ExitCode.LOCKED)
+
+
+def _refusal(folder: Path, owner: Owner | None) -> LockedError:
+    return LockedError(
+        f"cannot start in {folder.parent}: it is in use by {owner or 'a run that has just begun'}; needed: one run per "
+        "directory; wait for it, end it, or choose another --out"
+    )
+
+
+def _is_dead(owner: Owner, path: Path, stale_s: float) -> bool:
+    if owner.host == platform.node() and owner.place == _place():
+        return not any(_runs(pid, began) for pid, began in owner.pids)
+    return _age_s(path) > stale_s
+
+
+def _runs(pid: int, began: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return bool(process.create_time() == began and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:  # it is there, and somebody else's
+        return True
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was touched, by the clock that touched it: a host's own may be wrong."""
+    probe = path.with_name(f"now-{uuid4().hex}")
+    probe.touch()
+    now = probe.stat().st_mtime
+    probe.unlink()
+    return now - path.stat().st_mtime
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Make a lock file whole; False where it exists."""
+    part = path.with_name(f"part-{uuid4().hex}")
+    part.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    try:
+        path.hardlink_to(part)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink()
+
+
+def _write(path: Path, owner: Owner) -> None:
+    part = path.with_name(f"part-{uuid4().hex}")
+    part.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    part.replace(path)
+
+
+def _path(folder: Path, generation: int) -> Path:
+    return folder / f"{generation:07}.json"
+
+
+def _newest(folder: Path) -> int:
+    """The greatest generation; 0: there is none."""
+    return max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
+
+
+def _read(folder: Path, generation: int) -> Owner | None:
+    """Who a file names; None: it is gone, since a newer one was made."""
+    try:
+        found: dict[str, Any] = json.loads(_path(folder, generation).read_text(encoding="utf-8"))
+        pids = tuple((int(pid), float(began)) for pid, began in found.pop("pids"))
+        return Owner(pids=pids, **found)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LockedError(
+            f"{_path(folder, generation)} is no lock of Shardwise ({error}), so it cannot be told who uses "
+            f"{folder.parent}; needed: the file as it was written; remove it when no run is going on there"
+        ) from error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def _this_process() -> tuple[int, float]:
+    return os.getpid(), psutil.Process().create_time()
+
+
+def _place() -> str:
+    """What must be equal for a pid to mean the same process: the boot, and the namespace that a container has."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return str(int(psutil.boot_time()))

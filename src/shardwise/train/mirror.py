@@ -1,0 +1,298 @@
+"""`Mirror`: after every step a copy of the state in memory that outlives the ranks; under `--recover` only.
+
+Each part of the state is kept once: ranks that hold the same elements (replicas) share the work, by bytes. So a job
+keeps two copies of the whole state in the host's memory, whatever the number of ranks, and a step pays for copying
+`bytes of the state / ranks` per rank. Two, as a rank may die while it makes one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.launch.environment import recovery_place
+from shardwise.launch.variables import variables
+from shardwise.parallel.mesh import Mesh
+from shardwise.train.outliving import DATA, Board, Place, Slot, call_process
+from shardwise.train.torch_private import copy_all, local_of
+
+Key = tuple[str, tuple[int, ...]]
+"""A tensor's name, and which shard of it."""
+_ALIGN = 64
+
+
+class State(Protocol):
+    """What is kept; `TrainState` is one."""
+
+    step: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """All ranks."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's tensors by name; a name has one global value over all ranks."""
+        ...
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything else, as JSON."""
+        ...
+
+    def template(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Fresh tensors of those names, as they would be here."""
+        ...
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over the filled template."""
+        ...
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take over what `scalars` gave."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A shard, and where it lies in a slot."""
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def of(self, memory: Any) -> Tensor:
+        """The shard as it lies in a slot's memory."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        size = dtype.itemsize * int(np.prod(self.shape))
+        if not size:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=size).view(dtype).view(self.shape)
+
+
+class Mirror:
+    """What this rank keeps of a state; made by `rejoin`."""
+
+    def __init__(self, place: Place) -> None:
+        """See the class."""
+        self.place = place
+        self.recovered_step: int | None = None
+        """The step that this process went on from; None: it began, or loaded a checkpoint."""
+        self._count = 0
+        self._slots = [Slot(file) for file in place.memory.slots[place.rank]]
+        self._signature: tuple[Any, ...] = ()
+        self._parts: list[Part] = []
+        self._targets: dict[int, list[Tensor]] = {}
+        """Slot -> the parts as they lie in it."""
+        self._end = DATA
+        self._description = ""
+        self._random: tuple[Any, str] = (None, "")
+
+    def join(self, state: State) -> None:
+        """Wait until this process is to train, and take over the copy that the job goes on with, if there is one.
+
+        Raises:
+            UsageError: this process keeps another state already.
+            CheckpointError: the copy is not of this model and optimizer.
+        """
+        place, board = self.place, Board(self.place.memory.board)
+        if board.read(place.rank)[0] == place.world:
+            raise UsageError(
+                f"rank {place.rank}: --recover keeps one TrainState per process, and steps() was called with a second "
+                "one; needed: one state, whose optimizer may step several models (sw.several); train the other in a "
+                "script of its own, or start without --recover"
+            )
+        board.write(place.rank, place.world, 0, 0)
+        count = int(_read_line(place.order)["count"])
+        if place.streams is not None:
+            for stream, number in zip(place.streams, (1, 2), strict=True):
+                os.dup2(stream, number)
+            call_process(f"rank {place.rank}")
+        if count:
+            self._load(state, count)
+            self._count, self.recovered_step = count, state.step
+        board.write(place.rank, place.world, place.world, time.monotonic_ns())
+
+    def prepare(self, state: State) -> None:
+        """While it stands by: have all tensors that a copy will be read into, the optimizer's above all.
+
+        Their values are those of no step; `join` brings the right ones.
+        """
+        names: set[str] = set()
+        for pair in self.place.memory.slots:
+            for slot in map(Slot, pair):
+                # the rank that writes it trains on: what was described is sure only while the same copy is there
+                while (before := slot.header()).count:
+                    text = slot.text(before)
+                    if slot.header() == before:
+                        names |= {name for (name, _), *_ in json.loads(text)["parts"]}
+                        break
+        with torch.no_grad():
+            state.load_tensors(state.template(names))
+
+    def keep(self, state: State) -> None:
+        """Copy the state; every rank calls it after every step.
+
+        Cost: copies of this rank's parts, which come from an accelerator over its bus; a collective when the layout
+        is new (after the first step), none otherwise.
+        """
+        tensors = state.tensors()
+        signature = tuple((name, t.shape, t.dtype) for name, t in tensors.items())
+        if signature != self._signature:
+            self._lay_out(state, tensors)
+            self._signature = signature
+        which = (self._count + 1) % 2
+        slot = self._slots[which]
+        slot.clear()
+        if which not in self._targets:
+            memory = slot.data(self._end)
+            self._targets[which] = [part.of(memory) for part in self._parts]
+        with torch.no_grad():
+            copy_all(self._targets[which], [local_of(tensors[part.key[0]]) for part in self._parts])
+        if state.mesh.device.type != "cpu":
+            torch.accelerator.synchronize()
+        rest = json.dumps({"scalars": state.scalars()})
+        text = f'{self._description}, "random": {self._random_numbers()}, {rest[1:]}'
+        self._count += 1
+        slot.commit(self._count, state.step, self._end, text)
+
+    def _lay_out(self, state: State, tensors: Mapping[str, Tensor]) -> None:
+        """Find who keeps what. The two slots may then hold different layouts: each describes its own."""
+        held = {_key(name, tensor): local_of(tensor) for name, tensor in tensors.items()}
+        mine = [(key, tensor.nbytes) for key, tensor in held.items()]
+        everyones: list[list[tuple[Key, int]]] = [mine] * state.mesh.world
+        if state.mesh.world > 1:
+            dist.all_gather_object(everyones, mine)
+        self._parts, self._targets, self._end = [], {}, DATA
+        for key in keepers(everyones)[state.mesh.rank]:
+            tensor = held[key]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._parts.append(Part(key, dtype, tuple(tensor.shape), self._end))
+            self._end += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        parts = [[part.key, part.dtype, part.shape, part.start] for part in self._parts]
+        self._description = f'{{"parts": {json.dumps(parts)}'
+
+    def _random_numbers(self) -> str:
+        """Where the generators that a script may use are, as JSON; Python's is long, and rarely moves."""
+        python = random.getstate()
+        if python != self._random[0]:
+            self._random = (python, json.dumps([python[0], list(python[1]), python[2]]))
+        numbers: Any = np.random.get_state()
+        others = {
+            "torch": torch.get_rng_state().numpy().tobytes().hex(),
+            "numpy": [numbers[0], numbers[1].tobytes().hex(), *numbers[2:]],
+        }
+        if torch.accelerator.is_available():
+            others["device"] = _device_module().get_rng_state().numpy().tobytes().hex()
+        return f'{{"python": {self._random[1]}, {json.dumps(others)[1:]}'
+
+    def _load(self, state: State, count: int) -> None:
+        found: dict[Key, Tensor] = {}
+        own: dict[str, Any] = {}
+        for rank, pair in enumerate(self.place.memory.slots):
+            slot = next(slot for slot in map(Slot, pair) if slot.header().count == count)
+            header = slot.header()
+            description, memory = json.loads(slot.text(header)), slot.data(header.end)
+            for (name, shard), dtype, shape, start in description["parts"]:
+                key = (name, tuple(shard))
+                found[key] = Part(key, dtype, tuple(shape), start).of(memory)
+            own = description if rank == self.place.rank else own
+        template = state.template({name for name, _ in found})
+        with torch.no_grad():
+            for name, tensor in template.items():
+                kept = found.get(_key(name, tensor))
+                target = local_of(tensor)
+                if kept is None or kept.shape != target.shape or kept.dtype != target.dtype:
+                    there = "nothing" if kept is None else f"{tuple(kept.shape)} {kept.dtype}"
+                    raise CheckpointError(
+                        f"recovery of rank {self.place.rank}: {name}: found {there} in the copy that was kept after "
+                        f"step {own['scalars']['step']}, needed {tuple(target.shape)} {target.dtype}; the script must "
+                        "build the same model and optimizer every time it is run"
+                    )
+                target.copy_(kept)
+        state.load_scalars(own["scalars"])
+        state.load_tensors(template)
+        _set_random_numbers(own["random"])
+
+
+def keepers(everyones: list[list[tuple[Key, int]]]) -> list[list[Key]]:
+    """Which of its parts each rank keeps: each part once, bytes spread evenly, in the same way on all ranks.
+
+    Args:
+        everyones: (key, bytes) of what each rank holds.
+
+    >>> keepers([[(("a", ()), 8), (("b", ()), 8)], [(("a", ()), 8), (("b", ()), 8)]])
+    [[('a', ())], [('b', ())]]
+    """
+    holders: dict[Key, list[int]] = {}
+    sizes: dict[Key, int] = {}
+    for rank, held in enumerate(everyones):
+        for key, size in held:
+            holders.setdefault(key, []).append(rank)
+            sizes[key] = size
+    load, chosen = [0] * len(everyones), [list[Key]() for _ in everyones]
+    for key, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        rank = min(ranks, key=lambda rank: (load[rank], rank))
+        load[rank] += sizes[key]
+        chosen[rank].append(key)
+    return chosen
+
+
+def refuse_own_loop() -> None:
+    """A loop that is not `steps` cannot be taken back by a step.
+
+    Raises:
+        UsageError: under a supervisor.
+    """
+    if recovery_place(variables()) is not None:
+        raise UsageError(
+            "make_step: found --recover and a loop of the script's own, which chooses its batches itself: after a "
+            "recovery it would begin anew, with other samples than the step that is retried; needed: "
+            "`for m in shardwise.steps(state, loss_fn, ...)`; use it, or start without --recover"
+        )
+
+
+def _key(name: str, tensor: Tensor) -> Key:
+    if not isinstance(tensor, DTensor):
+        return name, ()
+    coordinate = list(tensor.device_mesh.get_coordinate() or ())
+    return name, tuple(
+        at for at, placement in zip(coordinate, tensor.placements, strict=True) if not placement.is_replicate()
+    )
+
+
+def _read_line(file: int) -> dict[str, Any]:
+    """One line of JSON from a pipe; blocks. Its end without a line: the supervisor is gone."""
+    text = b""
+    while not text.endswith(b"\n"):
+        piece = os.read(file, 4096)
+        if not piece:
+            raise SystemExit(1)
+        text += piece
+    return dict(json.loads(text))
+
+
+def _set_random_numbers(kept: Mapping[str, Any]) -> None:
+    version, numbers, gauss = kept["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = kept["numpy"]
+    np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(kept["torch"]), dtype=torch.uint8))
+    if "device" in kept:
+        _device_module().set_rng_state(torch.frombuffer(bytearray.fromhex(kept["device"]), dtype=torch.uint8))
+
+
+def _device_module() -> Any:
+    return torch.get_device_module(torch.accelerator.current_accelerator())

@@ -1,0 +1,71 @@
+"""`StepOptions`: what a step does beside the update; `StepMetrics`: what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwise.errors import UsageError
+from shardwise.train.protect import Protect
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a step does with its gradient."""
+
+    clip_norm: float | None = None
+    """Largest L2 norm of the whole gradient; larger ones are scaled down."""
+    clip_value: float | None = None
+    """Largest absolute value of an element."""
+    on_nonfinite: Literal["skip", "stop", "raise"] = "skip"
+    """A loss or gradient that is not finite, on any rank: skip the update, end the loop in order, or raise."""
+    protect: Protect | None = None
+    """What to do about spikes, and in place of `on_nonfinite` about what is not finite."""
+    on_oom: Literal["raise", "halve"] = "raise"
+    """A rank out of memory in forward or backward: raise there, or all ranks do the step again with half the rows."""
+    check_replicas: int = 0
+    """Steps between comparisons of the parameters that ranks must hold alike; 0: never."""
+
+    def __post_init__(self) -> None:
+        if self.protect is not None and self.on_nonfinite != "skip":
+            raise UsageError(
+                f"StepOptions: on_nonfinite={self.on_nonfinite!r} beside {self.protect}; needed: one policy; "
+                "leave on_nonfinite out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one step did. Losses and norms are those of the global batch, equal on all ranks."""
+
+    step: int
+    """Updates tried so far, this one included."""
+    loss: float
+    """Mean loss over the window's weight."""
+    weight: float
+    """The window's weight: tokens, for a token loss."""
+    grad_norm: float
+    """L2 norm of the mean gradient before clipping."""
+    lr: float
+    seconds: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Under several losses (`Losses`): the mean of each, without its factor."""
+    skipped: bool = False
+    stopping: str | None = None
+    """Why the loop ends after this step; None while it goes on."""
+    events: tuple[Mapping[str, Any], ...] = ()
+    """What happened besides, as JSON: windows in quarantine, micro-batches halved, replicas healed."""
+
+
+def options_with(clip: float | None, options: StepOptions | None) -> StepOptions:
+    """The options of a step, of which `clip` is the short form.
+
+    Raises:
+        UsageError: both are given.
+    """
+    if clip is not None and options is not None:
+        raise UsageError(
+            f"clip={clip} and options={options} are both given; write StepOptions(clip_norm={clip}, ...) alone"
+        )
+    return options or StepOptions(clip_norm=clip)

@@ -1,0 +1,173 @@
+"""Memory that outlives the processes that write it: two `Slot`s per rank, and a `Board` for the job. No torch.
+
+They are anonymous files in memory (`memfd_create`) that the supervisor of a job makes and its ranks inherit, so they
+have no name, nobody else can open them, and they are gone when the last process of the job is.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DATA = 4096
+"""Where a slot's tensors begin: a page, so that they are aligned."""
+_HEADER = struct.Struct("@QQQQ")
+_WORDS = struct.Struct("@QQQ")
+_RANK_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a slot holds."""
+
+    count: int
+    """Number of this copy, counted from the beginning of the job; 0: nothing, or half a copy."""
+    step: int
+    end: int
+    """Where the description begins, after the tensors."""
+    length: int
+    """Bytes of the description."""
+
+
+class Slot:
+    """One copy of one rank's state: a header, tensors from `DATA` on, then their description as JSON.
+
+    A copy exists from the write of its header on, which comes last and is one system call: a process that is killed
+    while it copies leaves a slot without a copy, never half of one.
+    """
+
+    def __init__(self, file: int) -> None:
+        """See the class."""
+        self.file = file
+        self._map: mmap.mmap | None = None
+
+    def header(self) -> Header:
+        """What lies here now."""
+        found = os.pread(self.file, _HEADER.size, 0)
+        return Header(*_HEADER.unpack(found)) if len(found) == _HEADER.size else Header(0, 0, 0, 0)
+
+    def clear(self) -> None:
+        """From now on nothing lies here."""
+        os.pwrite(self.file, _HEADER.pack(0, 0, 0, 0), 0)
+
+    def commit(self, count: int, step: int, end: int, description: str) -> None:
+        """Say that the tensors up to `end` are a copy."""
+        text = description.encode()
+        os.pwrite(self.file, text, end)
+        os.pwrite(self.file, _HEADER.pack(count, step, end, len(text)), 0)
+
+    def text(self, header: Header) -> str:
+        """The description that was committed with a copy."""
+        return os.pread(self.file, header.length, header.end).decode(errors="replace")
+
+    def data(self, end: int) -> mmap.mmap:
+        """The memory from the beginning to `end`, shared by all processes; mapped again only when it has grown."""
+        if self._map is None or len(self._map) < end:
+            if os.fstat(self.file).st_size < end:
+                os.ftruncate(self.file, end)
+            self._map = mmap.mmap(self.file, end)
+        return self._map
+
+
+class Board:
+    """A few words per rank, that it writes and the supervisor reads: which world it is of, and since when it trains."""
+
+    def __init__(self, file: int) -> None:
+        """See the class."""
+        self.file = file
+
+    def read(self, rank: int) -> tuple[int, int, int]:
+        """(world that it joined, world that it trains in, when that began in ns of the monotonic clock)."""
+        found = os.pread(self.file, _WORDS.size, rank * _RANK_BYTES)
+        joined, trains, since = _WORDS.unpack(found) if len(found) == _WORDS.size else (0, 0, 0)
+        return joined, trains, since
+
+    def write(self, rank: int, joined: int, trains: int, since_ns: int) -> None:
+        """Replace a rank's words, all at once."""
+        os.pwrite(self.file, _WORDS.pack(joined, trains, since_ns), rank * _RANK_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The files of a job, by number: the same numbers in the supervisor and in all ranks."""
+
+    board: int
+    slots: tuple[tuple[int, int], ...]
+    """The two slots of each rank. A copy goes where the last but one was."""
+
+    @classmethod
+    def create(cls, world: int) -> Memory:
+        """Make the files; bytes are taken when copies are made.
+
+        Raises:
+            OSError: no more files can be opened.
+        """
+        names = [f"shardwise-rank{rank}-{which}" for rank in range(world) for which in (0, 1)]
+        files = [os.memfd_create(name, 0) for name in names]
+        return cls(board=os.memfd_create("shardwise-board", 0), slots=tuple(zip(files[::2], files[1::2], strict=True)))
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """All of them."""
+        return (self.board, *(file for pair in self.slots for file in pair))
+
+    def newest(self) -> Header | None:
+        """The newest copy that every rank has made; None: there is none. Every other slot is cleared.
+
+        No rank may be running. Ranks are never more than one copy apart: each step has collectives of all.
+        """
+        headers = [{(header := Slot(file).header()).count: header for file in pair} for pair in self.slots]
+        common = set.intersection(*(set(found) for found in headers)) - {0}
+        count = max(common, default=0)
+        for pair in self.slots:
+            for file in pair:
+                if Slot(file).header().count != count:
+                    Slot(file).clear()
+        return headers[0][count] if count else None
+
+    def close(self) -> None:
+        """Close this process's files."""
+        for file in self.files:
+            os.close(file)
+
+
+def call_process(name: str) -> None:
+    """What `top` and `ps` call this process, in at most 15 letters."""
+    with open("/proc/self/comm", "w", encoding="utf-8") as file:
+        file.write(name[:15])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Who a rank is to its supervisor; travels in SHARDWISE_RECOVER."""
+
+    job: str
+    """Its id, 32 hexadecimal digits."""
+    rank: int
+    world: int
+    """Number of the set of processes that it belongs to, from 1; a recovery starts a new one."""
+    order: int
+    """File from which it reads what it shall go on with: a line of JSON."""
+    memory: Memory
+    streams: tuple[int, int] | None = None
+    """Of a standby: the job's standard output and error, which are not connected before it is called."""
+
+    def dump(self) -> str:
+        """As text."""
+        memory = {"board": self.memory.board, "slots": self.memory.slots}
+        own = {"job": self.job, "rank": self.rank, "world": self.world, "order": self.order, "streams": self.streams}
+        return json.dumps(own | {"memory": memory})
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """The inverse of `dump`."""
+        found = json.loads(text)
+        slots: Sequence[Sequence[int]] = found["memory"]["slots"]
+        memory = Memory(board=found["memory"]["board"], slots=tuple((pair[0], pair[1]) for pair in slots))
+        streams = tuple(found["streams"]) if found["streams"] else None
+        numbers = {name: found[name] for name in ("job", "rank", "world", "order")}
+        return cls(**numbers, memory=memory, streams=streams)

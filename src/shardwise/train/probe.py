@@ -1,0 +1,98 @@
+"""`Probe`: loss and gradient norm on rows that are kept, the same numbers whenever the state is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.errors import UsageError
+from shardwise.plan.plan import Batch
+from shardwise.train.batches import loader
+from shardwise.train.state import TrainState
+from shardwise.train.step import LossFn, StepOptions, TrainStep
+
+
+class Measured(NamedTuple):
+    """What a probe found."""
+
+    loss: float
+    """Mean over the rows' weight."""
+    grad_norm: float
+    """L2 norm of the mean gradient."""
+    rows: str
+    """SHA-256 of the rows, hexadecimal."""
+
+
+class Probe:
+    """Rows and a loss; given to a `Store`, its numbers are kept with each checkpoint and compared at each load.
+
+    A forward and backward pass as in training, with the randomness of the state's step; parameters, buffers, optimizer,
+    data position and random generators are as before.
+
+    Args:
+        rows: samples, as the data set gives them; the same ones on every rank. A few.
+        loss_fn: as in training.
+
+    Raises:
+        UsageError: no rows.
+
+    Cost: memory and time of a step on these rows without its update, at each save and load.
+
+    >>> store = Store("runs/a", probe=Probe([dataset[i] for i in range(4)], loss_fn))  # doctest: +SKIP
+    """
+
+    def __init__(self, rows: Sequence[Any], loss_fn: LossFn) -> None:
+        """See the class."""
+        self.rows, self.loss_fn = list(rows), loss_fn
+        if not self.rows:
+            raise UsageError("Probe: found no rows, needed at least one; give some samples of the data set")
+        digest = hashlib.sha256()
+        _feed(digest, self.rows)
+        self._digest = digest.hexdigest()
+        self._step: TrainStep | None = None
+
+    def measure(self, state: TrainState) -> Measured:
+        """Loss and gradient norm at the state as it is; every rank takes part."""
+        placed = state.placed
+        if self._step is None or self._step.state is not state:
+            self._step = TrainStep(state, self.loss_fn, StepOptions())
+        batch = Batch(global_size=len(self.rows), micro_batches=placed.plan.batch.micro_batches)
+        window = next(loader(self.rows, batch, placed.mesh, shuffle=False))
+        buffers = [buffer for part in placed.parts for buffer in part.root.buffers()]
+        kept, modes = [buffer.detach().clone() for buffer in buffers], [part.run.training for part in placed.parts]
+        placed.train(True)
+        devices = [] if placed.mesh.device.type == "cpu" else [placed.mesh.device]
+        try:
+            with torch.random.fork_rng(devices, device_type=placed.mesh.device.type if devices else "cuda"):
+                loss, norm = self._step.measure(window)
+        finally:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+            for part, mode in zip(placed.parts, modes, strict=True):
+                part.run.train(mode)
+        return Measured(loss, norm, self._digest)
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Take a sample's structure and values into a digest."""
+    if isinstance(value, dict):
+        for key in value:
+            digest.update(repr(key).encode())
+            _feed(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(f"{type(value).__name__} {len(value)} ".encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        array = (
+            value.detach().cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+        )
+        digest.update(f"{array.dtype} {tuple(array.shape)} ".encode())
+        digest.update(bytes(array.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    else:
+        digest.update(repr(value).encode())

@@ -1,0 +1,196 @@
+"""Replica checks: parameters that several ranks must hold alike are compared by 64-bit checksums, named and healed.
+
+Which ranks hold the same elements of a parameter follows from its layout: those that differ from this one only along
+axes over which it is replicated. The least and the greatest of them name the set (`_holders`); a rank's parameters with
+the same one share a checksum, and what is communicated is one all-gather of three numbers for each.
+
+The checksum is sum((2 * i + 1) * bits[i]) modulo 2**64 over the elements as integers: the factors are odd, so a change
+of a single element changes it, and elements that are swapped do, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ReplicaError
+from shardwise.parallel.mesh import Mesh
+from shardwise.plan.plan import AXES
+from shardwise.train.norm import axes_covered
+from shardwise.train.optim import PREFIX
+from shardwise.train.state import TrainState
+from shardwise.train.update_rules import local_shard
+
+Ends = tuple[int, int]
+"""Least and greatest rank of those that hold the same: with the axes' sizes they tell the set."""
+CHUNK = 1 << 18
+"""Elements whose products lie in memory at once: 2 MiB."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit checksum of a tensor's bits; see the module.
+
+    >>> checksum(torch.tensor([1, 2])), checksum(torch.tensor([2, 1]))
+    (7, 5)
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    size = min(8, flat.element_size())
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+        size = flat.element_size()
+    bits = flat.view(_INTEGERS[size])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        factors = torch.arange(2 * start + 1, 2 * (start + len(part)) + 1, 2, dtype=torch.int64, device=flat.device)
+        total += (part * factors).sum()
+    return int(total)
+
+
+class Replicas:
+    """What must be equal where; made once per run. Every rank makes one.
+
+    Cost of a `check`: one pass over the parameters, one all-gather of two integers per kind of layout.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        """See the class."""
+        self._state, self._mesh = state, state.mesh
+        self._groups: dict[Ends, list[str]] = defaultdict(list)
+        """Who holds the same as this rank -> names of those parameters. What it alone holds is not here."""
+        for name, parameter in state.placed.named_parameters().items():
+            ends = _holders(parameter, self._mesh)
+            if ends[0] != ends[1]:
+                self._groups[ends].append(name)
+        most = torch.tensor([len(self._groups)], dtype=torch.int64, device=self._mesh.device)
+        self._rows = int(self._mesh.all_reduce_max(most))
+
+    def check(self, *, heal: bool = True) -> tuple[dict[str, Any], ...]:
+        """Compare; what differs is healed from the majority, optimizer state and all. Every rank calls it.
+
+        Args:
+            heal: False: any difference is an error.
+
+        Returns:
+            What was healed, as JSON, the same on every rank.
+
+        Raises:
+            ReplicaError: on all ranks: copies differ, and no majority says which are right.
+        """
+        mesh, state = self._mesh, self._state
+        if self._rows == 0:
+            return ()
+        live = state.placed.named_parameters()
+        own = [(*ends, _combined(live, names)) for ends, names in self._groups.items()]
+        own += [(-1, -1, 0)] * (self._rows - len(own))
+        holders: dict[Ends, dict[int, int]] = defaultdict(dict)
+        for rank, rows in enumerate(_gathered(own, mesh)):
+            for first, last, found in rows:
+                if first >= 0:
+                    holders[first, last][rank] = found
+        different = [(ends, sums) for ends, sums in sorted(holders.items()) if len(set(sums.values())) > 1]
+        return tuple(self._settle(ends, sums, heal=heal) for ends, sums in different)
+
+    def _settle(self, ends: Ends, sums: Mapping[int, int], *, heal: bool) -> dict[str, Any]:
+        """Name who differs, and copy what the majority has."""
+        state = self._state
+        (common, count), *_ = Counter(sums.values()).most_common(1)
+        is_majority = count * 2 > len(sums)
+        # without one, the last step's least rank is as good a suspect as any: all are named
+        wrong = [rank for rank, found in sums.items() if found != common] if is_majority else sorted(sums)
+        names = self._differing(ends, list(sums))
+        text = (
+            f"step {state.step}: {', '.join(names[:3])} ({len(names)} parameters) must be equal on ranks "
+            f"{_listed(sorted(sums))}: found other bits on rank {_listed(wrong)}"
+        )
+        if state.step == 0 or not heal:
+            raise ReplicaError(
+                f"{text}, before the first step; needed: the same initial values on every rank; let apply() initialise "
+                "the model, or seed by the job and not by the rank"
+            )
+        if not is_majority:
+            raise ReplicaError(
+                f"{text}; needed: more than half of them equal, to know which are right; nothing was saved; go back to "
+                "the last checkpoint, and look at the memory of these machines"
+            )
+        source = next(rank for rank, found in sums.items() if found == common)
+        self._copy(ends, source, wrong)
+        return {"event": "healed", "step": state.step, "ranks": wrong, "source": source, "parameters": names}
+
+    def _differing(self, ends: Ends, ranks: list[int]) -> list[str]:
+        """Names of the parameters of a group whose checksums differ; only asked when one does."""
+        names = self._groups.get(ends, []) if self._mesh.rank in ranks else []
+        live = self._state.placed.named_parameters()
+        theirs: list[Any] = [None] * self._mesh.world
+        dist.all_gather_object(theirs, {name: checksum(local_shard(live[name])) for name in names})
+        found = [theirs[rank] for rank in ranks]
+        return [name for name in found[0] if len({one[name] for one in found}) > 1]
+
+    @torch.no_grad()
+    def _copy(self, ends: Ends, source: int, wrong: list[int]) -> None:
+        """Parameters and optimizer state of a group, from one rank to others."""
+        mesh, state = self._mesh, self._state
+        if mesh.rank != source and mesh.rank not in wrong:
+            return
+        names = self._groups[ends]
+        tensors = {f"model.{name}": tensor for name, tensor in state.placed.named_parameters().items() if name in names}
+        prefixes = tuple(f"{PREFIX}{name}." for name in names)
+        optimizer = state.optimizer.state_tensors()
+        state.optimizer.state_template(optimizer)  # it learns which states are plain numbers
+        mine = {key: tensor for key, tensor in optimizer.items() if key.startswith(prefixes)}
+        for _, tensor in sorted((tensors | mine).items()):
+            local = local_shard(tensor)
+            buffer = local.contiguous().to(mesh.device)
+            if mesh.rank == source:
+                for rank in wrong:
+                    dist.send(buffer, rank)
+            else:
+                dist.recv(buffer, source)
+                local.copy_(buffer)
+        if mesh.rank in wrong:
+            state.optimizer.load_state_tensors(optimizer)
+
+
+def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:
+    total = 0
+    for number, name in enumerate(names):
+        total += (2 * number + 1) * checksum(local_shard(live[name]))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _gathered(own: list[tuple[int, int, int]], mesh: Mesh) -> list[list[list[int]]]:
+    mine = torch.tensor(own, dtype=torch.int64, device=mesh.device)
+    table = [torch.empty_like(mine) for _ in range(mesh.world)]
+    dist.all_gather(table, mine)
+    return [rows.tolist() for rows in table]
+
+
+def _holders(parameter: torch.Tensor, mesh: Mesh) -> Ends:
+    """The least and the greatest rank that hold the same elements of a parameter as this one."""
+    outside = {axis for axis in AXES if axis != "pp" and mesh.size(axis) > 1}
+    least = most = mesh.rank
+    if isinstance(parameter, DTensor):
+        part = parameter.device_mesh
+        here = part.get_coordinate()
+        assert here is not None, "this rank is outside the mesh of its own parameter"
+        same = [placement.is_replicate() for placement in parameter.placements]
+        least = int(part.mesh[tuple(0 if free else i for i, free in zip(here, same, strict=True))])
+        most = int(part.mesh[tuple(-1 if free else i for i, free in zip(here, same, strict=True))])
+        outside -= axes_covered(part, mesh)
+    stride = 1
+    for axis in reversed(AXES):  # ranks count row by row, the last axis fastest
+        if axis in outside:
+            least -= (least // stride % mesh.size(axis)) * stride
+            most += (mesh.size(axis) - 1 - most // stride % mesh.size(axis)) * stride
+        stride *= mesh.size(axis)
+    return least, most
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

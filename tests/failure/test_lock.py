@@ -1,0 +1,197 @@
+"""One directory, one run: who wins, who is refused, when a dead owner's lock is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ExitCode, LockedError, UsageError
+from shardwise.train import lock as lock_module
+from shardwise.train.lock import RunLock
+
+fork = get_context("fork")
+
+
+def lost(text: str) -> None:
+    raise AssertionError(text)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    [path] = folder.glob("*.json")
+    return dict(json.loads(path.read_text()))
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    [path] = folder.glob("*.json")
+    path.write_text(json.dumps(record(folder) | changes))
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """Run it in a forked process that ends without cleaning up; its pid, when it is gone."""
+    child = fork.Process(target=lambda: (function(), os._exit(0)))
+    child.start()
+    child.join(10)
+    assert child.exitcode == 0 and child.pid is not None
+    return child.pid
+
+
+def test_a_second_start_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    with RunLock.take(tmp_path / "lock", lost) as first:
+        begin = time.perf_counter()
+        with pytest.raises(LockedError) as refused:
+            RunLock.take(tmp_path / "lock", lost)
+        assert time.perf_counter() - begin < 1
+        assert first.taken_over is None
+    text = str(refused.value)
+    assert str(tmp_path) in text and f"pid {os.getpid()}" in text and os.uname().nodename in text
+    assert first.owner.started in text and "choose another --out" in text
+    with RunLock.take(tmp_path / "lock", lost) as second:  # a released one is nobody's
+        assert second.taken_over is None and second.generation == first.generation + 1
+    assert len(list((tmp_path / "lock").iterdir())) == 1  # nothing else is left
+
+
+def test_a_dead_owner_is_taken_over_and_named(tmp_path: Path) -> None:
+    pid = in_child(lambda: RunLock.take(tmp_path / "lock", lost).__enter__() and None)
+    with RunLock.take(tmp_path / "lock", lost) as lock:
+        assert lock.taken_over is not None and lock.taken_over.pids[0][0] == pid
+
+
+def test_a_pid_that_came_back_is_not_the_owner(tmp_path: Path) -> None:
+    RunLock.take(tmp_path / "lock", lost)
+    rewrite(tmp_path / "lock", pids=[[os.getpid(), 12.5]])
+    with RunLock.take(tmp_path / "lock", lost) as lock:
+        assert lock.taken_over is not None
+
+
+def test_a_rank_of_a_dead_launcher_still_holds_the_directory(tmp_path: Path) -> None:
+    in_child(lambda: RunLock.take(tmp_path / "lock", lost).__enter__() and None)
+    with RunLock.join(tmp_path / "lock", lost) as rank:  # type: ignore[union-attr]
+        with pytest.raises(LockedError):
+            RunLock.take(tmp_path / "lock", lost)
+        assert len(rank.owner.pids) == 2
+    assert not record(tmp_path / "lock")["released"]  # the launcher does that
+
+
+def test_another_host_is_dead_when_its_heart_has_stopped(tmp_path: Path) -> None:
+    RunLock.take(tmp_path / "lock", lost)
+    rewrite(tmp_path / "lock", host="elsewhere", pids=[[1, 1.0]])
+    with pytest.raises(LockedError, match="on elsewhere, pid 1"):
+        RunLock.take(tmp_path / "lock", lost)
+    [path] = (tmp_path / "lock").iterdir()
+    os.utime(path, (time.time() - 61, time.time() - 61))
+    with RunLock.take(tmp_path / "lock", lost) as lock:
+        assert lock.taken_over is not None and lock.taken_over.host == "elsewhere"
+
+
+def test_the_same_pid_in_another_container_is_another_host(tmp_path: Path) -> None:
+    RunLock.take(tmp_path / "lock", lost)
+    rewrite(tmp_path / "lock", place="another boot or namespace", pids=[[1, 1.0]])
+    with pytest.raises(LockedError):
+        RunLock.take(tmp_path / "lock", lost)
+
+
+def test_an_owner_that_was_thought_dead_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "BEAT_S", 0.02)
+    told: list[str] = []
+    with RunLock.take(tmp_path / "lock", told.append):
+        rewrite(tmp_path / "lock", host="elsewhere")
+        with RunLock.take(tmp_path / "lock", lost, stale_s=-1.0) as second:
+            end = time.monotonic() + 5
+            while not told and time.monotonic() < end:
+                time.sleep(0.01)
+            assert "was taken over by" in told[0]
+    assert record(tmp_path / "lock")["pids"] == [list(second.owner.pids[0])]  # and leaves the new one's file alone
+
+
+def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "BEAT_S", 0.02)
+    with RunLock.take(tmp_path / "lock", lost):
+        [path] = (tmp_path / "lock").iterdir()
+        os.utime(path, (1.0, 1.0))
+        end = time.monotonic() + 5
+        while path.stat().st_mtime == 1.0 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert path.stat().st_mtime > 1.0
+
+
+def contend(folder: Path, go: Any, won: Any, done: Any) -> None:
+    go.wait()
+    try:
+        RunLock.take(folder, lost)
+        won.put(os.getpid())
+    except LockedError:
+        won.put(None)
+    done.wait()  # who won stays alive until all have tried
+    won.close()
+    won.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a dead owner", "released"])
+def test_of_many_starts_at_once_exactly_one_wins(tmp_path: Path, before: str) -> None:
+    for attempt in range(3):
+        folder = tmp_path / str(attempt) / "lock"
+        if before != "nothing":
+            in_child(lambda folder=folder: RunLock.take(folder, lost) and None)  # type: ignore[misc]
+        if before == "released":
+            rewrite(folder, released=True)
+        go, done, won = fork.Event(), fork.Event(), fork.Queue()
+        starts = [fork.Process(target=contend, args=(folder, go, won, done)) for _ in range(4)]
+        for start in starts:
+            start.start()
+        go.set()
+        answers = [won.get(timeout=20) for _ in starts]
+        done.set()
+        for start in starts:
+            start.join(10)
+        winners = [pid for pid in answers if pid is not None]
+        assert len(winners) == 1, f"{len(winners)} of 4 starts hold {folder}"
+        assert record(folder)["pids"][0][0] == winners[0]
+
+
+def test_negative_control_a_check_before_a_write_lets_two_win(tmp_path: Path) -> None:
+    """What the lock would be without `link`: both see nobody, and both write."""
+    (tmp_path / "lock").mkdir()
+    seen = [lock_module._newest(tmp_path / "lock") for _ in range(2)]
+    for newest in seen:
+        lock_module._write(lock_module._path(tmp_path / "lock", newest + 1), lock_module.Owner.here())
+    assert seen == [0, 0]
+    assert not lock_module._create(lock_module._path(tmp_path / "lock", 1), lock_module.Owner.here())
+
+
+def test_a_lock_that_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock" / "0000001.json").write_text("[1, 2")
+    with pytest.raises(LockedError, match="no lock of Shardwise"):
+        RunLock.take(tmp_path / "lock", lost)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot lock"):
+        RunLock.take(tmp_path / "file" / "lock", lost)
+
+
+def test_train_refuses_a_directory_in_use(tmp_path: Path) -> None:
+    """Through the command line: exit code 7, before a process is started or a file is written."""
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    words = ["train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--steps", "1", "--batch",
+             "2", "--model", "tiny", "--dim", "32", "--layers", "1", "--heads", "2", "--seq", "16"]  # fmt: skip
+    with RunLock.take(tmp_path / "run" / "lock", lost):
+        ran = subprocess.run([sys.executable, "-m", "shardwise", *words], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == ExitCode.LOCKED, ran.stderr
+    assert f"{tmp_path / 'run'}: it is in use by" in ran.stderr and "Traceback" not in ran.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_signals_reach_python_while_the_heart_beats(tmp_path: Path) -> None:
+    with RunLock.take(tmp_path / "lock", lost), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)

@@ -1,0 +1,249 @@
+"""`--recover`: ranks are killed at random instants, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import ExitCode
+from shardwise.launch.local import Failure
+from shardwise.launch.recovery import Bounds, Recovering
+from shardwise.testing.killer import Killer
+from shardwise.testing.world import World
+from tests.failure import recovering
+
+SCRIPT = Path(recovering.__file__)
+SOAK = os.environ.get("SHARDWISE_SOAK")
+
+
+def start(out: Path, script: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardwise", "run", "--recover", "--events", str(out / "events"), str(script)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *words], stderr=pipe, text=True, env={**os.environ, **env})
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str]:
+    try:
+        _, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def log_of(out: Path) -> list[str]:
+    return (out / "log").read_text().splitlines() if (out / "log").exists() else []
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    end = time.monotonic() + 100
+    while len(log_of(out)) < count:
+        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+        time.sleep(0.02)
+
+
+def events_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "events").read_text().splitlines()]
+
+
+def survives(
+    world: World, folder: Path, plan: str, *, blows: int, until: int, mean_pause_s: float, pace_s: str
+) -> None:
+    """Kill ranks of one run, and compare it with one that nobody disturbs, started by another launcher."""
+    ranks, here, there = sw.Plan.parse(plan).world, folder / "undisturbed", folder / "killed"
+    here.mkdir()
+    there.mkdir()
+    world(ranks, recovering.main, plan, str(here), until, timeout_s=60 + until)
+    process = start(there, SCRIPT, plan, "--", str(there), str(until), PACE_S=pace_s)
+    wait_for_steps(process, there, 2)
+    killer = Killer(process.pid, seed=7, mean_pause_s=mean_pause_s)  # the first blow soon, and to a rank that trains
+    fell = killer.run(blows, while_true=lambda: process.poll() is None)
+    code, err = finish(process, 60 + 10 * until)
+    assert code == 0, err
+    events = events_of(there)
+    seconds = [event["seconds"] for event in events]
+    print(f"{plan}: {fell} blows, {events[-1]['number']} recoveries, median {statistics.median(seconds):.3f} s")
+    assert [(there / f"digest-{rank}").read_text() for rank in range(ranks)] == [
+        (here / f"digest-{rank}").read_text() for rank in range(ranks)
+    ]
+    done, expected = log_of(there), log_of(here)
+    assert sorted(set(done), key=lambda line: int(line.split()[0])) == expected  # nothing else was ever computed
+    assert len(done) <= len(expected) + events[-1]["number"]  # no step but the retried one is done again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "blows", "until"), [("dp4", 8, 60), ("fsdp2 tp2", 2, 30), ("pp2 fsdp2 / 1f1b mb2", 2, 30)]
+)
+def test_kills_change_no_bit(world: World, tmp_path: Path, plan: str, blows: int, until: int) -> None:
+    survives(world, tmp_path, plan, blows=blows, until=until, mean_pause_s=1.5, pace_s="0.1")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("plan", "blows"), [("dp4", 1000), ("fsdp4", 200), ("tp4", 200), ("pp4 / 1f1b mb4", 200), ("dp2 fsdp2", 200)]
+)
+def test_many_kills_change_no_bit(world: World, tmp_path: Path, plan: str, blows: int) -> None:
+    survives(world, tmp_path, plan, blows=blows, until=blows * 10, mean_pause_s=1.0, pace_s="0.1")
+
+
+def test_all_ranks_at_once_lose_nothing(world: World, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    world(2, recovering.main, "dp2", str(tmp_path / "a"), 6)
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "6", PACE_S="0.3")
+    wait_for_steps(process, tmp_path, 3)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.name().startswith("rank "):
+            child.kill()
+    code, err = finish(process)
+    assert code == 0, err
+    (event,) = events_of(tmp_path)
+    assert event["step"] >= 2 and "killed by SIGKILL" in event["cause"]
+    assert "recovery 1: rank" in err and "all ranks went on after step" in err
+    for rank in (0, 1):
+        assert (tmp_path / f"digest-{rank}").read_text() == (tmp_path / "a" / f"digest-{rank}").read_text()
+
+
+def trained(folder: str, until: int) -> str:
+    """Go on from the checkpoint that lies there, if any, and leave one; every bit of the state."""
+    tokens = torch.randint(0, recovering.VOCAB, (64, recovering.SEQ + 1), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+    plan = sw.Plan.parse("dp4")
+    with sw.open_mesh(plan, device="cpu") as mesh:
+        placed = sw.apply(recovering.model, plan, mesh, seed=1)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), sw.loader(data, plan.batch, mesh, global_size=8))
+        store = sw.Store(folder)
+        store.load_latest(state)
+        for _ in sw.steps(state, recovering.loss_fn, until=until):
+            pass
+        store.save(state)
+        return repr([(name, t.tolist()) for name, t in sorted(state.tensors().items())]) + repr(state.scalars())
+
+
+def test_ddp_on_four_ranks_goes_on_from_a_checkpoint_to_the_same_bits(world: World, tmp_path: Path) -> None:
+    """Without a rehearsal its first sums would be made in another order: see `shardwise.train.rehearsal`."""
+    whole = world(4, trained, str(tmp_path / "whole"), 6)
+    world(4, trained, str(tmp_path / "cut"), 3)
+    assert world(4, trained, str(tmp_path / "cut"), 6) == whole
+
+
+RAISES = """            if m.step == 3 and mesh.rank == 1:
+                raise ValueError("tide")
+            drawn ="""
+FAILS = SCRIPT.read_text().replace("            drawn =", RAISES)
+
+
+def test_what_always_fails_is_tried_twice_and_named(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    code, err = finish(start(tmp_path, script, "dp2", "--", str(tmp_path), "5", PACE_S="0.3"))
+    assert code == ExitCode.RANK_FAILED
+    assert err.splitlines()[-1].startswith("rank 1 failed: ValueError: tide (recovery was tried once")
+    assert [event["step"] for event in events_of(tmp_path)] == [2]
+
+
+FAILURE = Failure(rank=1, message="tide", exit_code=ExitCode.RANK_FAILED, traceback="...")
+
+
+def test_bounds_count_what_makes_no_progress() -> None:
+    bounds = Bounds(Recovering(limit=4, killed_in_a_row=2))
+    assert [bounds.refuse(FAILURE, copies=1, killed=True) for _ in range(2)] == [None, None]
+    assert bounds.refuse(FAILURE, copies=2, killed=True) is None  # a step was finished since
+    assert bounds.refuse(replace(FAILURE, message="ebb"), copies=2, killed=True) is None
+    last = bounds.refuse(replace(FAILURE, message="flood"), copies=3, killed=True)
+    assert last is not None and last.message == "flood (4 recoveries were made, which is the limit)"
+
+
+def test_the_first_of_failures_in_a_row_is_named() -> None:
+    bounds = Bounds(Recovering(killed_in_a_row=2))
+    for message in ("ebb", "flood"):
+        assert bounds.refuse(replace(FAILURE, message=message), copies=0, killed=True) is None
+    last = bounds.refuse(FAILURE, copies=0, killed=True)
+    assert last is not None
+    assert last.message == "ebb (recovery was tried 2 times, and no step was finished since)"
+
+
+def test_an_error_before_the_first_step_is_final() -> None:
+    last = Bounds(Recovering()).refuse(FAILURE, copies=0, killed=False)
+    assert last is not None and last.message == "tide (not tried again: no step was finished before)"
+
+
+OWN_LOOP = SCRIPT.read_text().replace("sw.steps(state, loss_fn, until=until, clip=1.0)", "sw.make_step(state, loss_fn)")
+
+
+def test_a_loop_of_the_scripts_own_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_LOOP)
+    code, err = finish(start(tmp_path, script, "dp2", "--", str(tmp_path), "5"))
+    assert code == ExitCode.USAGE
+    assert "make_step: found --recover and a loop of the script's own" in err and "steps(state, loss_fn" in err
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
+    wait_for_steps(process, tmp_path, 2)
+    found = psutil.Process(process.pid).children(recursive=True)
+    assert len(found) >= 3  # the fork server, two ranks, and perhaps two that stand by
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    _, alive = psutil.wait_procs(found, timeout=25)
+    assert not alive
+
+
+def test_a_killed_rank_of_the_train_verb_leaves_the_record_of_an_undisturbed_run(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    sizes = "--model tiny --layers 2 --dim 32 --heads 2 --ffn 48 --seq 32 --batch 4 --plan fsdp2 --steps 40"
+    words = [
+        *sizes.split(),
+        "--device",
+        "cpu",
+        "--deterministic",
+        "--eval-every",
+        "8",
+        "--checkpoint-every",
+        "6",
+        "--json",
+    ]
+    base = [sys.executable, "-m", "shardwise", "train", "--data", str(text), *words, "--out"]
+    killed = subprocess.Popen(
+        [*base, str(tmp_path / "a"), "--recover"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    end = time.monotonic() + 100
+    while not metrics.exists() or metrics.read_text().count("grad_norm") < 4:
+        assert killed.poll() is None and time.monotonic() < end, finish(killed, 5)
+        time.sleep(0.01)
+    Killer(killed.pid, seed=7, mean_pause_s=0.01, double=0, standbys=0).run(1)
+    code, err = finish(killed)
+    assert code == 0, err
+    assert subprocess.run([*base, str(tmp_path / "b")], capture_output=True, timeout=200).returncode == 0
+    rows = []
+    for out in (tmp_path / "a", tmp_path / "b"):
+        found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        keys = ("step", "loss", "grad_norm", "eval_loss")
+        rows.append([[row.get(key) for key in keys] for row in found if "grad_norm" in row or "eval_loss" in row])
+    assert rows[0] == rows[1]
+    events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "recovery"]
+    assert event["step"] >= 3 and event["seconds"] > 0
+
+
+def test_sigterm_ends_in_order_and_is_not_recovered_from(tmp_path: Path) -> None:
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
+    wait_for_steps(process, tmp_path, 2)
+    process.send_signal(signal.SIGTERM)
+    code, err = finish(process)
+    assert (code, err) == (ExitCode.TERMINATED, "") and not (tmp_path / "events").exists()

@@ -1,0 +1,182 @@
+"""The closed form of a step's messages against the traced step: equal in kind, axis, bytes and number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.without_values import Training, token_loss
+from shardwise.errors import ModelError, PlanError
+from shardwise.model.spec import ModelSpec
+from shardwise.models.moe import MoEOutput
+from shardwise.models.presets import build
+from shardwise.parallel.mesh import Mesh
+from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import collectives_of
+from shardwise.plan.workload import Workload
+from shardwise.train.loss import Loss, token_cross_entropy
+
+# nothing here divides evenly that need not: shards are padded, parts of a sequence differ
+SIZES: dict[str, Any] = {
+    "vocab_size": 390,
+    "dim": 36,
+    "num_heads": 6,
+    "ffn_dim": 54,
+    "max_seq_len": 48,
+    "num_layers": 4,
+}
+MODELS = {
+    "llama": ModelSpec(**SIZES, num_kv_heads=2),
+    "short": ModelSpec(**SIZES | {"num_layers": 2}, num_kv_heads=2),
+    "tied": ModelSpec(**SIZES, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, qk_norm=True),
+    "gpt": ModelSpec(**SIZES, kind="gpt"),
+    "tied-gpt": ModelSpec(**SIZES, kind="gpt", tie_embeddings=True),
+    "moe": ModelSpec(**SIZES, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
+    "short-moe": ModelSpec(**SIZES | {"num_layers": 2}, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
+}
+WORK = Workload(seq_len=46, global_batch=24)
+
+FAST = [
+    ("dp2 / bucket=0.01", "short"),
+    ("dp2 fsdp2 / mb3", "short"),
+    ("fsdp2 tp2 / seq / bf16 / mb2", "short"),
+    ("tp2 / loss-parallel / recompute=blocks", "short"),
+    ("cp3", "short"),
+    ("fsdp3 ep3", "short-moe"),
+    ("tp2 / recompute=ops", "short-moe"),
+    ("pp2 fsdp2 / 1f1b mb4", "short"),
+]
+DATA = [
+    "dp2",
+    "dp2 / bucket=0.01",
+    "dp2 / static-graph",
+    "dp2 / find-unused / bucket=0.02",
+    "dp2 / bf16-pure",
+    "dp2 / fp64",
+    "dp2 / bf16 / mb2",
+    "fsdp4",
+    "fsdp4 / zero1 / bf16 / mb2",
+    "fsdp4 / zero2 / mb2",
+    "fsdp2 / bf16-pure / mb2",
+    "fsdp2 / fp16",
+    "fsdp2 / reduce=bf16 / bf16",
+    "fsdp2 / zero2 / reshard / mb2",
+    "fsdp2 / no-reshard / mb2",
+    "fsdp2 / offload=state",
+    "fsdp2 / offload=activations",
+    "dp2 fsdp4 / mb3",
+]
+MODEL = [
+    "tp2",
+    "tp2 / recompute=blocks",
+    "tp2 / recompute=ops",
+    "tp2 / seq / mb2",
+    "tp2 / seq / loss-parallel",
+    "tp2 / seq / recompute=blocks",
+    "tp2 / seq / recompute=ops",
+    "dp2 tp2 / bf16",
+    "fsdp2 tp2 / seq / mb2",
+    "fsdp2 tp2 / zero1 / seq / mb2 / bf16",
+    "fsdp2 tp2 / seq / recompute=50%",
+    "cp3 / recompute=every2",
+    "cp4 / context=gather",
+    "cp2 / context=ulysses / bf16",
+    "cp3 / balance=contiguous / bf16",
+    "tp2 cp3",
+]
+PIPELINES = [
+    "pp2 / gpipe mb4",
+    "pp4 tp2 / 1f1b mb8 / seq",
+    "pp2 tp2 / 1f1b mb4",
+    "pp2 tp2 / seq / mb4",
+    "pp2 cp2 / 1f1b mb4",
+    "pp2 fsdp2 / 1f1b mb4",
+    "pp2 fsdp2 / no-reshard / 1f1b mb4",
+    "pp2 fsdp2 / interleaved mb4 / bf16",
+    "pp2 fsdp2 / zero2 / zero-bubble mb4",
+    "pp2 fsdp2 / zero2 / zero-bubble-v mb4",
+    "pp2 dp2 fsdp2 / looped-bfs mb2",
+    "pp2 / dualpipe-v mb4",
+]
+EXPERTS = [
+    "fsdp2 tp2 ep2 / recompute=blocks",
+    "fsdp3 ep3",
+    "dp2 fsdp4 ep2",
+    "fsdp8 ep2 / zero1 / mb3",
+    "fsdp2 cp3 / context=ulysses",
+    "fsdp2 cp3 ep6",
+    "pp2 fsdp2 tp2 ep2 / 1f1b mb4 / seq",
+    "pp2 fsdp2 ep2 / interleaved mb4 / bf16",
+]
+
+
+def soak() -> list[Any]:
+    cells = [
+        (plan, model) for model in ("llama", "tied", "gpt", "tied-gpt", "moe") for plan in DATA + MODEL + PIPELINES
+    ]
+    cells += [(plan, "moe") for plan in EXPERTS]
+    return [pytest.param(*cell, id=" | ".join(cell), marks=pytest.mark.soak) for cell in cells]
+
+
+def batch(spec: ModelSpec, mesh: Mesh) -> dict[str, torch.Tensor]:
+    shape = (WORK.global_batch // mesh.batch.size, WORK.seq_len)
+    return {key: torch.zeros(shape, dtype=torch.int64) for key in ("input_ids", "labels")}
+
+
+def moe_loss(output: MoEOutput, batch: dict[str, torch.Tensor]) -> Loss:
+    return token_cross_entropy(output.logits, batch["labels"])
+
+
+@cache
+def traced(text: str, model: str, rank: int) -> dict[Any, int]:
+    spec = MODELS[model]
+    loss = moe_loss if spec.kind == "moe" else token_loss
+    training = Training(model=build(spec), batch=partial(batch, spec), loss=loss)
+    return dict(trace_step(training, Plan.parse(text), rank=rank).later.collectives)
+
+
+def check_equal(text: str, model: str, ranks: set[int]) -> None:
+    for rank in sorted(ranks):
+        mine = collectives_of(MODELS[model], Plan.parse(text), WORK, rank=rank, is_cpu=True)
+        theirs = traced(text, model, rank)
+        differing = {key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)}
+        assert mine == theirs, [(tuple(key), mine.get(key), theirs.get(key)) for key in sorted(differing, key=str)]
+
+
+@pytest.mark.parametrize(("plan", "model"), FAST)
+def test_closed_form_equals_the_trace(plan: str, model: str) -> None:
+    check_equal(plan, model, {Plan.parse(plan).world - 1})
+
+
+@pytest.mark.parametrize(("plan", "model"), soak())
+def test_every_composition(plan: str, model: str) -> None:
+    world = Plan.parse(plan).world
+    check_equal(plan, model, {0, world // 2, world - 1})
+
+
+def test_negative_control_another_plan_sends_something_else() -> None:
+    other = collectives_of(MODELS["short"], Plan.parse("dp2 fsdp2 / zero2 / mb3"), WORK, rank=3, is_cpu=True)
+    assert other != traced("dp2 fsdp2 / mb3", "short", 3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [("fsdp4 / reshard=2", "reshard=2"), ("fsdp2 / wrap=1000", "wrap=1000"), ("fsdp5", "do not divide")],
+)
+def test_what_is_not_predicted_is_refused(plan: str, found: str) -> None:
+    with pytest.raises(PlanError, match=found):
+        collectives_of(MODELS["short"], Plan.parse(plan), WORK)
+
+
+def test_a_model_with_other_parts_is_refused() -> None:
+    with pytest.raises(ModelError, match="kv_rank"):
+        collectives_of(replace(MODELS["moe"], kv_rank=8), Plan.parse("fsdp8"), WORK)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert collectives_of(MODELS["moe"], Plan.parse("dp1 / bf16 / mb2"), WORK) == {}

@@ -1,0 +1,110 @@
+"""Out of memory on one rank: all abandon the window, halve the micro-batches, and reach the undisturbed result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import OutOfMemoryError, UsageError
+from shardwise.testing import World, fail_at
+from tests.parity import grid, points
+from tests.parity.points import Case
+
+CASE = Case(rows=40, global_batch=8, steps=4, clip=0.5)
+HALVE = sw.StepOptions(clip_norm=0.5, on_oom="halve")
+
+
+def run(text: str, fault: tuple[Any, ...] | None, times: int = 1, loss: str = "weighted") -> tuple[grid.Trace, Any]:
+    """What `points.run` gives, of a run in which a fault is planted; and what happened."""
+    trace, events, rows = grid.Trace(), [], []
+    with points.placed_state(text, CASE) as state:
+        grid.spy_on_gradients(state, trace)
+
+        def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> Any:
+            rows.append(len(output))
+            return points.LOSSES[loss](output, batch)
+
+        rank, step, where, error = fault or (0, 99, "forward", None)
+        with fail_at(rank, step, where, error, state=state, times=times):
+            for m in sw.steps(state, loss_fn, until=CASE.steps, options=HALVE):
+                trace.losses.append(m.loss)
+                trace.norms.append(m.grad_norm)
+                events += m.events
+        trace.params = {n: grid.whole(p) for n, p in state.placed.named_parameters().items()}
+    return trace, (events, rows)
+
+
+FAULTS = [
+    (1, 2, "forward", MemoryError("planted")),
+    (0, 2, "backward", torch.OutOfMemoryError("planted")),
+    (1, 3, "backward", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
+]
+
+
+@pytest.mark.parametrize(("plan", "loss"), [("dp2", "weighted"), ("dp2 / mb2", "a_scalar_mean"), ("dp1", "weighted")])
+def test_the_result_is_that_of_an_undisturbed_run(world: World, plan: str, loss: str) -> None:
+    size = sw.Plan.parse(plan).world
+    [truth] = world(1, points.reference, Case(**{**vars(CASE), "loss": loss}))
+    for fault in [None, *FAULTS[: 3 if plan == "dp2" else 1]]:
+        planted = fault if fault is None else (fault[0] % size, *fault[1:])
+        results = world(size, run, f"{plan} / fp64", planted, 1, loss)
+        worst = grid.differences([trace for trace, _ in results], truth)
+        assert max(worst.values()) <= 1e-11, (planted, worst)
+        for _, (events, rows) in results:
+            expected = [] if planted is None else [(planted[1], planted[0], 1)]
+            assert [(e["step"], e["rank"], e["halvings"]) for e in events] == expected
+            if planted is not None and plan == "dp2":
+                assert max(rows[:1]) == 4 and rows[-1] == 2  # the new size stays
+
+
+def test_it_halves_again_and_gives_up_at_one_row(world: World) -> None:
+    [(_, (events, rows))] = world(1, run, "dp1 / fp64", (0, 2, "backward", MemoryError("planted")), 3)
+    assert [event["halvings"] for event in events] == [1, 2, 3] and rows[-1] == 1
+    for text in world(2, hopeless, "dp2 / fp64"):
+        assert "rank 1 is out of memory with micro-batches of one row" in text and "recompute blocks" in text
+
+
+def hopeless(text: str) -> str:
+    with pytest.raises(OutOfMemoryError) as error:
+        run(text, (1, 2, "backward", MemoryError("planted")), 10)
+    return str(error.value)
+
+
+def without(text: str) -> str:
+    """The negative control: without the option the error is the rank's own."""
+    with points.placed_state(text, CASE) as state, fail_at(0, 1, "forward", MemoryError("planted"), state=state):
+        try:
+            next(sw.steps(state, points.weighted, until=2))
+        except MemoryError as error:
+            return str(error)
+    return ""
+
+
+def other_errors(text: str) -> str:
+    with pytest.raises(RuntimeError, match="shapes differ") as error:
+        run(text, (0, 2, "forward", RuntimeError("shapes differ")))
+    return str(error.value)
+
+
+def test_only_with_the_option_and_only_for_memory(world: World) -> None:
+    assert world(1, without, "dp1 / fp64") == ["planted"]
+    assert world(1, other_errors, "dp1 / fp64") == ["shapes differ"]
+
+
+def refused(text: str, normed: bool = False) -> str:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        model = (lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))) if normed else points.Net
+        placed = sw.apply(model, plan, mesh, rules=points.RULES if plan.axes.tp > 1 else None)
+        with pytest.raises(UsageError) as error:
+            sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), points.weighted, options=HALVE)
+        return str(error.value)
+
+
+def test_where_layers_communicate_it_is_refused(world: World) -> None:
+    assert "the axes tp" in world(2, refused, "tp2 / fp64")[0]
+    assert "fully_shard" in world(2, refused, "fsdp2 / fp64")[0]
+    assert "batch norm" in world(1, refused, "dp1 / fp64", True)[0]

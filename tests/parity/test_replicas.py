@@ -1,0 +1,108 @@
+"""Planted differences between ranks that must hold the same bits: named, healed by majority, refused at step 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import ReplicaError
+from shardwise.testing import World
+from shardwise.train.replicas import Replicas, checksum
+from shardwise.train.update_rules import local_shard
+from tests.parity import points
+from tests.parity.points import Case
+from tests.parity.test_nonfinite import is_same, snapshot
+
+CASE = Case(steps=6, clip=None)
+CHECK = sw.StepOptions(check_replicas=1)
+
+
+def flip(state: sw.TrainState, name: str) -> None:
+    """Change the lowest bit of one element of a parameter on this rank."""
+    local = local_shard(state.placed.named_parameters()[name].detach())
+    local.view(torch.int64).view(-1)[-1] ^= 1
+
+
+def faulty(text: str, rank: int, name: str, options: sw.StepOptions = CHECK, at: int = 3) -> Any:
+    """A bit flips on one rank after step `at`; what was said, and the end."""
+    events: list[Any] = []
+    with points.placed_state(text, CASE) as state:
+        step = sw.make_step(state, points.weighted, options=options)
+        try:
+            while state.step < CASE.steps:
+                if state.step == at and state.mesh.rank == rank:
+                    flip(state, name)
+                events += step(next(state.batches)).events  # type: ignore[call-overload]
+        except ReplicaError as error:
+            return str(error)
+        own = {key: local_shard(tensor).clone() for key, tensor in state.tensors().items()}
+        return events, own, snapshot(state)
+
+
+@pytest.mark.parametrize(("plan", "name"), [("dp3", "last.weight"), ("dp3 fsdp2", "first.bias")])
+def test_a_flipped_bit_is_named_and_healed_from_the_majority(world: World, plan: str, name: str) -> None:
+    """Healed in the step in which it is seen: the copies are equal again, optimizer state and all."""
+    size = sw.Plan.parse(plan).world
+    ranks = world(size, faulty, f"{plan} / fp64", size - 1, name)
+    for events, _, _ in ranks:
+        [event] = events
+        assert (event["event"], event["step"], event["ranks"]) == ("healed", 4, [size - 1])
+        assert event["source"] != size - 1 and name in event["parameters"]
+    same = [own for rank, (_, own, _) in enumerate(ranks) if rank % (size // 3) == (size - 1) % (size // 3)]
+    assert all(is_same(own, same[0]) for own in same)
+
+
+def test_negative_control_without_the_check_the_rank_stays_different(world: World) -> None:
+    ranks = world(3, faulty, "dp3 / fp64", 2, "last.weight", sw.StepOptions())
+    assert not ranks[0][0] and not is_same(ranks[0][1], ranks[2][1])
+    ranks = world(3, faulty, "dp3 / fp64", 7, "last.weight")  # and nothing is said where nothing is wrong
+    assert not ranks[0][0] and is_same(ranks[0][1], ranks[2][1])
+
+
+@pytest.mark.parametrize(("plan", "name"), [("dp2", "last.weight"), ("tp2", "first.weight")])
+def test_without_a_majority_it_stops_and_names_both(world: World, plan: str, name: str) -> None:
+    for text in world(2, faulty, f"{plan} / fp64", 1, name):
+        assert text.startswith(f"step 4: {name}") or name in text
+        assert "must be equal on ranks 0, 1" in text and "more than half" in text
+
+
+def test_what_is_sharded_is_not_compared(world: World) -> None:
+    for events, _, _ in world(2, faulty, "fsdp2 / fp64", 1, "last.weight"):
+        assert not events
+
+
+@pytest.mark.parametrize(("plan", "name"), [("dp2", "layers.1.up.bias"), ("tp2", "last.bias")])
+def test_initial_values_that_depend_on_the_rank_are_refused(world: World, plan: str, name: str) -> None:
+    for text in world(2, faulty, f"{plan} / fp64", 1, name, sw.StepOptions(), 0):
+        assert text.startswith(f"step 0: {name} (1 parameters)") and "let apply() initialise" in text
+
+
+def holders(text: str) -> dict[tuple[int, int], list[str]]:
+    with points.placed_state(text, CASE) as state:
+        return {ends: sorted(names) for ends, names in Replicas(state)._groups.items()}
+
+
+def test_who_holds_the_same(world: World) -> None:
+    replicated = {"first.bias", "first.weight", "last.bias", "last.weight"}
+    for rank, groups in enumerate(world(4, holders, "dp2 tp2 / fp64")):
+        assert set(groups[0, 3]) == replicated | {f"layers.{i}.down.bias" for i in range(4)}
+        assert "layers.0.up.weight" in groups[rank % 2, rank % 2 + 2]
+    for rank, groups in enumerate(world(4, holders, "dp2 fsdp2 / fp64")):
+        assert list(groups) == [(rank % 2, rank % 2 + 2)]
+    assert all(not groups for groups in world(2, holders, "fsdp2 / fp64"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+def test_a_checksum_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
+    tensor = torch.arange(300).to(dtype).view(3, 100)
+    truth = checksum(tensor)
+    swapped = tensor.clone()
+    swapped[0, 3], swapped[2, 5] = tensor[2, 5], tensor[0, 3]
+    assert checksum(swapped) != truth and checksum(tensor.t().contiguous().t()) == truth
+    for bit in range(0, tensor.numel() * tensor.element_size() * 8, 37):
+        flipped = tensor.clone()
+        flipped.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        assert checksum(flipped) != truth

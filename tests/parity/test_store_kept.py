@@ -1,0 +1,62 @@
+"""Checkpoints that are kept as test data: every later version loads them, under any plan, bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from shardwise.checkpoint.layout import numpy_bytes
+from shardwise.checkpoint.store import Store
+from shardwise.parallel.mesh import open_mesh
+from shardwise.testing.world import World
+from shardwise.train.optimizers import adamw
+from tests.parity.placing import LAYOUTS, State, place
+
+KEPT = Path(__file__).parents[1] / "data" / "checkpoints"
+
+
+def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(bytes(numpy_bytes(tensor))).hexdigest() for name, tensor in tensors.items()}
+
+
+def make(path: str, layout: str) -> dict[str, str]:
+    """How a kept checkpoint was made: two steps of the small model."""
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        placed = place(layout, mesh)
+        state = State(placed, adamw(placed, 0.01))
+        state.run(2)
+        Store(path).save(state)
+        return digests(state.whole())
+
+
+def keep(world: World, layout: str) -> None:
+    """Make a new one, for a new schema: `keep(World(4), "fsdp2tp2")`."""
+    path = KEPT / "schema-2" / layout
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    parts = world(LAYOUTS[layout].world, make, str(path / "checkpoints"), layout)
+    found = {name: digest for part in parts for name, digest in part.items()}
+    (path / "expected.json").write_text(json.dumps({"step": 2, "sha256": found}, indent=1) + "\n")
+
+
+def load(path: str, layout: str) -> dict[str, str]:
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        placed = place(layout, mesh)
+        state = State(placed, adamw(placed, 0.01))
+        loaded = Store(path).load_latest(state)
+        assert loaded is not None and loaded.step == state.step == 2 and not loaded.skipped
+        return digests(state.whole())
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+@pytest.mark.parametrize("kept", sorted(KEPT.glob("schema-*/*/expected.json")), ids=lambda path: path.parent.name)
+def test_kept_checkpoints_load(world: World, kept: Path, layout: str) -> None:
+    expected = json.loads(kept.read_text())["sha256"]
+    parts = world(LAYOUTS[layout].world, load, str(kept.parent / "checkpoints"), layout)
+    found = {name: digest for part in parts for name, digest in part.items()}
+    assert found == expected

@@ -1,0 +1,97 @@
+"""What changed since the last start: which settings change the maths, what is allowed, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ChangedError, UsageError
+from shardwise.plan.plan import Plan
+from shardwise.train.changes import Change, check_allowed, find_changes
+from shardwise.train.rundir import RunDir
+from shardwise.train.settings import KEYS, RunSettings
+
+
+def config(*, spec: Any = None, origins: Any = None, **sections: dict[str, Any]) -> dict[str, Any]:
+    settings = RunSettings.model_validate(sections).model_dump(mode="json")
+    return {"settings": settings, "spec": spec, "origins": origins or {}, "identity": {}}
+
+
+def changes(folder: Path, before: dict[str, Any], now: dict[str, Any], plans: tuple[str, str] = ("dp2", "dp2")) -> Any:
+    run = RunDir(folder)
+    run.config_json.write_text(json.dumps(before))
+    Plan.parse(plans[0]).save(run.plan)
+    return find_changes(run, now, Plan.parse(plans[1]))
+
+
+def test_nothing_changed_and_a_new_directory(tmp_path: Path) -> None:
+    assert find_changes(RunDir(tmp_path), config(), Plan()) == []
+    assert changes(tmp_path, config(), config(train={"out": "elsewhere", "resume": "auto"})) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "kind"),
+    [
+        ("train", "seed", 1, "maths"),
+        ("train", "global_batch", 8, "maths"),
+        ("train", "clip_norm", 2.0, "maths"),
+        ("optimizer", "lr", 0.5, "maths"),
+        ("schedule", "warmup", 7, "maths"),
+        ("data", "sources", ["a.txt"], "maths"),
+        ("model", "factory", "a:b", "maths"),
+        ("data", "num_workers", 2, "other"),
+        ("train", "steps", 9, "other"),
+        ("train", "micro_batches", 2, "layout"),
+        ("train", "nproc", 4, "layout"),
+        ("plan", "shorthand", "fsdp2", "layout"),
+    ],
+)
+def test_kinds(tmp_path: Path, section: str, key: str, value: Any, kind: str) -> None:
+    [change] = changes(tmp_path, config(), config(**{section: {key: value}}))
+    assert (change.key, change.now, change.kind) == (f"{section}.{key}", value, kind)
+
+
+def test_every_setting_has_a_kind_that_somebody_chose() -> None:
+    """A new setting of the train table is `other` by default: look here whether it changes the maths."""
+    known = {
+        "steps", "tokens", "global_batch", "micro_batches", "clip_norm", "clip_value", "nonfinite", "spike", "on_oom",
+        "check_replicas", "seed", "deterministic", "eval_every", "checkpoint_every", "keep", "grace_s", "resume", "out",
+        "name", "nproc", "port", "device", "sample", "tensorboard",
+    }  # fmt: skip
+    assert {key.partition(".")[2] for key in KEYS if key.startswith("train.")} - known == set()
+
+
+def test_model_sizes_and_precision(tmp_path: Path) -> None:
+    before, now = config(spec={"name": "tiny", "dim": 32}), config(spec={"name": "small", "dim": 64})
+    found = changes(tmp_path, before, now, ("dp2", "fsdp2 / bf16"))
+    assert [str(change) for change in found] == [
+        "model.dim: 32 -> 64 (maths)",
+        "plan.precision: 'fp32' -> 'bf16' (maths)",
+        "model.name: 'tiny' -> 'small' (other)",
+    ]
+
+
+def test_a_warmup_that_follows_the_length_is_nobodys_change(tmp_path: Path) -> None:
+    before = config(train={"steps": 10}, schedule={"warmup": 1})
+    now = config(train={"steps": 20}, schedule={"warmup": 2}, origins={"schedule.warmup": "derived: a tenth"})
+    assert {change.kind for change in changes(tmp_path, before, now)} == {"other"}
+    said = config(train={"steps": 20}, schedule={"warmup": 2}, origins={"schedule.warmup": "flag: --warmup"})
+    assert changes(tmp_path, before, said)[0].kind == "maths"
+
+
+def test_what_is_allowed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    found = [Change("optimizer.lr", 0.1, 0.2, "maths"), Change("train.seed", 0, 1, "maths"),
+             Change("train.nproc", 2, 4, "layout")]  # fmt: skip
+    check_allowed(run, found[2:], ())
+    check_allowed(run, found, ("all",))
+    check_allowed(run, found, ("optimizer.lr", "train.seed"))
+    with pytest.raises(ChangedError) as refused:
+        check_allowed(run, found, ("optimizer.lr",))
+    text = str(refused.value)
+    assert "train.seed: 0 -> 1 (maths)" in text and "add --allow train.seed" in text and "optimizer.lr" not in text
+    with pytest.raises(UsageError, match="--allow optimizer.l: found no such change"):
+        check_allowed(run, found, ("optimizer.l",))

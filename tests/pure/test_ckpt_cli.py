@@ -1,0 +1,120 @@
+"""`shardwise ckpt` and the checkpoints of older versions: whatever this version reads, the next ones read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint.compare import diff, find, verify
+from shardwise.checkpoint.format import Box, whole
+from shardwise.cli.main import main
+from shardwise.errors import CheckpointError
+from tests.checkpoints import SPLITS, content, write_checkpoint
+
+KEPT = Path(__file__).parents[1] / "data" / "checkpoints"
+
+
+def run(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A run's directory with two checkpoints."""
+    path = tmp_path / "run" / "checkpoints"
+    path.mkdir(parents=True)
+    (path / "store.json").write_text("{}")
+    tensors, divided, dtypes = SPLITS
+    write_checkpoint(path, tensors, divided, dtypes, step=7)
+    other = tensors | {"model.w": tensors["model.w"] ^ 1}
+    write_checkpoint(path, other, divided, dtypes, step=8)
+    return path
+
+
+def test_a_run_stands_for_its_newest_checkpoint(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (store.parent, store, store / "step-00000008"):
+        assert run("verify", path, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["step"] == 8 and found["whole"] and found["num_tensors"] == 5
+    assert run("inspect", store.parent, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensors"]["model.w"]["shape"] == [6, 5] and found["bytes"] > 0
+    assert run("inspect", store.parent) == 0
+    assert "model.w" in capsys.readouterr().out
+    assert run("verify", store.parent) == 0
+    assert "step-00000008: whole: step 8, 5 tensors" in capsys.readouterr().out
+
+
+def test_diff(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diff", store / "step-00000007", store.parent) == 1
+    assert capsys.readouterr().out == "model.w: values: 30 of 30 elements\n"
+    assert run("diff", store, store) == 0
+    assert capsys.readouterr().out == "all tensors are equal, bit by bit\n"
+    tensors, _, dtypes = SPLITS
+    changed = {name: array for name, array in tensors.items() if name != "model.b"}
+    changed |= {
+        "model.w": tensors["model.w"].reshape(5, 6),
+        "model.ids": tensors["model.ids"],
+        "new": tensors["model.b"],
+    }
+    types = dtypes | {"model.ids": "float64", "new": "float16"}
+    one_rank = {name: [(0, whole(array.shape))] for name, array in changed.items()}
+    other = write_checkpoint(tmp_path, changed, one_rank, types)
+    assert run("diff", store / "step-00000007", other, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    kinds = {item["name"]: item["kind"] for item in found["differences"]}
+    assert kinds == {
+        "model.b": "only in the first", "new": "only in the second", "model.w": "shape", "model.ids": "type",
+    }  # fmt: skip
+
+
+def test_refusals(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", tmp_path / "nothing") == 4
+    assert run("diff", store) == 2
+    assert run("inspect", store, store) == 2
+    assert run("burn", store) == 2
+    path = store / "step-00000008" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run("verify", store.parent, "--json") == 4
+    said = capsys.readouterr().out
+    assert "step-00000008/rank-00000.safetensors" in said and "truncated" in said
+    (store / "step-00000008" / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="step-00000007 is whole"):
+        verify(store)
+    assert find(store).path.name == "step-00000007"
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    array = content("w", (16, 2**20), "float32")  # 64 MiB
+    halves = [(0, Box((0, 0), (16, 2**19))), (1, Box((0, 2**19), (16, 2**19)))]
+    for name, parts in (("a", [(0, whole(array.shape))]), ("b", halves)):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name, {"w": array}, {"w": parts}, {"w": "float32"})
+    del array
+    tracemalloc.start()
+    assert verify(tmp_path / "b" / "step-00000007").size_bytes > 2**26
+    assert not diff(tmp_path / "a" / "step-00000007", tmp_path / "b" / "step-00000007")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 * 2**20
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("schema-2/*/")), ids=lambda path: path.name)
+def test_checkpoints_of_this_schema_are_read_for_ever(path: Path) -> None:
+    expected = json.loads((path / "expected.json").read_text())
+    found = verify(path / "checkpoints")
+    assert (found.step, found.num_tensors) == (expected["step"], len(expected["sha256"]))
+
+
+def test_there_are_kept_checkpoints(tmp_path: Path) -> None:
+    assert len(list(KEPT.glob("schema-2/*/"))) >= 2
+    old = tmp_path / "old"
+    shutil.copytree(KEPT / "schema-1", old)
+    with pytest.raises(CheckpointError, match="schema 1, .* never released"):
+        verify(old)

@@ -1,0 +1,84 @@
+"""Memory that outlives its writers, how often is recovered, and what `--recover` refuses. No torch, no ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.errors import ExitCode
+from shardwise.train.outliving import DATA, Board, Header, Memory, Place, Slot
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory.create(2)
+
+
+def copy(memory: Memory, rank: int, count: int) -> None:
+    slot = Slot(memory.slots[rank][count % 2])
+    slot.clear()
+    slot.data(DATA + 8)[DATA : DATA + 8] = bytes([count] * 8)
+    slot.commit(count, 10 * count, DATA + 8, '{"of": "é"}')
+
+
+def test_a_copy_is_there_when_it_is_complete(memory: Memory) -> None:
+    slot = Slot(memory.slots[0][1])
+    assert slot.header() == Header(0, 0, 0, 0)
+    copy(memory, 0, 1)
+    assert slot.header() == Header(1, 10, DATA + 8, 12)
+    assert slot.text(slot.header()) == '{"of": "é"}'
+    assert bytes(slot.data(DATA + 8)[DATA : DATA + 8]) == bytes([1] * 8)
+    slot.clear()  # what the next copy into it begins with: a process that dies then leaves none
+    assert slot.header().count == 0
+
+
+def test_the_newest_copy_is_that_which_all_ranks_have(memory: Memory) -> None:
+    assert memory.newest() is None
+    for rank, count in ((0, 1), (1, 1), (0, 2), (1, 2), (0, 3)):
+        copy(memory, rank, count)
+    assert memory.newest() == Header(2, 20, DATA + 8, 12)
+    assert [Slot(file).header().count for pair in memory.slots for file in pair] == [2, 0, 2, 0]
+
+
+def test_one_rank_without_a_copy_means_none(memory: Memory) -> None:
+    copy(memory, 0, 1)
+    assert memory.newest() is None
+    assert Slot(memory.slots[0][1]).header().count == 0
+
+
+def test_a_copy_outlives_who_wrote_it(memory: Memory) -> None:
+    pid = os.fork()
+    if not pid:
+        copy(memory, 0, 1)
+        copy(memory, 1, 1)
+        Board(memory.board).write(1, 4, 5, 6)
+        os.kill(os.getpid(), 9)
+    os.waitpid(pid, 0)
+    newest = memory.newest()
+    assert newest is not None and newest.count == 1
+    assert Board(memory.board).read(1) == (4, 5, 6) and Board(memory.board).read(0) == (0, 0, 0)
+
+
+def test_a_place_is_read_as_it_was_written(memory: Memory) -> None:
+    for streams in (None, (3, 4)):
+        place = Place(job="ab" * 16, rank=1, world=7, order=9, memory=memory, streams=streams)
+        assert Place.parse(place.dump()) == place
+
+
+def refused(*words: str, **env: str) -> str:
+    command = [sys.executable, "-m", "shardwise", "run", "--recover", __file__, *words]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+    assert found.returncode == ExitCode.USAGE, found.stderr
+    return found.stderr
+
+
+def test_recover_is_for_processes_that_are_started_here() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+    assert "found 2 processes that torchrun started" in refused("dp2", **env)
+
+
+def test_recover_takes_its_own_ports() -> None:
+    assert "leave --port out" in refused("dp2", "--port", "29500")
