@@ -85,7 +85,12 @@ def survives(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "blows", "until"), [("dp4", 8, 60), ("fsdp2 tp2", 2, 30), ("pp2 fsdp2 / 1f1b mb2", 2, 30)]
+    ("plan", "blows", "until"),
+    [
+        ("dp4", 3, 30),
+        pytest.param("fsdp2 tp2", 2, 30, marks=pytest.mark.soak),
+        pytest.param("pp2 fsdp2 / 1f1b mb2", 2, 30, marks=pytest.mark.soak),
+    ],
 )
 def test_kills_change_no_bit(world: World, tmp_path: Path, plan: str, blows: int, until: int) -> None:
     survives(world, tmp_path, plan, blows=blows, until=until, mean_pause_s=1.5, pace_s="0.1")

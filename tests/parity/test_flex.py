@@ -297,7 +297,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "mask", "score"), CASES)
+@pytest.mark.parametrize(
+    ("text", "mask", "score"), [*CASES[::2], *(pytest.param(*c, marks=pytest.mark.soak) for c in CASES[1::2])]
+)
 def test_training_is_that_of_one_process(world, text: str, mask: str, score: str) -> None:
     assert difference(world, text, mask, score) <= 1e-11
 

@@ -71,7 +71,7 @@ def test_skip_leaves_the_update_out_on_all_ranks(world: World, plan: str) -> Non
         assert not rank["events"] and not any(skipped for _, skipped in rank["seen"])
 
 
-@pytest.mark.parametrize("plan", ["dp2", "fsdp2"])
+@pytest.mark.parametrize("plan", ["dp2", pytest.param("fsdp2", marks=pytest.mark.soak)])
 def test_rewind_ends_as_if_the_samples_had_never_been_there(world: World, plan: str) -> None:
     ranks = world(2, run, f"{plan} / fp64", "rewind", 1e3)
     never = world(2, run, f"{plan} / fp64", "rewind", 1e3, (56, 64))

@@ -42,7 +42,9 @@ def faulty(text: str, rank: int, name: str, options: sw.StepOptions = CHECK, at:
         return events, own, snapshot(state)
 
 
-@pytest.mark.parametrize(("plan", "name"), [("dp3", "last.weight"), ("dp3 fsdp2", "first.bias")])
+@pytest.mark.parametrize(
+    ("plan", "name"), [("dp3", "last.weight"), pytest.param("dp3 fsdp2", "first.bias", marks=pytest.mark.soak)]
+)
 def test_a_flipped_bit_is_named_and_healed_from_the_majority(world: World, plan: str, name: str) -> None:
     """Healed in the step in which it is seen: the copies are equal again, optimizer state and all."""
     size = sw.Plan.parse(plan).world

@@ -65,7 +65,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "where", "gib", "seq_len", "batch"), CASES)
+SLOW = (1, 2)  # of the cases: seconds to list all their plans
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "gib", "seq_len", "batch"),
+    [pytest.param(*case, marks=pytest.mark.soak if i in SLOW else ()) for i, case in enumerate(CASES)],
+)
 def test_the_best_plan_is_that_of_an_exhaustive_search(
     spec: ModelSpec, where: str, gib: float, seq_len: int, batch: int
 ) -> None:

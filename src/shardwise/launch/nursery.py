@@ -3,7 +3,8 @@
 A process of its own, for it must stay what its ranks are forked from: one thread, no accelerator opened. It starts
 sets of ranks ("worlds"), passes orders and signals on, and says who has ended. Every message is a line of JSON:
 
-    {"do": "start", "world": 1, "argv": [[...], ...], "env": [{...}, ...], "job": "...", "memory": {...}, "standby": false}
+    {"do": "start", "world": 1, "argv": [[...], ...], "env": [{...}, ...], "job": "...", "memory": {...},
+     "standby": false}
     {"do": "order", "world": 1, "order": {...}}            {"do": "signal", "world": 1, "signal": 9}
     {"ended": [1, rank, exit code]}                         # from here; negative: the signal, as `subprocess` says it
 
