@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
+from shardwise.diagnose.trace_estimate import training_of
 from shardwise.diagnose.trace_step import trace_step
-from shardwise.diagnose.without_values import Training, token_loss
 from shardwise.errors import ModelError, PlanError
 from shardwise.model.spec import ModelSpec
-from shardwise.models.moe import MoEOutput
-from shardwise.models.presets import build
-from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload
-from shardwise.train.loss import Loss, token_cross_entropy
 
 # nothing here divides evenly that need not: shards are padded, parts of a sequence differ
 SIZES: dict[str, Any] = {
@@ -123,20 +118,9 @@ def soak() -> list[Any]:
     return [pytest.param(*cell, id=" | ".join(cell), marks=pytest.mark.soak) for cell in cells]
 
 
-def batch(spec: ModelSpec, mesh: Mesh) -> dict[str, torch.Tensor]:
-    shape = (WORK.global_batch // mesh.batch.size, WORK.seq_len)
-    return {key: torch.zeros(shape, dtype=torch.int64) for key in ("input_ids", "labels")}
-
-
-def moe_loss(output: MoEOutput, batch: dict[str, torch.Tensor]) -> Loss:
-    return token_cross_entropy(output.logits, batch["labels"])
-
-
 @cache
 def traced(text: str, model: str, rank: int) -> dict[Any, int]:
-    spec = MODELS[model]
-    loss = moe_loss if spec.kind == "moe" else token_loss
-    training = Training(model=build(spec), batch=partial(batch, spec), loss=loss)
+    training = training_of(MODELS[model], WORK)
     return dict(trace_step(training, Plan.parse(text), rank=rank).later.collectives)
 
 

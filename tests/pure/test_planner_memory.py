@@ -12,7 +12,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
 from shardwise.plan.memory import estimate_memory
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Axes, Plan, Schedule
 from shardwise.plan.stack import load_stack
 from shardwise.plan.workload import Workload
 
@@ -116,3 +116,16 @@ def test_experts_are_divided_by_ep() -> None:
     experts = 8 * 8 * 3 * 64 * 192 * 4
     assert one["gathered"] - four["gathered"] == experts * 3 / 4
     assert one["optimizer"] == pytest.approx(four["optimizer"])
+
+
+def test_boundaries_of_the_plan_are_the_stages() -> None:
+    plan = Plan(axes=Axes(pp=2), schedule=Schedule(boundaries=("layers.5",)))
+    ranks = divide(profile_of(LLAMA), plan, WORK).ranks
+    assert [(rank[0].start, len(rank[0].blocks)) for rank in ranks] == [(0, 5), (5, 3)]
+
+
+@pytest.mark.parametrize("names", [("layers.9",), ("layers.0",), ("blocks",), ("layers.2", "layers.5")])
+def test_boundaries_that_make_no_stages_are_refused(names: tuple[str, ...]) -> None:
+    plan = Plan(axes=Axes(pp=2), schedule=Schedule(boundaries=names))
+    with pytest.raises(PlanError, match="boundaries: found"):
+        _ = divide(profile_of(LLAMA), plan, WORK).ranks

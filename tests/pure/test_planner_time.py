@@ -9,6 +9,7 @@ import pytest
 from shardwise.hardware.cluster import Link, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
+from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes, Plan
@@ -100,3 +101,13 @@ def test_recompute_adds_a_forward() -> None:
     with_it = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16 / recompute=blocks"), WORK)
     added = with_it.terms["recompute"] / without.terms["compute"]
     assert 0.25 < added < 0.34
+
+
+def test_offloaded_activations_cost_what_the_host_link_cannot_hide() -> None:
+    plan, slow = Plan.parse("fsdp32 bf16 / offload=activations"), H100.with_(host_bandwidth=1e9)
+    without = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16"), WORK)
+    assert "offload" not in without.terms
+    fast = estimate_time(EIGHT, H100.with_(host_bandwidth=1e15), plan, WORK)
+    assert fast.terms.get("offload", 0.0) == 0.0
+    kept = saved_bytes(EIGHT.blocks[0], saving_of(plan, load_stack("shardwise"), 8192)) * 8192 * 2 * 32
+    assert estimate_time(EIGHT, slow, plan, WORK).terms["offload"] == pytest.approx(2 * kept / 1e9, rel=0.05)

@@ -23,19 +23,21 @@ def tables() -> str:
     parts = [
         "### Devices",
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
-        "and the shares of the attention kernels were fitted to the measurements, one value per device; `units` are "
-        "its multiprocessors.",
+        "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, h200, b200, "
+        "b300, gb200, gb300 and mi300x, one value per device; of the others they are estimates, after the nearest of "
+        "these. `units` are its multiprocessors.",
         _devices(data),
         "### Links",
         "Bandwidth that a long message reaches, per device and one way, and the latency of a step of a collective. "
-        "Fitted; nominal rates are the vendors'.",
+        "nvlink3 to 5 and efa are fitted; InfiniBand is what its adapters carry; the others are estimates.",
         table(
             ("link", "GB/s", "µs"),
             [(k, f"{v['bandwidth'] / 1e9:g}", f"{v['latency'] * 1e6:g}") for k, v in links.items()],
         ),
         "### Stacks",
         "What a software stack of an era makes of a plan. Kernels and copies are those that its code has; shares of "
-        "overlap, efficiencies and host costs were fitted, one value per stack.",
+        "overlap, efficiencies and host costs were fitted, one value per stack; `shardwise` has torchtitan's, whose "
+        "engine is the same, and `shardwise-cpu` what `make bench` measured on two cores.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -72,7 +72,8 @@ class Peers:
         Raises:
             CheckpointError: as `together`.
         """
-        return self.gather(self.together(doing, lambda: work() if self.rank == 0 else None))[0]  # type: ignore[return-value]
+        found: list[T | None] = self.gather(self.together(doing, lambda: work() if self.rank == 0 else None))
+        return cast(T, found[0])  # only other ranks give None
 
 
 def _reason(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +43,7 @@ class LocalFiles:
     def write(self, descriptor: int, path: Path, data: memoryview) -> None:
         """Write all of it at the end."""
         while data:
-            written = self.call("write", path, lambda piece=data: os.write(descriptor, piece))  # type: ignore[misc]
+            written = self.call("write", path, partial(os.write, descriptor, data))
             data = data[written:]
 
     def sync(self, descriptor: int, path: Path) -> None:
@@ -73,7 +74,7 @@ class LocalFiles:
         """Bytes from a place; fewer at the end of the file."""
         parts: list[bytes] = []
         while count > 0:
-            got = self.call("read", path, lambda s=start, n=count: os.pread(descriptor, n, s))  # type: ignore[misc]
+            got = self.call("read", path, partial(os.pread, descriptor, count, start))
             if not got:
                 break
             parts.append(got)

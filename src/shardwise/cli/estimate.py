@@ -9,7 +9,23 @@ from rich.table import Table
 
 from shardwise.cli.output import console, plan_json, print_json
 from shardwise.cli.plan import load_plan
-from shardwise.cli.planning import Question, estimate_json, question, show_assumed, show_memory, show_time
+from shardwise.cli.planning import (
+    BatchOption,
+    ClusterOption,
+    JsonOption,
+    ModelOption,
+    OptimizerOption,
+    PriceOption,
+    Question,
+    SeqOption,
+    StackOption,
+    TokensOption,
+    estimate_json,
+    question,
+    show_assumed,
+    show_memory,
+    show_time,
+)
 from shardwise.errors import ExitCode, ModelError, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.constraints import check, refuse
@@ -26,17 +42,17 @@ if TYPE_CHECKING:
 
 def estimate(
     plan: Annotated[str, typer.Argument(help="A shorthand ('fsdp8 tp2 / mb4 / bf16'), or a .toml or .json file.")],
-    model: Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")],
-    cluster: Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")],
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
-    stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
-    price: Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")] = None,
+    model: ModelOption,
+    cluster: ClusterOption,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
+    global_batch: BatchOption = None,
+    optimizer: OptimizerOption = "adamw",
+    stack: StackOption = "shardwise",
+    price: PriceOption = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Estimate one plan: exit 0, 1 when it is refused or does not fit, 2 on a usage error."""
     parsed = load_plan(plan)

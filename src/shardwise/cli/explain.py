@@ -10,7 +10,20 @@ from rich.table import Table
 from shardwise.cli.estimate import estimates
 from shardwise.cli.output import console, plan_json, print_json
 from shardwise.cli.plan import load_plan
-from shardwise.cli.planning import question, show_assumed, show_memory, show_time
+from shardwise.cli.planning import (
+    BatchOption,
+    ClusterOption,
+    JsonOption,
+    ModelOption,
+    OptimizerOption,
+    SeqOption,
+    StackOption,
+    TokensOption,
+    question,
+    show_assumed,
+    show_memory,
+    show_time,
+)
 from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture
 from shardwise.plan.search import Candidate
@@ -20,14 +33,14 @@ from shardwise.plan.stack import load_stack
 
 def explain(
     plan: Annotated[str, typer.Argument(help="A plan.toml, or a shorthand.")],
-    model: Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")],
-    cluster: Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")],
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's.")] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
-    stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: ModelOption,
+    cluster: ClusterOption,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
+    global_batch: BatchOption = None,
+    optimizer: OptimizerOption = "adamw",
+    stack: StackOption = "shardwise",
+    json: JsonOption = False,
 ) -> None:
     """Explain a plan: what each decision's nearest alternatives would do."""
     parsed = load_plan(plan)

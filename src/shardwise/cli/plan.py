@@ -11,7 +11,14 @@ from rich.text import Text
 
 from shardwise.cli.output import console, plan_json, print_json
 from shardwise.cli.planning import (
+    BatchOption,
+    JsonOption,
+    OptimizerOption,
+    PriceOption,
     Question,
+    SeqOption,
+    StackOption,
+    TokensOption,
     check_path,
     estimate_json,
     question,
@@ -34,27 +41,26 @@ from shardwise.plan.stack import load_stack
 def plan(
     model: Annotated[str, typer.Argument(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")],
     cluster: Annotated[str, typer.Argument(help="device:per-nodexnodes (h100:8x16), a .toml file, detect or probe.")],
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step.")] = None,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
+    global_batch: BatchOption = None,
     goal: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")] = "adamw",
+    optimizer: OptimizerOption = "adamw",
     allow: Annotated[list[str] | None, typer.Option(help="Also try: fp8, bf16-pure, offload-activations, ...")] = None,
     forbid: Annotated[
         list[str] | None, typer.Option(help="Do not use: tp, pp, offload, zero3, interleaved, ...")
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=100, help="Layouts to rank.")] = 10,
-    stack: Annotated[str, typer.Option(help="Software stack that runs the plan.")] = "shardwise",
-    price: Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")] = None,
+    stack: StackOption = "shardwise",
+    price: PriceOption = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
-    batch = {"seq": seq, "batch": global_batch, "tokens": tokens}
-    asked = question(model, cluster, **batch, optimizer=optimizer, price=price)  # type: ignore[arg-type]
+    asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, optimizer=optimizer, price=price)
     forbidden = (*(forbid or ()), *(("tp", "ep") if asked.spec is None else ()))
     found = find_plan(
         asked.profile, asked.spec, asked.cluster, asked.workload,

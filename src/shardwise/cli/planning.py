@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -38,6 +39,16 @@ COLOURS = (
 )
 BAR = 48
 UNITS = {"k": 10, "m": 20, "b": 30, "g": 30, "t": 40}
+
+ModelOption = Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")]
+ClusterOption = Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")]
+SeqOption = Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")]
+TokensOption = Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's, if any.")]
+OptimizerOption = Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")]
+StackOption = Annotated[str, typer.Option(help="Software stack that runs the plan.")]
+PriceOption = Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @dataclass(frozen=True, kw_only=True)

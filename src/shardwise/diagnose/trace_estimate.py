@@ -189,15 +189,16 @@ def _trace(spec: ModelSpec, plan: Plan, workload: Workload, rank: int, num_layer
         stages = plan.axes.pp * plan.schedule.stages
         starts = tuple(short.block_names[stage * num_layers // stages] for stage in range(1, stages))
         plan = replace(plan, schedule=replace(plan.schedule, boundaries=starts))
-    training = Training(
-        model=build(short),
-        batch=partial(_batch, spec.vocab_size, workload),
-        loss=_moe_loss if spec.kind == "moe" else token_loss,
-    )
-    return trace_step(training, plan, rank=rank)
+    return trace_step(training_of(short, workload), plan, rank=rank)
 
 
-def _batch(vocab_size: int, workload: Workload, mesh: Mesh) -> Batch:
+def training_of(spec: ModelSpec, workload: Workload) -> Training:
+    """What `trace_step` traces of a spec: its reference model, the workload's batch without values, its loss."""
+    loss = _moe_loss if spec.kind == "moe" else token_loss
+    return Training(model=build(spec), batch=partial(_batch, workload), loss=loss)
+
+
+def _batch(workload: Workload, mesh: Mesh) -> Batch:
     shape = (workload.global_batch // mesh.batch.size, workload.seq_len)
     return {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from statistics import quantiles
 
@@ -90,9 +91,9 @@ def memory(seconds: float) -> list[list[Stream]]:
     for size in (count // 32, count // 4):
         x, y = a[:size].view(-1, 512), b[:size].view(-1, 512)
         issued: list[tuple[int, Callable[[], object]]] = [
-            (3, lambda x=x, y=y: x + y),  # type: ignore[misc]
-            (2, lambda x=x: F.silu(x)),  # type: ignore[misc]
-            (2, lambda x=x: F.layer_norm(x, (512,))),  # type: ignore[misc]
+            (3, partial(torch.add, x, y)),
+            (2, partial(F.silu, x)),
+            (2, partial(F.layer_norm, x, (512,))),
         ]
         operators += [Stream(4.0 * size * moved, timed(work, device, seconds / 8)) for moved, work in issued]
     return [copies, operators]

@@ -29,7 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
 
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.job import Job, rank_environment

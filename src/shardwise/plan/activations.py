@@ -25,7 +25,6 @@ class Saving:
     fused: bool
     keys: int
     """Sequence length."""
-    expert_split: int = 1
     inputs: float = 0.0
     """Bytes of an element of a product's kept input; 0: as `width`."""
     products: float = 1.0
@@ -45,7 +44,6 @@ def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "") -> Savi
         attention=stack.attention,
         fused=stack.fused,
         keys=seq_len,
-        expert_split=plan.axes.ep if plan.axes.ep > 1 else plan.axes.tp,
         inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
         products=stack.keeps_products,
         gathered=stack.saves_gathered,

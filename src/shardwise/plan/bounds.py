@@ -18,8 +18,8 @@ from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes,
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division
 from shardwise.plan.links import collective_time, group_of
-from shardwise.plan.memory import _gathered, _states
-from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule, Tensor
+from shardwise.plan.memory import gathered_of, states_of
+from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, PrecisionKind, Recompute, Schedule, Tensor
 from shardwise.plan.schedule import warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
 from shardwise.plan.timing import STRAGGLERS
@@ -128,8 +128,8 @@ class Bounds:
 
     def _work(self, core: Core) -> Work:
         space = self.space
-        dtype = "fp8" if core.float8 != "none" else {"bf16-pure": "bf16"}.get(core.precision, core.precision)
-        dtype = space.workload.compute or dtype
+        plain = "bf16" if core.precision == "bf16-pure" else core.precision
+        dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
         setting = Setting(space.cluster, space.stack, _axes(core), dtype, core.sequence, core.context)
         shape = (core.samples, space.workload.seq_len)
         times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
@@ -269,9 +269,9 @@ class Bounds:
             space = self.space
             division = Division(space.profile, space.plan(flow, spread), space.workload, space.stack.cut)
             stages = division.ranks[rank]
-            terms = dict(_states(division, stages, space.stack))
+            terms = dict(states_of(division, stages, space.stack))
             gradients = terms.pop("gradients")
-            self._states[key] = (sum(terms.values()), gradients, _gathered(division, stages, space.stack))
+            self._states[key] = (sum(terms.values()), gradients, gathered_of(division, stages, space.stack))
         return self._states[key]
 
     def _owned(self, spread: Spread, dense: float, experts: float) -> float:
@@ -301,7 +301,7 @@ class Bounds:
         """(for each policy, bytes that a micro-batch keeps; those of the largest block in full)."""
         if core not in self._saved:
             space = self.space
-            plan = Plan(axes=_axes(core), zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))  # type: ignore[arg-type]
+            plan = Plan(axes=_axes(core), zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))
             how = saving_of(plan, space.stack, space.workload.seq_len)
             tokens = core.samples * space.workload.seq_len / core.cp
             full = {id(block): saved_bytes(block, how) * tokens for block, _ in self._blocks}
@@ -342,8 +342,8 @@ def _alive(flow: Flow, rank: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _width(precision: str) -> float:
-    return compute_width(Plan(precision=precision))  # type: ignore[arg-type]
+def _width(precision: PrecisionKind) -> float:
+    return compute_width(Plan(precision=precision))
 
 
 def _sums(values: Iterable[float]) -> Upto:

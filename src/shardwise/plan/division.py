@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from shardwise.errors import PlanError
 from shardwise.model.profile import Block, Profile
@@ -51,7 +52,10 @@ class Division:
         """Stages of each rank of the `pp` axis, in the order of the chain."""
         pp, turns = self.plan.axes.pp, self.plan.schedule.stages if self.plan.axes.pp > 1 else 1
         count = pp * turns
-        cuts = cut(self.profile.blocks, count, self.profile.head.params, self.rule)
+        if pp > 1 and self.plan.schedule.boundaries:
+            cuts = self._given(count)
+        else:
+            cuts = cut(self.profile.blocks, count, self.profile.head.params, self.rule)
         stages, start = [], 0
         for i, part in enumerate(cuts):
             stages.append(Stage(tuple(part), start, i == 0, i == count - 1))
@@ -59,6 +63,18 @@ class Division:
         if turns > 1 and self.plan.schedule.kind in V_SHAPED:
             return tuple((stages[r], stages[count - 1 - r]) for r in range(pp))
         return tuple(tuple(stages[r + pp * turn] for turn in range(turns)) for r in range(pp))
+
+    def _given(self, stages: int) -> list[Sequence[Block]]:
+        """The stages that the plan's boundaries make: the last number of a block's name is its place in the chain."""
+        blocks = self.profile.blocks
+        numbers = [re.findall(r"[0-9]+", name) for name in self.plan.schedule.boundaries]
+        starts = [0, *(int(found[-1]) if found else -1 for found in numbers)]
+        if len(starts) != stages or any(a >= b for a, b in pairwise([*starts, len(blocks)])):
+            raise PlanError(
+                f"pipeline: boundaries: found {', '.join(self.plan.schedule.boundaries)} for {stages} stages of "
+                f"{len(blocks)} blocks; needed the first block of each stage but the first, in order; change them"
+            )
+        return [blocks[a:b] for a, b in pairwise([*starts, len(blocks)])]
 
     @cached_property
     def shards(self) -> int:

@@ -119,12 +119,12 @@ def _rank_memory(
 ) -> tuple[RankMemory, dict[str, float]]:
     """The peak of one rank, and its allocated bytes in each phase."""
     plan = division.plan
-    states = _states(division, stages, stack)
+    states = states_of(division, stages, stack)
     if stack.eager:
         return _largest(rank, eager_rank(division, rank, stages, states))
     gradients = states.pop("gradients")
     block = _block_bytes(division, stages, stack)
-    held = {**states, "gathered": _gathered(division, stages, stack)}
+    held = {**states, "gathered": gathered_of(division, stages, stack)}
     loss = {**held, "activations": _activations(division, rank, stages, stack), "logits": 0.0}
     if any(stage.last for stage in stages):
         loss["logits"] = _logits(division, stack)
@@ -152,7 +152,7 @@ def _without_states(terms: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in terms.items() if name not in ("weights", "master", "optimizer", "gradients")}
 
 
-def _states(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict[str, float]:
+def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict[str, float]:
     """Weights, master weights, gradients and optimizer state."""
     plan, workload = division.plan, division.workload
     whole, owned = division.whole(stages), division.owned(stages)
@@ -180,7 +180,7 @@ def _states(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict
     }
 
 
-def _gathered(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Parameters in the compute dtype beside the weights: all, or a block, those ahead of it, and its gradient."""
     plan = division.plan
     width = compute_width(plan)

@@ -28,7 +28,7 @@ AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first; the world size is their product."""
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zero-bubble-v", "dualpipe-v"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleKind)
+SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 LOOPED: tuple[str, ...] = ("interleaved", "looped-bfs", "zero-bubble", "zero-bubble-v", "dualpipe-v")
 """Schedules that put several stages on a rank."""
 V_SHAPED: tuple[str, ...] = ("zero-bubble-v", "dualpipe-v")

@@ -61,7 +61,7 @@ def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple
     )
     if axes.pp > 1:
         kinds = [kind for kind in SCHEDULES if kind != plan.schedule.kind]
-        yield "schedule.kind", plan.schedule.kind, [(k, plan.with_(schedule=Schedule(kind=k))) for k in kinds]  # type: ignore[arg-type]
+        yield "schedule.kind", plan.schedule.kind, [(k, plan.with_(schedule=Schedule(kind=k))) for k in kinds]
     modes = [Recompute(mode=m) for m in ("none", "ops", "blocks") if m != plan.recompute.mode]
     yield "recompute.mode", plan.recompute.mode, [(f"recompute={r.mode}", plan.with_(recompute=r)) for r in modes]
     if axes.tp > 1:

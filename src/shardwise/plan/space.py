@@ -25,9 +25,12 @@ from shardwise.plan.plan import (
     Axes,
     Batch,
     Context,
+    ContextKind,
     Float8,
+    Float8Kind,
     Offload,
     Plan,
+    PrecisionKind,
     Recompute,
     Schedule,
     Tensor,
@@ -72,9 +75,9 @@ class Core:
     """Samples of a micro-batch on a data rank."""
     sequence: bool = False
     loss: bool = False
-    context: str = "ring"
-    precision: str = "bf16"
-    float8: str = "none"
+    context: ContextKind = "ring"
+    precision: PrecisionKind = "bf16"
+    float8: Float8Kind = "none"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,10 +156,11 @@ class Space:
         return "cpu" if self.cluster.device.name.startswith("cpu") else "cuda"
 
     @cached_property
-    def precisions(self) -> tuple[str, ...]:
+    def precisions(self) -> tuple[PrecisionKind, ...]:
         """Types to compute in: those allowed, else bf16 (fp32 on a CPU)."""
-        given = tuple(kind for kind in ("bf16-pure", "fp16", "fp32") if self.has(kind))
-        usual = "fp32" if self.device == "cpu" else "bf16"
+        kinds: tuple[PrecisionKind, ...] = ("bf16-pure", "fp16", "fp32")
+        given = tuple(kind for kind in kinds if self.has(kind))
+        usual: PrecisionKind = "fp32" if self.device == "cpu" else "bf16"
         return (usual, *(kind for kind in given if kind != usual))
 
     def broken(self, plan: Plan) -> str:
@@ -201,8 +205,10 @@ class Space:
     def _cores(self, world: int, tp: int, cp: int, ep: int) -> Iterator[Core]:
         sequences = [False, True] if tp > 1 and self.has("sequence") else [False]
         losses = [False, True] if tp > 1 and self.has("loss-parallel") else [False]
-        contexts = [kind for kind in ("ring", "gather", "ulysses") if self.has(kind)] if cp > 1 else ["ring"]
-        recipes = ["none", *(("rowwise-hp", "rowwise", "tensorwise") if self.has("fp8") else ())]
+        kinds: tuple[ContextKind, ...] = ("ring", "gather", "ulysses")
+        contexts: list[ContextKind] = [kind for kind in kinds if self.has(kind)] if cp > 1 else ["ring"]
+        recipes: tuple[Float8Kind, ...] = ("none", "rowwise-hp", "rowwise", "tensorwise")
+        recipes = recipes if self.has("fp8") else recipes[:1]
         for samples in divisors(self.workload.global_batch):
             for sequence in sequences:
                 for loss in losses:
@@ -241,7 +247,7 @@ class Space:
             most = len(self.profile.blocks) // pp
             stages = (2,) if kind in V_SHAPED else STAGES_PER_RANK if kind in LOOPED else (1,)
             found += [
-                Schedule(kind=kind, stages_per_rank=number if number > 2 else None)  # type: ignore[arg-type]
+                Schedule(kind=kind, stages_per_rank=number if number > 2 else None)
                 for number in stages
                 if number <= most
             ]
@@ -295,12 +301,12 @@ class Space:
             zero=spread.zero,  # type: ignore[arg-type]  # 0 to 3 by construction
             batch=Batch(micro_batches=flow.pipe.micro_batches),
             schedule=flow.schedule,
-            precision=core.precision,  # type: ignore[arg-type]
-            float8=Float8(recipe=core.float8),  # type: ignore[arg-type]
+            precision=core.precision,
+            float8=Float8(recipe=core.float8),
             recompute=self.recomputes[flow.policy],
             offload=Offload(state=spread.offloaded, activations=flow.offload),
             tensor=Tensor(sequence=core.sequence, loss=core.loss),
-            context=Context(kind=core.context),  # type: ignore[arg-type]
+            context=Context(kind=core.context),
         )
 
 

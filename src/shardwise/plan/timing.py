@@ -8,7 +8,7 @@ from math import log2
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_recomputed
+from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes, saving_of
 from shardwise.plan.blocktime import BlockTime, Setting, block_time
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.kernels import pointwise_time
@@ -101,6 +101,8 @@ def estimate_time(
     if stack.stall:
         terms["stall"] = stack.stall * count * (cluster.nodes / 64) ** 4 * (1.0 if plan.axes.pp > 1 else 0.1)
     terms["optimizer"], terms["offload"] = _update(division, cluster, stack)
+    if plan.offload.activations:
+        terms["offload"] += max(_offloaded(division, rank, cluster, stack) for rank in ranks) * count
     terms["other"] = stack.step
     if cluster.nodes > 1:
         terms["stragglers"] = sum(terms.values()) * STRAGGLERS * log2(cluster.nodes)
@@ -259,6 +261,16 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts)
         wait, behind = 0.0, backward
     hides = stack.overlap_data * min(behind, total)
     return total - hides + wait, hides
+
+
+def _offloaded(division: Division, rank: _RankCosts, cluster: Cluster, stack: Stack) -> float:
+    """Seconds per micro-batch that saved tensors on their way to the host and back do not hide behind compute."""
+    plan = division.plan
+    how = saving_of(plan, stack, division.workload.seq_len, division.workload.compute)
+    blocks = [(block, stage.start + i) for stage in rank.stages for i, block in enumerate(stage.blocks)]
+    moved = sum(kept_bytes(block, index, plan, how) for block, index in blocks) * division.tokens
+    one_way = moved / cluster.host_bandwidth
+    return sum(max(0.0, one_way - stack.overlap_data * sum(work)) for work in (rank.forward, rank.backward))
 
 
 def _update(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, float]:

@@ -71,7 +71,7 @@ def _backward(state: TrainState, fail: Callable[..., None], planted: ExitStack) 
     def watch(_module: Any, _args: Any, output: Any) -> None:
         for _, tensor in leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(fail)  # type: ignore[no-untyped-call]
+                tensor.register_hook(fail)  # type: ignore[no-untyped-call]  # torch has no types here
 
     planted.callback(state.placed.parts[-1].root.register_forward_hook(watch).remove)
 
