@@ -40,7 +40,7 @@ from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
 from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
-from shardwise.train.witness import open_witness
+from shardwise.train.witness import Witness, open_witness
 
 LossFn = Callable[[Any, Any], Any] | Losses
 """(model output, micro-batch) -> `Loss`, a (sum, weight) pair, or a scalar mean; or several by name."""
@@ -74,7 +74,8 @@ class TrainStep:
         self._window: LossWindow | None = None
         self._scalar_mean = False
         self._warned = False
-        self._witness = open_witness(state)
+        self._witness: Witness | None = None
+        self._is_begun = False
         self.stop_requested = 0
         """A value of `signals.STOPS`: the loop ends after this step, on all ranks together."""
 
@@ -91,8 +92,8 @@ class TrainStep:
             SpikeError, OutOfMemoryError, ReplicaError: at the limits of the options' policies, on all ranks alike.
         """
         start = time.perf_counter()
-        if self.state.step == 0 and self._replicas is None and self._witness is None:
-            self._check_replicas()  # initial values that depend on the rank; `verify` names them itself
+        if not self._is_begun:
+            self._begin()
         if self._protection is not None:
             self._protection.begin(batch)
         if self._halving is not None:
@@ -104,6 +105,13 @@ class TrainStep:
         grads, joined, sums = self._reduced(micro, zero, losses)
         with torch.no_grad():
             return self._update(grads, joined, sums, start)
+
+    def _begin(self) -> None:
+        """Before the first step: of several trainers in one script the first that steps is the one verified."""
+        self._is_begun = True
+        self._witness = open_witness(self.state)
+        if self.state.step == 0 and self._witness is None:
+            self._check_replicas()  # initial values that depend on the rank; `verify` names them itself
 
     def measure(self, batch: Any) -> tuple[float, float]:
         """Mean loss, and norm of the mean gradient, of a batch at the state as it is; nothing is updated.
