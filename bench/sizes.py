@@ -24,7 +24,7 @@ class Size:
 
 
 SIZES = (
-    Size("tiny", GPTConfig(vocab_size=256, dim=32, num_layers=2, num_heads=2, max_seq_len=16), 2, 20, 60),
+    Size("tiny", GPTConfig(vocab_size=256, dim=32, num_layers=2, num_heads=2, max_seq_len=16), 2, 20, 100),
     Size("small", GPTConfig(vocab_size=256, dim=256, num_layers=4, num_heads=4, max_seq_len=128), 8, 2, 40),
 )
 
