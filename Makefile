@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The stamp is newer than what it was made from, or the install runs again. Nothing else triggers it.
 STAMP := $(VENV)/.installed
+# Every process that a test starts would compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo install test soak check format bench accuracy gpu docs clean
 .DEFAULT_GOAL := help

@@ -7,6 +7,7 @@ again. Workers are not kept: DTensor caches meshes by value, and a later call wo
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing as mp
 import os
@@ -35,7 +36,9 @@ class WorldError(AssertionError):
 
 WARM = (
     *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor.parallel")),
-    *(f"shardwise.{name}" for name in ("checkpoint.store", "train.loop", "models.decoder", "models.gpt")),
+    *(f"shardwise.{name}" for name in ("checkpoint.store", "model.rules_file", "parallel.compose", "train.probe")),
+    *(f"shardwise.train.{name}" for name in ("loop", "losses", "optimizers", "rehearsal", "rounding", "several")),
+    *(f"shardwise.models.{name}" for name in ("decoder", "gpt", "moe")),
 )
 """What every worker needs: imported before the fork, so that none imports it again."""
 
@@ -126,6 +129,7 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
     """Fork fresh workers for each job; ends when the parent's end of the pipe closes."""
     parents_end.close()  # its copy here would keep the pipe open for ever
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with this process
     while True:
         try:
             job: _Job | _Preload = parent.recv()

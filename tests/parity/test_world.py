@@ -1,0 +1,18 @@
+"""The warm world: what its workers need is there before they are forked."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.parity import grid
+
+
+def imported_by_a_run(text: str) -> set[str]:
+    before = set(sys.modules)
+    grid.run_plan(text, "decoder", 16)
+    return {name for name in set(sys.modules) - before if name.startswith(("shardwise", "torch.distributed"))}
+
+
+def test_a_worker_imports_nothing_of_ours(world) -> None:
+    """Each import would be paid by every rank of every call."""
+    assert world(2, imported_by_a_run, "fsdp2 / fp64") == [set(), set()]
