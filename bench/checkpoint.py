@@ -1,7 +1,8 @@
 """`make bench`: saving and loading about 300 MB with Adam on 2 ranks, beside `torch.save`, torch's DCP and `dd`.
 
 The contestants take turns in every round, in the same two processes and on the same disk, so that what else the
-machine does falls on all of them. A stall is how long the call that starts a save in the background keeps the loop.
+machine does falls on all of them. A stall is how long a save in the background keeps the loop: the call that starts it,
+and what the optimizer of the step after it waits.
 
 Writes the table of docs/checkpoints.md between its markers.
 """
@@ -33,12 +34,14 @@ from shardwise.launch.forked import World
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.plan.plan import Plan
+from shardwise.train.loss import Loss
 from shardwise.train.optimizers import adamw
 from shardwise.train.state import TrainState
+from shardwise.train.step import make_step
 
 PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- bench/checkpoint.py: begin -->", "<!-- bench/checkpoint.py: end -->"
-WIDTH, LAYERS = 1600, 10
+WIDTH, LAYERS, ROWS = 1600, 10, 64
 Times = dict[str, list[float]]
 
 
@@ -56,6 +59,22 @@ def trained(mesh: Mesh, plan: Plan) -> TrainState:
     state.optimizer.step()
     state.optimizer.zero_grad()
     return state
+
+
+def stepping(mesh: Mesh, state: TrainState) -> Callable[[], Any]:
+    """A training step."""
+    step = make_step(state, lambda output, batch: Loss((output - batch[1]).square().sum(), torch.tensor(float(ROWS))))
+    draw = torch.Generator().manual_seed(mesh.rank)
+    batch = tuple(torch.randn(ROWS, WIDTH, generator=draw) for _ in range(2))
+    return lambda: step(batch)
+
+
+def raw(path: Path, name: str, buffer: memoryview) -> None:
+    """Read a file, and do nothing with it."""
+    descriptor, at = os.open(path / name, os.O_RDONLY), 0
+    while got := os.preadv(descriptor, [buffer[at : at + 4 * 2**20]], at):
+        at += got
+    os.close(descriptor)
 
 
 def timed(mesh: Mesh, work: Callable[[], Any]) -> float:
@@ -117,25 +136,33 @@ def measure(folder: str, rounds: int, stalls: int) -> Times:
             note("ours load", timed(mesh, partial(store.load, state, latest)))
             manifest = store.load(state, latest).manifest
             note("ours read", timed(mesh, partial(fill, latest, manifest, store._directory.files, template)))
+            own = manifest.files[mesh.rank]
+            buffer = memoryview(bytearray(own.size_bytes + 1))
+            note("raw read", timed(mesh, partial(raw, latest, own.name, buffer)))
             if mesh.is_first:
                 for path in (where, latest):
                     shutil.rmtree(path)
+        step = stepping(mesh, state)
+        step()
         for i in range(stalls):
             state.step = 1000 + i
-            mesh.barrier()
+            note("step", timed(mesh, step))
+            state.step = 1000 + i
             saving = store.save_async(state)
-            note("ours stall", saving.stalled_s)
-            saving.wait()
+            note("step beside ours", timed_alone(step))
+            note("ours stall", saving.stalled_s + saving.held_up_s)
+            done = saving.wait()
             where = base / f"async{i}"
             mesh.barrier()
             start = time.perf_counter()
-            going_on = dcp.async_save(tensors, checkpoint_id=where, process_group=group)
+            going_on = dcp.async_save(state.tensors(), checkpoint_id=where, process_group=group)
             note("dcp stall", time.perf_counter() - start)
+            note("step beside dcp", timed_alone(step))
             going_on.result()
             mesh.barrier()
             if mesh.is_first:
                 shutil.rmtree(where)
-                shutil.rmtree(base / "ours" / f"step-{state.step:08d}")
+                shutil.rmtree(done.path)
             mesh.barrier()
         times["bytes"] = [float(megabytes)]
     return times
@@ -154,17 +181,21 @@ def table(times: Times, load: float) -> str:
     size, stalls = times["bytes"][0], {name: times[f"{name} stall"] for name in ("ours", "dcp")}
     rate, share = size / middle("dd"), middle("dd") / middle("ours save")
     ours, theirs = (f"{1e3 * middle(f'{name} stall'):.0f}, {1e3 * p99(stalls[name]):.0f}" for name in stalls)
-    load_s = f"{middle('ours load'):.2f}, of which reading {middle('ours read'):.2f}"
+    load_s = f"{middle('ours load'):.2f}, of which reading and digests {middle('ours read'):.2f}"
+    beside = {name: 1e3 * (middle(f"step beside {name}") - middle("step")) for name in stalls}
     rows = [
         "| | shardwise | torch DCP | torch.save, a file per rank |",
         "|---|---|---|---|",
         f"| save, flushed (s) | {middle('ours save'):.2f} | {middle('dcp save'):.2f} | {middle('torch save'):.2f} |",
         f"| load (s) | {load_s} | {middle('dcp load'):.2f} | {middle('torch load'):.2f} |",
         f"| stall of a save in the background, p50, p99 (ms) | {ours} | {theirs} | |",
+        f"| the step beside it is slower by, p50 (ms) | {beside['ours']:.0f} | {beside['dcp']:.0f} | |",
     ]
     text = (
         f"{date.today()}, {size:.0f} MB, 2 ranks of one thread on {os.cpu_count()} shared cores, load {load:.1f} "
-        f"before. `dd` with `conv=fsync` writes {rate:.0f} MB/s here; a save reaches {share:.0%} of that. Medians of "
+        f"before. `dd` with `conv=fsync` writes {rate:.0f} MB/s here; a save reaches {share:.0%} and "
+        f"a load {middle('dd') / middle('ours load'):.0%} of that; only reading the bytes takes "
+        f"{middle('raw read'):.2f} s. A step takes {1e3 * middle('step'):.0f} ms. Medians of "
         f"{len(times['dd'])} rounds, {len(stalls['ours'])} stalls of both ranks, the first one, which gets the memory, "
         "included. Loads are from the page cache; ours checks digests and proves the state, the others do neither. "
         "`torch.save` cannot be loaded by another number of ranks."

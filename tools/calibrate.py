@@ -52,6 +52,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "stack.overlap_expert": (0.0, 1.0),
     "stack.overlap_pipeline": (0.0, 1.0),
     "stack.gather_wait": (0.0, 1e-2),
+    "stack.tensor_wait": (0.0, 1e-2),
+    "stack.stall": (0.0, 5.0),
 }
 
 

@@ -5,9 +5,11 @@ Errors name the key, what was found, what is needed, the nearest key and, from a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -19,6 +21,10 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.findings import nearest
 
 T = TypeVar("T")
+MAX_BYTES = 2**20
+"""Of a file that a person writes."""
+_MAX_DOTS = 256
+"""In one line of TOML: the parser's work and memory grow with the square of the parts of a dotted key."""
 
 
 class RecordError(ConfigError):
@@ -98,7 +104,7 @@ def _fits(hint: Any, value: object) -> bool:
     if hint is NoneType:
         return value is None
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, float) or (type(value) is int and abs(value) < 2**1023)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -131,7 +137,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     if file.suffix not in (".toml", ".json"):
         raise ConfigError(f"{file}: found the ending '{file.suffix}', needed .toml or .json; rename the file")
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = read_small(file).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; check the path (working directory: {Path.cwd()})") from None
     except UnicodeDecodeError as error:
@@ -143,16 +149,51 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     if not text.strip():
         raise ConfigError(f"{file}: the file is empty; was writing it interrupted?")
     try:
-        data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        data = parse_toml(text) if file.suffix == ".toml" else json.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = len(text.splitlines()) if "end of document" in str(error) else None
         where = f", line {line}" if line else ""
         raise ConfigError(f"{file}{where}: malformed or truncated TOML: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: malformed or truncated JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting without end
+        raise ConfigError(f"{file}: no JSON that can be read: {str(error)[:100]}; write it again") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{file}, line 1: found a {type(data).__name__}, needed a table of keys")
     return data, text
+
+
+def read_small(path: Path) -> bytes:
+    """The content of a regular file of at most 1 MiB; a pipe or a device would never end.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if found.st_size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{found.st_size} bytes, at most {MAX_BYTES} are read", str(path))
+        return file.read(MAX_BYTES)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML as plain data.
+
+    Raises:
+        tomllib.TOMLDecodeError: also for numbers of thousands of digits, keys of hundreds of parts, and nesting
+            without end.
+    """
+    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
+        raise tomllib.TOMLDecodeError(f"a line with more than {_MAX_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise tomllib.TOMLDecodeError(str(error)[:100]) from None
 
 
 def located(error: ConfigError | PlanError, path: str | os.PathLike[str], text: str) -> ConfigError:

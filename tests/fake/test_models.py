@@ -1,13 +1,15 @@
 """The reference models: names, counts, and what forward does, against independent computations."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model.spec import preset, presets
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, num_params
 from shardwise.models.gpt import GPT, GPTConfig, gpt_flops_per_token, gpt_num_params
@@ -42,12 +44,20 @@ def test_num_params_is_exact(tie: bool, extra: bool) -> None:
     assert gpt_num_params(gpt) == sum(p.numel() for p in GPT(gpt).parameters())
 
 
-@pytest.mark.parametrize("name", presets())
-def test_presets_build_with_the_published_number_of_parameters(name: str) -> None:
-    spec = preset(name)
+@pytest.mark.parametrize("name", presets(built=True))
+def test_presets_build_with_the_number_of_parameters_of_their_sizes(name: str) -> None:
+    """Of two layers: they are equal. That of all layers is the published one: tests/pure/test_spec.py."""
+    spec = replace(preset(name), num_layers=2)
     with torch.device("meta"):
         model = build(spec)()
     assert sum(p.numel() for p in model.parameters()) == spec.num_params
+
+
+def test_presets_that_no_reference_model_has_are_refused_and_transformers_has_them() -> None:
+    for name in set(presets()) - set(presets(built=True)):
+        assert preset(name).hf in CONFIG_MAPPING, name
+        with pytest.raises(ModelError, match=f"`hf:{preset(name).hf}`"):
+            build(preset(name))
 
 
 @pytest.mark.parametrize(("model", "flops"), [(Decoder(SMALL), flops_per_token), (GPT(SMALL_GPT), gpt_flops_per_token)])

@@ -1,4 +1,15 @@
-"""The decision tables of guides (size of the model, memory, number of nodes -> strategy) fall out of the search."""
+"""The decision tables of guides (size of the model, memory, number of nodes -> strategy) fall out of the search.
+
+| parameters | memory | strategy | test |
+|---|---|---|---|
+| below 500 M | fits one device | one device | `test_it_fits_on_one_device_and_there_is_one` |
+| below 500 M | fits each of several | replicas | `test_below_half_a_billion_parameters_...` |
+| 500 M to 3 B | little | states sharded | `test_up_to_three_billion_parameters_and_little_memory_...` |
+| above 3 B | very little | parameters sharded | `test_a_model_too_large_for_one_device_and_little_memory_...` |
+| any | the least possible | states on the host | `test_where_nothing_else_fits_states_go_to_the_host` |
+| any | several nodes | replicas below 500 M, shards above | `test_several_nodes` |
+| above 70 B | several nodes | several axes at once | `test_seventy_billion_parameters_take_several_axes` |
+"""
 
 from __future__ import annotations
 
@@ -47,6 +58,34 @@ def test_a_model_too_large_for_one_device_and_little_memory_shards_parameters_an
     assert plan.axes.dp_shard * plan.axes.tp * plan.axes.pp >= 4
     assert plan.zero == 3 or plan.axes.pp > 1
     assert plan.recompute.mode != "none" or plan.offload.state or plan.axes.cp * plan.axes.tp * plan.axes.pp > 1
+
+
+@pytest.mark.parametrize(("model", "where"), [("llama-1b", "l4:8"), ("llama-3b", "rtx4090:8")])
+def test_up_to_three_billion_parameters_and_little_memory_shard_states(model: str, where: str) -> None:
+    plan = best(model, where, 2048, 64, forbid=("tp", "cp", "pp"))
+    assert plan.axes.dp_shard >= 4
+    assert plan.zero >= 2
+    free = best(model, where, 2048, 64)
+    assert free.zero >= 1 or free.axes.pp * free.axes.tp > 1
+
+
+def test_where_nothing_else_fits_states_go_to_the_host() -> None:
+    plan = best("llama-8b", "rtx4090:2", 2048, 16)
+    assert plan.offload.state
+    assert plan.zero == 3 or plan.axes.pp > 1
+
+
+def test_several_nodes() -> None:
+    small, large = best("gpt2-small", "h100:8x2", 1024, 512), best("llama-3b", "h100:8x2", 4096, 128)
+    assert (small.axes.data, model_axes(small)) == (16, 1)
+    assert large.axes.dp_shard > 1 and large.zero >= 1
+    assert model_axes(large) == 1
+
+
+def test_seventy_billion_parameters_take_several_axes() -> None:
+    plan = best("llama-70b", "a100-80g:8x4", 4096, 64)
+    assert sum(degree > 1 for degree in (plan.axes.pp, plan.axes.tp, plan.axes.cp, plan.axes.data)) >= 2
+    assert plan.zero >= 1 or plan.axes.pp > 1
 
 
 def test_too_few_samples_for_all_devices_divides_the_model_or_the_sequence() -> None:

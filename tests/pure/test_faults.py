@@ -76,7 +76,7 @@ def test_the_list_needs_no_torch() -> None:
     assert ran.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("name", presets())
+@pytest.mark.parametrize("name", presets(built=True))
 @pytest.mark.parametrize("text", ["dp2", "tp2 / seq", "tp8", "pp4 / interleaved mb8", "ep2 fsdp2"])
 def test_shrinking_keeps_what_plans_meet(name: str, text: str) -> None:
     spec, plan = preset(name), Plan.parse(text)

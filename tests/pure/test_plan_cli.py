@@ -80,7 +80,7 @@ def test_nothing_fits_exits_1_and_writes_nothing(here: Path) -> None:
 
 
 def test_tokens() -> None:
-    assert count_of("4M") == 4e6
+    assert count_of("4M") == count_of("4e6") == 4e6
     asked = question("llama-8b", "h100:8", seq=8192, batch=None, tokens="16M")
     assert asked.workload.global_batch == 2048
     assert any("16,777,216" in note for note in asked.assumed)
@@ -94,6 +94,10 @@ BAD = [
     (plan, ("lama-8b", "h100:8"), "llama-8b"),
     (plan, ("llama-8b", "h1000:8"), "h100"),
     (plan, ("llama-8b", "h100:0"), "size of 0"),
+    (plan, ("llama-8b", "h100:8,a100-80g:8"), "several kinds of nodes.*slowest node: plan for one kind"),
+    (plan, ("llama-8b", "h100:8", "--tokens", "4MB"), "units: k, M, B, T"),
+    (plan, ("llama-8b", "h100:8", "--tokens", "-4M"), "needed a count"),
+    (plan, ("deepseek-v4", "h100:8"), "did you mean 'deepseek-v"),
     (plan, ("llama-8b", "h100:8", "--tokens", "4Q"), "units: k, M, B, T"),
     (plan, ("llama-8b", "h100:8", "--tokens", "4M", "--global-batch", "8"), "keep one"),
     (plan, ("llama-8b", "h100:8", "--forbid", "tensors"), "no plan has"),
@@ -117,17 +121,38 @@ def test_bad_input(here: Path, verb: object, words: tuple[str, ...], says: str) 
 
 
 def test_a_plan_of_another_version(here: Path) -> None:
-    (here / "old.toml").write_text("format = 7\n")
-    _, _, error = invoke(estimate, "old.toml", "--model", "llama-8b", "--cluster", "h100:8")
-    assert "reads format 1" in str(error)
+    (here / "old.toml").write_text("# from elsewhere\nformat = 7\n")
+    for verb in (estimate, explain):
+        _, _, error = invoke(verb, "old.toml", "--model", "llama-8b", "--cluster", "h100:8")
+        assert re.search("old.toml, line 2: format: found 7.*reads format 1; plan again", str(error)), str(error)
 
 
-def test_a_mixed_cluster(here: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("nodes = 1", "nodes = [1, 2]", "line 4: nodes: found a list; needed one kind.*slowest node"),
+        ("per_node = 8", "per_node = [8, 4]", "per_node: found a list; needed one kind.*slowest node"),
+        ("[device]", "[[device]]", "device: found a list; needed one kind"),
+        ("per_node = 8", "per_nodes = 8", "did you mean 'per_node'"),
+        ("format = 1", "format = 3", "line 2: format: found 3, this version of Shardwise reads 1; write the file"),
+        ("\nmemory = ", '\nmemory = "80 GB" #', "device.memory: found the text '80 GB', needed a number in bytes"),
+        ("latency = ", 'latency = "3us" #', "local.latency: found the text '3us', needed a number in seconds"),
+    ],
+)
+def test_a_cluster_file_that_is_wrong(here: Path, before: str, after: str, says: str) -> None:
     load_cluster("h100:8").save(here / "c.toml")
-    text = (here / "c.toml").read_text().replace("nodes = 1", "nodes = [1, 2]")
+    text = (here / "c.toml").read_text().replace(before, after, 1)
     (here / "c.toml").write_text(text)
     _, _, error = invoke(plan, "llama-8b", "c.toml")
-    assert "slowest node" in str(error)
+    assert isinstance(error, ShardwiseError)
+    assert re.search(says, str(error)), str(error)
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_remarked() -> None:
+    asked = question("llama-1b", "h100:8", seq=128, batch=13, tokens=None)
+    assert any("nearest: 8 or 16" in note for note in asked.assumed)
+    asked = question("llama-1b", "h100:8", seq=128, batch=16, tokens=None)
+    assert not any("multiple" in note for note in asked.assumed)
 
 
 def test_the_verbs_are_on_the_help_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,5 +197,10 @@ def test_the_page_is_one_well_formed_file_that_needs_nothing_else(here: Path, mo
     page.feed(text)
     assert (page.open, page.outside) == ([], [])
     assert page.svgs >= 4
+    assert not re.search(r"https?:|url\(|@import|xlink", text)
+    pictures = ["memory by term", "timeline of one step", "memory against time", "mesh on nodes"]
+    assert all(f'aria-label="{name}"' in text for name in pictures)
+    assert all(word in text for word in ("exposed communication", "hidden communication", "bubble", "chosen", "node 0"))
+    assert ("node 1" in text) is False
     assert "a&amp;b&lt;script&gt;" in text
     assert "<script" not in text

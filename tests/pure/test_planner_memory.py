@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import PlanError
+from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
-from shardwise.plan.memory import estimate_memory
+from shardwise.plan.memory import WORKSPACE, estimate_memory
 from shardwise.plan.plan import Axes, Plan, Schedule
 from shardwise.plan.stack import load_stack
+from shardwise.plan.stalls import BUFFERS, held_ahead, stalled
 from shardwise.plan.workload import Workload
 
 GPT = ModelSpec(
@@ -129,3 +131,39 @@ def test_boundaries_that_make_no_stages_are_refused(names: tuple[str, ...]) -> N
     plan = Plan(axes=Axes(pp=2), schedule=Schedule(boundaries=names))
     with pytest.raises(PlanError, match="boundaries: found"):
         _ = divide(profile_of(LLAMA), plan, WORK).ranks
+
+
+def test_holes_arise_in_what_comes_and_goes() -> None:
+    memory = estimate_memory(profile_of(LLAMA), Plan.parse("dp8 bf16"), WORK, stack=MEGATRON)
+    passing = memory.allocated - sum(
+        memory.worst.terms[name] for name in ("weights", "master", "gradients", "optimizer")
+    )
+    assert memory.worst.passing == pytest.approx(passing)
+    assert memory.reserved == pytest.approx(memory.allocated + 0.05 * passing + WORKSPACE)
+
+
+def test_a_host_that_is_ahead_holds_whole_activations() -> None:
+    nanotron, device = load_stack("nanotron"), load_cluster("h100").device
+
+    def held(plan: str, dim: int = 4096) -> float:
+        spec = ModelSpec(num_layers=32, dim=dim, num_heads=32, ffn_dim=4 * dim, vocab_size=512, max_seq_len=4096)
+        parsed = Plan.parse(plan)
+        work = Workload(seq_len=4096, global_batch=parsed.axes.data * parsed.batch.micro_batches)
+        return held_ahead(divide(profile_of(spec), parsed, work, "greedy"), nanotron, device) / (4096 * dim * 2)
+
+    assert held("tp8 / mb8 / bf16") == nanotron.runs_ahead == 2 * held("tp8 / bf16")
+    assert held("dp8 / mb8 / bf16") == 0.0, "no collectives inside of blocks"
+    assert held("pp2 tp8 / mb8 / bf16") == BUFFERS, "the host waits for the ranks of tp, the device for the host"
+    assert held("pp2 dp64 tp4 / mb8 / bf16", 8192) == BUFFERS, "512 devices stall"
+    assert held_ahead(divide(profile_of(LLAMA), Plan.parse("tp4 / mb8 bf16"), WORK, "even"), MEGATRON, device) == 0.0
+
+
+def test_large_jobs_stall_sooner_with_large_messages() -> None:
+    def stalls(plan: str, dim: int) -> bool:
+        spec = ModelSpec(num_layers=32, dim=dim, num_heads=32, ffn_dim=4 * dim, vocab_size=512, max_seq_len=4096)
+        parsed = Plan.parse(plan)
+        work = Workload(seq_len=4096, global_batch=parsed.axes.data * parsed.batch.micro_batches)
+        return stalled(divide(profile_of(spec), parsed, work, "greedy"), parsed.world // 8, 8)
+
+    assert stalls("pp2 dp256 bf16", 2048) and not stalls("pp2 dp128 bf16", 2048) and stalls("pp2 dp128 bf16", 8192)
+    assert stalls("pp2 tp32 bf16", 2048) and not stalls("pp2 tp16 bf16", 2048)

@@ -111,3 +111,24 @@ def test_offloaded_activations_cost_what_the_host_link_cannot_hide() -> None:
     assert fast.terms.get("offload", 0.0) == 0.0
     kept = saved_bytes(EIGHT.blocks[0], saving_of(plan, load_stack("shardwise"), 8192)) * 8192 * 2 * 32
     assert estimate_time(EIGHT, slow, plan, WORK).terms["offload"] == pytest.approx(2 * kept / 1e9, rel=0.05)
+
+
+def test_the_host_waits_for_the_ranks_of_tp_where_stages_are_on_other_nodes() -> None:
+    stack = replace(load_stack("shardwise"), tensor_wait=1.0)
+    work = Workload(seq_len=128, global_batch=8)
+
+    def tensor(plan: str) -> float:
+        return estimate_time(EIGHT, H100, Plan.parse(plan), work, stack=stack).terms["tensor"]
+
+    count, blocks = 8, 17  # the other stage has the head
+    assert tensor("pp2 tp16 / mb8") == pytest.approx(count * blocks * 16, rel=0.02)
+    assert tensor("pp2 tp4 / mb8") < 1.0, "its stages share a node"
+    assert tensor("tp16 dp2 / mb4") < 5.0, "no stage waits for another"
+
+
+def test_reductions_behind_the_last_backward_pass_hide_behind_nothing() -> None:
+    late = replace(load_stack("shardwise"), reduces_late=1.0)
+    plan = Plan.parse("fsdp32 zero1 / mb2 bf16")
+    step = estimate_time(EIGHT, SLOW, plan, WORK, stack=late)
+    assert step.hidden["data"] == 0.0
+    assert step.total > estimate_time(EIGHT, SLOW, plan, WORK).total

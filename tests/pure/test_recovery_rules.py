@@ -21,14 +21,14 @@ def copy(memory: Memory, rank: int, count: int) -> None:
     slot = Slot(memory.slots[rank][count % 2])
     slot.clear()
     slot.data(DATA + 8)[DATA : DATA + 8] = bytes([count] * 8)
-    slot.commit(count, 10 * count, DATA + 8, '{"of": "é"}')
+    slot.commit(Header(count, 10 * count, DATA + 8, 0, 2), '{"of": "é"}')
 
 
 def test_a_copy_is_there_when_it_is_complete(memory: Memory) -> None:
     slot = Slot(memory.slots[0][1])
-    assert slot.header() == Header(0, 0, 0, 0)
+    assert slot.header() == Header(0, 0, 0, 0, 0)
     copy(memory, 0, 1)
-    assert slot.header() == Header(1, 10, DATA + 8, 12)
+    assert slot.header() == Header(1, 10, DATA + 8, 12, 2)
     assert slot.text(slot.header()) == '{"of": "é"}'
     assert bytes(slot.data(DATA + 8)[DATA : DATA + 8]) == bytes([1] * 8)
     slot.clear()  # what the next copy into it begins with: a process that dies then leaves none
@@ -39,7 +39,7 @@ def test_the_newest_copy_is_that_which_all_ranks_have(memory: Memory) -> None:
     assert memory.newest() is None
     for rank, count in ((0, 1), (1, 1), (0, 2), (1, 2), (0, 3)):
         copy(memory, rank, count)
-    assert memory.newest() == Header(2, 20, DATA + 8, 12)
+    assert memory.newest() == Header(2, 20, DATA + 8, 12, 2)
     assert [Slot(file).header().count for pair in memory.slots for file in pair] == [2, 0, 2, 0]
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError, UsageError
-from shardwise.model.spec import ModelSpec, load_spec, preset, presets, spec_from_dict
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import ModelSpec, load_spec, preset, presets, refuse_unbuilt, spec_from_dict
 
 # number of parameters of the published checkpoints
 PUBLISHED = {
@@ -43,12 +44,150 @@ PUBLISHED = {
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "tinyllama-1.1b": 1_100_048_384,
+    "codellama-34b": 33_743_970_304,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-123b": 122_610_069_504,
+    "yi-6b": 6_061_035_520,
+    "yi-9b": 8_829_407_232,
+    "deepseek-7b": 6_910_365_696,
+    "deepseek-67b": 67_425_001_472,
+    "internlm2-7b": 7_737_708_544,
+    "internlm2-20b": 19_861_149_696,
+    "smollm-135m": 134_515_008,
+    "smollm-360m": 361_821_120,
+    "smollm3-3b": 3_075_098_624,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "phi-4-mini": 3_836_021_760,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "mixtral-8x22b": 140_630_071_296,
+    "dbrx": 131_596_523_520,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "phi-2": 2_779_683_840,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
+    "bloom-560m": 559_214_592,
+    "bloom-1.1b": 1_065_314_304,
+    "bloom-1.7b": 1_722_408_960,
+    "bloom-3b": 3_002_557_440,
+    "bloom-7b": 7_069_016_064,
+    "bloom-176b": 176_247_271_424,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "vit-b-16": 86_567_656,
+    "vit-l-16": 304_326_632,
+    "vit-h-14": 632_045_800,
 }
+
+# rounded as their authors print them, or with small parts (head norms over all heads, two rows of positions, biases of
+# experts) that sizes do not tell; without vision towers and modules that predict a second token
+ABOUT = {
+    "olmo2-1b": 1.4849e9,
+    "olmo2-7b": 7.2986e9,
+    "olmo2-13b": 13.716e9,
+    "olmo2-32b": 32.234e9,
+    "gemma3-4b": 3.8801e9,
+    "gemma3-12b": 11.766e9,
+    "gemma3-27b": 27.009e9,
+    "olmoe-7b": 6.9192e9,
+    "phi-3.5-moe": 41.873e9,
+    "qwen3-480b-a35b": 480.15e9,
+    "qwen2-57b-a14b": 57.41e9,
+    "gpt-oss-20b": 20.915e9,
+    "gpt-oss-120b": 116.83e9,
+    "llama4-scout": 107.77e9,
+    "llama4-maverick": 400.71e9,
+    "deepseek-v3": 671.03e9,
+    "deepseek-r1": 671.03e9,
+    "moonlight-16b": 15.96e9,
+    "kimi-k2": 1026.47e9,
+    "nemotron-15b": 15.6e9,
+    "nemotron-340b": 341e9,
+    "falcon-7b": 6.92e9,
+    "falcon-40b": 41.3e9,
+    "falcon-180b": 178.56e9,
+    "gpt-j-6b": 6.0509e9,
+    "opt-125m": 125.24e6,
+    "opt-1.3b": 1.3158e9,
+    "opt-2.7b": 2.6516e9,
+    "opt-6.7b": 6.6585e9,
+    "opt-13b": 12.853e9,
+    "opt-30b": 29.975e9,
+    "opt-66b": 65.72e9,
+    "opt-175b": 175e9,
+    "vit-g-14": 1.0126e9,
+}
+ACTIVE = {
+    "mixtral-8x22b": 39e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    "qwen3-480b-a35b": 35e9,
+    "llama4-scout": 17e9,
+    "llama4-maverick": 17e9,
+    "deepseek-v2": 21e9,
+    "deepseek-v3": 37e9,
+    "kimi-k2": 32e9,
+    "moonlight-16b": 3e9,
+    "dbrx": 36e9,
+}
+OURS = ("bytes-3m", "tiny", "tiny-gpt", "tiny-moe")
+PARTS = ("gpt3-175b", "gpt3-1.3b", "gpt3-2.7b", "gpt3-6.7b", "gpt3-13b")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_count_is_the_published_one(name: str) -> None:
     assert preset(name).num_params == PUBLISHED[name]
+
+
+def test_counts_within_half_a_per_cent() -> None:
+    for name, count in ABOUT.items():
+        assert preset(name).num_params == pytest.approx(count, rel=0.005), name
+    for name, count in ACTIVE.items():
+        assert preset(name).active_params == pytest.approx(count, rel=0.03), name
+
+
+def test_every_preset_has_its_published_count() -> None:
+    assert set(presets()) == {*PUBLISHED, *ABOUT, *OURS, *PARTS}
+
+
+def test_the_profile_has_as_many_parameters() -> None:
+    for name in presets():
+        assert profile_of(preset(name)).num_params == preset(name).num_params, name
+
+
+def test_presets_that_are_planned_and_not_built_say_what_to_do() -> None:
+    planned = set(presets()) - set(presets(built=True))
+    assert {"bert-base", "vit-h-14", "deepseek-v3", "llama4-scout", "gemma3-27b", "falcon-7b"} <= planned
+    assert {"mixtral-8x22b", "olmo2-7b", "opt-66b", "phi-3-mini"} <= set(presets(built=True))
+    for name in planned:
+        with pytest.raises(ModelError, match=f"cannot be built: found .*=.*needed.*`hf:{preset(name).hf}`"):
+            refuse_unbuilt(preset(name))
+    for name in presets(built=True):
+        refuse_unbuilt(preset(name))
+
+
+def test_layers_that_look_back_on_all_tokens() -> None:
+    windows = [preset("gemma3-1b").window_of(layer) for layer in range(7)]
+    assert windows == [512, 512, 512, 512, 512, 0, 512]
+    assert {preset("llama-8b").window_of(layer) for layer in range(32)} == {0}
 
 
 def test_counts_of_the_others() -> None:
@@ -92,6 +231,7 @@ def test_unknown_preset_names_the_nearest() -> None:
         ({"preset": "tiny", "dim": 63}, "does not divide"),
         ({"preset": "tiny", "num_kv_heads": 3}, "a divisor of num_heads=8"),
         ({"preset": "tiny", "kind": "lama"}, "needed one of"),
+        ({"preset": "tiny", "norm": "batch"}, "needed one of 'rms', 'layer'|needed one of '', 'rms', 'layer'"),
         ({"preset": "tiny-moe", "experts_per_token": 9}, "experts_per_token"),
     ],
 )

@@ -13,6 +13,10 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 
+_DECIMAL = ("n_params", "tokens_per_s_per_gpu", "tflops_per_gpu")
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12, "%": 0.01, "ms": 1e-3, "mib": 1 / 1024, "mb": 1e6 / 2**30, "pflops": 1e3}
+
+
 class Skip(Exception):
     """A row that cannot be predicted: the reason, one of a few."""
 
@@ -32,11 +36,20 @@ class Cells:
         return self.raw[name]
 
     def number(self, name: str) -> float | None:
-        """The number in a cell; None where it is empty or says no number."""
-        try:
-            return float(self.raw[name].replace(",", ""))
-        except ValueError:
+        """The number in a cell; None where it is empty or says no number.
+
+        Units that people write are read: `7B`, `8k` (1,024 each but for parameters and rates), `45%`, `850 ms`, `~3`.
+        """
+        text = self.raw[name].replace(",", "").replace("_", "").strip().lower().lstrip("~≈<>= ")
+        match = re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµ%]*)(?: ?[a-z]*/.*)?", text)
+        if match is None:
             return None
+        value, unit = float(match.group(1)), match.group(2)
+        if name == "mfu" and unit != "%" and value > 1.5:
+            return value / 100  # in percent
+        if unit in ("k", "ki"):
+            return value * (1000 if name in _DECIMAL else 1024)
+        return value * _UNITS.get(unit, 1.0)
 
     def count(self, name: str) -> int | None:
         """The whole number in a cell, at least 1; None where it is empty."""

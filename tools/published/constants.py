@@ -12,7 +12,8 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "timing", "workload",
+    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "stalls", "timing",
+    "workload",
 )  # fmt: skip
 
 
@@ -37,7 +38,11 @@ def tables() -> str:
         "### Stacks",
         "What a software stack of an era makes of a plan. Kernels and copies are those that its code has; shares of "
         "overlap, efficiencies and host costs were fitted, one value per stack; `shardwise` has torchtitan's, whose "
-        "engine is the same, and `shardwise-cpu` what `make bench` measured on two cores.",
+        "engine is the same, and `shardwise-cpu` what `make bench` measured on two cores. `fragmentation` and "
+        "`context` of the Megatron stacks before 2024, and the logits of megatron-flash, follow which runs ran out of "
+        "memory and what nvidia-smi showed; nanotron's `tensor_wait`, `runs_ahead` and `stall` are read off one "
+        "sweep's times per micro-batch and reserved bytes, where they are the same for both of its models, whatever "
+        "the stages.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -49,16 +49,16 @@ def sizes_of(cells: Cells) -> Sizes:
     missing = [name for name, value in known.items() if value is None]
     data = (replicate or 1) * (shard or 1)
     model = (known["tp"] or 1) * (known["pp"] or 1) * (known["cp"] or 1)
-    by_data = (replicate or shard or cells.count("zero_stage")) and data * model == count
+    by_data = (replicate or shard or _stage(cells)) and data * model == count
     if missing and count > 1 and not by_data and missing != ["cp"]:
-        zero3 = cells.number("zero_stage") == 3 or cells.has(r"\bfsdp|zero-?3|torchtune|distributed recipe")
-        if not zero3:
+        zero3 = _stage(cells) == 3 or cells.has(r"\bfsdp|zero-?3|torchtune|distributed recipe")
+        if not zero3 and len(missing) == len(known):
             raise Skip("layout: not stated")
-        cells.assume("no tensor, pipeline or context parallelism")
+        cells.assume(f"no {', '.join(missing)}: the row names other axes only")
     if not replicate and not shard:
         if count % model:
             raise Skip("layout: product is not the number of devices")
-        if cells.number("zero_stage") == 3:
+        if _stage(cells) == 3:
             shard = count // model
         else:
             replicate = count // model
@@ -68,14 +68,20 @@ def sizes_of(cells: Cells) -> Sizes:
     return sizes
 
 
+def _stage(cells: Cells) -> int | None:
+    """The cell as a number, `ZeRO-2` or `zero3`; None where it is empty."""
+    found = re.search(r"\d", cells["zero_stage"])
+    return int(found.group()) if found else None
+
+
 def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
     """What data ranks shard: the cell, else the stack's default.
 
     `whole`: weights and gradients that a rank would hold unsharded, over the device's memory.
     """
-    stated = cells.number("zero_stage")
+    stated = _stage(cells)
     if stated is not None:
-        return int(stated)
+        return stated
     if sizes.data == 1:
         return 0
     if sizes.shard > 1:
@@ -155,7 +161,7 @@ def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
     if micro is None:
         per_rank = max(total // sizes.data, 1)
         micro = max(per_rank // accumulate, 1) if accumulate else 1
-        if accumulate is None and sizes.pp == 1 and cells.number("zero_stage") == 3:
+        if accumulate is None and sizes.pp == 1 and _stage(cells) == 3:
             micro = per_rank
         cells.assume(f"micro-batch {micro}")
     count = max(round(total / (sizes.data * micro)), 1)
@@ -233,9 +239,15 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     sizes = sizes_of(cells)
     ep = _expert_ranks(cells) * inner_degree(cells, spec) if spec.num_experts else 1
     zero = zero_of(cells, stack.name, sizes, _whole(spec, sizes, ep) / cluster.device.memory)
+    if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):
+        cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
+        zero = 1
     axes = axes_of(cells, sizes, zero, ep)
     total, count = batch_of(cells, sizes)
     precision, compute = precision_of(cells, stack.name)
+    if compute in ("fp8", "fp4") and not getattr(cluster.device.rates, compute):
+        cells.assume(f"products in 16 bits: the device has no {compute} unit")
+        compute = ""
     work = Workload(
         seq_len=seq_len,
         global_batch=total,

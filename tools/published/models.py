@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from dataclasses import fields, replace
@@ -20,6 +21,14 @@ _VOCAB = (
     (r"deepseek", 102400), (r"opt\b", 50272), (r"mpt|neox|pythia|olmo", 50368), (r"bloom", 250880),
     (r"gpt|megatron|turing|nlg", 51200),
 )  # fmt: skip
+
+
+_USUAL = (
+    (0.125e9, 768), (0.35e9, 1024), (0.76e9, 1536), (1.3e9, 2048), (2.7e9, 2560), (4e9, 3072), (7e9, 4096),
+    (13e9, 5120), (20e9, 6144), (33e9, 7168), (70e9, 8192), (105e9, 10240), (175e9, 12288), (340e9, 18432),
+    (540e9, 20480), (1e12, 25600),
+)  # fmt: skip
+"""Parameters and width of published dense decoders."""
 
 
 def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
@@ -111,23 +120,22 @@ def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
     """A model that no table has: its columns, and its family's rules for the rest."""
     gpt = re.search(r"gpt|mpt|bloom|opt-|megatron|turing|pythia|bert", name) is not None
     kind = "gpt" if gpt else "llama"
-    dim = cells.count("d_model")
-    if dim is None:
-        raise Skip("model: neither a known name nor its sizes")
+    dim = cells.count("d_model") or _usual_dim(cells, name)
     sizes: dict[str, Any] = {"kind": kind, "dim": dim, "max_seq_len": 4096}
     sizes["num_heads"] = cells.count("n_heads") or max(dim // 128, 1)
     if dim % sizes["num_heads"]:
         sizes["head_dim"] = 2 * round(dim / sizes["num_heads"] / 2)
     if not cells.count("n_heads"):
         cells.assume("heads of 128")
-    sizes["num_kv_heads"] = cells.count("n_kv_heads") or sizes["num_heads"]
+    kv_heads = cells.count("n_kv_heads") or sizes["num_heads"]
+    sizes["num_kv_heads"] = kv_heads if sizes["num_heads"] % kv_heads == 0 else sizes["num_heads"]
     sizes["ffn_dim"] = cells.count("d_ff") or _ffn_dim(kind, "", dim)
     if not cells.count("d_ff"):
         cells.assume(f"feed-forward width {sizes['ffn_dim']} ({'4 d' if gpt else '8/3 d, rounded up to 256'})")
     sizes["vocab_size"] = cells.count("vocab") or next((v for p, v in _VOCAB if re.search(p, name)), 32000)
     if not cells.count("vocab"):
         cells.assume(f"vocabulary {sizes['vocab_size']}")
-    sizes["num_layers"] = cells.count("n_layers") or _layers(cells, sizes)
+    sizes["num_layers"] = cells.count("n_layers") or _layers(_total(cells, name), cells, sizes)
     sizes["tie_embeddings"] = gpt
     sizes["dropout"] = gpt and cells.year < 2023 and "bloom" not in name
     return sizes
@@ -137,9 +145,29 @@ def _ffn_dim(kind: str, ffn: str, dim: int) -> int:
     return 4 * dim if kind == "gpt" or ffn == "plain" else -(-dim * 8 // (3 * 256)) * 256
 
 
-def _layers(cells: Cells, sizes: dict[str, Any]) -> int:
-    """Layers that make up the printed total."""
-    total = cells.number("n_params")
+def _total(cells: Cells, name: str) -> float | None:
+    """Parameters: the cell, or the number in the name."""
+    named = re.search(r"(?<![\dx.])(\d+(?:\.\d+)?)-?([mbt])\b", name)
+    scale = {"m": 1e6, "b": 1e9, "t": 1e12}
+    return cells.number("n_params") or (float(named.group(1)) * scale[named.group(2)] if named else None)
+
+
+def _usual_dim(cells: Cells, name: str) -> int:
+    """Width of the dense decoders of such a size.
+
+    Raises:
+        Skip: no number of parameters, or experts.
+    """
+    total = _total(cells, name)
+    if not total or re.search(r"moe|switch|\dx\d|-a\d|expert|jamba|arctic", name):
+        raise Skip("model: neither a known name nor its sizes")
+    dim = min(_USUAL, key=lambda usual: abs(math.log(usual[0] / total)))[1]
+    cells.assume(f"width {dim}, usual for its number of parameters")
+    return dim
+
+
+def _layers(total: float | None, cells: Cells, sizes: dict[str, Any]) -> int:
+    """Layers that make up the total."""
     if not total:
         raise Skip("model: neither a known name nor its sizes")
     one = ModelSpec(**{**sizes, "num_layers": 1})

@@ -6,7 +6,7 @@ import csv
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from published.cells import COLUMNS, Cells, Skip
 from published.hardware import cluster_of
@@ -25,8 +25,10 @@ from published.models import model_of
 from published.stacks import stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.stack import Stack
 from shardwise.plan.workload import Workload
 
@@ -102,6 +104,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     spec = split_experts(cells, spec)
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
+    plan = recomputed(cells, spec, cluster, stack, (plan, workload))
     step_time = step_time_of(cells, spec, cluster, plan, workload, stack)
     memory = memory_of(cells)
     if step_time is None and memory is None and not is_oom(cells):
@@ -123,6 +126,27 @@ def row_of(raw: Mapping[str, str]) -> Row:
         doubtful=doubt_of(cells),
         assumed=tuple(cells.assumed),
     )
+
+
+DOUBT = 1.1
+"""An estimate that is so much larger than the device still leaves it open whether a job fits."""
+
+
+def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
+    """The plan; where the row says nothing of recompute and would not fit without, with the least that lets it fit."""
+    plan, work = job
+    if cells["activation_checkpoint"] or plan.recompute.mode == "blocks" or cells.noted(r"recomput|checkpointing"):
+        return plan
+    profile = profile_of(spec)
+    tried = (plan.recompute, Recompute(mode="ops"), Recompute(mode="blocks"))
+    for recompute in tried:
+        one = replace(plan, recompute=recompute)
+        memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
+        if memory.device - memory.held <= DOUBT * memory.limit:
+            if recompute != plan.recompute:
+                cells.assume(f"recompute={recompute.mode}, without which it would not fit")
+            return one
+    return plan
 
 
 def kind_of(plan: Plan, spec: ModelSpec) -> str:

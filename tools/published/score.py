@@ -62,8 +62,7 @@ def printed(memory: Memory, row: Row) -> float:
     if row.memory_stage == "worst":
         return float(getattr(memory, row.memory_kind))
     rank = memory.stages[0 if row.memory_stage == "first" else -1]
-    share = memory.reserved / memory.allocated
-    reserved = rank.allocated * share
+    reserved = memory.reserved_of(rank)
     extra = memory.device - memory.reserved
     return {"allocated": rank.allocated, "reserved": reserved, "device": reserved + extra}[row.memory_kind]
 

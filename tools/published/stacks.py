@@ -38,6 +38,10 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
 )
 
 
+COMPILED_LOSS = 2025.4
+"""Year from which torchtitan's compile takes in the loss, so that no fp32 copy of the logits is kept."""
+
+
 def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
     """The stack of a row. `sharded`: parameters are sharded over data ranks (zero 3)."""
     name = _name(cells, sharded=sharded)
@@ -58,6 +62,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
     if cells.noted(r"liger|fused ce\b|chunked (ce|cross|loss)|cut cross"):
         stack = replace(stack, logit_bytes=0.5, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
+    elif name == "eager" and cells.has(r"torchtune") and cells["activation_checkpoint"].lower() != "none":
+        stack = replace(stack, logit_bytes=2.5)
+        cells.assume("the loss works in chunks of an eighth of the logits, torchtune's default")
+    elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
+        stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
     return stack
 
 
@@ -77,6 +86,8 @@ def megatron_era(cells: Cells) -> str:
 
 def _name(cells: Cells, *, sharded: bool) -> str:
     found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
+    if found is None and re.search(r"tpu|trillium|ironwood", cells["gpu"].lower()):
+        return "jax"
     if found == "fsdp1" and cells.year >= 2025:
         found = "torchtitan"
     if found == "megatron":
@@ -86,7 +97,8 @@ def _name(cells: Cells, *, sharded: bool) -> str:
     if found:
         return found
     if sharded:
-        name = "torchtitan" if cells.year >= 2024.5 else "fsdp1"
+        axes = any((cells.count(axis) or 1) > 1 for axis in ("tp", "pp", "cp"))
+        name = "torchtitan" if cells.year >= 2024.5 or axes else "fsdp1"
     elif (cells.count("n_gpus") or 1) == 1:
         name = "eager"
     else:

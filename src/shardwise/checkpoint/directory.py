@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.files import Identity, LocalFiles
 from shardwise.checkpoint.format import DamagedError, Fields, parse_json
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.errors import CheckpointError, UsageError
 
 MARKER = "store.json"
 POINTER = "latest"
-_NAME = re.compile(r"step-(\d{8,18})(?:\.(partial|old)-[0-9a-f]{8})?")
+_NAME = re.compile(r"step-([0-9]{8,18})(?:\.(partial|old)-[0-9a-f]{8})?")
 _SCRATCH = re.compile(r"\.(?:store\.json|latest)\.[0-9a-f]{8}")
 _FOREIGN = (".metadata", "*.distcp", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "pytorch_model*")
 
@@ -84,6 +84,10 @@ class Directory:
     def __init__(self, path: Path, files: LocalFiles) -> None:
         """Look at nothing yet."""
         self.path, self.files = path, files
+        self._sequence = 0
+        """The greatest of any checkpoint that was seen here."""
+        self._known: dict[Identity, Manifest] = {}
+        """Manifests by their files: a save needs not check again what it has checked."""
 
     def check_is_store(self) -> None:
         """Refuse a path that exists and is no store: a file, or a directory with other programs' checkpoints.
@@ -119,7 +123,7 @@ class Directory:
         self.check_is_store()
         try:
             self.files.make_parents(self.path)
-            if not (self.path / MARKER).exists():
+            if not self.files.is_file(self.path / MARKER):
                 self.replace_text(MARKER, json.dumps({"format": "shardwise-store", "schema": 2, "run": run}) + "\n")
             self._clean()
             partial = self.path / f"{name_of(step)}.partial-{uuid.uuid4().hex[:8]}"
@@ -156,19 +160,29 @@ class Directory:
         Raises:
             OSError: as the disk said; what was complete before still is.
         """
-        self.files.write_whole(partial / FILE, manifest.encode())
+        encoded = manifest.encode()
+        checked = Manifest.decode(encoded, str(partial / FILE))  # what cannot be read is not committed
+        self.files.write_whole(partial / FILE, encoded)
         self.files.sync_directory(partial)
         final = self.path / name_of(manifest.step)
         if final.exists():
             self.files.rename(final, self.path / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         self.files.rename(partial, final)
         self.files.sync_directory(self.path)
+        identity = self.files.identity(final / FILE)
+        if identity is not None:
+            self._known[identity] = checked
         self.replace_text(POINTER, final.name + "\n")
         return final
 
+    def next_sequence(self) -> int:
+        """Above that of every checkpoint, those included that were seen before and cannot be read at the moment."""
+        unreadable = len(self.listing(known=True).damaged)
+        return self._sequence + unreadable + 1
+
     def doomed(self, retention: Retention) -> list[Path]:
         """Complete checkpoints that need not stay; damaged ones are left for people to look at."""
-        complete = self.listing().complete
+        complete = self.listing(known=True).complete
         current = [(path, manifest) for path, manifest in complete if "." not in path.name]
         keeps = retention.keeps([(manifest.step, manifest.metric) for _, manifest in current])
         replaced = [path for path, _ in complete if "." in path.name]
@@ -184,8 +198,11 @@ class Directory:
             self.files.rename(checkpoint, doomed)
             self.files.remove_tree(doomed)
 
-    def listing(self) -> Listing:
+    def listing(self, *, known: bool = False) -> Listing:
         """What the store holds, ordered by save (not by step: a run may have gone back).
+
+        Args:
+            known: take the word of files that are as they were when they were checked before.
 
         Raises:
             CheckpointError: the path is no store, or holds a checkpoint of another schema.
@@ -193,15 +210,31 @@ class Directory:
         self.check_is_store()
         complete: list[tuple[Path, Manifest]] = []
         damaged: list[Skipped] = []
-        for _, kind, entry in self._entries():
+        for step, kind, entry in self._entries():
             if kind == "partial":
                 continue
             try:
-                complete.append((entry, Manifest.read(entry, self.files)))
+                manifest = self._manifest(entry, known)
+                if manifest.step != step:
+                    raise DamagedError(
+                        f"{entry}: holds step {manifest.step}, needed step {step} as its name says: it was renamed; "
+                        f"give it the name {name_of(manifest.step)}"
+                    )
+                complete.append((entry, manifest))
             except DamagedError as error:
                 damaged.append(Skipped(entry, str(error)))
         complete.sort(key=lambda pair: pair[1].sequence, reverse=True)
+        self._sequence = max([self._sequence, *(manifest.sequence for _, manifest in complete)])
         return Listing(tuple(complete), tuple(damaged))
+
+    def _manifest(self, checkpoint: Path, known: bool) -> Manifest:
+        identity = self.files.identity(checkpoint / FILE)
+        if not known or identity is None or identity not in self._known:
+            found = Manifest.read(checkpoint, self.files)
+            if identity is None:
+                return found
+            self._known[identity] = found
+        return self._known[identity]
 
     def replace_text(self, name: str, text: str) -> None:
         """Replace a small file in one rename, flushed to the disk."""

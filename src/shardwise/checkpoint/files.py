@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+Identity = tuple[int, int, int, int]
 
 
 class LocalFiles:
@@ -81,6 +82,23 @@ class LocalFiles:
             start, count = start + len(got), count - len(got)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_into(self, descriptor: int, path: Path, start: int, target: memoryview) -> int:
+        """Fill a buffer with bytes from a place; how many there were: fewer at the end of the file.
+
+        New memory for every read would cost more than the read: its pages are cleared one by one.
+        """
+        count = 0
+        while count < len(target):
+            got = self.call("read", path, partial(os.preadv, descriptor, [target[count:]], start + count))
+            if not got:
+                break
+            count += got
+        return count
+
+    def begin_writeback(self, descriptor: int, start: int, count: int) -> None:
+        """Ask the kernel to begin writing what was just written to the disk, and not to wait for the flush."""
+        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)  # what is dirty stays cached
+
     def forget(self, descriptor: int) -> None:
         """Ask the kernel to drop what it caches of a file, so that it is next read from the disk."""
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -110,6 +128,14 @@ class LocalFiles:
                 os.close(descriptor)
 
         self.call("fsync directory", path, act)
+
+    def identity(self, path: Path) -> Identity | None:
+        """Device, inode, size and time of change: equal only for a file that nobody wrote to; None: it is not there."""
+        try:
+            at = os.lstat(path)
+        except OSError:
+            return None
+        return at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns
 
     def names(self, path: Path) -> list[str]:
         """What a directory holds, sorted; nothing when it is not there."""

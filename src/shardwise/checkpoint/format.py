@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +19,12 @@ MAX_NAME = 512
 MAX_DIMS = 16
 MAX_ELEMENTS = 2**56
 """Of one tensor: far above any, and safe in 64 bits with any element size."""
+MAX_DEPTH = 64
+"""Of free content, as a configuration: what is deeper cannot be shown or written again."""
 _NAME = re.compile(r"[A-Za-z0-9_]+(?:[.:+\-][A-Za-z0-9_]+)*")
 _HEX = re.compile(r"[0-9a-f]+")
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
 
 
 class DamagedError(CheckpointError):
@@ -164,7 +169,7 @@ class Fields:
     def wrong(self, key: str, found: object, needed: str) -> DamagedError:
         """The error for a field."""
         return DamagedError(
-            f"{self.where}: {key}: found {repr(found)[:80]}, needed {needed}; choose another checkpoint"
+            f"{self.where}: {key}: found {_SHOWN.repr(found)[:80]}, needed {needed}; choose another checkpoint"
         )
 
     def only(self, keys: Sequence[str]) -> None:
@@ -174,10 +179,10 @@ class Fields:
             raise self.wrong("fields", differ[:5], f"exactly {', '.join(keys)}")
 
     def text(self, key: str, *, most: int = 4096) -> str:
-        """A string."""
+        """A string, of characters that can be shown: no control codes, no halves of surrogate pairs."""
         value = self.data.get(key)
-        if not isinstance(value, str) or len(value) > most:
-            raise self.wrong(key, value, f"text of at most {most} characters")
+        if not isinstance(value, str) or len(value) > most or not value.isprintable():
+            raise self.wrong(key, value, f"printable text of at most {most} characters")
         return value
 
     def hex(self, key: str, length: int) -> str:
@@ -213,6 +218,16 @@ class Fields:
             raise self.wrong(key, value, "an object")
         return value
 
+    def free(self, key: str) -> dict[str, Any]:
+        """An object of any content that is nested at most `MAX_DEPTH` deep."""
+        value = self.mapping(key)
+        level: list[Any] = [value]
+        for _ in range(MAX_DEPTH):
+            level = [x for v in level for x in (v.values() if isinstance(v, dict) else v) if isinstance(x, dict | list)]
+            if not level:
+                return value
+        raise self.wrong(key, value, f"content that is nested at most {MAX_DEPTH} deep")
+
     def sequence(self, key: str) -> list[Any]:
         """A list."""
         value = self.data.get(key)
@@ -221,10 +236,12 @@ class Fields:
         return value
 
     def number(self, key: str) -> float | None:
-        """A number or null."""
+        """A number that a float holds, or null."""
         value = self.data.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise self.wrong(key, value, "a number or null")
+        if isinstance(value, int) and abs(value) > MAX_ELEMENTS:
+            raise self.wrong(key, value, "an integer of at most 2^56, or a decimal number")
         return None if value is None else float(value)
 
 

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.files import LOCAL, LocalFiles
-from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, Piece, check_name, parse_json
+from shardwise.checkpoint.format import (
+    DTYPES,
+    MAX_ELEMENTS,
+    Box,
+    DamagedError,
+    Fields,
+    Piece,
+    check_name,
+    parse_json,
+)
 from shardwise.checkpoint.format import whole as whole_box
 from shardwise.checkpoint.shardfile import FileEntry, Identity, file_name
 from shardwise.errors import CheckpointError
@@ -22,6 +34,10 @@ from shardwise.errors import CheckpointError
 SCHEMA = 2
 FILE = "manifest.json"
 MAX_BYTES = 2**30
+MAX_FILE = 2**40
+"""Bytes of one rank's file: its table of digests, 1/8192 of it, is held in memory."""
+MAX_CUTS = 6
+"""Dims along which one tensor is divided: a mesh has fewer axes."""
 FORMAT = "shardwise-checkpoint"
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 _TAIL_BYTES = 78
@@ -124,17 +140,18 @@ class Manifest:
             DamagedError, CheckpointError: as `read`.
         """
         tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
+        agrees = tail is not None and hashlib.sha256(data[:-_TAIL_BYTES]).hexdigest().encode() == tail[1]
         fields = Fields(parse_json(data, where), where)
-        if fields.data.get("schema") == 1 and "scalars" in fields.data:
+        if fields.data.get("schema") == 1 and "scalars" in fields.data and "sha256" not in fields.data:
             raise CheckpointError(
                 f"{where}: schema 1, written through torch.distributed.checkpoint by a version that was never "
                 f"released; this version reads {SCHEMA}; train again, or load it with the version that wrote it"
             )
-        if type(fields.data.get("schema")) is int and int(fields.data["schema"]) > SCHEMA:
+        if agrees and fields.data.get("format") == FORMAT and fields.count("schema") > SCHEMA:
             raise CheckpointError(
                 f"{where}: schema {fields.data['schema']}, this version reads up to {SCHEMA}; update shardwise"
             )
-        if tail is None or hashlib.sha256(data[:-_TAIL_BYTES]).hexdigest().encode() != tail[1]:
+        if not agrees:
             raise DamagedError(
                 f"{where}: its SHA-256 is not that of its content: torn or changed after it was written; choose "
                 "another checkpoint"
@@ -151,23 +168,25 @@ def _checked(fields: Fields) -> Manifest:
         _name(fields, name): _tensor(Fields(item, f"{fields.where}: {name}"), len(entries))
         for name, item in fields.mapping("tensors").items()
     }
-    mesh = fields.mapping("mesh")
+    mesh, step, scalars = fields.free("mesh"), fields.count("step"), fields.free("scalars")
+    if scalars.get("step") != step:
+        raise fields.wrong("scalars: step", scalars.get("step"), f"{step}, the step of the checkpoint")
     if not all(type(size) is int and size > 0 for size in mesh.values()):
         raise fields.wrong("mesh", mesh, "sizes of axes")
     return Manifest(
         run=fields.hex("run", 32),
         save=fields.hex("save", 32),
-        step=fields.count("step"),
+        step=step,
         sequence=fields.count("sequence"),
         created=fields.text("created", most=64),
         plan=fields.text("plan"),
-        plan_fields=fields.mapping("plan_fields"),
+        plan_fields=fields.free("plan_fields"),
         mesh=mesh,
         world=fields.count("world"),
         device=fields.text("device", most=64),
-        versions=fields.mapping("versions"),
-        config=fields.mapping("config"),
-        scalars=fields.mapping("scalars"),
+        versions=fields.free("versions"),
+        config=fields.free("config"),
+        scalars=scalars,
         metric=fields.number("metric"),
         probe=_probe(fields),
         files=entries,
@@ -187,7 +206,7 @@ def _file(fields: Fields, index: int, item: object) -> FileEntry:
     inner.only(("name", "size_bytes", "seal"))
     if inner.text("name", most=64) != file_name(index):
         raise inner.wrong("name", inner.data["name"], file_name(index))
-    return FileEntry(file_name(index), inner.count("size_bytes"), inner.hex("seal", 64))
+    return FileEntry(file_name(index), inner.count("size_bytes", most=MAX_FILE), inner.hex("seal", 64))
 
 
 def _probe(fields: Fields) -> ProbeResult | None:
@@ -212,6 +231,8 @@ def _tensor(fields: Fields, num_files: int) -> TensorEntry:
     dtype, shape = fields.text("dtype", most=32), fields.counts("shape")
     if dtype not in DTYPES:
         raise fields.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    if math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
+        raise fields.wrong("shape", shape, "at most 2^56 elements")
     pieces = []
     for item in fields.sequence("pieces"):
         if not isinstance(item, list) or len(item) != 4:
@@ -230,13 +251,27 @@ def _tensor(fields: Fields, num_files: int) -> TensorEntry:
 
 
 def _check_tiles(fields: Fields, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Boxes that do not overlap and hold as many elements as the tensor make it up, each element once."""
-    total = sum(box.num_elements for box in boxes)
-    if total != whole_box(shape).num_elements:
-        raise fields.wrong("pieces", f"{total} elements", f"the {whole_box(shape).num_elements} of shape {shape}")
-    live: list[Box] = []
-    for box in sorted(boxes):  # by the first offset: a box that ends before this one starts cannot meet a later one
-        live = [other for other in live if other.offsets[0] + other.sizes[0] > box.offsets[0]] if shape else live
-        if any(box.overlap(other) is not None for other in live):
-            raise fields.wrong("pieces", str(box), "parts that do not overlap")
-        live.append(box)
+    """The boxes make up the tensor, each element once.
+
+    The indicator of a box is the sum of its corners, each with the sign of how many of its coordinates are upper ones,
+    and no other function is. So boxes make up the whole exactly when their signed corners add up to its own: linear
+    in the number of boxes, however they lie.
+    """
+    total, needed = sum(box.num_elements for box in boxes), whole_box(shape).num_elements
+    if total != needed:
+        raise fields.wrong("pieces", f"{total} elements", f"the {needed} of shape {shape}")
+    if not total or boxes == [whole_box(shape)]:
+        return
+    cut = [dim for dim, n in enumerate(shape) if any(box.sizes[dim] != n for box in boxes)]
+    if len(cut) > MAX_CUTS:
+        raise fields.wrong("pieces", f"a tensor divided along {len(cut)} dims", f"at most {MAX_CUTS}")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for upper in product((0, 1), repeat=len(cut)):
+        sign = -1 if sum(upper) % 2 else 1
+        corners[tuple(shape[dim] * up for dim, up in zip(cut, upper, strict=True))] -= sign
+        for box in boxes:
+            at = tuple(box.offsets[dim] + box.sizes[dim] * up for dim, up in zip(cut, upper, strict=True))
+            corners[at] += sign
+    if any(corners.values()):
+        odd = min(corner for corner, count in corners.items() if count)
+        raise fields.wrong("pieces", f"a hole or an overlap at {odd} of dims {cut}", "parts that make up the tensor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,8 @@ from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.shardfile import ShardFile, copy_box
 
 SLAB_BYTES = 4 * 1024 * 1024
+MAX_OPEN = 64
+"""Files open at a time: a process may have 1024 by default, and a checkpoint has one of every rank that saved it."""
 
 
 class Reader:
@@ -52,8 +55,9 @@ class Reader:
         for name in sorted(listed - there):
             raise DamagedError(f"{self.path / name}: it is missing, the manifest lists it; choose another checkpoint")
         for name in sorted(there - listed):
+            shown = f"{self.path}/{name if name.isprintable() else ascii(name)}"
             raise DamagedError(
-                f"{self.path / name}: it is there, and the manifest does not list it; remove it if it is known to be "
+                f"{shown}: it is there, and the manifest does not list it; remove it if it is known to be "
                 "harmless, or choose another checkpoint"
             )
 
@@ -76,6 +80,9 @@ class Reader:
                 said = (tensor.dtype, piece.box.sizes, piece.start)
                 if entry is None or (entry.dtype, entry.sizes, entry.start) != said:
                     raise opened.damaged(f"{name}{piece.box} is not in its header as the manifest says")
+        self._open[index] = self._open.pop(index)  # the most recent one is the last
+        for least_recent in islice(reversed(self._open.values()), MAX_OPEN, MAX_OPEN + 1):
+            least_recent.close()  # until it is read again
         return self._open[index]
 
     def read(self, name: str, wanted: Box, target: Any) -> None:

@@ -87,6 +87,7 @@ class SaveJob:
         Raises:
             CheckpointError: on all ranks, when any of them failed.
         """
+        self.failure = self.copy.finish() or self.failure
         peers.together(self.doing, self._refuse)
         partial, self.run, save = peers.on_first(self.doing, self._begin)
         identity = Identity(run=self.run, save=save, step=self.step, rank=peers.rank)
@@ -135,12 +136,11 @@ class SaveJob:
 
     def _commit(self, partial: Path, identity: Identity, written: list[tuple[FileEntry, Sums]]) -> Path:
         plan, mesh = self.placed.plan, self.placed.mesh
-        present = self.directory.listing().complete
         manifest = Manifest(
             run=identity.run,
             save=identity.save,
             step=self.step,
-            sequence=1 + max((entry.sequence for _, entry in present), default=0),
+            sequence=self.directory.next_sequence(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             plan=str(plan),
             plan_fields=asdict(plan),
@@ -155,7 +155,6 @@ class SaveJob:
             files=tuple(entry for entry, _ in written),
             tensors=self._tensors([sums for _, sums in written]),
         )
-        Manifest.decode(manifest.encode(), f"the manifest of step {self.step}")  # what cannot be read is not committed
         return self.directory.commit(partial, manifest)
 
     def _tensors(self, sums: list[Sums]) -> dict[str, TensorEntry]:
@@ -187,6 +186,12 @@ class Saving:
     previous_s: float = 0.0
     """How long the save before it took, from its call to the complete checkpoint; 0: there was none."""
     _thread: threading.Thread | None = None
+
+    @property
+    def held_up_s(self) -> float:
+        """How long an optimizer waited for the copy of its state since then; part of the stall."""
+        return self.job.copy.held_up_s
+
     _result: list[Save] = field(default_factory=list)
     _error: list[Exception] = field(default_factory=list)
 

@@ -24,15 +24,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from shardwise.checkpoint.files import LocalFiles
-from shardwise.checkpoint.format import (
-    CODES,
-    DTYPES,
-    Box,
-    DamagedError,
-    Fields,
-    parse_json,
-    piece_key,
-)
+from shardwise.checkpoint.format import CODES, DTYPES, Box, DamagedError, Fields, parse_json, piece_key
 
 BLOCK = 256 * 1024
 """Bytes of data with a digest of their own."""
@@ -120,7 +112,7 @@ def write_shard_file(
         OSError: as the disk said.
     """
     blocks = -(-len(data) // BLOCK)
-    header = _header(identity, arranged, len(data), blocks)
+    header = header_bytes(identity, arranged, len(data), blocks)
     path = directory / file_name(identity.rank)
     with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as pool:
         digesting = pool.submit(_digests, data)
@@ -129,6 +121,7 @@ def write_shard_file(
             files.write(descriptor, path, memoryview(header))
             for start in range(0, len(data), _WRITE):
                 files.write(descriptor, path, data[start : start + _WRITE])
+                files.begin_writeback(descriptor, len(header) + start, _WRITE)
             table = digesting.result()
             files.write(descriptor, path, memoryview(table))
             files.sync(descriptor, path)
@@ -142,7 +135,8 @@ def _digests(data: memoryview) -> bytes:
     return b"".join(hashlib.sha256(data[i : i + BLOCK]).digest() for i in range(0, len(data), BLOCK))
 
 
-def _header(identity: Identity, arranged: Sequence[tuple[Part, int]], size: int, blocks: int) -> bytes:
+def header_bytes(identity: Identity, arranged: Sequence[tuple[Part, int]], size: int, blocks: int) -> bytes:
+    """Length and header of a file of `size` bytes of data in so many blocks."""
     metadata = {"format": _FORMAT, "run": identity.run, "save": identity.save}
     metadata |= {"step": str(identity.step), "rank": str(identity.rank)}
     entries: dict[str, Any] = {"__metadata__": metadata}
@@ -224,8 +218,10 @@ class ShardFile:
         """See the class."""
         self.path = directory / entry.name
         self._files, self._rank = files, identity.rank
-        self._last: tuple[int, int, bytes] = (0, 0, b"")
-        self._descriptor = self._open()
+        self._last = (0, 0)
+        """First and last block in the buffer."""
+        self._buffer = bytearray()
+        self._descriptor = -1
         try:
             self._check(entry, identity)
         except BaseException:
@@ -241,6 +237,7 @@ class ShardFile:
             ) from error
 
     def _check(self, entry: FileEntry, identity: Identity) -> None:
+        self._descriptor = self._open()
         size = self._files.size(self._descriptor)
         if size != entry.size_bytes:
             raise self.damaged(f"{size} bytes, the manifest says {entry.size_bytes}: truncated or changed")
@@ -268,17 +265,32 @@ class ShardFile:
         try:
             got = self._files.read(self._descriptor, self.path, start, count)
         except OSError as error:
-            raise self.damaged(f"cannot be read at offset {start}: {error.strerror}") from error
-        if len(got) != count:
-            raise self.damaged(f"ends at offset {start + len(got)}, needed {start + count}")
+            raise self._unreadable(start, error) from error
+        self._check_count(start, len(got), count)
         return got
+
+    def _fill(self, start: int, target: memoryview) -> None:
+        if self._descriptor < 0:
+            self._descriptor = self._open()  # blocks are compared with the table that was read at first
+        try:
+            count = self._files.read_into(self._descriptor, self.path, start, target)
+        except OSError as error:
+            raise self._unreadable(start, error) from error
+        self._check_count(start, count, len(target))
+
+    def _check_count(self, start: int, got: int, needed: int) -> None:
+        if got != needed:
+            raise self.damaged(f"ends at offset {start + got}, needed {start + needed}")
+
+    def _unreadable(self, at: int, error: OSError) -> DamagedError:
+        return self.damaged(f"cannot be read at offset {at}: {error.strerror}")
 
     def damaged(self, what: str) -> DamagedError:
         """The error for this file."""
         return DamagedError(f"{self.path}: {what} (written by rank {self._rank}); choose another checkpoint")
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop` of the data, in whose blocks not a bit changed.
+        """Bytes `start` to `stop` of the data, in whose blocks not a bit changed; until the next call.
 
         Cost: reads and digests the blocks around them, unless the last call did.
 
@@ -288,21 +300,24 @@ class ShardFile:
         first, last = start // BLOCK, -(-stop // BLOCK)
         if not (self._last[0] <= first and last <= self._last[1]):
             begin, end = first * BLOCK, min(last * BLOCK, self.num_bytes)
-            data = self._get(self._data + begin, end - begin)
-            view = memoryview(data)
+            self._last = (0, 0)
+            if len(self._buffer) < end - begin:
+                self._buffer = bytearray(end - begin)
+            view = memoryview(self._buffer)[: end - begin]
+            self._fill(self._data + begin, view)
             for block in range(first, last):
                 at = block * BLOCK - begin
                 digest = hashlib.sha256(view[at : at + BLOCK]).digest()
                 if digest != self._table[block * DIGEST : (block + 1) * DIGEST]:
                     raise self._changed(block)
-            self._last = (first, last, data)
+            self._last = (first, last)
         base = self._last[0] * BLOCK
-        return memoryview(self._last[2])[start - base : stop - base]
+        return memoryview(self._buffer)[start - base : stop - base]
 
     def _changed(self, block: int) -> DamagedError:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
         inside = [entry.key for entry in self.entries if entry.start < end and begin < entry.stop]
-        names = ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
+        names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
         return self.damaged(
             f"offset {self._data + begin} to {self._data + end}, tensor {names}: its bytes changed after they were "
             "written"
@@ -314,12 +329,14 @@ class ShardFile:
         Raises:
             DamagedError: as `read`.
         """
-        self._files.forget(self._descriptor)
+        if self._descriptor >= 0:
+            self._files.forget(self._descriptor)
         for start in range(0, self.num_bytes, _WRITE):
             self.read(start, min(start + _WRITE, self.num_bytes))
 
     def close(self) -> None:
-        """Close it; once."""
+        """Close it, and drop what was read last; a later read opens it again."""
+        self._last, self._buffer = (0, 0), bytearray()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -18,6 +18,7 @@ from shardwise.checkpoint.files import LOCAL, LocalFiles
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.loading import Proof, check_damage, check_names, check_probe, fill, prove
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.partial_state import check_imported, followers, scalars_for, weights
 from shardwise.checkpoint.saving import Save, SaveJob, Saving
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
@@ -153,18 +154,22 @@ class Store:
     def save_async(self, state: Saveable, *, metric: float | None = None) -> Saving:
         """Copy this rank's part to host memory and write it in the background; every rank takes part.
 
+        Parameters and buffers are copied when this returns. The optimizer's state and averages follow in the
+        background, and the next step of a torch optimizer waits for them.
+
         A save that is still going on is waited for first: there are never two. A failure is a finding
         (`take_findings`), and no error unless `wait()` of the result is called.
 
-        Cost: the copy, a small collective, and the wait, which `Saving.waited_s` says.
+        Cost: the copy, a small collective, the wait for the save before (`Saving.waited_s`), and that of the
+        optimizer (`Saving.held_up_s`).
 
         Raises:
             CheckpointError: ranks disagree on what they save, or a tensor cannot be stored.
         """
-        job = self._prepare(state, metric)
         if self._apart is None:
             self._apart = Peers.of(state.mesh).apart()
             state.mesh.at_exit.append(self.wait)
+        job = self._prepare(state, metric, beside=True)
         stalled = time.perf_counter() - job.start
         saving = Saving(job=job, waited_s=job.waited_s, stalled_s=stalled, previous_s=self._last_s)
         self._going_on = saving
@@ -176,6 +181,7 @@ class Store:
         if self._going_on is not None:
             going_on, self._going_on = self._going_on, None
             finding = going_on.finish()
+            self._copy.release()
             self._findings += [finding] if finding is not None else []
             self._run, self._last_s = going_on.job.run, going_on.seconds
 
@@ -213,8 +219,12 @@ class Store:
             raise CheckpointError(f"{doing}: none of the {len(skipped)} checkpoints is whole: {reasons}")
         return None
 
-    def load(self, state: Saveable, path: str | os.PathLike[str]) -> Loaded:
+    def load(self, state: Saveable, path: str | os.PathLike[str], *, weights_only: bool = False) -> Loaded:
         """Load one checkpoint, of this store or another, into any plan of the same model and optimizer.
+
+        With `weights_only` the model's parameters and buffers alone: the optimizer is as new, averages of the weights
+        begin with them, and step, data and seed stay. So a checkpoint without optimizer state, or of another optimizer,
+        begins a run.
 
         Nothing reaches the state before names, shapes, types and the digest of every byte that is used are checked on
         all ranks; then the state is proven to be the stored one.
@@ -224,15 +234,15 @@ class Store:
             CheckpointError: not a checkpoint, damaged, not of this model and optimizer, or not proven.
         """
         self.wait()
-        return self._load(state, Path(path), ())
+        return self._load(state, Path(path), (), weights_only)
 
-    def _load(self, state: Saveable, path: Path, skipped: tuple[Skipped, ...]) -> Loaded:
+    def _load(self, state: Saveable, path: Path, skipped: tuple[Skipped, ...], weights_only: bool = False) -> Loaded:
         start = time.perf_counter()
         peers, doing, files = Peers.of(state.mesh), f"loading {path}", self._directory.files
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
-        self._take_over(state, path, manifest, doing)
-        proof = prove(peers, manifest, state.tensors())
+        self._take_over(state, path, manifest, weights_only)
+        proof = prove(peers, *(weights(manifest, state.tensors()) if weights_only else (manifest, state.tensors())))
         if self.probe is not None and manifest.probe is not None:
             proof = check_probe(proof, manifest, ProbeResult(*self.probe.measure(state)), state.placed)
         if path.resolve().parent == self.path.resolve():
@@ -240,17 +250,25 @@ class Store:
         seconds = time.perf_counter() - start
         return Loaded(path=path, step=manifest.step, manifest=manifest, skipped=skipped, seconds=seconds, proof=proof)
 
-    def _take_over(self, state: Saveable, path: Path, manifest: Manifest, doing: str) -> None:
+    def _take_over(self, state: Saveable, path: Path, manifest: Manifest, weights_only: bool) -> None:
         """Read into fresh tensors, and then, when no rank has anything against it, into the state."""
-        peers, files = Peers.of(state.mesh), self._directory.files
-        template = peers.together(doing, lambda: state.template(manifest.tensors.keys()))
-        seen = peers.gather(sum(1 << i for i, name in enumerate(manifest.tensors) if name in template))
-        peers.together(doing, lambda: check_names(manifest, template, seen))
+        peers, files, doing = Peers.of(state.mesh), self._directory.files, f"loading {path}"
+        known = manifest
+        if weights_only:
+            known, template = weights(manifest, peers.together(doing, lambda: state.template(())))
+        else:
+            peers.together(doing, lambda: check_imported(manifest))
+            template = peers.together(doing, lambda: state.template(manifest.tensors.keys()))
+        seen = peers.gather(sum(1 << i for i, name in enumerate(known.tensors) if name in template))
+        peers.together(doing, lambda: check_names(known, template, seen))
         peers.together(doing, lambda: fill(path, manifest, files, template))
-        peers.together(doing, lambda: state.load_scalars(manifest.scalars))
+        if weights_only:
+            template |= followers(template, state.tensors())
+        else:
+            peers.together(doing, lambda: state.load_scalars(scalars_for(manifest, state.scalars())))
         peers.together(doing, lambda: state.load_tensors(template))
 
-    def _prepare(self, state: Saveable, metric: float | None) -> SaveJob:
+    def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
         start = time.perf_counter()
         self.wait()
@@ -277,7 +295,7 @@ class Store:
             waited_s=waited,
         )
         try:
-            self._copy.take(tensors)
+            self._copy.take(tensors, beside=beside)
         except (RuntimeError, MemoryError) as error:  # of one rank: told to all where they meet next
             job.failure = f"copying to host memory: {error}".splitlines()[0]
         return job

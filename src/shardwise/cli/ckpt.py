@@ -1,4 +1,4 @@
-"""`shardwise ckpt`: what a checkpoint holds, whether it is whole, and how two differ."""
+"""`shardwise ckpt`: what a checkpoint holds, whether it is whole, how two differ; and those of other libraries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from shardwise.cli.ckpt_moves import Dtype, From, To, run_convert, run_export
 from shardwise.cli.output import console, print_json
 from shardwise.errors import ExitCode, UsageError
 
@@ -22,24 +23,73 @@ class Action(StrEnum):
     INSPECT = "inspect"
     VERIFY = "verify"
     DIFF = "diff"
+    CONVERT = "convert"
+    EXPORT = "export"
+
+
+_TWO = {Action.DIFF: "A B", Action.CONVERT: "SOURCE TARGET", Action.EXPORT: "SOURCE TARGET"}
+_BOTH = ("--dtype", "--optimizer", "--overwrite")
+_OPTIONS = {
+    Action.INSPECT: ("--all",),
+    Action.VERIFY: (),
+    Action.DIFF: ("--all",),
+    Action.CONVERT: (*_BOTH, "--from", "--rename", "--like", "--params-in-order", "--unsafe-pickle"),
+    Action.EXPORT: (*_BOTH, "--to", "--max-shard-size"),
+}
 
 
 def ckpt(
-    action: Annotated[Action, typer.Argument(help="inspect, verify, or diff of two.")],
+    action: Annotated[Action, typer.Argument(help="inspect, verify, diff of two, convert or export.")],
     paths: Annotated[list[Path], typer.Argument(help="A checkpoint; a store or a run's directory means its newest.")],
     all_tensors: Annotated[bool, typer.Option("--all", help="inspect, diff: every tensor, not the first few.")] = False,
+    kind: Annotated[From, typer.Option("--from", help="convert: what the source is.")] = From.AUTO,
+    rename: Annotated[Path | None, typer.Option(help="convert: a TOML file of rules, pattern = name.")] = None,
+    like: Annotated[Path | None, typer.Option(help="convert: a run of the model: its names, shapes and types.")] = None,
+    in_order: Annotated[
+        bool, typer.Option("--params-in-order", help="convert: the optimizer was made from model.parameters().")
+    ] = False,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe-pickle", help="convert: load as a program, which may do whatever you may.")
+    ] = False,
+    to: Annotated[To, typer.Option(help="export: what to write.")] = To.SAFETENSORS,
+    max_shard: Annotated[str | None, typer.Option("--max-shard-size", help="export: of a file, as 5GB.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="convert, export: of floating-point weights.")] = None,
+    optimizer: Annotated[
+        bool | None, typer.Option(help="convert (yes), export (no): take the optimizer's state along.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="convert, export: replace the target.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at checkpoints: by streaming, on one process, in bounded memory, without running anything of theirs.
+    """Look at checkpoints, and move them: by streaming, on one process, without running anything of theirs.
 
-    diff exits 0 when all tensors are equal bit by bit, 1 when not; damage exits 4.
+    diff exits 0 when all tensors are equal bit by bit, 1 when not; what is damaged or refused exits 4.
     """
-    needed = 2 if action is Action.DIFF else 1
+    needed = 2 if action in _TWO else 1
     if len(paths) != needed:
-        raise UsageError(
-            f"ckpt {action}: found {len(paths)} paths, needed {needed}; give {'A B' if needed > 1 else 'one'}"
-        )
-    if action is Action.INSPECT:
+        raise UsageError(f"ckpt {action}: found {len(paths)} paths, needed {needed}; give {_TWO.get(action, 'one')}")
+    given = {
+        "--all": all_tensors, "--from": kind != From.AUTO, "--rename": rename, "--like": like, "--dtype": dtype,
+        "--params-in-order": in_order, "--unsafe-pickle": unsafe, "--to": to != To.SAFETENSORS,
+        "--max-shard-size": max_shard, "--optimizer": optimizer is not None, "--overwrite": overwrite,
+    }  # fmt: skip
+    idle = [name for name, value in given.items() if value and name not in _OPTIONS[action]]
+    if idle:
+        raise UsageError(f"ckpt {action}: found {idle[0]}, needed only {', '.join(_OPTIONS[action]) or '--json'}")
+    if action is Action.CONVERT:
+        from shardwise.checkpoint.foreign.convert import Options
+
+        run_convert(paths[0], paths[1], Options(
+            kind=kind.value, rename=rename, like=like, dtype=dtype and dtype.value, optimizer=optimizer is not False,
+            in_order=in_order, overwrite=overwrite, unsafe=unsafe,
+        ), json)  # fmt: skip
+    elif action is Action.EXPORT:
+        from shardwise.checkpoint.foreign.export import MAX_SHARD, ExportOptions, parse_size
+
+        run_export(paths[0], paths[1], ExportOptions(
+            to=to.value, dtype=dtype and dtype.value, max_shard=parse_size(max_shard) if max_shard else MAX_SHARD,
+            optimizer=bool(optimizer), overwrite=overwrite,
+        ), json)  # fmt: skip
+    elif action is Action.INSPECT:
         _inspect(paths[0], all_tensors, json)
     elif action is Action.VERIFY:
         _verify(paths[0], json)
@@ -60,6 +110,7 @@ def _inspect(path: Path, all_tensors: bool, json: bool) -> None:
         f"{found['device']}, {len(found['tensors'])} tensors, {found['bytes'] / 1e6:.1f} MB in "
         f"{len(found['files'])} files",
         soft_wrap=True,
+        markup=False,
     )
     if found["probe"] is not None:
         out.print(f"probe: loss {found['probe']['loss']:.6g}, gradient norm {found['probe']['grad_norm']:.6g}")

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.findings import nearest
+from shardwise.records import parse_toml, read_small
 from shardwise.train.settings import KEYS, SECTIONS, RunSettings, get
 
 OriginKind = Literal["default", "file", "flag", "derived"]
@@ -99,13 +100,13 @@ def read_configuration(path: Path | None, flags: Iterable[Given] = (), sets: Ite
 
 def _read_file(path: Path) -> list[Given]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"cannot read the configuration {path}: no such file; give the path of a run.toml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}; it must be a TOML text file") from None
     try:
-        tables = tomllib.loads(text)
+        tables = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     given = []
@@ -133,7 +134,7 @@ def _read_set(text: str) -> Given:
         raise ConfigError(f"--set {text!r}: expected section.key=value, for example --set train.seed=3")
     _check_key(key.strip(), origin)
     try:
-        value = tomllib.loads(f"value = {written}")["value"]
+        value = parse_toml(f"value = {written}")["value"]
     except tomllib.TOMLDecodeError:
         value = written  # a bare word
     return Given(key=key.strip(), value=value, origin=origin)

@@ -13,7 +13,7 @@ from shardwise.cli.auto import auto_plan, this_machine
 from shardwise.cli.config import Configuration
 from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Cluster
-from shardwise.model.spec import ModelSpec, spec_from_dict
+from shardwise.model.spec import ModelSpec, refuse_unbuilt, spec_from_dict
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.workload import Workload
 from shardwise.train.settings import RunSettings
@@ -77,6 +77,7 @@ def derive(configuration: Configuration, around: Surroundings) -> Derived:
 
     Raises:
         ConfigError: settings that contradict each other.
+        ModelError: a preset that can be planned for, and not built.
         PlanError: a plan that does not parse.
 
     Example:
@@ -139,7 +140,9 @@ def _spec(configuration: Configuration, chosen: dict[str, Choice]) -> ModelSpec 
     if "num_heads" in sizes and "num_kv_heads" not in sizes:
         sizes["num_kv_heads"] = sizes["num_heads"]
         chosen["model.num_kv_heads"] = (sizes["num_heads"], "as many as heads, since heads were given")
-    return spec_from_dict({"preset": preset, **sizes}, name=preset)
+    spec = spec_from_dict({"preset": preset, **sizes}, name=preset)
+    refuse_unbuilt(spec)
+    return spec
 
 
 def _choose_device(configuration: Configuration, around: Surroundings, chosen: dict[str, Choice]) -> None:

@@ -53,7 +53,9 @@ def launched(*, nproc_given: bool, command: str) -> Launch | None:
     if nproc_given and not inside and "SLURM_STEP_ID" not in environment:
         return None
     launch = read_environment(environment, command=command)
-    return None if launch.launcher == "none" or launch.world == 1 else launch
+    # a world of one under torchrun may be what is left of a larger one: it must not start ranks of its own
+    alone = launch.world == 1 and "TORCHELASTIC_RUN_ID" not in environment
+    return None if launch.launcher == "none" or alone else launch
 
 
 def surroundings(device: str | None, launch: Launch | None) -> Surroundings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -20,6 +20,7 @@ from shardwise.cli.planning import (
     SeqOption,
     StackOption,
     TokensOption,
+    TraceOnOption,
     estimate_json,
     question,
     show_assumed,
@@ -52,12 +53,14 @@ def estimate(
     price: PriceOption = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
+    trace_on: TraceOnOption = "meta",
     json: JsonOption = False,
 ) -> None:
     """Estimate one plan: exit 0, 1 when it is refused or does not fit, 2 on a usage error."""
     parsed = load_plan(plan)
     batch = global_batch or (parsed.batch.global_size if tokens is None else None)
-    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, price=price)
+    more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on}
+    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, **more)
     found = load_stack(stack)
     memory, step = estimates(parsed, asked, found)
     traced = _traced(parsed, asked) if trace else []

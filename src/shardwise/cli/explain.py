@@ -19,6 +19,7 @@ from shardwise.cli.planning import (
     SeqOption,
     StackOption,
     TokensOption,
+    TraceOnOption,
     question,
     show_assumed,
     show_memory,
@@ -40,12 +41,13 @@ def explain(
     global_batch: BatchOption = None,
     optimizer: OptimizerOption = "adamw",
     stack: StackOption = "shardwise",
+    trace_on: TraceOnOption = "meta",
     json: JsonOption = False,
 ) -> None:
     """Explain a plan: what each decision's nearest alternatives would do."""
     parsed = load_plan(plan)
     batch = global_batch or (parsed.batch.global_size if tokens is None else None)
-    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, price=None)
+    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, trace_on=trace_on)
     found = load_stack(stack)
     memory, step = estimates(parsed, asked, found)
     words = tuple(word for word in OPT_IN if word != "fp8" or asked.cluster.device.rates.fp8)

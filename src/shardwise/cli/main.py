@@ -23,7 +23,7 @@ VERBS = {
     "explain": "Why a plan is what it is: each decision against its neighbours.",
     "probe": "Measure this machine into a cluster file for the planner.",
     "check": "Is a plan legal for a model and a number of ranks?",
-    "ckpt": "Inspect, verify or compare checkpoints.",
+    "ckpt": "Inspect, verify or compare checkpoints; convert those of other libraries, and export.",
     "lint": "Find the classic mistakes in training scripts, by line.",
     "verify": "Is a script under a plan the same training as on one process? Proven in numbers.",
     "schedule": "Show a pipeline schedule and its bubble.",

@@ -19,6 +19,7 @@ from shardwise.cli.planning import (
     SeqOption,
     StackOption,
     TokensOption,
+    TraceOnOption,
     check_path,
     estimate_json,
     question,
@@ -55,12 +56,14 @@ def plan(
     price: PriceOption = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
+    trace_on: TraceOnOption = "meta",
     json: JsonOption = False,
 ) -> None:
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
-    asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, optimizer=optimizer, price=price)
+    more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on}
+    asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
     forbidden = (*(forbid or ()), *(("tp", "ep") if asked.spec is None else ()))
     found = find_plan(
         asked.profile, asked.spec, asked.cluster, asked.workload,

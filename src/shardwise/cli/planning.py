@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan.band import band
 from shardwise.plan.memory import Memory
-from shardwise.plan.search import ASSUMED_HOST
+from shardwise.plan.search import ASSUMED_HOST, near_batches
 from shardwise.plan.stack import Stack
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -46,6 +46,7 @@ SeqOption = Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")
 TokensOption = Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's, if any.")]
 OptimizerOption = Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")]
+TraceOnOption = Annotated[str, typer.Option(help="Where a module's forward is read: meta, or cpu (runs it for real).")]
 StackOption = Annotated[str, typer.Option(help="Software stack that runs the plan.")]
 PriceOption = Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -73,7 +74,7 @@ def question(
         seq: tokens per sample; None: 4096, or the model's longest where that is less, marked as assumed.
         batch: samples per step.
         tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
-        **options: `optimizer` and `price`.
+        **options: `optimizer`, `price`, and `trace_on`, where a module's forward is read (`meta` or `cpu`).
 
     Raises:
         UsageError: an unknown name; both a batch and tokens.
@@ -91,7 +92,7 @@ def question(
     if spec is None:
         assumed.append("tp and ep are left out: the sizes that they must divide are not known for a module")
     workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
-    profile = profile_of(spec) if spec else _described(model, seq)
+    profile = profile_of(spec) if spec else _described(model, seq, str(options.get("trace_on") or "meta"))
     if spec and seq > spec.max_seq_len:
         assumed.append(f"{spec.name} has positions for {spec.max_seq_len} tokens; it is planned for {seq}")
     origins = (
@@ -124,7 +125,7 @@ def count_of(text: str) -> float:
     Raises:
         UsageError: no number, or an unknown unit.
     """
-    match = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]?)", text.strip())
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-zA-Z]?)", text.strip())
     unit = match.group(2).lower() if match else ""
     try:
         if match is None or (unit and unit not in UNITS):
@@ -139,7 +140,7 @@ def _batch(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple
     if batch is not None and tokens is not None:
         raise UsageError("--global-batch and --tokens are both given; keep one of them")
     if batch is not None:
-        return batch, []
+        return batch, _remark(batch, world)
     if tokens is None:
         return world, [f"global batch: {world} samples, one per device (give --global-batch or --tokens)"]
     wanted = count_of(tokens)
@@ -160,27 +161,31 @@ def _batch(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple
     ]
 
 
+def _remark(batch: int, world: int) -> list[str]:
+    """Where the devices do not divide a batch that is larger than they are many."""
+    if batch < world or batch % world == 0:
+        return []
+    near = " or ".join(map(str, near_batches(batch, world)))
+    return [
+        f"global batch: {batch} samples are no multiple of {world} devices: few layouts divide them; nearest: {near}"
+    ]
+
+
 def _is_module(model: str) -> bool:
     return model.startswith("hf:") or (":" in model and not model.endswith((".toml", ".json")))
 
 
-def _described(model: str, seq: int) -> Profile:
-    """The profile of a module, from its own forward on meta."""
-    import torch
+def _described(model: str, seq: int, device: str) -> Profile:
+    """The profile of a module, from its own forward."""
+    if device not in ("meta", "cpu"):
+        raise UsageError(f"--trace-on: found {device!r}, needed meta (no memory) or cpu (runs the forward for real)")
+    from shardwise.diagnose.read_module import module_factory, read_module  # torch, for those who give a module
 
-    from shardwise.model.describe import describe
+    if not model.startswith("hf:"):
+        return read_module(model, module_factory(model), seq, device)
+    from shardwise.models.hf import chain_config, hf_factory
 
-    if model.startswith("hf:"):
-        from shardwise.models.hf import hf_config, hf_factory
-
-        factory: Any = hf_factory(hf_config(model.removeprefix("hf:")))
-    else:
-        place, _, name = model.partition(":")
-        try:
-            factory = getattr(importlib.import_module(place), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ModelError(f"model {model!r}: cannot be imported: {error}; write package.module:function") from None
-    return describe(factory, torch.zeros(1, min(seq, 512), dtype=torch.long, device="meta"), name=model)
+    return read_module(model, hf_factory(chain_config(model)), seq, device)
 
 
 # ---------------------------------------------------------------- what is shown

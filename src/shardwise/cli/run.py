@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.devices import launched, local_devices
+from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, plan_here
 from shardwise.cli.output import plan_json, print_json
 from shardwise.errors import ExitCode, PlanError, UsageError
+from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job
 from shardwise.plan.constraints import check, refuse
@@ -35,6 +37,10 @@ def run(
     recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; needs steps().")] = False,
     max_recoveries: Annotated[int, typer.Option(min=1, help="Under --recover: how often in all.")] = 1000,
     events: Annotated[Path | None, typer.Option(help="Append each recovery to this file, a line of JSON.")] = None,
+    elastic: ElasticOption = None,
+    devices: Annotated[Path | None, typer.Option(help="Under --elastic: the file that lists the slots.")] = None,
+    slot_failures: FailuresOption = 2,
+    elastic_wait: WaitOption = 300.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -46,12 +52,22 @@ def run(
     given, after = list(words or ()), tuple(ctx.obj or ())
     plan = _plan(given[0]) if given else None
     launch = launched(nproc_given=nproc is not None, command=shlex.join(["shardwise", "run", script, *given]))
+    asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait)
     world = nproc or (launch.world if launch else None) or (plan.world if plan else max(1, local_devices()[1]))
+    if asked is not None and plan is not None and launch is not None:
+        plan = plan_here(asked, plan, Known(device=local_devices()[0]), launch)
+        given[0], world = str(plan), launch.world
     if plan is not None:
         refuse(check(plan, world=launch.world if launch else world))
     job = Job(target=script, args=(*given, *after), nproc=world, port=port)
-    tell = partial(_append, events) if events is not None else None
-    recovering = recovery(launch, port=port, limit=max_recoveries, tell=tell) if recover else None
+    tell = partial(_append, events, "recovery") if events is not None else None
+    recovering = None
+    if asked is not None:
+        asked.check(world, plan)
+    if recover or (asked is not None and launch is None):
+        recovering = recovery(launch, port=port, limit=max_recoveries, tell=tell)
+    if asked is not None and plan is not None and recovering is not None:
+        recovering = _elastic(asked, recovering, plan, job, devices=devices, events=events)
     if dry_run:
         _show(job, plan, json=json)
         return
@@ -116,9 +132,23 @@ def recovery(
     return Recovering(limit=limit, standby=local_devices()[0] == "cpu", tell=told)
 
 
-def _append(path: Path, **facts: Any) -> None:
+def _elastic(
+    asked: Asked, recovering: Recovering, plan: Plan, job: Job, *, devices: Path | None, events: Path | None
+) -> Recovering:
+    """Recovery with another plan, which the script gets as its first argument, for another number of processes."""
+    given, *rest = job.args
+
+    def arguments(now: Plan) -> tuple[str, ...]:
+        return (given if now == plan else str(now), *rest)
+
+    tell = partial(_append, events, "elastic") if events is not None else None
+    known = Known(device=local_devices()[0])
+    return elastic_policy(asked, recovering, plan, arguments, devices=devices, known=known, tell=tell)
+
+
+def _append(path: Path, event: str, **facts: Any) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(dumps({"event": "recovery", **facts}) + "\n")
+        file.write(dumps({"event": event, **facts}) + "\n")
 
 
 def _plan(word: str) -> Plan:

@@ -16,7 +16,7 @@ from shardwise.cli.devices import surroundings
 from shardwise.cli.output import configuration_json
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
-from shardwise.model.spec import ModelSpec, load_spec, presets
+from shardwise.model.spec import ModelSpec, load_spec, presets, refuse_unbuilt
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import LARGE, describe_shrink, shrink
 from shardwise.records import write_file
@@ -40,7 +40,7 @@ def subject_for(text: str, plan: Plan, words: tuple[str, ...], *, small: bool, d
 
     Raises:
         UsageError: nothing of this name, or words that nobody reads.
-        ModelError: a script cannot be shrunk, nor a factory.
+        ModelError: a script cannot be shrunk, nor a factory; a preset that no reference model has.
     """
     is_script = text.endswith(".py")
     if words and not is_script:
@@ -75,6 +75,7 @@ def _sizes(spec: ModelSpec, plan: Plan, *, small: bool) -> Subject:
     """A model by its sizes, on random tokens."""
     from shardwise.diagnose.subject import Subject
 
+    refuse_unbuilt(spec)
     run, notes = spec, tuple[str, ...]()
     if small or spec.num_params > LARGE:
         run = shrink(spec, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import shlex
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.config import Configuration, Given, Origin, read_configuration
-from shardwise.cli.derive import Derived, derive
+from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
+from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
 from shardwise.cli.output import (
     configuration_json,
     configuration_table,
@@ -27,6 +29,7 @@ from shardwise.cli.run import recovery, start
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job
+from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.train.changes import check_allowed, find_changes
 from shardwise.train.lock import RunLock, end_at_once
@@ -100,30 +103,44 @@ def train(
     spike: Annotated[str | None, typer.Option(help="Spikes of the loss: off, skip, rewind or stop.")] = None,
     oom: Annotated[str | None, typer.Option(help="Out of memory in a step: raise or halve.")] = None,
     check_replicas: Annotated[int | None, typer.Option(help="Steps between comparisons of replicas; 0: never.")] = None,
-    allow: Annotated[
-        list[str] | None, typer.Option(help="A change of the maths at resume: optimizer.lr; or all.")
-    ] = None,
+    allow: Annotated[list[str] | None, typer.Option(help="A change of the maths at resume; or all.")] = None,
     recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; on one host.")] = False,
+    elastic: ElasticOption = None,
+    slot_failures: FailuresOption = 2,
+    elastic_wait: WaitOption = 300.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print everything, start nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")] = False,
 ) -> None:
     """Train a model. Without arguments: a small decoder on Python's own sources, in about a minute."""
-    configuration = read_configuration(config, _given(ctx.params), sets or ())
-    raise typer.Exit(_train(configuration, allow=tuple(allow or ()), recover=recover, dry_run=dry_run, json=json))
+    asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait)
+    how = How(allow=tuple(allow or ()), recover=recover, asked=asked, json=json)
+    raise typer.Exit(_train(read_configuration(config, _given(ctx.params), sets or ()), how, dry_run=dry_run))
 
 
-def _train(
-    configuration: Configuration, *, allow: tuple[str, ...], recover: bool, dry_run: bool, json: bool
-) -> ExitCode:
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What a start says that is no setting of the run."""
+
+    allow: tuple[str, ...] = ()
+    recover: bool = False
+    asked: Asked | None = None
+    """Of `--elastic`."""
+    json: bool = False
+
+
+def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode:
     """Resolve, check, show, start, finish: in this order, so that a refusal comes before any process."""
-    asked = configuration.settings.train
+    asked, json = configuration.settings.train, how.json
     launch = launched(nproc_given=asked.nproc is not None or dry_run, command="shardwise train")
-    derived = derive(configuration, surroundings(asked.device, launch))
+    around = surroundings(asked.device, launch)
+    derived = derive(how.asked.start(configuration, around) if how.asked else configuration, around)
+    if how.asked is not None and launch is not None:
+        plan = plan_here(how.asked, derived.plan, known_of(derived, around.cluster), launch)
+        derived = replace(derived, plan=plan)
     run = RunDir(Path(str(derived.settings.train.out)))
     is_first = launch is None or launch.rank == 0
     _check(derived, run, configuration, launch)
-    tell = partial(run.add_event, "recovery")
-    recovering = recovery(launch, port=asked.port, tell=tell) if recover else None
+    recovering = _recovering(derived, run, around, launch, how)
     if is_first and not json:
         out = console()
         out.print(configuration_table(derived.configuration))
@@ -132,19 +149,19 @@ def _train(
         if json:
             print_json({"out": str(run.path), "plan": plan_json(derived.plan), **configuration_json(derived)})
         return ExitCode.OK
-    with RunLock.take(run.lock, end_at_once) if is_first else nullcontext() as lock:
+    with _lock(run, launch, how) if is_first else nullcontext() as lock:
         if is_first:
             changes = find_changes(run, configuration_json(derived), derived.plan) if _goes_on(derived) else []
-            check_allowed(run, changes, allow)
+            check_allowed(run, changes, how.allow)
             _write(derived, run)
             for change in changes:
                 typer.echo(f"changed since the last start: {change}", err=True)
             if changes:
-                run.add_event("changed", changes=[str(change) for change in changes], allowed=list(allow))
+                run.add_event("changed", changes=[str(change) for change in changes], allowed=list(how.allow))
         if lock is not None and lock.taken_over is not None:
             typer.echo(f"{run.path}: taken over from {lock.taken_over}, which is dead", err=True)
             run.add_event("taken over", owner=str(lock.taken_over))
-        code = _start(derived, run, launch, recovering, allow=allow, quiet=json)
+        code = _start(derived, run, launch, recovering, how)
         if is_first:
             _finish(run, code, json=json)
     return code
@@ -237,6 +254,15 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
             find_checkpoint(Path(resume))
 
 
+def _lock(run: RunDir, launch: Launch | None, how: How) -> RunLock:
+    """Hold the run's directory; where a node may have been lost, after its lock has gone stale."""
+    if launch is None or how.asked is None:
+        return RunLock.take(run.lock, end_at_once)
+    from shardwise.launch.elastic_nodes import take_when_free
+
+    return take_when_free(run, end_at_once)
+
+
 def _goes_on(derived: Derived) -> bool:
     return derived.settings.train.resume != "never"
 
@@ -247,28 +273,44 @@ def _write(derived: Derived, run: RunDir) -> None:
     derived.plan.save(run.plan)
 
 
-def _start(
-    derived: Derived,
-    run: RunDir,
-    launch: Launch | None,
-    recovering: Recovering | None,
-    *,
-    allow: tuple[str, ...],
-    quiet: bool,
-) -> ExitCode:
+def _recovering(
+    derived: Derived, run: RunDir, around: Surroundings, launch: Launch | None, how: How
+) -> Recovering | None:
+    """What happens when ranks die; None: the run ends."""
+    if not how.recover and (how.asked is None or launch is not None):
+        return None
+    if how.asked is not None:
+        how.asked.check(derived.plan.world, derived.plan)
+    port = derived.settings.train.port
+    recovering = recovery(launch, port=port, tell=partial(run.add_event, "recovery"))
+    if how.asked is None:
+        return recovering
+    return elastic_policy(
+        how.asked,
+        recovering,
+        derived.plan,
+        lambda plan: RunJob.words(run, plan=plan, quiet=how.json, allow=how.allow),
+        devices=run.devices,
+        known=known_of(derived, around.cluster),
+        tell=partial(run.add_event, "elastic"),
+        chosen=lambda plan: plan.save(run.plan),
+    )
+
+
+def _start(derived: Derived, run: RunDir, launch: Launch | None, recovering: Recovering | None, how: How) -> ExitCode:
     """The ranks: started here, or this process as one of those that a launcher has started."""
     settings = derived.settings.train
     if launch is not None:
-        from shardwise.launch.worker import RunJob, run_session
+        from shardwise.launch.elastic_nodes import run_agreed
+        from shardwise.launch.worker import run_session
 
-        run_session(
-            RunJob(run=run, settings=derived.settings, plan=derived.plan, spec=derived.spec, quiet=quiet, allow=allow)
-        )
+        rank = RunJob(run=run, settings=derived.settings, plan=derived.plan, spec=derived.spec)
+        (run_agreed if how.asked else run_session)(replace(rank, quiet=how.json, allow=how.allow))
         return ExitCode.OK
     job = Job(
         target="shardwise.launch.worker",
         is_module=True,
-        args=(str(run.path), *(("--quiet",) if quiet else ()), *(f"--allow={key}" for key in allow)),
+        args=RunJob.words(run, quiet=how.json, allow=how.allow),
         nproc=int(settings.nproc or 1),
         port=settings.port,
         signal_grace_s=settings.grace_s,

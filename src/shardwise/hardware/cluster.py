@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.findings import nearest
-from shardwise.records import as_dict, from_dict, hash_of, located, read_file, write_file
+from shardwise.records import RecordError, as_dict, from_dict, hash_of, located, read_file, write_file
 
 Origin = Literal["measured", "read", "table", "assumed"]
 GIB = 2**30
@@ -196,13 +196,33 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
     rest = dict(data)
     found = rest.pop("format", 1)
     if found != 1:
-        raise ConfigError(f"cluster: format: found {found!r}, this version of Shardwise reads 1")
-    if isinstance(rest.get("device"), list) or isinstance(rest.get("nodes"), list):
-        raise ConfigError(
-            "cluster: found a list of devices or nodes, needed one kind of device and a number of equal nodes; a job "
-            "goes at the pace of its slowest node: plan for one kind, or for the smallest of them"
+        raise RecordError(
+            ("format",),
+            f"found {found!r}, this version of Shardwise reads 1; write the file with the Shardwise that reads it "
+            "(`shardwise probe`, or `load_cluster(...).save(...)`)",
         )
+    for key in ("device", "nodes", "per_node"):
+        if isinstance(rest.get(key), list):
+            raise RecordError((key,), f"found a list; {_MIXED}")
+    _refuse_units(rest)
     return from_dict(Cluster, rest)
+
+
+_MIXED = (
+    "needed one kind of device and a number of equal nodes, as h100:8x16; a job goes at the pace of its slowest node: "
+    "plan for one kind, or for as many of the smallest as there are nodes"
+)
+_UNITS = {"memory": "bytes", "bandwidth": "bytes per second", "latency": "seconds", "context": "bytes"}
+
+
+def _refuse_units(data: Mapping[str, Any], keys: tuple[str, ...] = ()) -> None:
+    """A number with a unit is a text: say which unit the number is in."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            _refuse_units(value, (*keys, key))
+        elif isinstance(value, str) and re.fullmatch(r"\s*[\d.]+(e[+-]?\d+)?\s*[a-zA-Z/]*\s*", value) and key != "name":
+            unit = next((said for word, said in _UNITS.items() if word in key), "no unit")
+            raise RecordError((*keys, key), f"found the text {value!r}, needed a number in {unit}, as 80e9")
 
 
 def device_names() -> list[str]:
@@ -211,6 +231,8 @@ def device_names() -> list[str]:
 
 
 def _preset(text: str) -> Cluster:
+    if re.search(r"[,+;]", text):
+        raise UsageError(f"cluster {text!r}: found several kinds of nodes; {_MIXED}")
     match = re.fullmatch(r"([a-zA-Z0-9.-]+?)(?::(\d+)(?:x(\d+))?)?", text)
     name = match.group(1).lower() if match else text
     if match is None or name not in device_names():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwise.launch.elastic import Elastic
 from shardwise.launch.local import Failure
 
 
@@ -47,6 +48,8 @@ class Recovering:
     """Keep a second set of processes that have run the script up to its first step. Takes a model's memory more."""
     tell: Callable[[Recovery], None] = print
     """Called at each recovery, when it is complete."""
+    elastic: Elastic | None = None
+    """How the number of processes may change; None: it does not."""
 
 
 class Bounds:

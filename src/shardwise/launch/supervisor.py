@@ -1,4 +1,4 @@
-"""`run_recovering`: the ranks of a job on this machine, which goes on when some of them die.
+"""`run_recovering`: the ranks of a job on this machine, which goes on when some die, or when their number changes.
 
 After each step every rank copies its part of the state into memory that this process holds (`train/mirror.py`). When a
 rank dies the others are ended too: what they were doing cannot be finished, and groups, wrappers and kernels of an
@@ -6,177 +6,152 @@ abandoned step cannot be trusted. Their state is not lost: a new set of processe
 made, and tries the step again with the same samples and randomness. To be fast the new set stands by: it was forked
 while the old one trained, has run the script up to its first step, with process groups of its own, and waits.
 
+Under `--elastic` the new set may have another number of processes and another plan (`elastic.py`): the copy says where
+each part lies in its whole tensor, so any set can take it over.
+
 Nothing here is for several nodes: the memory is that of one host.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
 
 from shardwise.errors import ExitCode, LaunchError
-from shardwise.launch.job import Job, rank_environment
-from shardwise.launch.local import (
-    ADDRESS,
-    Failure,
-    Outcome,
-    Stopping,
-    catching,
-    death,
-    first_failure,
-    is_echo,
-    outcome_of,
-)
+from shardwise.launch.elastic import Elastic, Fleet, Team, Transition, spell_slots
+from shardwise.launch.job import Job
+from shardwise.launch.local import Failure, Outcome, Stopping, catching, death, first_failure, is_echo, outcome_of
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
 from shardwise.launch.variables import variables
-from shardwise.train.outliving import Board, Header, Memory, Slot
+from shardwise.launch.worlds import POLL_S, World, Worlds
+from shardwise.train.outliving import Header, Memory
 
-_POLL_S = 0.05
 _SETTLE_S = 0.3
 """After an error that may be the echo of another rank's death: how long that one has to be told."""
 _STANDBYS = 3
 """Sets that stood by and failed in a row, before it is given up."""
+_SAVE_S = 60.0
+"""Where nobody is to train on: how long those who trained get to save."""
+_CLOSE_S = 0.002
+"""How often is looked for the end of a step after which another set shall train."""
 
 
-@dataclass
-class _World:
-    """One set of processes, a process per rank."""
-
-    number: int
-    store: TCPStore
-    files: dict[int, Path]
-    """Where each rank leaves its error."""
-    stands_by: bool
-    codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of the ranks that have ended, in order of time."""
-
-    @property
-    def has_ended(self) -> bool:
-        return len(self.codes) == len(self.files)
-
-    @property
-    def has_failed(self) -> bool:
-        return any(self.codes.values())
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A recovery that goes on."""
+@dataclass(kw_only=True)
+class _Change:
+    """A change of processes that goes on; times in ns of the monotonic clock, 0: not yet."""
 
     since_ns: int
-    rank: int
+    rank: int | None
+    """Whose failure it is; None: it was planned."""
     cause: str
-    step: int
-    standby: bool
+    before: Team
+    prepared_ns: int = 0
+    """How long the old ones trained on, after it was planned."""
+    after: Team | None = None
+    count: int = 0
+    """Number of the copy that was taken over."""
+    step: int = 0
+    standby: bool = False
+    ended_ns: int = 0
+    """When the old ones had ended."""
+    chosen_ns: int = 0
+    """When it was known who goes on."""
+    trains_ns: int = 0
+    """When all ranks had their state."""
 
 
 class Supervisor:
     """Runs worlds through a fork server; made by `run_recovering`."""
 
-    def __init__(self, job: Job, policy: Recovering, line: socket.socket, memory: Memory) -> None:
-        self.job, self.policy, self.line, self.memory = job, policy, line, memory
+    def __init__(self, policy: Recovering, fleet: Fleet, worlds: Worlds) -> None:
+        self.policy, self.fleet, self.worlds = policy, fleet, worlds
         self.stopping = Stopping()
-        self.id = uuid.uuid4().hex
         self._bounds = Bounds(policy)
-        self._board = Board(memory.board)
-        self._worlds: dict[int, _World] = {}
-        self._started = 0
-        self._standby: _World | None = None
+        self._standby: World | None = None
         self._standbys_failed = 0
-        self._pending: _Pending | None = None
-        self._received = b""
-        self._server_pid = 0
+        self._pending: _Change | None = None
+        self._taken = 0
+        """Number of the copy that was last taken over; 0: none was."""
+        self._wished_ns = 0
+        """Since when another team is wanted than the one that trains; 0: none is."""
+        self._boundary = 0
+        """Copies that there were when the other team was ready."""
 
-    def run(self, folder: Path, server_pid: int) -> Outcome:
+    def run(self) -> Outcome:
         """Until the job has ended."""
-        self._server_pid = server_pid
-        active = self._start(folder, stands_by=False)
-        self._order(active, None)
+        team = self._await_team("the start")
+        if team is None:
+            return outcome_of({}, {}, self.stopping)
+        self._choose(team)
+        active = self._start(team)
+        self.worlds.order(active, None)
         while True:
-            self._poll()
+            self.worlds.poll(_CLOSE_S if self._boundary else POLL_S)
             self._tell(active)
-            if self.stopping.first is not None or (active.has_ended and not active.has_failed):
+            if (active.has_ended and not active.has_failed) or self._is_to_stop(active):
                 return self._end(active)
             if active.has_failed:
                 since_ns = time.monotonic_ns()
                 failure, killed = self._cause(active)
                 if failure is None or self.stopping.first is not None:
                     return self._end(active)
-                newest = self._bury(active)
-                refused = self._bounds.refuse(failure, copies=newest.count if newest else 0, killed=killed)
+                newest = self.worlds.bury(active)
+                copies = newest.count if newest else 0
+                refused = self._bounds.refuse(failure, copies=copies, killed=killed)
                 if refused is not None:
                     return Outcome(exit_code=refused.exit_code, failure=refused)
-                active = self._recover(folder, failure, newest, since_ns)
-            self._stand_by(folder, active)
+                slot = active.team.slots[failure.rank]
+                if self.fleet.fail(slot, failure.message, copies):
+                    self._note(f"slot {slot} is left out: {failure.message}")
+                change = _Change(since_ns=since_ns, rank=failure.rank, cause=failure.message, before=active.team)
+            elif self._is_time(active):
+                slots = f"slots {spell_slots(self.fleet.usable) or 'none'}"
+                now = time.monotonic_ns()
+                change = _Change(since_ns=now, rank=None, cause=slots, before=active.team)
+                change.prepared_ns = now - self._wished_ns
+                if self.fleet.team() is None:  # nobody may come back: let them save, as when the job is told to end
+                    self.worlds.signal(active, signal.SIGTERM)
+                    self.worlds.wait(active, self.fleet.job.signal_grace_s or _SAVE_S)
+                newest = self.worlds.bury(active)
+            else:
+                self._stand_by(active)
+                continue
+            change.ended_ns = time.monotonic_ns()
+            team = self._await_team(change.cause)
+            if team is None:
+                return outcome_of({}, {}, self.stopping)
+            active = self._go_on(change, team, newest)
 
-    def _start(self, folder: Path, *, stands_by: bool) -> _World:
-        """Fork a world; it waits for an order where its state is complete."""
-        self._started += 1
-        job, number, here = self.job, self._started, folder / f"world-{self._started}"
-        here.mkdir()
-        store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        files = {rank: here / f"error-{rank}.json" for rank in range(job.nproc)}
-        cores = len(os.sched_getaffinity(0))
-        keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
-        keep["TORCHELASTIC_RESTART_COUNT"] = str(self._bounds.total)
-        envs = [{**rank_environment(job, rank, ADDRESS, store.port, cores), **keep} for rank in files]
-        # what stands after `python -m shardwise.launch.entry`; the fork server is the ranks' parent
-        words = [job.command(reporting=(rank, path), launcher_pid=self._server_pid)[3:] for rank, path in files.items()]
-        memory = asdict(self.memory)
-        self._send("start", number, argv=words, env=envs, job=self.id, memory=memory, standby=stands_by)
-        world = self._worlds[number] = _World(number, store, files, stands_by)
-        return world
+    def _is_to_stop(self, active: World) -> bool:
+        """Whether it was asked to end, and can: who took over a state could not save it before a first step."""
+        stopping, job = self.stopping, self.fleet.job
+        is_late = time.monotonic() - stopping.at > (job.signal_grace_s or math.inf)
+        has_stepped = not self._taken or self.worlds.copies(active) > self._taken
+        return stopping.first is not None and (has_stepped or stopping.count > 1 or is_late)
 
-    def _order(self, world: _World, newest: Header | None) -> None:
-        self._send("order", world.number, order={"count": newest.count if newest else 0})
+    def _start(self, team: Team, *, stands_by: bool = False) -> World:
+        return self.worlds.start(team, stands_by=stands_by, restarts=self._bounds.total)
 
-    def _send(self, kind: str, world: int, **rest: Any) -> None:
-        try:
-            self.line.sendall(json.dumps({"do": kind, "world": world, **rest}).encode() + b"\n")
-        except OSError:
-            raise LaunchError(_SERVER_GONE) from None
+    def _choose(self, team: Team) -> None:
+        elastic = self.fleet.elastic
+        if elastic is not None and elastic.chosen is not None and team.plan is not None:
+            elastic.chosen(team.plan)
 
-    def _signal(self, world: _World, number: signal.Signals) -> None:
-        if not world.has_ended:
-            self._send("signal", world.number, signal=int(number))
+    def _note(self, text: str) -> None:
+        if self.fleet.elastic is not None:
+            self.fleet.elastic.note(f"elastic: {text}")
 
-    def _poll(self, wait_s: float = _POLL_S) -> None:
-        """Take what the fork server says."""
-        if not select.select([self.line], [], [], wait_s)[0]:
-            return
-        piece = self.line.recv(1 << 16)
-        if not piece:
-            raise LaunchError(_SERVER_GONE)
-        *lines, self._received = (self._received + piece).split(b"\n")
-        for line in lines:
-            number, rank, code = json.loads(line)["ended"]
-            self._worlds[number].codes[rank] = code
-
-    def _wait(self, world: _World, seconds: float) -> bool:
-        """Until all of its ranks have ended; False: not in time."""
-        end = time.monotonic() + seconds
-        while not world.has_ended and (left := end - time.monotonic()) > 0:
-            self._poll(min(left, _POLL_S))
-        return world.has_ended
-
-    def _cause(self, world: _World) -> tuple[Failure | None, bool]:
+    def _cause(self, world: World) -> tuple[Failure | None, bool]:
         """The first failure, and whether a process was killed; None for what recovery does not help against.
 
         Errors that Shardwise raises on purpose, and `sys.exit` with a status, would come again.
@@ -192,92 +167,177 @@ class Supervisor:
                 return failure, False
             if time.monotonic() > end:
                 return (failure if failure is not None and failure.traceback else None), False
-            self._poll(0.02)
+            self.worlds.poll(0.02)
 
-    def _bury(self, world: _World) -> Header | None:
-        """End what is left of a world; the newest copy of the state that all of its ranks had made."""
-        self._signal(world, signal.SIGKILL)
-        while not self._wait(world, 10):
-            self._signal(world, signal.SIGKILL)
-        del self._worlds[world.number]
-        return self.memory.newest()
+    def _await_team(self, cause: str) -> Team | None:
+        """Who shall train now, when there are enough; None: asked to stop meanwhile.
 
-    def _recover(self, folder: Path, failure: Failure, newest: Header | None, since_ns: int) -> _World:
+        Raises:
+            LaunchError: there were not enough in time, or no plan for so few.
+        """
+        team, elastic = self.fleet.team(), self.fleet.elastic
+        if team is not None or elastic is None:
+            return team
+        wait_s = elastic.wait_s if elastic.devices is not None else 0.0
+        usable, end = self.fleet.usable, time.monotonic() + wait_s
+        if wait_s:
+            self._note(
+                f"{len(usable)} slots can be used, and at least {elastic.least} are needed: nobody trains; waiting "
+                f"up to {wait_s:g} s for {elastic.devices} to list more ({cause})"
+            )
+        while team is None and time.monotonic() < end:
+            if self.stopping.first is not None:
+                return None
+            self.worlds.poll()
+            team = self.fleet.team()
+        if team is None:
+            raise LaunchError(_too_few(self.fleet, elastic, cause, wait_s))
+        return team
+
+    def _go_on(self, change: _Change, team: Team, newest: Header | None) -> World:
+        """Let a new world take over the newest copy: the one that stands by, if it is of this team."""
+        change.chosen_ns = time.monotonic_ns()
         world, self._standby = self._standby, None
-        if world is not None and world.codes:
-            self._signal(world, signal.SIGKILL)
+        if world is not None and (world.codes or world.team.size != team.size):
+            self.worlds.drop(world)
             world = None
-        standby = world is not None
-        world = world or self._start(folder, stands_by=False)
-        self._order(world, newest)
-        if self._pending is not None:
-            since_ns = self._pending.since_ns  # another one died before the last recovery was complete
-        step = newest.step if newest else 0
-        self._pending = _Pending(since_ns, failure.rank, failure.message, step, standby)
+        change.standby = world is not None
+        world = world or self._start(team)
+        self._choose(team)
+        world.team = team  # where processes stand by, on CPUs, one slot is as good as another
+        self.worlds.order(world, newest)
+        if self._pending is not None and self._pending.trains_ns:
+            self._finish_change(None)
+        elif self._pending is not None:  # another one died before the last change was complete
+            change.since_ns, change.before = self._pending.since_ns, self._pending.before
+        if newest is not None:
+            change.count, change.step = newest.count, newest.step
+        self._taken = change.count
+        change.after, self._pending, self._wished_ns, self._boundary = team, change, 0, 0
         return world
 
-    def _trains(self, world: _World) -> list[int] | None:
-        """Since when each rank of a world trains, in ns; None: not all do."""
-        found = [self._board.read(rank) for rank in world.files]
-        return [since for _, _, since in found] if all(trains == world.number for _, trains, _ in found) else None
-
-    def _tell(self, active: _World) -> None:
-        """Report a recovery when it is complete."""
-        if self._pending is None or (since := self._trains(active)) is None:
+    def _tell(self, active: World) -> None:
+        """Report a change of processes when it is complete; of another number of them, after their first step."""
+        pending = self._pending
+        if pending is None:
             return
-        pending, self._pending = self._pending, None
-        self.policy.tell(
-            Recovery(
-                number=self._bounds.total,
-                rank=pending.rank,
-                cause=pending.cause,
+        if not pending.trains_ns:
+            since = self.worlds.trains_since(active)
+            if since is None:
+                return
+            pending.trains_ns = max(since)
+            if pending.rank is not None and pending.before == pending.after:
+                self._pending = None
+                self.policy.tell(
+                    Recovery(
+                        number=self._bounds.total,
+                        rank=pending.rank,
+                        cause=pending.cause,
+                        step=pending.step,
+                        standby=pending.standby,
+                        seconds=(pending.trains_ns - pending.since_ns) / 1e9,
+                    )
+                )
+        elif self.worlds.copies(active) > pending.count:
+            self._finish_change((time.monotonic_ns() - pending.trains_ns) / 1e9)
+
+    def _finish_change(self, first_step_s: float | None) -> None:
+        """Tell of a change to another team, which trains."""
+        pending, self._pending, elastic = self._pending, None, self.fleet.elastic
+        if pending is None or pending.after is None or elastic is None or pending.before == pending.after:
+            return
+        elastic.tell(
+            Transition(
+                before=pending.before.size,
+                after=pending.after.size,
+                plan_before=str(pending.before.plan),
+                plan=str(pending.after.plan),
                 step=pending.step,
+                cause=pending.cause if pending.rank is None else f"rank {pending.rank}: {pending.cause}",
+                slots=pending.after.slots,
+                prepared_s=pending.prepared_ns / 1e9,
+                detected_s=(pending.ended_ns - pending.since_ns) / 1e9,
+                planned_s=(pending.chosen_ns - pending.ended_ns) / 1e9,
+                resharded_s=(pending.trains_ns - pending.chosen_ns) / 1e9,
+                first_step_s=first_step_s,
                 standby=pending.standby,
-                seconds=(max(since) - pending.since_ns) / 1e9,
             )
         )
 
-    def _stand_by(self, folder: Path, active: _World) -> None:
-        """Have a second world ready once the first one trains; a failing one is replaced, a few times."""
-        if self._standby is not None and self._standby.codes:
-            self._signal(self._standby, signal.SIGKILL)
-            self._standby = None
-            self._standbys_failed += 1
-        wanted = self.policy.standby and self._standby is None and self._standbys_failed < _STANDBYS
-        if not wanted or self._pending is not None or self._trains(active) is None:
-            return
-        if max(Slot(file).header().count for file in self.memory.slots[0]) > 0:
-            self._standby = self._start(folder, stands_by=True)
+    def _is_time(self, active: World) -> bool:
+        """Whether another team is to train now: it is ready, and all ranks have just made a copy after a step."""
+        team = self.fleet.team()
+        if team == active.team or self._pending is not None:
+            self._wished_ns = self._boundary = 0
+            return False
+        self._wished_ns = self._wished_ns or time.monotonic_ns()
+        copies, standby = self.worlds.copies(active), self._standby
+        waits = team is not None and self._keeps_standby
+        if waits and team is not None:
+            ready = standby is not None and standby.team.size == team.size and self.worlds.is_ready(standby)
+            copies *= ready
+        if not copies:
+            self._boundary = 0
+            return False
+        self._boundary = self._boundary or copies
+        return copies > self._boundary
 
-    def _end(self, active: _World) -> Outcome:
+    @property
+    def _keeps_standby(self) -> bool:
+        return self.policy.standby and self._standbys_failed < _STANDBYS
+
+    def _stand_by(self, active: World) -> None:
+        """Have a second world ready once the first one trains; a failing one is replaced, a few times."""
+        team, standby = self.fleet.next_team(active.team), self._standby
+        if standby is not None and (standby.codes or team is None or standby.team.size != team.size):
+            self.worlds.drop(standby)
+            self._standby = None
+            self._standbys_failed += bool(standby.codes)
+        if not self._keeps_standby or self._standby is not None or team is None or self._pending is not None:
+            return
+        if self.worlds.copies(active) > 0:
+            self._standby = self._start(team, stands_by=True)
+
+    def _end(self, active: World) -> Outcome:
         """No recovery from here on: the ranks end in order, or within the time that the job gives them."""
+        if self._pending is not None and self._pending.trains_ns:
+            self._finish_change(None)
         if self._standby is not None:
-            self._signal(self._standby, signal.SIGKILL)
-        job, stopping = self.job, self.stopping
+            self.worlds.drop(self._standby)
+        job, stopping = self.fleet.job, self.stopping
         if stopping.first is None:
-            self._signal(active, signal.SIGTERM)
-            self._wait(active, job.grace_s)
+            self.worlds.signal(active, signal.SIGTERM)
+            self.worlds.wait(active, job.grace_s)
         forwarded = 0
         first_end: float | None = None
         while not active.has_ended:
             if stopping.count > forwarded:
                 forwarded = stopping.count
-                self._signal(active, stopping.forward)
+                self.worlds.signal(active, stopping.forward)
             if active.codes and first_end is None:
                 first_end = time.monotonic()
             late = first_end is not None and time.monotonic() - first_end > job.stop_grace_s
             past = stopping.first is not None and time.monotonic() - stopping.at > (job.signal_grace_s or math.inf)
             if stopping.first is None or late or past:
                 stopping.killed = stopping.killed or past
-                self._signal(active, signal.SIGKILL)
-            self._poll()
+                self.worlds.signal(active, signal.SIGKILL)
+            self.worlds.poll()
         return outcome_of(active.codes, active.files, stopping)
 
 
-_SERVER_GONE = (
-    "the fork server of --recover has ended, so no process can be started or waited for, and the ranks end after their "
-    "step; look above for its error and at `dmesg` for the kernel's; start again: the job loads its last checkpoint"
-)
+def _too_few(fleet: Fleet, elastic: Elastic, cause: str, wait_s: float) -> str:
+    """What is wrong when nobody can train."""
+    usable = fleet.usable
+    out = "; ".join(f"slot {slot} is left out ({why})" for slot, why in fleet.left_out.items()) or cause
+    if len(usable) >= elastic.least:
+        found = f"no legal plan of the same maths that fits {elastic.least} to {len(usable)} processes"
+    else:
+        found = f"{len(usable)} slots that can be used ({spell_slots(usable) or 'none'}), needed {elastic.least}"
+    waited = f"waited {wait_s:g} s for {elastic.devices} to list more; " if wait_s else ""
+    return (
+        f"--elastic {elastic.least}:{elastic.most} with the plan `{elastic.own}`: found {found}; {out}; {waited}start "
+        "again where more can be used, or with a lower minimum: the job goes on from its last checkpoint"
+    )
 
 
 def run_recovering(job: Job, policy: Recovering) -> Outcome:
@@ -287,7 +347,8 @@ def run_recovering(job: Job, policy: Recovering) -> Outcome:
     start; per step a copy of the state, divided among the ranks. Must be called from the main thread (signals).
 
     Raises:
-        LaunchError: not on Linux, or the fork server cannot be started or has died.
+        LaunchError: not on Linux, or the fork server cannot be started or has died; under `policy.elastic` fewer
+            processes than its least.
 
     Example:
         >>> job = Job(target="train.py", args=("dp2",), nproc=2)  # doctest: +SKIP
@@ -299,12 +360,13 @@ def run_recovering(job: Job, policy: Recovering) -> Outcome:
             f"--recover on {sys.platform}: found no memfd_create and pidfd_open, needed Linux 5.3 or newer; start "
             "without --recover: the job then goes on from its last checkpoint when it is started again"
         )
-    memory = Memory.create(job.nproc)
+    fleet = Fleet(job, policy.elastic, variables())
+    memory = Memory.create(fleet.most)
     try:
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _server(memory) as (line, pid):
-            supervisor = Supervisor(job, policy, line, memory)
+            supervisor = Supervisor(policy, fleet, Worlds(line, memory, Path(folder), pid))
             with catching(supervisor.stopping):
-                return supervisor.run(Path(folder), pid)
+                return supervisor.run()
     finally:
         memory.close()
 

@@ -13,7 +13,6 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +22,12 @@ from shardwise.checkpoint.store import Store
 from shardwise.errors import ExitCode
 from shardwise.launch.allowed import go_on
 from shardwise.launch.resuming import open_cadence, record_resume
-from shardwise.model.spec import ModelSpec, spec_from_dict
+from shardwise.launch.runjob import RunJob as RunJob
+from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Placed
-from shardwise.plan.plan import Plan
 from shardwise.train.batches import eval_batches, loader
 from shardwise.train.build import (
     HF_PREFIX,
@@ -253,29 +252,6 @@ def _due(step: int, every: int | None) -> bool:
     return bool(every) and step % int(every or 1) == 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunJob:
-    """What the command line resolved: all that a rank needs to know."""
-
-    run: RunDir
-    settings: RunSettings
-    plan: Plan
-    spec: ModelSpec | None
-    quiet: bool = False
-    """Show nothing while it goes on."""
-    allow: tuple[str, ...] = ()
-    """Changes of the maths that `--allow` names."""
-
-    @classmethod
-    def load(cls, path: Path, *, quiet: bool = False, allow: tuple[str, ...] = ()) -> RunJob:
-        """The job that `config.json` and `plan.toml` of a run's directory describe."""
-        run = RunDir(path)
-        config = json.loads(run.config_json.read_text(encoding="utf-8"))
-        settings = RunSettings.model_validate_json(json.dumps(config["settings"]))
-        spec = spec_from_dict(config["spec"]) if config["spec"] is not None else None
-        return cls(run=run, settings=settings, plan=Plan.load(run.plan), spec=spec, quiet=quiet, allow=allow)
-
-
 def run_session(job: RunJob) -> Summary:
     """Train as this process's rank, from the mesh to the summary."""
     settings = job.settings
@@ -387,10 +363,9 @@ def main(argv: list[str]) -> None:
     """Train as one rank.
 
     Args:
-        argv: the run's directory, and `--quiet`.
+        argv: the run's directory, then the words of `RunJob.words`.
     """
-    allow = tuple(word.partition("=")[2] for word in argv[1:] if word.startswith("--allow="))
-    run_session(RunJob.load(Path(argv[0]), quiet="--quiet" in argv[1:], allow=allow))
+    run_session(RunJob.read(argv))
 
 
 if __name__ == "__main__":

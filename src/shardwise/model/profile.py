@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from shardwise.model.spec import ModelSpec
+from shardwise.records import hash_of
 
 Split = Literal["none", "sequence", "column", "row", "heads"]
 """What `tp` does to an operator: nothing; shards its tokens where the plan shards sequences; shards its outputs; its
@@ -139,6 +140,7 @@ class Profile:
     embedding: int
     """Parameters of the embedding (a table that is read, not multiplied)."""
     vocab: int
+    """Logits per token."""
     dim: int
     head: Block
     """Last norm and the product with the vocabulary."""
@@ -147,6 +149,9 @@ class Profile:
     kv_heads: int = 0
     experts: int = 0
     chosen: int = 0
+
+    def __hash__(self) -> int:
+        return hash_of(self)
 
     @property
     def num_params(self) -> int:
@@ -159,7 +164,12 @@ class Profile:
 
         Source: arXiv:2205.05198, appendix A, with attention counted as computed.
         """
-        return sum(block_flops(block, seq_len) for block in (*self.blocks, self.head))
+        return _forward_flops(self, seq_len)
+
+
+@lru_cache(maxsize=256)
+def _forward_flops(profile: Profile, seq_len: int) -> float:
+    return sum(block_flops(block, seq_len) for block in (*profile.blocks, profile.head))
 
 
 def block_flops(block: Block, seq_len: int) -> float:
@@ -189,14 +199,12 @@ def seen(op: Attention, seq_len: int) -> float:
 
 def profile_of(spec: ModelSpec) -> Profile:
     """The profile of a decoder from its sizes. Needs no torch; microseconds."""
-    moe = _block(spec, True) if spec.kind == "moe" else None
-    dense = _block(spec, False)
-    blocks = tuple(moe if moe and spec.is_moe(layer) else dense for layer in range(spec.num_layers))
+    blocks = tuple(_block(spec, spec.is_moe(layer), spec.window_of(layer)) for layer in range(spec.num_layers))
     return Profile(
         name=spec.name,
         blocks=blocks,
         embedding=spec.embedding_params,
-        vocab=spec.vocab_size,
+        vocab=_logits(spec),
         dim=spec.dim,
         head=_head(spec),
         tied=spec.tie_embeddings,
@@ -207,21 +215,28 @@ def profile_of(spec: ModelSpec) -> Profile:
     )
 
 
+def _logits(spec: ModelSpec) -> int:
+    """Outputs of the head per token: an image has its classes once."""
+    return -(-spec.vocab_size // spec.max_seq_len) if spec.patch else spec.vocab_size
+
+
 @lru_cache(maxsize=1024)
-def _block(spec: ModelSpec, experts: bool) -> Block:
+def _block(spec: ModelSpec, experts: bool, window: int) -> Block:
     dim = spec.dim
     norm = _norm(spec)
+    after = [norm] if spec.block_norms > 2 else []
     add = Pointwise("residual", 3 * dim, "sequence", masks=dim if spec.dropout else 0, kernels=3 if spec.dropout else 1)
-    ops = [norm, *_attention_ops(spec), add, norm]
-    ops += _expert_ops(spec) if experts else _ffn_ops(spec, spec.dense_ffn_dim or spec.ffn_dim)
-    block = Block("moe" if experts else "dense", (*ops, add), width=dim)
+    attention = [norm, *_attention_ops(spec, window), *after]
+    ffn = _expert_ops(spec) if experts else _ffn_ops(spec, spec.dense_ffn_dim or spec.ffn_dim)
+    ops = [*attention, add, norm, *ffn, *after, add] if spec.block_norms > 1 else [*attention, *ffn, add]
+    block = Block("moe" if experts else "dense", tuple(ops), width=dim)
     params = spec.block_params if experts or spec.kind != "moe" else spec.dense_block_params
     return Block(block.name, block.ops, small=params - block.params, width=dim)
 
 
 def _norm(spec: ModelSpec) -> Pointwise:
     """LayerNorm is one kernel in every stack; RMSNorm is six primitives where nobody fuses them."""
-    if spec.kind == "gpt":
+    if spec.norm == "layer":
         return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=spec.dim)
     return Pointwise("norm", 2 * spec.dim, "sequence", saves=spec.dim, saves_apart=2 * spec.dim, upcast=True, kernels=6)
 
@@ -229,14 +244,15 @@ def _norm(spec: ModelSpec) -> Pointwise:
 @lru_cache(maxsize=1024)
 def _head(spec: ModelSpec) -> Block:
     norm = _norm(spec)
-    product = Matmul("head", spec.dim, spec.vocab_size, "column", saves=spec.dim)
-    return Block("head", (norm, product), small=spec.norm_params, width=spec.dim)
+    product = Matmul("head", spec.dim, _logits(spec), "column", saves=spec.dim)
+    apart = spec.dim * (spec.vocab_size - _logits(spec))
+    return Block("head", (norm, product), small=spec.norm_params + spec.other_params + apart, width=spec.dim)
 
 
-def _attention_ops(spec: ModelSpec) -> list[Op]:
+def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
     dim, heads, size = spec.dim, spec.num_heads, spec.head_dim
     qk_dim = size + spec.rope_dim
-    core = Attention(heads, spec.num_kv_heads, qk_dim, size, spec.causal, spec.window, spec.dropout)
+    core = Attention(heads, spec.num_kv_heads, qk_dim, size, spec.causal, window, spec.dropout)
     out = Matmul("out", heads * size, dim, "row")
     width = (heads + spec.num_kv_heads) * size
     rotate = Pointwise("rope", 2 * width, "heads", kernels=8)
@@ -259,7 +275,7 @@ def _attention_ops(spec: ModelSpec) -> list[Op]:
     norms: list[Op] = []
     if spec.qk_norm:
         norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, upcast=True, kernels=12)]
-    return [qkv, *norms, *([rotate] if spec.kind != "gpt" else []), core, out]
+    return [qkv, *norms, *([rotate] if spec.positions == "rotary" else []), core, out]
 
 
 def _ffn_ops(spec: ModelSpec, width: int, name: str = "") -> list[Op]:

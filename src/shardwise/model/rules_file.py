@@ -20,6 +20,7 @@ import tomlkit
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.findings import nearest
 from shardwise.model.rules import STYLES, compile_pattern
+from shardwise.records import parse_toml, read_small
 
 _KEYS = {"model": str, "tp_divides": int, "no_sequence": str, "verified": str, "verified_hash": str, "rules": dict}
 _HEAD = (
@@ -135,7 +136,7 @@ def load_rules(path: str | os.PathLike[str], *, unverified: bool = False) -> Rul
     """
     text = _text(path)
     try:
-        data = tomllib.loads(text)
+        data = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise DataError(
             f"rules file {path}: found no TOML ({error}); needed: [rules], then lines pattern = style"
@@ -186,7 +187,7 @@ def _rules(path: str | os.PathLike[str], text: str, data: Mapping[str, Any]) -> 
 
 def _text(path: str | os.PathLike[str]) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_small(Path(path)).decode("utf-8")
     except UnicodeDecodeError:
         raise DataError(f"rules file {path}: it is no UTF-8 text; needed: TOML with a table [rules]") from None
     except OSError as error:

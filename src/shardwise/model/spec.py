@@ -9,16 +9,25 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_args
 
-from shardwise.errors import ConfigError, PlanError, UsageError
+from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.findings import nearest
 from shardwise.records import RecordError, from_dict, located, read_file
 
 ModelKind = Literal["llama", "gpt", "moe"]
 
 _BLOCKS = {"llama": "layers.*", "moe": "layers.*", "gpt": "h.*"}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "kind": get_args(ModelKind),
+    "ffn": ("gated", "plain"),
+    "norm": ("rms", "layer"),
+    "positions": ("learned", "rotary", "none"),
+}
+_PLAIN = {"ffn": "plain", "norm": "layer", "positions": "learned"}
+_GATED = {"ffn": "gated", "norm": "rms", "positions": "rotary"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +36,8 @@ class ModelSpec:
 
     `kind` says which layers a block has: `llama` RMSNorm, grouped-query attention, gated feed-forward of three
     matrices, no bias; `moe` the same with `num_experts` feed-forwards and a router; `gpt` LayerNorm, attention and
-    a feed-forward of two matrices, all with bias, and learned positions.
+    a feed-forward of two matrices, all with bias, and learned positions. Fields below `num_experts` may say otherwise;
+    `other_parts` names those that no reference model has, so that such a model is planned and not built.
 
     Raises:
         ConfigError: a size that is not positive, or heads that do not fit.
@@ -52,9 +62,18 @@ class ModelSpec:
     qk_norm: bool = False
     ffn: Literal["", "gated", "plain"] = ""
     """Three matrices (gate, up, down) or two; empty: plain for gpt, gated for the others."""
+    norm: Literal["", "rms", "layer"] = ""
+    """RMSNorm (a factor), or LayerNorm (with a bias); empty: layer for gpt, rms for the others."""
+    block_norms: int = 2
+    """Normalisations of a block: 4 where results are normalised too (Gemma 2), 1 where attention and feed-forward share
+    one and run side by side (Falcon, GPT-J)."""
+    positions: Literal["", "learned", "rotary", "none"] = ""
+    """A table of `max_seq_len`, rotated heads, or neither (ALiBi); empty: learned for gpt, rotary for the others."""
     causal: bool = True
     window: int = 0
     """Tokens that attention looks back on; 0: all."""
+    full_every: int = 0
+    """With a window: one layer in so many, the last of them, looks back on all tokens; 0: none does."""
     dropout: bool = False
     """Dropout is drawn in training, and its masks kept."""
     num_dense_layers: int = 0
@@ -71,14 +90,21 @@ class ModelSpec:
     q_rank: int = 0
     rope_dim: int = 0
     """Latent attention: sizes of a head that carry positions, beside `head_dim`."""
+    patch: int = 0
+    """Vision: side of the patches of an image of three colours, one token each; the head gives `vocab_size` classes for
+    a whole image. 0: tokens are words."""
+    other_params: int = 0
+    """Parameters outside the blocks that no other field counts: a pooler, token types, a class token, a head's bias."""
+    hf: str = ""
+    """Model type of `transformers` that has this architecture."""
     blocks: str = ""
     """Name pattern of the blocks; empty: `layers.*`, or `h.*` for gpt."""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ModelKind):
-            raise ConfigError(f"model {self.name}: kind: {self.kind!r}; {nearest(self.kind, get_args(ModelKind))}")
-        if self.ffn not in ("", "gated", "plain"):
-            raise ConfigError(f"model {self.name}: ffn: found {self.ffn!r}, needed gated or plain")
+        for key, known in _CHOICES.items():
+            found = getattr(self, key)
+            if found not in known and (found or key == "kind"):
+                raise ConfigError(f"model {self.name}: {key}: found {found!r}; {nearest(found, known)}")
         positive = ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "max_seq_len")
         for key in (*positive, "num_kv_heads", "head_dim", "num_experts", "experts_per_token"):
             least = 1 if key in positive else 0
@@ -92,7 +118,8 @@ class ModelSpec:
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.dim // self.num_heads)
         object.__setattr__(self, "blocks", self.blocks or _BLOCKS[self.kind])
-        object.__setattr__(self, "ffn", self.ffn or ("plain" if self.kind == "gpt" else "gated"))
+        for key, usual in (_PLAIN if self.kind == "gpt" else _GATED).items():
+            object.__setattr__(self, key, getattr(self, key) or usual)
         if self.kind == "moe" and (self.num_dense_layers or self.moe_every > 1) and not self.dense_ffn_dim:
             object.__setattr__(self, "dense_ffn_dim", self.ffn_dim)
         if self.num_heads % self.num_kv_heads:
@@ -136,7 +163,7 @@ class ModelSpec:
     @property
     def norm_params(self) -> int:
         """Parameters of one normalisation over `dim`."""
-        return 2 * self.dim if self.kind == "gpt" else self.dim
+        return 2 * self.dim if self.norm == "layer" else self.dim
 
     @property
     def block_params(self) -> int:
@@ -145,12 +172,12 @@ class ModelSpec:
         if self.kind == "moe":
             ffn = self.num_experts * ffn + self.dim * self.num_experts + self._ffn_params(self.shared_ffn_dim)
             ffn += 2 * self.dim * self.expert_dim
-        return self.attention_params + ffn + 2 * self.norm_params
+        return self.attention_params + ffn + self.block_norms * self.norm_params
 
     @property
     def dense_block_params(self) -> int:
         """Parameters of one block without experts in a model that has both."""
-        return self.attention_params + self._ffn_params(self.dense_ffn_dim) + 2 * self.norm_params
+        return self.attention_params + self._ffn_params(self.dense_ffn_dim) + self.block_norms * self.norm_params
 
     @property
     def num_moe_layers(self) -> int:
@@ -161,15 +188,20 @@ class ModelSpec:
         """True where layer `layer` (from 0) has experts."""
         return self.kind == "moe" and layer >= self.num_dense_layers and (layer + 1) % self.moe_every == 0
 
+    def window_of(self, layer: int) -> int:
+        """Tokens that layer `layer` (from 0) looks back on; 0: all."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
     @property
     def embedding_params(self) -> int:
-        """Parameters of the token embedding, and of the positions of `gpt`."""
-        return self.vocab_size * self.dim + (self.max_seq_len * self.dim if self.kind == "gpt" else 0)
+        """Parameters of the embedding of tokens or patches, and of learned positions."""
+        table = 3 * self.patch**2 if self.patch else self.vocab_size
+        return (table + (self.max_seq_len if self.positions == "learned" else 0)) * self.dim
 
     @property
     def head_params(self) -> int:
-        """Parameters of the last normalisation and of the head; a tied head has none of its own."""
-        return self.norm_params + (0 if self.tie_embeddings else self.vocab_size * self.dim)
+        """Parameters of the last normalisation, of the head (none of its own where it is tied), and all others."""
+        return self.norm_params + self.other_params + (0 if self.tie_embeddings else self.vocab_size * self.dim)
 
     @property
     def num_params(self) -> int:
@@ -189,6 +221,22 @@ class ModelSpec:
         return self.num_params - self.num_moe_layers * idle
 
     @property
+    def other_parts(self) -> tuple[str, ...]:
+        """What it has and no reference model of its kind does, as `field=value`; empty: `models.presets` can build it.
+
+        >>> preset("llama-8b").other_parts, preset("deepseek-v3").other_parts[:2]
+        ((), ('kv_rank=512', 'shared_ffn_dim=2048'))
+        """
+        gpt = self.kind == "gpt"
+        usual = {
+            "kv_rank": 0, "shared_ffn_dim": 0, "num_dense_layers": 0, "moe_every": 1, "expert_dim": 0, "dropout": False,
+            "window": 0, "causal": True, "patch": 0, "other_params": 0, "block_norms": 2,
+            **(_PLAIN if gpt else _GATED),
+            **({"num_kv_heads": self.num_heads, "qk_norm": False} if gpt else {}),
+        }  # fmt: skip
+        return tuple(f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value)
+
+    @property
     def block_names(self) -> tuple[str, ...]:
         """Names of the blocks in order.
 
@@ -198,9 +246,27 @@ class ModelSpec:
         return tuple(self.blocks.replace("*", str(i)) for i in range(self.num_layers))
 
 
-def presets() -> list[str]:
-    """Names that `preset` knows."""
-    return list(_table())
+def refuse_unbuilt(spec: ModelSpec) -> None:
+    """Refuse sizes that can be planned for, and that no reference model has, before anything is started.
+
+    Raises:
+        ModelError: the parts that are in no reference model, and which of `hf:` has them.
+    """
+    if spec.other_parts:
+        there = (
+            f"`hf:{spec.hf}` (or `hf:` with the config.json of these sizes)" if spec.hf else "`hf:` with a config.json"
+        )
+        raise ModelError(
+            f"model {spec.name}: cannot be built: found {', '.join(spec.other_parts)}, which no reference model of "
+            f"kind {spec.kind!r} has; needed a model of equal blocks, such as `llama-8b` or `mixtral-8x7b`; `plan`, "
+            f"`estimate` and `explain` take it by its sizes; to train or verify it, give {there}, or your own module "
+            "as package.module:function"
+        )
+
+
+def presets(*, built: bool = False) -> list[str]:
+    """Names that `preset` knows; `built`: those of which `models.presets.build` makes a model."""
+    return [name for name in _table() if not (built and preset(name).other_parts)]
 
 
 def preset(name: str) -> ModelSpec:
@@ -253,5 +319,12 @@ def load_spec(source: str | os.PathLike[str]) -> ModelSpec:
         raise located(error, source, text) from None
 
 
+@cache
 def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files("shardwise.model").joinpath("presets.toml").read_text(encoding="utf-8"))
+    """Presets by name; one that names another as its `preset` has the fields of that one too."""
+    table = tomllib.loads(files("shardwise.model").joinpath("presets.toml").read_text(encoding="utf-8"))
+    for sizes in table.values():
+        if "preset" in sizes:
+            base = table[sizes.pop("preset")]
+            sizes |= {key: value for key, value in base.items() if key not in sizes}
+    return table

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.findings import nearest
 
 PREFIX = "hf:"
@@ -76,6 +76,25 @@ def hf_factory(config: PreTrainedConfig) -> Callable[[], nn.Module]:
     functools.partial(<function build at 0x...>, LlamaConfig {...})
     """
     return partial(build, config)
+
+
+def chain_config(source: str) -> PreTrainedConfig:
+    """`hf_config` of a model that is one chain of blocks over token ids, as plans divide.
+
+    Raises:
+        ModelError: an encoder with a decoder, or a model of pictures.
+        ConfigError: as `hf_config`.
+    """
+    config = hf_config(source)
+    pictures = getattr(config, "image_size", None) and not getattr(config, "vocab_size", None)
+    if config.is_encoder_decoder or pictures:
+        found = "an encoder and a decoder" if config.is_encoder_decoder else "a model of pictures"
+        raise ModelError(
+            f"model {source!r}: found {found} ({config.model_type}), needed one chain of blocks over token ids, which "
+            "is what a plan divides; give a preset (`vit-l-16`, `bert-large`), a file of the sizes of its blocks, or a "
+            "factory of your own"
+        )
+    return config
 
 
 def build(config: PreTrainedConfig) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.model.spec import ModelSpec
+from shardwise.model.spec import ModelSpec, refuse_unbuilt
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token
 from shardwise.models.gpt import GPT, GPTConfig, gpt_flops_per_token
 from shardwise.models.moe import MoEConfig, MoEDecoder
@@ -20,11 +20,12 @@ def build(spec: ModelSpec) -> Callable[[], nn.Module]:
     """A factory of the model that a spec describes.
 
     Raises:
-        ModelError: a kind that the reference models do not have.
+        ModelError: a part that the reference models do not have (`ModelSpec.other_parts`), or head sizes.
 
     >>> build(preset("tiny-llama"))  # doctest: +SKIP
     functools.partial(<class 'shardwise.models.decoder.Decoder'>, DecoderConfig(...))
     """
+    refuse_unbuilt(spec)
     if spec.kind == "gpt":
         return partial(GPT, gpt_config(spec))
     if spec.kind == "moe":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.plan.division import Stage
 from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
@@ -35,10 +36,16 @@ class Saving:
 
 def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "") -> Saving:
     """The knobs of a plan under a stack; `compute` is the workload's."""
-    width = compute_width(plan)
+    return _saving(plan.axes.tp, plan.tensor.sequence, plan.precision, (stack, seq_len, compute))
+
+
+@lru_cache(maxsize=1024)
+def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str]) -> Saving:
+    stack, seq_len, compute = rest
+    width = _WIDTHS[precision]
     return Saving(
-        tp=plan.axes.tp,
-        sequence=plan.tensor.sequence,
+        tp=tp,
+        sequence=sequence,
         width=width,
         residual=stack.residual_bytes or width,
         attention=stack.attention,
@@ -50,9 +57,12 @@ def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "") -> Savi
     )
 
 
+_WIDTHS = {**BYTES, "bf16-pure": BYTES["bf16"], "fp8": BYTES["bf16"]}
+
+
 def compute_width(plan: Plan) -> float:
     """Bytes of an activation."""
-    return BYTES[{"bf16-pure": "bf16", "fp8": "bf16"}.get(plan.precision, plan.precision)]
+    return _WIDTHS[plan.precision]
 
 
 @lru_cache(maxsize=4096)
@@ -93,7 +103,7 @@ def _saved_attention(op: Attention, how: Saving) -> float:
     fused = op.saves * how.width + 4 * op.heads
     if how.attention in ("unfused", "fused-softmax"):
         scores = op.heads * how.keys
-        kept = 2 * how.width + 1 if op.dropout else how.width
+        kept = 2 * how.width + 1  # probabilities before and behind dropout, which p = 0 does not save, and its mask
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
 
@@ -138,6 +148,13 @@ def kept_bytes(block: Block, index: int, plan: Plan, how: Saving) -> float:
             return kept_outputs(block, how)
         return block.width * how.residual / (how.tp if how.sequence else 1)
     return saved_bytes(block, how)
+
+
+def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:
+    """Bytes per token that a stage keeps under the plan's recompute."""
+    if plan.recompute.mode in ("every", "ratio"):
+        return sum(kept_bytes(block, stage.start + i, plan, how) for i, block in enumerate(stage.blocks))
+    return sum(kept_bytes(block, stage.start, plan, how) * count for block, count in stage.counts)
 
 
 def is_recomputed(index: int, plan: Plan) -> bool:

@@ -89,6 +89,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     tensor, hidden = _tensor(block, shape, setting, sum(compute))
     context = _context(block, shape, setting)
     expert = _expert(block, shape, setting)
+    tensor += _waits(host, sum(compute) + tensor + context + expert, setting)
     return BlockTime(
         forward=compute[0] + (tensor + expert) / 2 + context / 3,
         backward=compute[1] + (tensor + expert) / 2 + context * 2 / 3,
@@ -114,7 +115,8 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
         return ahead, attention_backward(ahead, stack)
     shard = tp if op.split == "heads" or setting.sequence and op.split == "sequence" or op.per_choice else 1
     moved = op.moved * max(op.per_choice, 1) * tokens / shard
-    repeated = 1.0 if stack.fused else 1.0 + 0.5 * (op.kernels - 1)
+    whole = stack.fused or stack.fused_norms and op.name in ("norm", "qk-norm", "rope")
+    repeated = 1.0 if whole else 1.0 + 0.5 * (op.kernels - 1)
     ahead = pointwise_time(moved * repeated, device, setting.width)
     return ahead, ahead * 1.6
 
@@ -148,6 +150,14 @@ def _host(block: Block, kernels: int, setting: Setting) -> tuple[float, float]:
     routed = stack.route_host if any(op.experts for op in block.matmuls) else 0.0
     forward = stack.launch * kernels + stack.block_host + routed
     return forward, stack.launch * 2 * kernels + stack.block_host / 2 + routed
+
+
+def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:
+    """Seconds by which the host's waits for the ranks of its tp group exceed what the device has to do meanwhile."""
+    axes, group = setting.axes, group_of(setting.axes, "pp")
+    if axes.tp == 1 or not setting.stack.tensor_wait or group.inside(setting.cluster) == group.size:
+        return 0.0
+    return max(0.0, sum(host) + setting.stack.tensor_wait * axes.tp - busy)
 
 
 def _kernels(op: Op, stack: Stack) -> int:

@@ -7,28 +7,31 @@ bounded away finds what an exhaustive one finds. They are built from the estimat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import log2
+from operator import itemgetter
 
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes, saved_bytes, saving_of
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division
 from shardwise.plan.links import collective_time, group_of
-from shardwise.plan.memory import gathered_of, states_of
+from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, PrecisionKind, Recompute, Schedule, Tensor
-from shardwise.plan.schedule import warmup
+from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
 from shardwise.plan.timing import STRAGGLERS
 from shardwise.plan.workload import STATE_BYTES
 
 Upto = tuple[float, ...]
 """A sum over the blocks before each block, and over all of them."""
-Cut = tuple[list[tuple[int, int]], bool]
-"""First and end of each stage of a rank, and whether it holds the head."""
+Cut = tuple[list[tuple[int, int]], bool, frozenset[int]]
+"""First and end of each stage of a rank, whether it holds the head, and the numbers of its distinct blocks."""
+Kept = tuple[tuple[int, float, float, float], ...]
+"""Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,13 @@ class Bounds:
 
     space: Space
     _works: dict[Core, Work] = field(default_factory=dict)
-    _saved: dict[Core, tuple[list[Upto], float]] = field(default_factory=dict)
-    _cuts: dict[tuple[int, str, int], list[Cut]] = field(default_factory=dict)
+    _saved: dict[Core, tuple[list[Upto], list[float]]] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
     _sends: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
-    _sizes: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], Kept] = field(default_factory=dict)
+    _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
+    _rank_times: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
 
     # ------------------------------------------------------------ time
 
@@ -64,10 +69,15 @@ class Bounds:
         groups = core.world // (core.tp * core.cp)
         work = self.work(core)
         passes = self.space.workload.global_batch / core.samples
-        return (work.busy[-1] + work.head) * passes / groups + self.space.stack.step
+        return ((work.busy[-1] + work.head) * passes / groups + self.space.stack.step) * self.stragglers
+
+    @cached_property
+    def stragglers(self) -> float:
+        """What a step takes with the slowest nodes, over what it takes with equal ones."""
+        return 1 + STRAGGLERS * log2(self.space.cluster.nodes)
 
     def flow_time(self, flow: Flow) -> tuple[float, float, float]:
-        """(step without the data axes; most forward, most backward seconds of a rank and micro-batch).
+        """(step without data axes and stragglers; most forward, most backward seconds of a rank and micro-batch).
 
         The rank at place r starts when a micro-batch has passed the ranks before it, and ends that long before the
         step does, where a backward pass is not split; where it is, forwards count alone.
@@ -86,15 +96,15 @@ class Bounds:
             total += rank
         path = max(path, (total / pipe.pp + again) * count)
         # one micro-batch passes all stages, the others wait for the last of them
-        start = max(start for stages, _ in self._cut(pipe.pp, flow.schedule) for start, _ in stages)
+        start = max(start for stages, *_ in self._cut(pipe.pp, flow.schedule) for start, _ in stages)
         last = work.busy[-1] - work.busy[start] + work.head
         split = 0.6 if flow.schedule.kind in ZERO_BUBBLE else 1.0
         path = max(path, (total + work.again[flow.policy] + (count - 1) * last) * split) + step
         return path, slowest * work.most, slowest * (1 - work.least) + 2 * again
 
-    def plan_time(self, flow: Flow, spread: Spread) -> float:
-        """With what the data axes send and compute cannot hide, and with an offloaded update."""
-        seconds, forward, backward = self.flow_time(flow)
+    def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
+        """With what data axes send and compute cannot hide, and an offloaded update; `family`: the `flow_time`."""
+        seconds, forward, backward = family or self.flow_time(flow)
         pipe, stack = flow.pipe, self.space.stack
         count, blocks = pipe.micro_batches, max(len(self.space.profile.blocks) // pipe.pp - 1, 0)
         seconds += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
@@ -108,7 +118,7 @@ class Bounds:
             total = gather + reduce
             behind = backward + (forward if spread.zero else 0.0)
             seconds += total - hides * min(behind, total) + (stack.gather_wait * blocks if spread.zero else 0.0)
-        return seconds * (1 + STRAGGLERS * log2(self.space.cluster.nodes))
+        return seconds * self.stragglers
 
     def _update(self, spread: Spread, count: int) -> float:
         """Seconds of the optimizer on an average rank, and of what an offloaded state moves."""
@@ -168,23 +178,30 @@ class Bounds:
 
     def _ranks(self, core: Core, pp: int, schedule: Schedule) -> list[float]:
         """Seconds of a micro-batch on each rank of the pipeline."""
-        work = self.work(core)
-        busy = work.busy
-        return [
-            sum(busy[end] - busy[start] for start, end in stages) + (work.head if last else 0.0)
-            for stages, last in self._cut(pp, schedule)
-        ]
+        key = (core, pp, *_cut_as(schedule))
+        if key not in self._rank_times:
+            work = self.work(core)
+            busy = work.busy
+            self._rank_times[key] = [
+                sum([busy[end] - busy[start] for start, end in stages]) + (work.head if last else 0.0)
+                for stages, last, _ in self._cut(pp, schedule)
+            ]
+        return self._rank_times[key]
 
     def _cut(self, pp: int, schedule: Schedule) -> list[Cut]:
-        """For each rank the first and the end of each of its stages, and whether it holds the head."""
-        key = (pp, schedule.kind, schedule.stages)
+        """For each rank the first and the end of each of its stages, whether it holds the head, and which blocks."""
+        key = (pp, *_cut_as(schedule))
         if key not in self._cuts:
             space = self.space
             plan = Plan(axes=Axes(pp=pp), schedule=schedule)
-            ranks = Division(space.profile, plan, space.workload, space.stack.cut).ranks
+            numbers = {block: number for number, (block, _) in enumerate(self._blocks)}
             self._cuts[key] = [
-                ([(stage.start, stage.start + len(stage.blocks)) for stage in rank], any(stage.last for stage in rank))
-                for rank in ranks
+                (
+                    [(stage.start, stage.start + len(stage.blocks)) for stage in rank],
+                    any(stage.last for stage in rank),
+                    frozenset(numbers[block] for stage in rank for block, _ in stage.counts),
+                )
+                for rank in Division(space.profile, plan, space.workload, space.stack.cut).ranks
             ]
         return self._cuts[key]
 
@@ -214,28 +231,34 @@ class Bounds:
 
     # ------------------------------------------------------------ memory
 
-    def flow_size(self, flow: Flow) -> tuple[float, float]:
-        """Bytes that micro-batches in flight need on the first rank, which has the most of them, and on the last."""
+    def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
+        """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
         pipe, core = flow.pipe, flow.pipe.core
         # how context is exchanged changes no size, so its kinds share theirs
         sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision)
-        key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload)
+        key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload, every_rank)
         if key not in self._sizes:
-            self._sizes[key] = self._flow_size(flow)
+            ranks = range(pipe.pp) if every_rank else (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
+            found = self._flow_size(flow, ranks)
+            self._sizes[key] = tuple(dict.fromkeys((found[0], max(found, key=itemgetter(1)), found[-1])))
         return self._sizes[key]
 
-    def _flow_size(self, flow: Flow) -> tuple[float, float]:
-        pipe = flow.pipe
-        kept, block = self._kept(pipe.core)
+    def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float]]:
+        pipe, core, schedule = flow.pipe, flow.pipe.core, flow.schedule
+        kept, blocks = self._kept(core)
+        cut, shape = self._cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
         upto, sizes = kept[flow.policy], []
-        for rank in (0, pipe.pp - 1):
-            stages, last = self._cut(pipe.pp, flow.schedule)[rank]
+        for rank in ranks:
+            stages, last, distinct = cut[rank]
+            block = max([blocks[number] for number in distinct]) if len(distinct) > 1 else blocks[min(distinct)]
             size = block if flow.policy else 0.0
-            if not flow.offload:
-                alive = _alive(flow, rank)
-                size += sum(n * (upto[end] - upto[start]) for (start, end), n in zip(stages, alive, strict=True))
-            sizes.append(size + (self._logits(pipe.core) if last else 0.0))
-        return sizes[0], sizes[1]
+            if flow.offload:
+                size += 2 * block
+            else:
+                for (start, end), count in zip(stages, after_warmup(schedule.kind, shape, rank), strict=True):
+                    size += count * (upto[end] - upto[start])
+            sizes.append((rank, size, self._logits(core) if last else 0.0, block))
+        return sizes
 
     def _logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""
@@ -244,27 +267,47 @@ class Bounds:
         shards = core.tp if core.loss else 1
         return tokens * self.space.profile.vocab / shards * (stack.logit_bytes if width < 4 else 3 * width)
 
-    def plan_size(self, flow: Flow, spread: Spread, kept: tuple[float, float]) -> float:
-        """Device memory of the first or last rank, in the loss or in the first backward pass; `kept`: `flow_size`."""
-        block = self._kept(flow.pipe.core)[1]
-        accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
+    def least_size(self, kept: Kept) -> float:
+        """Device memory of a family: what it keeps, with no states."""
+        return self.on_device(max(size + logits for _, size, logits, _ in kept))
+
+    def plan_size(self, flow: Flow, spread: Spread, kept: Kept) -> float:
+        """Device memory in the loss or in a backward pass, on the ranks of `kept`, which is the `flow_size`."""
+        return self._plan_size(flow, spread, kept, [self.states(flow, spread, rank) for rank, *_ in kept])
+
+    def plan_sizes(self, flow: Flow, spreads: Sequence[Spread], kept: Kept) -> Iterator[tuple[float, float]]:
+        """For each spread of the flow's pipe: `plan_size`, and bytes of the first rank's states."""
+        core, pipe = flow.pipe.core, flow.pipe
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, *_cut_as(flow.schedule))
+        for rank, *_ in kept:
+            if (*key, rank) not in self._spread_states:
+                self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
+        tables = [self._spread_states[*key, rank] for rank, *_ in kept]
+        for spread, *states in zip(spreads, *tables, strict=True):
+            yield self._plan_size(flow, spread, kept, states), states[0][0] + states[0][1]
+
+    def _plan_size(self, flow: Flow, spread: Spread, kept: Kept, states: Sequence[tuple[float, float, float]]) -> float:
+        pipe, core = flow.pipe, flow.pipe.core
+        accumulates = pipe.micro_batches > 1 or self.space.stack.master
         most = 0.0
-        for rank, size in zip((0, -1), kept, strict=True):
-            held, gradients, gathered = self.states(flow, spread, rank)
+        for (_, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
             if spread.offloaded:
-                most = max(most, gathered + size)
-            else:
-                most = max(most, held + gathered + max(size + gradients * accumulates, gradients + block))
-        return self.on_device(most)
+                held = gradients = 0.0
+            both = gradients + size if accumulates else gradients + block
+            loss = size + logits + gradients if accumulates else size + logits
+            most = max(most, held + gathered + max(loss, both))
+        groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
+        return self.on_device(most) + COMMUNICATOR * (groups + (core.ep > 1) + (core.world > 1))
 
     def on_device(self, allocated: float) -> float:
-        """Device memory for so many bytes of live tensors."""
-        return self.space.cluster.device.context + allocated * (1 + self.space.stack.fragmentation)
+        """Device memory for so many bytes of live tensors, were they in the allocator without holes."""
+        return self.space.cluster.device.context + allocated
 
     def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
         """(weights and optimizer state, gradients, gathered parameters): bytes on a rank."""
-        core, cut = flow.pipe.core, (flow.pipe.pp, flow.schedule.kind, flow.schedule.stages, rank)
-        key = (core.tp, core.cp, core.ep, core.precision, spread.dp_shard, spread.zero, *cut)
+        core, cut = flow.pipe.core, (flow.pipe.pp, *_cut_as(flow.schedule), rank)
+        shards = spread.dp_shard * core.cp if spread.zero else 1
+        key = (core.tp, core.ep, core.precision, shards, spread.zero, *cut)
         if key not in self._states:
             space = self.space
             division = Division(space.profile, space.plan(flow, spread), space.workload, space.stack.cut)
@@ -297,8 +340,8 @@ class Bounds:
         kept = self._kept(core)[0]
         return min(range(len(kept)), key=lambda policy: kept[policy][-1])
 
-    def _kept(self, core: Core) -> tuple[list[Upto], float]:
-        """(for each policy, bytes that a micro-batch keeps; those of the largest block in full)."""
+    def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
+        """(for each policy, bytes that a micro-batch keeps; those of each distinct block in full)."""
         if core not in self._saved:
             space = self.space
             plan = Plan(axes=_axes(core), zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))
@@ -320,25 +363,13 @@ class Bounds:
                 )
                 for recompute, marks in zip(space.recomputes, self._marks, strict=True)
             ]
-            self._saved[core] = (kept, max(full.values()))
+            self._saved[core] = (kept, [full[id(block)] for block, _ in self._blocks])
         return self._saved[core]
 
 
-def _alive(flow: Flow, rank: int) -> tuple[int, ...]:
-    """Micro-batches that a rank keeps when its warm-up ends, for each of its stages: none has gone back yet."""
-    pp, kind, count, turns = flow.pipe.pp, flow.schedule.kind, flow.pipe.micro_batches, flow.schedule.stages
-    if pp == 1:
-        return (1,)
-    if kind in ("gpipe", "looped-bfs"):
-        return (count,) * turns
-    if kind in V_SHAPED:
-        return (min(count, 2 * pp - 1), 0) if rank == 0 else (1, 0)
-    if kind == "1f1b":
-        return (min(count, pp - rank),)
-    done = min(count * turns, warmup(rank, (pp, turns, count), 1 if kind in ZERO_BUBBLE else 2) + 1)
-    size = count // max(1, count // pp)  # micro-batches that pass one stage before the next has its turn
-    cycles, rest = divmod(done, size * turns)
-    return tuple(cycles * size + min(size, max(0, rest - turn * size)) for turn in range(turns))
+def _cut_as(schedule: Schedule) -> tuple[int, bool]:
+    """What a schedule decides of where stages lie."""
+    return schedule.stages, schedule.kind in V_SHAPED
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -10,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from shardwise.errors import PlanError
 from shardwise.model.profile import Block, Profile
-from shardwise.plan.plan import V_SHAPED, Plan
+from shardwise.plan.plan import V_SHAPED, Plan, Schedule
 from shardwise.plan.workload import Workload
 
 
@@ -23,6 +24,15 @@ class Stage:
     """Index of its first block in the chain."""
     first: bool
     last: bool
+
+    @cached_property
+    def counts(self) -> tuple[tuple[Block, int], ...]:
+        """Its distinct blocks, with how many there are of each."""
+        return tuple(Counter(self.blocks).items())
+
+
+Ranks = tuple[tuple[Stage, ...], ...]
+"""Stages of each rank of the `pp` axis, in the order of the chain."""
 
 
 @dataclass(frozen=True)
@@ -48,33 +58,10 @@ class Division:
         return self.micro_batch * self.workload.seq_len / self.plan.axes.cp
 
     @cached_property
-    def ranks(self) -> tuple[tuple[Stage, ...], ...]:
+    def ranks(self) -> Ranks:
         """Stages of each rank of the `pp` axis, in the order of the chain."""
-        pp, turns = self.plan.axes.pp, self.plan.schedule.stages if self.plan.axes.pp > 1 else 1
-        count = pp * turns
-        if pp > 1 and self.plan.schedule.boundaries:
-            cuts = self._given(count)
-        else:
-            cuts = cut(self.profile.blocks, count, self.profile.head.params, self.rule)
-        stages, start = [], 0
-        for i, part in enumerate(cuts):
-            stages.append(Stage(tuple(part), start, i == 0, i == count - 1))
-            start += len(part)
-        if turns > 1 and self.plan.schedule.kind in V_SHAPED:
-            return tuple((stages[r], stages[count - 1 - r]) for r in range(pp))
-        return tuple(tuple(stages[r + pp * turn] for turn in range(turns)) for r in range(pp))
-
-    def _given(self, stages: int) -> list[Sequence[Block]]:
-        """The stages that the plan's boundaries make: the last number of a block's name is its place in the chain."""
-        blocks = self.profile.blocks
-        numbers = [re.findall(r"[0-9]+", name) for name in self.plan.schedule.boundaries]
-        starts = [0, *(int(found[-1]) if found else -1 for found in numbers)]
-        if len(starts) != stages or any(a >= b for a, b in pairwise([*starts, len(blocks)])):
-            raise PlanError(
-                f"pipeline: boundaries: found {', '.join(self.plan.schedule.boundaries)} for {stages} stages of "
-                f"{len(blocks)} blocks; needed the first block of each stage but the first, in order; change them"
-            )
-        return [blocks[a:b] for a, b in pairwise([*starts, len(blocks)])]
+        pp, schedule = self.plan.axes.pp, self.plan.schedule
+        return _stages(self.profile, pp, schedule if pp > 1 else Schedule(), self.rule)
 
     @cached_property
     def shards(self) -> int:
@@ -116,7 +103,7 @@ class Division:
 
     def stage_dense(self, stage: Stage) -> float:
         """Parameters of a stage outside experts, with embedding and head."""
-        total = sum(self.dense(block) for block in stage.blocks)
+        total = sum(self.dense(block) * count for block, count in stage.counts)
         if stage.first:
             total += self.embedding
         if stage.last:
@@ -126,18 +113,48 @@ class Division:
 
     def stage_experts(self, stage: Stage) -> float:
         """Expert parameters of a stage."""
-        return sum(self.experts(block) for block in stage.blocks)
+        return sum(self.experts(block) * count for block, count in stage.counts)
 
     @property
     def embedding_table(self) -> float:
-        """The token table, sharded by `tp`."""
-        return self.profile.vocab * self.profile.dim / self.plan.axes.tp
+        """The token table (or what patches are multiplied by), sharded by `tp`."""
+        return min(self.profile.vocab * self.profile.dim, self.profile.embedding) / self.plan.axes.tp
 
     @property
     def embedding(self) -> float:
         """Token table and positions."""
         rest = self.profile.embedding - self.profile.vocab * self.profile.dim
         return self.embedding_table + max(rest, 0)
+
+
+@lru_cache(maxsize=4096)
+def _stages(profile: Profile, pp: int, schedule: Schedule, rule: str) -> Ranks:
+    """Cut once per profile and pipeline: layouts of the other axes share the stages."""
+    turns = schedule.stages if pp > 1 else 1
+    count = pp * turns
+    if pp > 1 and schedule.boundaries:
+        cuts = _given(profile.blocks, schedule.boundaries, count)
+    else:
+        cuts = cut(profile.blocks, count, profile.head.params, rule)
+    stages, start = [], 0
+    for i, part in enumerate(cuts):
+        stages.append(Stage(tuple(part), start, i == 0, i == count - 1))
+        start += len(part)
+    if turns > 1 and schedule.kind in V_SHAPED:
+        return tuple((stages[r], stages[count - 1 - r]) for r in range(pp))
+    return tuple(tuple(stages[r + pp * turn] for turn in range(turns)) for r in range(pp))
+
+
+def _given(blocks: Sequence[Block], boundaries: Sequence[str], stages: int) -> list[Sequence[Block]]:
+    """The stages that the plan's boundaries make: the last number of a block's name is its place in the chain."""
+    numbers = [re.findall(r"[0-9]+", name) for name in boundaries]
+    starts = [0, *(int(found[-1]) if found else -1 for found in numbers)]
+    if len(starts) != stages or any(a >= b for a, b in pairwise([*starts, len(blocks)])):
+        raise PlanError(
+            f"pipeline: boundaries: found {', '.join(boundaries)} for {stages} stages of {len(blocks)} blocks; needed "
+            "the first block of each stage but the first, in order; change them"
+        )
+    return [blocks[a:b] for a, b in pairwise([*starts, len(blocks)])]
 
 
 def divide(profile: Profile, plan: Plan, workload: Workload, rule: str = "balanced") -> Division:

@@ -73,8 +73,12 @@ def _kept_apart(op: Pointwise, local: Local) -> float:
 
 @lru_cache(maxsize=4096)
 def working_in(block: Block, local: Local) -> float:
-    """Bytes per token, beside what is kept, at the largest moment of a block's backward: behind the last product."""
-    tp, _, _, width, _ = local
+    """Bytes per token, beside what is kept, at the largest moment of a block's backward: behind the last product.
+
+    Where sequences are sharded, a product's input is gathered again for the gradient of its weight, and the gradient of
+    the input is whole until it is summed and cut; the shards of both streams are there too.
+    """
+    tp, sequence, _, width, _ = local
     hidden = next(
         (op for op in reversed(block.ops) if isinstance(op, Pointwise) and op.name in ("swiglu", "gelu")), None
     )
@@ -82,6 +86,8 @@ def working_in(block: Block, local: Local) -> float:
         return 2 * block.width * width
     inner = hidden.saves * max(hidden.per_choice, 1) / tp  # swiglu: three gradients, less the input of the product
     stream = 2 * block.width if hidden.per_choice else block.width
+    if sequence and not hidden.per_choice:
+        stream = (2 + 2 / tp) * block.width
     return (inner + stream) * width
 
 

@@ -146,6 +146,8 @@ class _Rank:
             terms = self.at_block(place, left if position == -1 else 0.0)
             terms["gradients"] += pending
             found[name] = {**self.base, **terms, "activations": sum(kept[: place + 1])}
+            if self.local_experts(self.blocks[place][1]):
+                found[f"experts of the {name}"] = self.behind_experts(place, found[name])
         found["update"] = {**self.base, "gradients": self.gradients}
         return found
 
@@ -164,6 +166,28 @@ class _Rank:
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
         ahead = self.gathered(1 + (place > 0))
         return {"gathered": ahead, "gradients": new, "logits": self.logit() * self.width, "working": working}
+
+    def local_experts(self, block: Block) -> float:
+        """Elements of a block's experts on this rank."""
+        return self.division.experts(block)
+
+    def behind_experts(self, place: int, at_block: Terms) -> Terms:
+        """When all experts of a block have gone backward: each has its gradients, which are being stacked.
+
+        Stacked weights are taken apart, expert by expert, so that the gradient of one of the three stacks is there
+        twice. What experts kept is used up; the stream is there with its gradient and what attention gave.
+        """
+        index, block = self.blocks[place]
+        inner = [op for op in block.ops if getattr(op, "experts", 0) or getattr(op, "per_choice", 0)]
+        used = sum(kept_op(op, self.local) for op in inner) * self.tokens
+        stacks = sum(op.name.startswith("experts") for op in block.matmuls) + 1  # gate and up are one product here
+        fresh = self.local_experts(block) * (1 + 1 / stacks) - self.row(block)
+        return {
+            **at_block,
+            "gradients": at_block["gradients"] + fresh * self.width,
+            "working": 3 * self.stream(block) + max(0.0, self.again(index, block) - used),
+            "activations": at_block["activations"] - (0.0 if is_recomputed(index, self.plan) else used),
+        }
 
     # ---------------------------------------------------------------- with one
 

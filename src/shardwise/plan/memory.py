@@ -13,16 +13,20 @@ from operator import mul
 
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, kept_bytes, saved_bytes, saving_of, working_bytes
+from shardwise.plan.activations import compute_width, kept_in, saved_bytes, saving_of, working_bytes
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.stalls import held_ahead
 from shardwise.plan.workload import STATE_BYTES, Workload
 
+STATES = ("weights", "master", "gradients", "optimizer")
 COMMUNICATOR = 0.12 * GIB
 """Device memory of one communicator's channels and buffers."""
+WORKSPACE = 0.15 * GIB
+"""Workspaces of matrix libraries, and segments that small blocks fill in part, in the allocator beside all tensors."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class RankMemory:
         """Live tensors."""
         return sum(self.terms.values())
 
+    @property
+    def passing(self) -> float:
+        """What comes and goes within a step, between which holes arise: all but the states."""
+        return sum(value for name, value in self.terms.items() if name not in STATES)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -52,6 +61,11 @@ class Memory:
     """Device memory; 0: not given."""
     peaks: Mapping[str, float] = field(default_factory=dict)
     """Phase -> allocated bytes of the worst rank in that phase."""
+    held: float = 0.0
+    """Freed blocks that streams behind the host have not given back; before memory runs out the allocator waits for
+    them."""
+    workspace: float = 0.0
+    """Of libraries, in the allocator."""
 
     @property
     def worst(self) -> RankMemory:
@@ -65,8 +79,12 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """With the caching allocator's rounding and holes."""
-        return self.allocated * (1 + self.fragmentation)
+        """With the caching allocator's rounding and holes, and what streams hold."""
+        return self.reserved_of(self.worst)
+
+    def reserved_of(self, rank: RankMemory) -> float:
+        """The same of any rank."""
+        return rank.allocated + rank.passing * self.fragmentation + self.workspace + self.held
 
     @property
     def device(self) -> float:
@@ -76,7 +94,7 @@ class Memory:
     @property
     def fits(self) -> bool:
         """True where the device's memory is known and suffices."""
-        return self.limit > 0 and self.device <= self.limit
+        return self.limit > 0 and self.device - self.held <= self.limit
 
 
 def estimate_memory(
@@ -104,13 +122,16 @@ def estimate_memory(
     ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
     axes = plan.axes
     groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
-    context = (device.context if device else 0.0) + COMMUNICATOR * (groups + (1 if plan.world > 1 else 0))
+    context = (device.context if device else 0.0) + stack.context
+    context += COMMUNICATOR * (groups + (1 if plan.world > 1 else 0))
     return Memory(
         stages=tuple(rank for rank, _ in ranks),
         fragmentation=stack.fragmentation,
         context=context,
         limit=device.memory if device else 0.0,
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
+        held=held_ahead(division, stack, device),
+        workspace=0.0 if stack.eager else WORKSPACE,
     )
 
 
@@ -137,7 +158,7 @@ def _rank_memory(
         update["temporary"] = division.owned(stages) * 4.0
     phases = {"loss": loss, "backward": backward, "update": update}
     if plan.offload.state:
-        phases = {name: _without_states(terms) for name, terms in phases.items()}
+        phases = {name: _without_states(terms, stack) for name, terms in phases.items()}
     return _largest(rank, phases)
 
 
@@ -147,9 +168,10 @@ def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[Rank
     return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase), sums
 
 
-def _without_states(terms: Mapping[str, float]) -> dict[str, float]:
-    """States live on the host; the device sees what is gathered."""
-    return {name: value for name, value in terms.items() if name not in ("weights", "master", "optimizer", "gradients")}
+def _without_states(terms: Mapping[str, float], stack: Stack) -> dict[str, float]:
+    """States live on the host; the device sees what is gathered, and the weights where the stack leaves them."""
+    gone = set(STATES) - (set() if stack.offloads_weights else {"weights"})
+    return {name: value for name, value in terms.items() if name not in gone}
 
 
 def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> dict[str, float]:
@@ -189,7 +211,7 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     if not plan.reshards:
         gathered = plan.zero == 3 or (plan.zero > 0 and stack.keeps_shards and division.shards > 1)
         return division.whole(stages) * width if width < 4 or gathered else 0.0
-    blocks = [division.dense(block) + division.experts(block) for stage in stages for block in stage.blocks]
+    blocks = [division.dense(block) + division.experts(block) for stage in stages for block, _ in stage.counts]
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
     return (max(blocks, default=0.0) * (2 + plan.communication.prefetch) + ends) * width
@@ -203,9 +225,7 @@ def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack
     again = block if plan.recompute.mode != "none" else 0.0
     if plan.offload.activations:  # the block at work and the one ahead of it are on the device
         return 2 * block + again
-    kept = [
-        sum(kept_bytes(block, stage.start + i, plan, how) for i, block in enumerate(stage.blocks)) for stage in stages
-    ]
+    kept = [kept_in(stage, plan, how) for stage in stages]
     moments: Sequence[tuple[int, ...]] = [(1,)]
     if plan.axes.pp > 1:
         moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
@@ -216,7 +236,7 @@ def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack
 def _block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes that the largest block keeps of one micro-batch without recompute."""
     how = saving_of(division.plan, stack, division.workload.seq_len, division.workload.compute)
-    return max((saved_bytes(b, how) for stage in stages for b in stage.blocks), default=0.0) * division.tokens
+    return max((saved_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 
 def _logits(division: Division, stack: Stack) -> float:
@@ -231,7 +251,7 @@ def _logits(division: Division, stack: Stack) -> float:
 def _working(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Gradients of the widest operator, alive for a moment in the backward pass."""
     how = saving_of(division.plan, stack, division.workload.seq_len, division.workload.compute)
-    return max((working_bytes(b, how) for stage in stages for b in stage.blocks), default=0.0) * division.tokens
+    return max((working_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 
 @lru_cache(maxsize=4096)

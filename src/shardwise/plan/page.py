@@ -22,7 +22,7 @@ h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 0 0 12px;
 section { background: var(--card); border: 1px solid var(--line);
   border-radius: 10px; padding: 18px 20px; margin: 18px 0; }
 code { font: 14px ui-monospace, monospace; background: var(--page); padding: 2px 6px; border-radius: 5px; }
-.dim { color: var(--dim); } .big { font-size: 24px; font-weight: 600; }
+.dim { color: var(--dim); } .big { font-size: 21px; font-weight: 600; } .tight { white-space: nowrap; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-top: 16px; }
 .cards div { border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
@@ -90,7 +90,12 @@ def _head(found: Search, chosen: Candidate) -> str:
 
 def _memory(found: Search, chosen: Candidate) -> str:
     names = list(dict.fromkeys(name for rank in chosen.memory.stages for name in rank.terms))
-    return memory_picture(chosen.memory, names) + _legend(names)
+    memory = chosen.memory
+    note = (
+        f"Live tensors. With holes of the allocator, libraries and communicators the worst rank takes "
+        f"{memory.device / GIB:.1f} GiB of the device."
+    )
+    return memory_picture(memory, names) + _legend(names) + f'<p class="dim">{note}</p>'
 
 
 def _step(found: Search, chosen: Candidate) -> str:
@@ -109,7 +114,7 @@ def _legend(names: Sequence[str]) -> str:
 
 def _decisions(found: Search, chosen: Candidate) -> str:
     rows = "".join(
-        f"<tr><td>{escape(d.field)}</td><td>{escape(d.value)}</td><td>{escape(d.reason)}</td></tr>"
+        f'<tr><td>{escape(d.field)}</td><td class="tight">{escape(d.value)}</td><td>{escape(d.reason)}</td></tr>'
         for d in decisions(chosen, found.space)
     )
     return f"<table><tr><th>decision</th><th>value</th><th>what its neighbours would do</th></tr>{rows}</table>"
@@ -117,8 +122,8 @@ def _decisions(found: Search, chosen: Candidate) -> str:
 
 def _runners_up(found: Search) -> str:
     rows = "".join(
-        f"<tr><td><code>{escape(str(other.plan))}</code></td><td>{other.time.total:.3g} s</td>"
-        f"<td>{other.memory.device / GIB:.1f} GiB</td><td>{escape(why_lost(other, found))}</td></tr>"
+        f'<tr><td><code>{escape(str(other.plan))}</code></td><td class="tight">{other.time.total:.3g} s</td>'
+        f'<td class="tight">{other.memory.device / GIB:.1f} GiB</td><td>{escape(why_lost(other, found))}</td></tr>'
         for other in found.ranked[1:]
     )
     return (

@@ -8,7 +8,7 @@ from math import log
 
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.memory import Memory
-from shardwise.plan.plan import AXES, Plan
+from shardwise.plan.plan import AXES, ZERO_BUBBLE, Plan
 from shardwise.plan.repair import change
 from shardwise.plan.schedule import table_of
 from shardwise.plan.search import Candidate, Search
@@ -49,7 +49,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", soft: bool = Fal
 def memory_picture(memory: Memory, names: Sequence[str]) -> str:
     """A stacked bar per pipeline rank, with the device's memory as a line."""
     shown = memory.stages if len(memory.stages) <= MOST_RANKS else (*memory.stages[:8], *memory.stages[-8:])
-    left, right = 90.0, WIDTH - 90.0
+    left, right = 90.0, WIDTH - 150.0
     top = max(memory.limit, max(rank.allocated for rank in shown)) * 1.02
     scale = (right - left) / top
     parts = []
@@ -62,7 +62,7 @@ def memory_picture(memory: Memory, names: Sequence[str]) -> str:
                 title = f"{name}: {value / GIB:.2f} GiB"
                 parts.append(_rect(x, y, value * scale, 22, COLOURS[index % len(COLOURS)], title))
             x += value * scale
-        parts.append(_text(x + 6, y + 15, f"{rank.allocated / GIB:.1f} GiB, {rank.phase}"))
+        parts.append(_text(right + 10, y + 15, f"{rank.allocated / GIB:.1f} GiB, {rank.phase}"))
     height = 10.0 + len(shown) * 30
     if memory.limit:
         x = left + memory.limit * scale
@@ -79,6 +79,8 @@ def step_picture(found: Search, chosen: Candidate) -> str:
     y = 8.0
     if chosen.plan.axes.pp > 1:
         y = _pipeline(parts, chosen, y)
+        if chosen.plan.schedule.kind in ZERO_BUBBLE:
+            keys.insert(2, (SPLIT, "compute, gradients of weights"))
     y = _step_bar(parts, chosen, y + 8)
     legend = "".join(f'<span class="key">{_square(colour)} {escape(name)}</span>' for colour, name in keys)
     return _svg(y + 10, parts, "timeline of one step") + f"<p>{legend}</p>"
@@ -106,7 +108,7 @@ def _pipeline(parts: list[str], chosen: Candidate, y: float) -> float:
             colour = {"F": FORWARD, "W": SPLIT}.get(action.work, BACKWARD)
             parts.append(_rect(90 + start * scale, top, (end - start) * scale - 0.4, 16, colour, str(action)))
     shown = f"drawn with {most} of the {count} micro-batches; " if drawn is not plan else ""
-    text = f"{shown}with all of them the bubble is {bubble:.1%} of the time in the pipeline"
+    text = f"{shown}with all of them a rank waits {bubble:.1%} of the time on average (the bubble)"
     parts.append(_text(90, y + len(ranks) * 20 + 12, text, soft=True))
     return y + len(ranks) * 20 + 20
 
@@ -144,11 +146,15 @@ def front_picture(found: Search) -> str:
     times = [each.time.total for each in seen]
     sizes = [each.memory.device for each in seen]
     low, high = log(min(times)), log(min(max(times), 4 * min(times)))
-    most = max(*sizes, found.space.cluster.device.memory)
+    limit = found.space.cluster.device.memory
+    most, least = max(*sizes, limit), 0.9 * min(sizes)
+
+    def height(size: float) -> float:
+        return 280 - (size - least) / (most - least) * 250
 
     def place(each: Candidate) -> tuple[float, float]:
         share = (log(each.time.total) - low) / max(high - low, 1e-9)
-        return 70 + min(share, 1.0) * (WIDTH - 100), 280 - each.memory.device / most * 250
+        return 70 + min(share, 1.0) * (WIDTH - 100), height(each.memory.device)
 
     parts = [
         '<line class="rule" x1="60" x2="950" y1="280" y2="280"/><line class="rule" x1="60" x2="60" y1="20" y2="280"/>'
@@ -165,10 +171,14 @@ def front_picture(found: Search) -> str:
     if found.best:
         x, y = place(found.best)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="{EXPOSED}" stroke-width="2.5"/>')
-        parts.append(_text(x + 14, y + 4, "chosen"))
+        parts.append(_text(x + 2, y - 14, "chosen"))
     parts.append(_text(60, 300, f"{min(times):.3g} s", soft=True))
     parts.append(_text(950, 300, f"{min(max(times), 4 * min(times)):.3g} s per step (log)", "end", True))
     parts.append(_text(56, 34, f"{most / GIB:.0f} GiB", "end", True))
+    parts.append(_text(56, 284, f"{least / GIB:.0f} GiB", "end", True))
+    line = f'x1="60" x2="950" y1="{height(limit):.1f}" y2="{height(limit):.1f}" stroke="{EXPOSED}"'
+    parts.append(f'<line {line} stroke-dasharray="5 4"/>')
+    parts.append(_text(950, height(limit) - 5, f"memory of the device, {limit / GIB:.0f} GiB", "end", True))
     return _svg(308, parts, "memory against time")
 
 
@@ -183,6 +193,10 @@ def mesh_on_nodes(plan: Plan, cluster: Cluster) -> str:
         parts.append(
             f'<rect class="rule" x="88" y="{y:.0f}" width="{per * size + 6:.0f}" height="42" rx="6" fill="none"/>'
         )
+        ranks = sorted({_place(plan, rank)["pp"] for rank in range(node * per, min((node + 1) * per, plan.world))})
+        if plan.axes.pp > 1:
+            shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+            parts.append(_text(100 + per * size, y + 24, f"pipeline {shown}", soft=True))
         for local in range(min(per, plan.world - node * per)):
             rank = node * per + local
             x, place = 91 + local * size, _place(plan, rank)
@@ -194,9 +208,11 @@ def mesh_on_nodes(plan: Plan, cluster: Cluster) -> str:
     y = 6.0 + nodes * 50
     more = -(-plan.world // per) - nodes
     rest = f"and {more:,} more nodes. " if more > 0 else ""
-    meaning = "a tensor and context group" if plan.axes.tp * plan.axes.cp > 1 else "a node"
+    meaning = "of one tensor and context group" if plan.axes.tp * plan.axes.cp > 1 else "on one node"
     axes = " x ".join(f"{name} {getattr(plan.axes, name)}" for name in names) or "none above 1"
-    parts.append(_text(88, y + 12, f"{rest}Axes, outermost first: {axes}; a colour is {meaning}.", soft=True))
+    parts.append(
+        _text(88, y + 12, f"{rest}Axes, outermost first: {axes}. Neighbours of one colour are {meaning}.", soft=True)
+    )
     return _svg(y + 20, parts, "mesh on nodes")
 
 

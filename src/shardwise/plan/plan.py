@@ -374,7 +374,7 @@ class Plan:
         rest = dict(data)
         found = rest.pop("format", FORMAT)
         if found != FORMAT or isinstance(found, bool):
-            raise RecordError(("format",), f"found {found!r}, this version of Shardwise reads format {FORMAT}")
+            raise RecordError(("format",), f"found {found!r}, this version reads format {FORMAT}; plan again")
         return from_dict(cls, rest)
 
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:

@@ -10,7 +10,7 @@ from shardwise.hardware.cluster import GIB
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
-from shardwise.plan.search import Candidate, Search
+from shardwise.plan.search import HEADROOM, Candidate, Search
 from shardwise.plan.space import Space
 from shardwise.plan.timing import estimate_time
 
@@ -113,9 +113,11 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
         seconds = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack).total
     except ShardwiseError:
         return f"{label}: the batch does not divide"
-    if memory.device > device.memory:
+    if not memory.fits:
         return f"{label}: {memory.device / GIB:.0f} GiB do not fit"
-    return f"{label}: {_percent(seconds, best.time.total)}"
+    share = (memory.device - memory.held) / device.memory
+    tight = f", memory {share:.0%} full" if share > 1 - HEADROOM else ""
+    return f"{label}: {_percent(seconds, best.time.total)}{tight}"
 
 
 def _percent(seconds: float, best: float) -> str:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.errors import PlanError
-from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, Plan
+from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Plan
 from shardwise.plan.rows_pipeline import micro_batches_fit
 
 
@@ -323,3 +323,24 @@ def most_in_flight(kind: str, ranks: int, stages_per_rank: int, micro_batches: i
         shape = (ranks, stages_per_rank, micro_batches)
         return tuple(min(total, warmup(rank, shape, 2) + 1) for rank in range(ranks))
     return tuple(rank.most for rank in in_flight(actions(kind, ranks, stages_per_rank, micro_batches)))
+
+
+@lru_cache(maxsize=65536)
+def after_warmup(kind: str, shape: tuple[int, int, int], rank: int) -> tuple[int, ...]:
+    """Micro-batches that a rank keeps when its warm-up ends, for each of its stages: none has gone back yet.
+
+    `shape`: ranks of the pipeline, stages on each, micro-batches.
+    """
+    pp, turns, count = shape
+    if pp == 1:
+        return (1,)
+    if kind in ("gpipe", "looped-bfs"):
+        return (count,) * turns
+    if kind in V_SHAPED:
+        return (min(count, 2 * pp - rank - 1), min(count, rank + 1))
+    if kind == "1f1b":
+        return (min(count, pp - rank),)
+    done = min(count * turns, warmup(rank, shape, 1 if kind in ZERO_BUBBLE else 2) + 1)
+    size = count // max(1, count // pp)  # micro-batches that pass one stage before the next has its turn
+    cycles, rest = divmod(done, size * turns)
+    return tuple(cycles * size + min(size, max(0, rest - turn * size)) for turn in range(turns))

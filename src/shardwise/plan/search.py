@@ -21,7 +21,7 @@ from shardwise.findings import nearest
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.bounds import Bounds
+from shardwise.plan.bounds import Bounds, Kept
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread, simplicity, worlds_of
@@ -32,9 +32,11 @@ from shardwise.plan.workload import Workload
 Goal = Literal["time", "cost", "memory"]
 ALIKE = 0.002
 """Scores that differ by less, relatively, count as equal, and the simpler plan is preferred."""
-EXACT, SLACK = 128, 0.05
-"""Beyond so many devices a family is only opened where its bound is better by this than what is known, at each of its
-two levels: the plan found is within twice of it of the best, about the estimators' error."""
+EXACT = 128
+"""Beyond so many devices, of blocks that are cut alike but for how context is exchanged, and for sequence and loss
+parallelism, only the fastest is followed."""
+HEADROOM = 0.05
+"""Share of a device's memory that a plan leaves free, as the estimate has an error."""
 ASSUMED_HOST = 256 * GIB
 """Host memory per device where the cluster does not say."""
 
@@ -122,7 +124,7 @@ def find_plan(
         UsageError: an unknown goal, option or word.
         PlanError: no legal plan at all, with the nearest batch where that is why.
 
-    Exact up to `EXACT` devices. Cost: some 0.5 s for 8; 10 to 24 s for 405 billion parameters on 16,384 (a busy core).
+    Exact up to `EXACT` devices. Cost: some 0.3 s for 8; 4 to 7 s for 405 billion parameters on 16,384 (a busy core).
 
     >>> from shardwise.hardware.cluster import load_cluster
     >>> from shardwise.model.profile import profile_of
@@ -134,7 +136,7 @@ def find_plan(
     if goal not in get_args(Goal):
         raise UsageError(f"goal: found {goal!r}; {nearest(goal, get_args(Goal))}")
     top, stack = options.pop("top", 10), options.pop("stack", None) or load_stack("shardwise")
-    headroom = float(options.pop("headroom", 0.05))
+    headroom = float(options.pop("headroom", HEADROOM))
     words = {name: tuple(options.pop(name, ())) for name in ("allow", "forbid")}
     for found in options:
         raise UsageError(f"find_plan: found option {found!r}; needed allow, forbid, top, stack or headroom")
@@ -156,8 +158,17 @@ def _no_plan(space: Space, walk: Walk) -> str:
     cluster, batch = space.cluster, space.workload.global_batch
     why = ", ".join(f"{name} ({number})" for name, number in walk.pruned.most_common(4)) or "the batch"
     text = f"plan: no legal plan of {space.profile.name} for {cluster.world} devices and a global batch of {batch}"
-    near = f"{max(1, batch // cluster.world) * cluster.world} or {-(-batch // cluster.world) * cluster.world}"
+    near = " or ".join(map(str, near_batches(batch, cluster.world)))
     return f"{text}; refused by: {why}. A global batch that every layout divides: {near}; or forbid less"
+
+
+def near_batches(batch: int, world: int) -> list[int]:
+    """The nearest global batches that every number of data ranks divides.
+
+    >>> near_batches(13, 8), near_batches(3, 8)
+    ([8, 16], [8])
+    """
+    return sorted({max(1, batch // world) * world, -(-batch // world) * world})
 
 
 class Leaf(NamedTuple):
@@ -175,7 +186,6 @@ class Walk:
 
     def __init__(self, space: Space, goal: Goal, limit: float) -> None:
         self.space, self.goal, self.limit = space, goal, limit
-        self.slack = SLACK if space.cluster.world > EXACT else 0.0
         self.bounds = Bounds(space)
         self.seen: list[Candidate] = []
         self.pruned: Counter[str] = Counter()
@@ -193,7 +203,7 @@ class Walk:
         refused: dict[str, int] = {}
         for world in worlds_of(self.space.cluster, self.goal):
             cores = list(self.space.cores(world, refused))
-            for core in self._undominated(cores) if self.slack else cores:
+            for core in self._undominated(cores) if world > EXACT else cores:
                 self._push(core, self.bounds.core_time(core), 0.0, world)
         self.pruned.update(refused)
         while self._heap and len(ranked) < top:
@@ -226,7 +236,6 @@ class Walk:
     def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
         """Put a node where the least that its plans can score belongs."""
         least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
-        least *= 1 + self.slack * (2 if isinstance(node, Core) else 1 if isinstance(node, Flow) else 0)
         heapq.heappush(self._heap, (_bucket(least), False, (), next(self._order), node))
 
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
@@ -244,7 +253,7 @@ class Walk:
         """False where neither the policy that keeps least could fit, nor none, which holds no block in full."""
         lean = self.bounds.leanest(pipe.core)
         flows = (Flow(pipe, schedule, policy, offload) for policy in {0, lean})
-        return any(self.bounds.on_device(max(self.bounds.flow_size(flow))) <= self.limit for flow in flows)
+        return any(self.bounds.least_size(self.bounds.flow_size(flow)) <= self.limit for flow in flows)
 
     def _by_cost(self, core: Core) -> tuple[int, ...]:
         """Numbers of the recompute policies, the cheapest first."""
@@ -255,9 +264,10 @@ class Walk:
         """The first of these policies under which what is kept could fit; the others follow when it is divided."""
         for place, policy in enumerate(policies):
             flow = Flow(pipe, schedule, policy, offload, policies[place + 1 :])
-            size = self.bounds.on_device(max(self.bounds.flow_size(flow)))
+            size = self.bounds.least_size(self.bounds.flow_size(flow))
             if size <= self.limit:
-                self._push(flow, self.bounds.flow_time(flow)[0], size, pipe.core.world)
+                seconds = self.bounds.flow_time(flow)[0] * self.bounds.stragglers
+                self._push(flow, seconds, size, pipe.core.world)
                 if self.goal != "memory":
                     return
             else:
@@ -266,32 +276,37 @@ class Walk:
     def _divide_flow(self, flow: Flow) -> None:
         if self.goal != "memory":
             self._push_flow(flow.pipe, flow.schedule, flow.offload, flow.rest)
-        kept = self.bounds.flow_size(flow)
+        kept = self.bounds.flow_size(flow, every_rank=True)
         pipe = flow.pipe
+        if self.bounds.least_size(kept) > self.limit:
+            self.pruned["bound on memory"] += 1
+            return
         if pipe not in self._spreads:
             self._spreads[pipe] = list(self.space.spreads(pipe))
-        for spread in self._spreads[pipe]:
-            if not self._push_leaf(Leaf(flow, spread), kept) or self.goal == "memory":
-                self._push_offloaded(Leaf(flow, spread), kept)
+        spreads, family = self._spreads[pipe], self.bounds.flow_time(flow)
+        for spread, (size, on_host) in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
+            leaf = Leaf(flow, spread)
+            if size <= self.limit:
+                self._push(leaf, self.bounds.plan_time(flow, spread, family), size, pipe.core.world)
+            else:
+                self.pruned["bound on memory"] += 1
+            if size > self.limit or self.goal == "memory":
+                self._push_offloaded(leaf, kept, on_host)
 
-    def _push_leaf(self, leaf: Leaf, kept: tuple[float, float]) -> bool:
-        """Put a plan among those to be estimated, unless it cannot fit."""
-        size = self.bounds.plan_size(leaf.flow, leaf.spread, kept)
-        if size > self.limit:
-            self.pruned["bound on memory"] += 1
-            return False
-        self._push(leaf, self.bounds.plan_time(leaf.flow, leaf.spread), size, leaf.flow.pipe.core.world)
-        return True
-
-    def _push_offloaded(self, leaf: Leaf, kept: tuple[float, float]) -> None:
-        """The same plan with its states on the host, where they fit there."""
+    def _push_offloaded(self, leaf: Leaf, kept: Kept, on_host: float) -> None:
+        """The same plan with its states on the host, where they fit there, unless it cannot fit."""
         flow, spread = leaf
         if not self.space.offloads(spread):
             return
-        if sum(self.bounds.states(flow, spread)[:2]) > self._host:
+        if on_host > self._host:
             self.pruned["host memory"] += 1
+            return
+        there = replace(spread, offloaded=True)
+        size = self.bounds.plan_size(flow, there, kept)
+        if size > self.limit:
+            self.pruned["bound on memory"] += 1
         else:
-            self._push_leaf(Leaf(flow, replace(spread, offloaded=True)), kept)
+            self._push(Leaf(flow, there), self.bounds.plan_time(flow, there), size, flow.pipe.core.world)
 
     def _estimate(self, leaf: Leaf) -> None:
         """The full estimate of a plan, unless one of its family fits that saves less: savings only cost time."""
@@ -308,10 +323,11 @@ class Walk:
         workload = space.workload_of(plan)
         self.estimated += 1
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
-        if memory.device > self.limit:
+        if memory.device - memory.held > self.limit:
             self.pruned["memory"] += 1
             if self.goal != "memory" and not spread.offloaded:
-                self._push_offloaded(leaf, self.bounds.flow_size(flow))
+                kept, states = self.bounds.flow_size(flow, every_rank=True), self.bounds.states(flow, spread)
+                self._push_offloaded(leaf, kept, states[0] + states[1])
             return
         time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
         found = Candidate(plan=plan, memory=memory, time=time)

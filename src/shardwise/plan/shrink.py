@@ -8,7 +8,7 @@ from math import gcd
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 
-HEAD_DIMS = ((16, 8), (64, 4), (1 << 30, 2))
+HEAD_DIMS = ((16, 8), (32, 4), (1 << 30, 2))
 """Width of a head, by the number of heads: even, for rotary positions."""
 LARGE = 5_000_000
 """Parameters from which `verify` shrinks a model without being asked."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from shardwise.errors import UsageError
@@ -187,7 +188,7 @@ class Space:
             for cp in self._degrees("cp", world // tp, refused):
                 for ep in divisors(self.profile.experts) if self.profile.experts and self.has("ep") else [1]:
                     if world % ep == 0:
-                        yield from self._cores(world, tp, cp, ep)
+                        yield from self._cores(world, (tp, cp, ep), refused)
 
     def _degrees(self, axis: str, most: int, refused: dict[str, int]) -> list[int]:
         """Degrees that the axis may have by itself."""
@@ -202,20 +203,26 @@ class Space:
                 fits.append(degree)
         return fits
 
-    def _cores(self, world: int, tp: int, cp: int, ep: int) -> Iterator[Core]:
+    def _cores(self, world: int, degrees: tuple[int, int, int], refused: dict[str, int]) -> Iterator[Core]:
+        tp, cp, ep = degrees
         sequences = [False, True] if tp > 1 and self.has("sequence") else [False]
         losses = [False, True] if tp > 1 and self.has("loss-parallel") else [False]
         kinds: tuple[ContextKind, ...] = ("ring", "gather", "ulysses")
         contexts: list[ContextKind] = [kind for kind in kinds if self.has(kind)] if cp > 1 else ["ring"]
         recipes: tuple[Float8Kind, ...] = ("none", "rowwise-hp", "rowwise", "tensorwise")
         recipes = recipes if self.has("fp8") else recipes[:1]
-        for samples in divisors(self.workload.global_batch):
-            for sequence in sequences:
-                for loss in losses:
-                    for context in contexts:
-                        for precision in self.precisions:
-                            for recipe in recipes:
-                                yield Core(world, tp, cp, ep, samples, sequence, loss, context, precision, recipe)
+        for sequence, loss, context in product(sequences, losses, contexts):
+            plan = Plan(axes=Axes(tp=tp, cp=cp), tensor=Tensor(sequence=sequence, loss=loss))
+            row = self.broken(plan.with_(context=Context(kind=context)))
+            if row:
+                refused[row] = refused.get(row, 0) + 1
+                continue
+            for samples, precision, recipe in product(self._samples, self.precisions, recipes):
+                yield Core(world, tp, cp, ep, samples, sequence, loss, context, precision, recipe)
+
+    @cached_property
+    def _samples(self) -> list[int]:
+        return divisors(self.workload.global_batch)
 
     # ------------------------------------------------------------ step 2: stages
 
@@ -268,7 +275,11 @@ class Space:
 
     def offloads(self, spread: Spread) -> bool:
         """Whether the spread's states may be on the host."""
-        return spread.zero > 0 and self.has("offload", "offload-state")
+        return spread.zero > 0 and self._can_offload
+
+    @cached_property
+    def _can_offload(self) -> bool:
+        return self.has("offload", "offload-state")
 
     # ------------------------------------------------------------ step 5: savings
 

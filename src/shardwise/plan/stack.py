@@ -29,6 +29,8 @@ class Stack:
     attention: AttentionKernel = "flash2"
     fused: bool = True
     """Element-wise chains run as one kernel (compiled, or hand-written)."""
+    fused_norms: bool = False
+    """Norms and rotations are one pass over memory each, though the rest is not fused."""
     cut: Literal["even", "balanced", "greedy"] = "balanced"
     """How it cuts a pipeline into stages; see `plan.division.cut`."""
     # memory: bytes per parameter
@@ -61,7 +63,15 @@ class Stack:
     fused_optimizer: bool = True
     """False: the update makes a temporary copy in fp32 of the parameters it updates."""
     fragmentation: float = 0.05
-    """Reserved by the caching allocator, over allocated."""
+    """Reserved by the caching allocator over allocated, as a share of what comes and goes within a step."""
+    context: float = 0.0
+    """Bytes of the device that its kernels and communicators take beside the allocator, over what any stack does (CUDA
+    before 11.7 loaded every kernel of every library at start)."""
+    offloads_weights: bool = True
+    """Offloaded states include the shards of the weights; False: those stay on the device."""
+    runs_ahead: float = 0.0
+    """Whole activations `[tokens, dim]` that the allocator keeps for streams that have not caught up with the host,
+    where collectives run on a stream of their own: see `stalls.held_ahead`."""
     # time
     launch: float = 5e-6
     """Seconds of the host per kernel; a block cannot run faster than its kernels are launched."""
@@ -87,8 +97,13 @@ class Stack:
     step: float = 0.01
     """Seconds per step outside the model: data, logging, clipping's synchronisation."""
     stall: float = 0.0
-    """Seconds per micro-batch that a pipeline's sends stall on 64 nodes: to the fourth power of the nodes, and a tenth
-    of it without stages."""
+    """Seconds that an exchange between nodes stalls once a job is large: see `stalls.stalled`."""
+    tensor_wait: float = 0.0
+    """Seconds per block, tp rank and micro-batch that the host loses in a pipeline whose receives wait for the device:
+    its queue is empty, so that each collective starts behind the slowest of the ranks' hosts."""
+    reduces_late: float = 0.0
+    """zero 1 and 2: gradients are reduced behind the last backward pass, parameter by parameter, and nothing hides
+    them: how many times as long as in buckets that takes; 0: in buckets, which overlap."""
     gather_wait: float = 0.0
     """zero 3: seconds per block and direction that a gather cannot hide (stream synchronisation, copies)."""
 

@@ -18,8 +18,11 @@ from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.simulate import Costs, pipeline_time
 from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.stalls import stalled
 from shardwise.plan.workload import STATE_BYTES, Workload
 
+HOST_UPDATE = 0.6
+"""Share of a device's link to the host at which the host's cores update its states: all ranks share that memory."""
 STRAGGLERS = 0.007
 """Share of a step that each doubling of the nodes adds, as the slowest of them sets the pace: the slope of published
 weak scaling from 8 to 2,304 devices (NVIDIA's benchmarks of 2024 and 2025: 0.2 to 1.5 %)."""
@@ -98,8 +101,8 @@ def estimate_time(
     data, hidden = _data(division, cluster, stack, max(ranks, key=lambda rank: rank.params))
     terms["data"] = data
     terms["host"] = stack.micro_host * count * plan.schedule.stages if plan.axes.pp > 1 else stack.micro_host * count
-    if stack.stall:
-        terms["stall"] = stack.stall * count * (cluster.nodes / 64) ** 4 * (1.0 if plan.axes.pp > 1 else 0.1)
+    if stack.stall and stalled(division, cluster.nodes, cluster.domain):  # in full with two neighbours, half with one
+        terms["stall"] = stack.stall * (count * (1 - 1 / plan.axes.pp) if plan.axes.pp > 1 else 0.5)
     terms["optimizer"], terms["offload"] = _update(division, cluster, stack)
     if plan.offload.activations:
         terms["offload"] += max(_offloaded(division, rank, cluster, stack) for rank in ranks) * count
@@ -259,6 +262,8 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts)
     else:
         total = both("all_reduce", gradient) + across
         wait, behind = 0.0, backward
+    if plan.zero and stack.reduces_late:
+        return total * stack.reduces_late + wait, 0.0
     hides = stack.overlap_data * min(behind, total)
     return total - hides + wait, hides
 
@@ -285,5 +290,7 @@ def _update(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, 
     device = cluster.device
     if plan.offload.state:
         moved = owned * (2 * 4 + 4) * plan.batch.micro_batches
-        return traffic / cluster.host_bandwidth, moved / cluster.host_bandwidth * (1 - stack.overlap_data)
+        return traffic / (cluster.host_bandwidth * HOST_UPDATE), moved / cluster.host_bandwidth * (
+            1 - stack.overlap_data
+        )
     return traffic / (device.bandwidth * device.stream), 0.0

@@ -89,25 +89,11 @@ def weights_of(spec: ModelSpec) -> Weights:
 
 
 def _refuse_other_parts(spec: ModelSpec) -> None:
-    plain = "plain" if spec.kind == "gpt" else "gated"
-    other = {
-        "kv_rank": spec.kv_rank,
-        "shared_ffn_dim": spec.shared_ffn_dim,
-        "num_dense_layers": spec.num_dense_layers,
-        "moe_every": spec.moe_every - 1,
-        "dropout": spec.dropout,
-        "window": spec.window,
-        f"ffn={spec.ffn}": spec.ffn != plain,
-        "causal=False": not spec.causal,
-        "num_kv_heads": spec.kind == "gpt" and spec.num_kv_heads != spec.num_heads,
-        "qk_norm": spec.kind == "gpt" and spec.qk_norm,
-    }
-    found = [name for name, value in other.items() if value]
-    if found:
+    if spec.other_parts:
         raise ModelError(
-            f"traffic: model {spec.name}: found {', '.join(found)}, which no reference model of kind {spec.kind!r} "
-            "has; needed one of the reference models, whose messages are known exactly: trace your module with "
-            "`shardwise.diagnose.trace_step.trace_step`"
+            f"traffic: model {spec.name}: found {', '.join(spec.other_parts)}, which no reference model of kind "
+            f"{spec.kind!r} has; needed one of the reference models, whose messages are known exactly: trace your "
+            "module with `shardwise.diagnose.trace_step.trace_step`"
         )
 
 

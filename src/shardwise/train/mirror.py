@@ -2,7 +2,8 @@
 
 Each part of the state is kept once: ranks that hold the same elements (replicas) share the work, by bytes. So a job
 keeps two copies of the whole state in the host's memory, whatever the number of ranks, and a step pays for copying
-`bytes of the state / ranks` per rank. Two, as a rank may die while it makes one.
+`bytes of the state / ranks` per rank. Two, as a rank may die while it makes one. A copy says where each part lies in
+its whole tensor, so that another number of ranks under another plan can take it over.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.format import Box
+from shardwise.checkpoint.layout import Held, held_by
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
-from shardwise.train.outliving import DATA, Board, Place, Slot, call_process
-from shardwise.train.torch_private import copy_all, local_of
+from shardwise.train.outliving import DATA, Board, Header, Place, Slot, call_process
+from shardwise.train.torch_private import copy_all
 
-Key = tuple[str, tuple[int, ...]]
-"""A tensor's name, and which shard of it."""
+Key = tuple[str, Box]
+"""A tensor's name, and which part of it."""
 _ALIGN = 64
 
 
@@ -66,20 +68,30 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A shard, and where it lies in a slot."""
+    """A part of a tensor, and where it lies in a slot."""
 
     key: Key
     dtype: str
-    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    """Shape of the tensor that it is a part of."""
     start: int
 
     def of(self, memory: Any) -> Tensor:
-        """The shard as it lies in a slot's memory."""
+        """The part as it lies in a slot's memory."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        size = dtype.itemsize * int(np.prod(self.shape))
-        if not size:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=size).view(dtype).view(self.shape)
+        sizes = self.key[1].sizes
+        size = dtype.itemsize * int(np.prod(sizes))
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=size).view(dtype).view(sizes)
+
+    def to_json(self) -> list[Any]:
+        """As it stands in a description."""
+        return [self.key[0], *self.key[1], self.dtype, self.whole, self.start]
+
+    @classmethod
+    def from_json(cls, found: list[Any]) -> Part:
+        """The inverse of `to_json`."""
+        name, offsets, sizes, dtype, whole, start = found
+        return cls((name, Box(tuple(offsets), tuple(sizes))), dtype, tuple(whole), start)
 
 
 class Mirror:
@@ -94,6 +106,7 @@ class Mirror:
         self._slots = [Slot(file) for file in place.memory.slots[place.rank]]
         self._signature: tuple[Any, ...] = ()
         self._parts: list[Part] = []
+        self._sources: list[Held] = []
         self._targets: dict[int, list[Tensor]] = {}
         """Slot -> the parts as they lie in it."""
         self._end = DATA
@@ -114,14 +127,16 @@ class Mirror:
                 "one; needed: one state, whose optimizer may step several models (sw.several); train the other in a "
                 "script of its own, or start without --recover"
             )
-        board.write(place.rank, place.world, 0, 0)
-        count = int(_read_line(place.order)["count"])
+        _, trains, since = board.read(place.rank)  # of another set, while this one stands by
+        board.write(place.rank, place.world, trains, since)
+        order = _read_line(place.order)
+        count = int(order["count"])
         if place.streams is not None:
             for stream, number in zip(place.streams, (1, 2), strict=True):
                 os.dup2(stream, number)
             call_process(f"rank {place.rank}")
         if count:
-            self._load(state, count)
+            self._load(state, count, int(order["ranks"]))
             self._count, self.recovered_step = count, state.step
         board.write(place.rank, place.world, place.world, time.monotonic_ns())
 
@@ -137,7 +152,7 @@ class Mirror:
                 while (before := slot.header()).count:
                     text = slot.text(before)
                     if slot.header() == before:
-                        names |= {name for (name, _), *_ in json.loads(text)["parts"]}
+                        names |= {str(name) for name, *_ in json.loads(text)["parts"]}
                         break
         with torch.no_grad():
             state.load_tensors(state.template(names))
@@ -160,29 +175,29 @@ class Mirror:
             memory = slot.data(self._end)
             self._targets[which] = [part.of(memory) for part in self._parts]
         with torch.no_grad():
-            copy_all(self._targets[which], [local_of(tensors[part.key[0]]) for part in self._parts])
+            copy_all(self._targets[which], [held.of(tensors[held.part.name]) for held in self._sources])
         if state.mesh.device.type != "cpu":
             torch.accelerator.synchronize()
         rest = json.dumps({"scalars": state.scalars()})
         text = f'{self._description}, "random": {self._random_numbers()}, {rest[1:]}'
         self._count += 1
-        slot.commit(self._count, state.step, self._end, text)
+        slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
 
     def _lay_out(self, state: State, tensors: Mapping[str, Tensor]) -> None:
         """Find who keeps what. The two slots may then hold different layouts: each describes its own."""
-        held = {_key(name, tensor): local_of(tensor) for name, tensor in tensors.items()}
-        mine = [(key, tensor.nbytes) for key, tensor in held.items()]
+        held = {(each.part.name, each.part.box): each for each in held_by(tensors)}
+        mine = [(key, each.of(tensors[key[0]]).nbytes) for key, each in held.items()]
         everyones: list[list[tuple[Key, int]]] = [mine] * state.mesh.world
         if state.mesh.world > 1:
             dist.all_gather_object(everyones, mine)
-        self._parts, self._targets, self._end = [], {}, DATA
+        self._parts, self._sources, self._targets, self._end = [], [], {}, DATA
+        sizes = dict(mine)
         for key in keepers(everyones)[state.mesh.rank]:
-            tensor = held[key]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self._parts.append(Part(key, dtype, tuple(tensor.shape), self._end))
-            self._end += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        parts = [[part.key, part.dtype, part.shape, part.start] for part in self._parts]
-        self._description = f'{{"parts": {json.dumps(parts)}'
+            part = held[key].part
+            self._parts.append(Part(key, part.dtype, part.shape, self._end))
+            self._sources.append(held[key])
+            self._end += -(-sizes[key] // _ALIGN) * _ALIGN
+        self._description = f'{{"parts": {json.dumps([part.to_json() for part in self._parts])}'
 
     def _random_numbers(self) -> str:
         """Where the generators that a script may use are, as JSON; Python's is long, and rarely moves."""
@@ -198,33 +213,44 @@ class Mirror:
             others["device"] = _device_module().get_rng_state().numpy().tobytes().hex()
         return f'{{"python": {self._random[1]}, {json.dumps(others)[1:]}'
 
-    def _load(self, state: State, count: int) -> None:
-        found: dict[Key, Tensor] = {}
+    def _load(self, state: State, count: int, ranks: int) -> None:
+        found: dict[str, list[tuple[Part, Tensor]]] = {}
         own: dict[str, Any] = {}
-        for rank, pair in enumerate(self.place.memory.slots):
+        for rank, pair in enumerate(self.place.memory.slots[:ranks]):
             slot = next(slot for slot in map(Slot, pair) if slot.header().count == count)
             header = slot.header()
             description, memory = json.loads(slot.text(header)), slot.data(header.end)
-            for (name, shard), dtype, shape, start in description["parts"]:
-                key = (name, tuple(shard))
-                found[key] = Part(key, dtype, tuple(shape), start).of(memory)
-            own = description if rank == self.place.rank else own
-        template = state.template({name for name, _ in found})
+            for part in map(Part.from_json, description["parts"]):
+                found.setdefault(part.key[0], []).append((part, part.of(memory)))
+            own = description if rank == self.place.rank % ranks else own
+        template = state.template(found)
         with torch.no_grad():
-            for name, tensor in template.items():
-                kept = found.get(_key(name, tensor))
-                target = local_of(tensor)
-                if kept is None or kept.shape != target.shape or kept.dtype != target.dtype:
-                    there = "nothing" if kept is None else f"{tuple(kept.shape)} {kept.dtype}"
+            for held in held_by(template):
+                problem = _fill(held.of(template[held.part.name]), held, found.get(held.part.name, []))
+                if problem is not None:
                     raise CheckpointError(
-                        f"recovery of rank {self.place.rank}: {name}: found {there} in the copy that was kept after "
-                        f"step {own['scalars']['step']}, needed {tuple(target.shape)} {target.dtype}; the script must "
-                        "build the same model and optimizer every time it is run"
+                        f"recovery of rank {self.place.rank}: {held.part.name}: found {problem} in the copy that was "
+                        f"kept after step {own['scalars']['step']}, needed {held.part.shape} {held.part.dtype}; the "
+                        "script must build the same model and optimizer every time it is run"
                     )
-                target.copy_(kept)
         state.load_scalars(own["scalars"])
         state.load_tensors(template)
         _set_random_numbers(own["random"])
+
+
+def _fill(target: Tensor, held: Held, kept: list[tuple[Part, Tensor]]) -> str | None:
+    """Copy a box of a tensor out of the parts that are kept of it; what is wrong with them, if anything."""
+    wanted, filled = held.part.box, 0
+    for part, values in kept:
+        if (part.whole, part.dtype) != (held.part.shape, held.part.dtype):
+            return f"{part.whole} {part.dtype}"
+        both = part.key[1].overlap(wanted)
+        if both is not None:
+            target[both.slices(wanted)].copy_(values[both.slices(part.key[1])])
+            filled += both.num_elements
+    if filled == wanted.num_elements:
+        return None
+    return f"{filled} of {wanted.num_elements} elements of {wanted}" if kept else "nothing"
 
 
 def keepers(everyones: list[list[tuple[Key, int]]]) -> list[list[Key]]:
@@ -233,8 +259,9 @@ def keepers(everyones: list[list[tuple[Key, int]]]) -> list[list[Key]]:
     Args:
         everyones: (key, bytes) of what each rank holds.
 
-    >>> keepers([[(("a", ()), 8), (("b", ()), 8)], [(("a", ()), 8), (("b", ()), 8)]])
-    [[('a', ())], [('b', ())]]
+    >>> a, b = ("a", Box((0,), (2,))), ("b", Box((0,), (2,)))
+    >>> [[name for name, _ in keys] for keys in keepers([[(a, 8), (b, 8)], [(a, 8), (b, 8)]])]
+    [['a'], ['b']]
     """
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
@@ -262,15 +289,6 @@ def refuse_own_loop() -> None:
             "recovery it would begin anew, with other samples than the step that is retried; needed: "
             "`for m in shardwise.steps(state, loss_fn, ...)`; use it, or start without --recover"
         )
-
-
-def _key(name: str, tensor: Tensor) -> Key:
-    if not isinstance(tensor, DTensor):
-        return name, ()
-    coordinate = list(tensor.device_mesh.get_coordinate() or ())
-    return name, tuple(
-        at for at, placement in zip(coordinate, tensor.placements, strict=True) if not placement.is_replicate()
-    )
 
 
 def _read_line(file: int) -> dict[str, Any]:

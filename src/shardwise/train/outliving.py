@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 DATA = 4096
 """Where a slot's tensors begin: a page, so that they are aligned."""
-_HEADER = struct.Struct("@QQQQ")
+_HEADER = struct.Struct("@QQQQQ")
 _WORDS = struct.Struct("@QQQ")
 _RANK_BYTES = 64
 
@@ -31,6 +31,8 @@ class Header:
     """Where the description begins, after the tensors."""
     length: int
     """Bytes of the description."""
+    ranks: int
+    """How many ranks made this copy: those from 0 on, each one its part."""
 
 
 class Slot:
@@ -48,17 +50,17 @@ class Slot:
     def header(self) -> Header:
         """What lies here now."""
         found = os.pread(self.file, _HEADER.size, 0)
-        return Header(*_HEADER.unpack(found)) if len(found) == _HEADER.size else Header(0, 0, 0, 0)
+        return Header(*_HEADER.unpack(found)) if len(found) == _HEADER.size else Header(0, 0, 0, 0, 0)
 
     def clear(self) -> None:
         """From now on nothing lies here."""
-        os.pwrite(self.file, _HEADER.pack(0, 0, 0, 0), 0)
+        os.pwrite(self.file, _HEADER.pack(0, 0, 0, 0, 0), 0)
 
-    def commit(self, count: int, step: int, end: int, description: str) -> None:
-        """Say that the tensors up to `end` are a copy."""
+    def commit(self, header: Header, description: str) -> None:
+        """Say that the tensors up to `header.end` are a copy; its `length` is that of the description."""
         text = description.encode()
-        os.pwrite(self.file, text, end)
-        os.pwrite(self.file, _HEADER.pack(count, step, end, len(text)), 0)
+        os.pwrite(self.file, text, header.end)
+        os.pwrite(self.file, _HEADER.pack(header.count, header.step, header.end, len(text), header.ranks), 0)
 
     def text(self, header: Header) -> str:
         """The description that was committed with a copy."""
@@ -116,18 +118,24 @@ class Memory:
         return (self.board, *(file for pair in self.slots for file in pair))
 
     def newest(self) -> Header | None:
-        """The newest copy that every rank has made; None: there is none. Every other slot is cleared.
+        """The newest copy that every rank of its set has made; None: there is none. Every other slot is cleared.
 
         No rank may be running. Ranks are never more than one copy apart: each step has collectives of all.
         """
-        headers = [{(header := Slot(file).header()).count: header for file in pair} for pair in self.slots]
-        common = set.intersection(*(set(found) for found in headers)) - {0}
-        count = max(common, default=0)
-        for pair in self.slots:
-            for file in pair:
-                if Slot(file).header().count != count:
-                    Slot(file).clear()
-        return headers[0][count] if count else None
+        found = [[(file, Slot(file).header()) for file in pair] for pair in self.slots]
+        made = [{(header.count, header.ranks) for _, header in pair} for pair in found]
+        whole = [
+            key for key in set[tuple[int, int]]().union(*made) if key[0] and all(key in made[r] for r in range(key[1]))
+        ]
+        newest = max(whole, default=(0, 0))
+        for file, header in (each for pair in found for each in pair):
+            if (header.count, header.ranks) != newest:
+                Slot(file).clear()
+        return next((header for _, header in found[0] if header.count and header.count == newest[0]), None)
+
+    def count(self, ranks: int) -> int:
+        """Number of the newest copy that each of the first `ranks` has made; they may be running."""
+        return min(max(Slot(file).header().count for file in pair) for pair in self.slots[:ranks])
 
     def close(self) -> None:
         """Close this process's files."""

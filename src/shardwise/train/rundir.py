@@ -90,6 +90,11 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def devices(self) -> Path:
+        """The slots that an elastic run may use; written by the user, read whenever it changes."""
+        return self.path / "devices"
+
+    @property
     def lock(self) -> Path:
         """Who uses the directory; see `shardwise.train.lock`."""
         return self.path / "lock"
@@ -147,7 +152,8 @@ def check_out(run: RunDir, *, resume: str) -> None:
         return
     there = run.identity()
     if there is None:
-        if any(path != run.lock for path in run.path.iterdir()):  # a start that died at once leaves its lock
+        # a start that died at once leaves its lock; the slots may be listed before the first one
+        if any(path not in (run.lock, run.devices) for path in run.path.iterdir()):
             raise UsageError(
                 f"--out {run.path} holds files, but no run (no config.json); needed: a new or empty directory, or a "
                 f"run's; choose another --out"

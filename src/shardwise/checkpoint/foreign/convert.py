@@ -1,0 +1,268 @@
+"""`convert`: a foreign checkpoint as a store with one checkpoint, read on one process in bounded memory."""
+
+from __future__ import annotations
+
+import platform
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.checkpoint.compare import find
+from shardwise.checkpoint.directory import Directory
+from shardwise.checkpoint.files import LOCAL
+from shardwise.checkpoint.foreign.dcp import METADATA, read_dcp
+from shardwise.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
+from shardwise.checkpoint.foreign.dtypes import FLOATS
+from shardwise.checkpoint.foreign.names import read_rules, rename
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.safetensors import read_safetensors
+from shardwise.checkpoint.foreign.state import Foreign, shown
+from shardwise.checkpoint.foreign.torch_files import SUFFIXES, read_torch
+from shardwise.checkpoint.foreign.views import Cast, Source
+from shardwise.checkpoint.foreign.writing import check_room, replacing, total_bytes, write_streamed
+from shardwise.checkpoint.format import Piece, check_name, whole
+from shardwise.checkpoint.manifest import Manifest, TensorEntry
+from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.shardfile import FileEntry, Identity
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.findings import nearest
+from shardwise.plan.plan import AXES, Plan
+from shardwise.version import __version__
+
+Kind = Literal["auto", "safetensors", "torch", "dcp", "deepspeed", "fsdp", "lightning"]
+MODEL, OPTIM, MASTER = "model.", "optim.", ".master"
+SPARE_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a checkpoint is converted."""
+
+    kind: Kind = "auto"
+    rename: Path | None = None
+    """A file of rules."""
+    like: Path | None = None
+    """A checkpoint of the model that the result is for: names, shapes and types must be, or are made, those of it."""
+    dtype: str | None = None
+    """Of floating-point weights; None: as they are, or as `like` has them."""
+    optimizer: bool = True
+    in_order: bool = False
+    overwrite: bool = False
+    unsafe: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A conversion that is complete."""
+
+    path: Path
+    """The store."""
+    kind: str
+    step: int
+    num_weights: int
+    num_parameters_with_state: int
+    size_bytes: int
+    notes: tuple[str, ...]
+    """What was left out or changed, and why."""
+
+
+def convert(source: Path, target: Path, options: Options) -> Converted:
+    """Read a foreign checkpoint and write a store that holds it; the store exists only when it is complete.
+
+    Args:
+        source: a file or a directory of another library.
+        target: a path that does not exist.
+        options: see there.
+
+    Cost: reads each byte once (twice where the file has CRC-32s), writes it once, reads it back; memory of a few MiB,
+    and of the largest tensor where one does not lie in order. Pickles are read by another process, see `sandbox.py`.
+
+    Raises:
+        CheckpointError: what is wrong with the source, or the disk; nothing is left at the target.
+        UsageError: the target is there already; options or rules that cannot be.
+
+    >>> convert(Path("hub/llama"), Path("llama"), Options())  # doctest: +SKIP
+    """
+    source = source.resolve()  # what the user names may be a link; what is inside may not
+    with OpenFiles(scratch_in=target.parent) as files, replacing(target, options.overwrite) as partial:
+        found = read_foreign(files, source, options)
+        rename(found, read_rules(options.rename) if options.rename is not None else [])
+        sources = _sources(found, options)
+        _check_claims(files, source, sources)
+        check_room(target.parent, total_bytes(sources), f"convert {source}")
+        size = _write(partial, sources, found)
+    return Converted(
+        path=target,
+        kind=found.kind,
+        step=found.step,
+        num_weights=len(found.weights),
+        num_parameters_with_state=len(found.optimizer),
+        size_bytes=size,
+        notes=tuple(found.notes),
+    )
+
+
+def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
+    """What a path holds, read as what it is or is said to be.
+
+    Raises:
+        CheckpointError: it is not there, or is of no known kind.
+    """
+    if not source.exists():
+        raise CheckpointError(f"{source}: found nothing there, needed a checkpoint of another library; check the path")
+    kind = _kind(files, source) if options.kind == "auto" else options.kind
+    if kind == "fsdp":
+        kind = "dcp" if source.is_dir() and METADATA in files.files.names(source) else "torch"
+    if options.unsafe and kind in ("dcp", "safetensors"):
+        raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
+    if kind == "safetensors":
+        return read_safetensors(files, source)
+    if kind == "dcp":
+        return read_dcp(files, source, options.in_order)
+    if kind == "deepspeed":
+        return read_deepspeed(files, source, options.unsafe)
+    found = read_torch(files, source, options.in_order, options.unsafe)
+    found.kind = "lightning" if kind == "lightning" else found.kind
+    return found
+
+
+def _kind(files: OpenFiles, source: Path) -> Kind:
+    if source.is_file():
+        return "safetensors" if source.suffix == ".safetensors" else "torch"
+    names = files.files.names(source)
+    if METADATA in names:
+        return "dcp"
+    if any(name.endswith(".safetensors") for name in names):
+        return "safetensors"
+    if is_deepspeed(files, source):
+        return "deepspeed"
+    if any(name.endswith(SUFFIXES) for name in names):
+        return "torch"
+    raise CheckpointError(
+        f"{source}: found {shown(names) or 'nothing'}; needed *.safetensors, a file of torch.save, {METADATA} of DCP, "
+        "or DeepSpeed's `latest`; give the directory that holds them, or --from"
+    )
+
+
+def _sources(found: Foreign, options: Options) -> dict[str, Source]:
+    """Every tensor of the checkpoint to be, by its logical name, in its type."""
+    if not options.optimizer and found.optimizer:
+        found.optimizer = {}
+        found.notes.append("the optimizer's state: as --no-optimizer says")
+    strange = [name for name in found.optimizer if name not in found.weights]
+    if strange:
+        found.optimizer = {}
+        found.notes.append(f"the optimizer's state: it is of parameters that are left out: {shown(strange)}")
+    sources = {MODEL + name: _typed(s, options.dtype, name) for name, s in found.weights.items()}
+    sources |= {f"{OPTIM}{n}.{key}": s for n, states in found.optimizer.items() for key, s in states.items()}
+    if options.like is not None:
+        sources = _made_like(sources, found, Manifest.read(find(options.like).path), options.like)
+    for name in sources:
+        check_name(name, "convert")
+    return sources
+
+
+def _typed(source: Source, dtype: str | None, name: str) -> Source:
+    if dtype is None or source.dtype not in FLOATS or source.dtype == dtype:
+        return source
+    return Cast(source, dtype, name)
+
+
+def _made_like(sources: dict[str, Source], found: Foreign, like: Manifest, path: Path) -> dict[str, Source]:
+    """The sources in the names, shapes and types of another checkpoint of the model.
+
+    Raises:
+        CheckpointError: weights that are missing, left over, or of another shape.
+    """
+    wanted = {name: entry for name, entry in like.tensors.items() if name.startswith(MODEL)}
+    weights = {name: source for name, source in sources.items() if name.startswith(MODEL)}
+    missing, extra = [n for n in wanted if n not in weights], [n for n in weights if n not in wanted]
+    if missing or extra:
+        hint = nearest(missing[0], extra or list(weights)) if missing else f"left over: {shown(extra)}"
+        raise CheckpointError(
+            f"convert: {len(missing)} weights of {path} are not in the source ({shown(missing)}), {len(extra)} of the "
+            f"source are not in it ({shown(extra)}); {hint}; needed the same model: give rules with --rename, where "
+            "an empty name leaves a tensor out"
+        )
+    state = {name: entry for name, entry in like.tensors.items() if name.startswith(OPTIM)}
+    masters = {name for name in state if name.endswith(MASTER)}
+    have = {name for name in sources if name.startswith(OPTIM)} | (masters if found.optimizer else set())
+    if state and have and have != set(state):
+        found.optimizer = {}
+        found.notes.append(f"the optimizer's state: that of {path} has other keys: {shown(sorted(have ^ set(state)))}")
+    taken = wanted | (state if state and found.optimizer else {})
+    fresh = {}
+    for name, entry in taken.items():
+        weight = MODEL + name.removeprefix(OPTIM).removesuffix(MASTER)
+        source = sources[name] if name in sources else weights[weight]
+        if source.shape != entry.shape:
+            raise CheckpointError(
+                f"convert: {name}: found shape {source.shape}, needed {entry.shape} as {path} has it; give rules with "
+                "--rename, or another --like"
+            )
+        fresh[name] = source if source.dtype == entry.dtype else Cast(source, entry.dtype, name)
+    kept = {} if state or not found.optimizer else {n: s for n, s in sources.items() if n.startswith(OPTIM)}
+    return fresh | kept
+
+
+def _check_claims(files: OpenFiles, source: Path, sources: Mapping[str, Source]) -> None:
+    """Tensors that claim far more bytes than their files have are a bomb: views that repeat few bytes many times."""
+    there = files.total_bytes + sum(files.size(path) for path in files.unnamed)
+    claimed = total_bytes(sources)
+    if claimed > 8 * there + SPARE_BYTES:
+        raise CheckpointError(
+            f"{source}: found tensors of {claimed} bytes in files of {there}; needed tensors whose elements are "
+            "stored: save them with .contiguous()"
+        )
+
+
+def _write(root: Path, sources: Mapping[str, Source], found: Foreign) -> int:
+    directory = Directory(root, LOCAL)
+    run, save = uuid.uuid4().hex, uuid.uuid4().hex
+    partial = directory.begin(found.step, run)
+    entry, sums, starts = write_streamed(LOCAL, partial, Identity(run=run, save=save, step=found.step, rank=0), sources)
+    tensors = {
+        name: TensorEntry(
+            source.shape,
+            source.dtype,
+            sums[name],
+            (Piece(0, whole(source.shape), starts[name]),) if name in starts else (),
+        )
+        for name, source in sorted(sources.items())
+    }
+    manifest = _manifest(run, save, found, entry, tensors)
+    Manifest.decode(manifest.encode(), "the manifest")  # what cannot be read is not committed
+    final = directory.commit(partial, manifest)
+    with Reader(final, manifest) as reader:
+        return reader.verify()
+
+
+def _manifest(run: str, save: str, found: Foreign, entry: FileEntry, tensors: Mapping[str, TensorEntry]) -> Manifest:
+    plan = Plan()
+    scalars: dict[str, Any] = {
+        "step": found.step, "skipped": 0, "weight": 0.0, "data": None, "ema_updates": None, "loss_scale": None,
+        "base_lr": [], "plan": str(plan),
+        "imported": {"from": found.kind, "optimizer": bool(found.optimizer), "notes": found.notes[:20]},
+    }  # fmt: skip
+    return Manifest(
+        run=run,
+        save=save,
+        step=found.step,
+        sequence=1,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        plan=str(plan),
+        plan_fields={},
+        mesh=dict.fromkeys(AXES, 1),
+        world=1,
+        device="cpu",
+        versions={"shardwise": __version__, "python": platform.python_version()},
+        config={},
+        scalars=scalars,
+        metric=None,
+        probe=None,
+        files=(entry,),
+        tensors=tensors,
+    )

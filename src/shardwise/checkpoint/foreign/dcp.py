@@ -1,0 +1,207 @@
+"""Directories of torch.distributed.checkpoint: FSDP's sharded ones, torchtitan's, Lightning's and Accelerate's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.sandbox import Instance, Job, Left, read_values
+from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown
+from shardwise.checkpoint.foreign.torch_files import MODEL_KEYS, STEP_KEYS
+from shardwise.checkpoint.foreign.views import Pieces, Source, View
+from shardwise.checkpoint.format import DTYPES, Box, whole
+from shardwise.errors import CheckpointError
+
+METADATA = ".metadata"
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_OPTIMIZER = re.compile(r"(optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
+Path_ = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An entry of the storage: a tensor's part at an offset, or bytes."""
+
+    job: Job
+    offset: tuple[int, ...] | None
+
+
+def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
+    """A directory with `.metadata`: tensors are put together from their parts as they are read.
+
+    Raises:
+        CheckpointError: refused by the reader; a part that is missing, too much, of another shape, or elsewhere.
+    """
+    where = path / METADATA
+    metadata = _instance(read_values(files, [Job(where, "pickle")])[0], where, "Metadata")
+    kinds = metadata.get("state_dict_metadata")
+    if not isinstance(kinds, dict) or not kinds:
+        raise _wrong(where, "no table of tensors", "one")
+    paths = _paths(metadata.get("planner_data"), list(kinds))
+    items = _items(path, where, metadata)
+    tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
+    sources = _tensors(files, where, tensors, items)
+    numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items)
+    return _sorted(where, paths, sources, numbers, in_order)
+
+
+def _wrong(where: Path, found: str, needed: str) -> CheckpointError:
+    return CheckpointError(f"{where}: found {found}; needed {needed}; copy the checkpoint again, or save it again")
+
+
+def _is(value: object, name: str) -> bool:
+    return isinstance(value, Instance) and value.name.endswith(f".{name}")
+
+
+def _instance(value: object, where: Path, name: str) -> Instance:
+    if not isinstance(value, Instance) or not _is(value, name):
+        raise _wrong(where, f"a {getattr(value, 'name', type(value).__name__)}", f"a {name} of DCP")
+    return value
+
+
+def _paths(planner: Any, names: Sequence[str]) -> dict[str, Path_]:
+    """Where each entry was in the state_dict that was saved, as the planner flattened it."""
+    known = planner if isinstance(planner, dict) else {}
+    return {n: tuple(known[n]) if isinstance(known.get(n), list) else (n,) for n in names if isinstance(n, str)}
+
+
+def _items(path: Path, where: Path, metadata: Instance) -> dict[str, list[_Item]]:
+    stored = metadata.get("storage_data")
+    found: dict[str, list[_Item]] = {}
+    for index, info in (stored if isinstance(stored, dict) else {}).items():
+        index, info = _instance(index, where, "MetadataIndex"), _instance(info, where, "_StorageInfo")
+        name, start, count = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise _wrong(where, f"the file name {str(name)[:80]!r}", "one of a file in this directory")
+        if type(start) is not int or type(count) is not int or start < 0 or count < 0:
+            raise _wrong(where, f"a part of {name} at {str(start)[:40]} of {str(count)[:40]} bytes", "a place in it")
+        if info.get("transform_descriptors"):
+            raise _wrong(where, f"a part of {name} that is compressed", "plain tensors: save without extensions")
+        offset = index.get("offset")
+        place = tuple(offset) if isinstance(offset, list) else None
+        found.setdefault(str(index.get("fqn")), []).append(_Item(Job(path / name, "torch", start, count), place))
+    return found
+
+
+def _tensors(
+    files: OpenFiles, where: Path, tensors: dict[str, Any], items: dict[str, list[_Item]]
+) -> dict[str, Source]:
+    planned: list[tuple[str, Box, Job]] = []
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, kind in tensors.items():
+        shape, dtype = _shape(kind.get("size"), where, name), _dtype(kind.get("properties"), where, name)
+        shapes[name] = (shape, dtype)
+        places = {item.offset: item for item in items.get(name, [])}
+        for chunk in kind.get("chunks") or []:
+            box = Box(_shape(chunk.get("offsets"), where, name), _shape(chunk.get("sizes"), where, name))
+            item = places.get(box.offsets) or (places.get(None) if len(places) == 1 else None)
+            if item is None or len(box.sizes) != len(shape):
+                raise _wrong(where, f"no stored part of {name}{box}", "one for every part that it lists")
+            if box.num_elements:
+                planned.append((name, box, item.job))
+    values = read_values(files, [job for _, _, job in planned])
+    parts: dict[str, list[tuple[Box, Source]]] = {name: [] for name in tensors}
+    for (name, box, job), value in zip(planned, values, strict=True):
+        if not isinstance(value, View) or value.shape != box.sizes or value.dtype != shapes[name][1]:
+            found = f"{value.shape} {value.dtype}" if isinstance(value, View) else type(value).__name__
+            raise _wrong(job.path, f"{found} for {name}{box}", f"{box.sizes} {shapes[name][1]}, as {METADATA} says")
+        parts[name].append((box, value))
+    for name, pieces in parts.items():
+        _check_tiles(where, name, shapes[name][0], [box for box, _ in pieces])
+    return {name: _whole(*shapes[name], parts[name]) for name in tensors}
+
+
+def _whole(shape: tuple[int, ...], dtype: str, parts: list[tuple[Box, Source]]) -> Source:
+    return parts[0][1] if len(parts) == 1 and parts[0][0] == whole(shape) else Pieces(shape, dtype, tuple(parts))
+
+
+def _check_tiles(where: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Parts inside the tensor that do not overlap and hold all of its elements make it up."""
+    inside = all(a + n <= m for box in boxes for a, n, m in zip(box.offsets, box.sizes, shape, strict=True))
+    live: list[Box] = []
+    apart = True
+    for box in sorted(boxes):
+        live = [b for b in live if b.offsets[0] + b.sizes[0] > box.offsets[0]] if shape else live
+        apart = apart and not any(box.overlap(other) for other in live)
+        live.append(box)
+    total = sum(box.num_elements for box in boxes)
+    if not inside or not apart or total != whole(shape).num_elements:
+        raise _wrong(where, f"parts of {name} of {total} elements that do not make up {shape}", "each element once")
+
+
+def _shape(value: Any, where: Path, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
+        raise _wrong(where, f"the shape {str(value)[:80]} for {name}", "whole numbers")
+    return tuple(value)
+
+
+def _dtype(properties: Any, where: Path, name: str) -> str:
+    state = properties.state if isinstance(properties, Instance) else None
+    first = state[0] if isinstance(state, list) and state else state.get("dtype") if isinstance(state, dict) else None
+    text = first.name.removeprefix("torch.") if isinstance(first, Left | Instance) else str(first)
+    if text not in DTYPES:
+        raise _wrong(where, f"the type {text[:80]} for {name}", f"one of {', '.join(DTYPES)}")
+    return text
+
+
+def _numbers(files: OpenFiles, paths: dict[str, Path_], items: dict[str, list[_Item]]) -> dict[str, Any]:
+    """Entries of bytes that may say the step, or are plain numbers of an optimizer's state; others are not read."""
+    wanted = [
+        name
+        for name, path in paths.items()
+        if len(items.get(name, [])) == 1
+        and (path[-1] in STEP_KEYS or (any(_is_optimizer(p) for p in path) and "state" in path))
+    ]
+    values = read_values(files, [items[name][0].job for name in wanted])
+    return {name: v for name, v in zip(wanted, values, strict=True) if isinstance(v, int | float)}
+
+
+def _is_optimizer(part: object) -> bool:
+    return isinstance(part, str) and _OPTIMIZER.fullmatch(part) is not None
+
+
+def _sorted(
+    where: Path, paths: dict[str, Path_], sources: dict[str, Source], numbers: dict[str, Any], in_order: bool
+) -> Foreign:
+    """Weights, optimizer and the rest, by where they were in what was saved."""
+    weights: dict[str, Source] = {}
+    states: dict[str, Any] = {}
+    others, step = [], 0
+    for name, path in paths.items():
+        at = next((i for i, part in enumerate(path) if _is_optimizer(part)), None)
+        value = sources.get(name, numbers.get(name))
+        if at is not None and len(path) > at + 1:
+            states[".".join(map(str, path[at + 1 :]))] = value
+        elif name in sources:
+            inner = next((i for i, part in enumerate(path[:-1]) if part in MODEL_KEYS), -1)
+            if inner >= 0 or len(path) == 1:
+                weights[".".join(map(str, path[inner + 1 :]))] = sources[name]
+            else:
+                others.append(name)
+        elif isinstance(value, int) and path[-1] in STEP_KEYS:
+            step = max(step, value)
+        else:
+            others.append(name)
+    if not weights:
+        raise _wrong(where, f"no weights among {shown(list(paths))}", "a state_dict, alone or under `model`")
+    found = Foreign(kind="dcp", weights=weights, step=step, files=len({v for v in paths}))
+    found.optimizer, reason = _optimizer(states, weights, in_order)
+    found.notes += [reason] if reason else []
+    found.notes += [f"what a Shardwise run keeps elsewhere or has no use for: {shown(others)}"] if others else []
+    return found
+
+
+def _optimizer(states: dict[str, Any], weights: dict[str, Source], in_order: bool) -> tuple[Named, str]:
+    """`state.<parameter>.<key>`, and numbers in place of parameters."""
+    by_parameter: dict[Any, dict[str, Any]] = {}
+    for path, value in states.items():
+        if path.startswith("state.") and value is not None:
+            name, _, key = path.removeprefix("state.").rpartition(".")
+            by_parameter.setdefault(int(name) if name.isdecimal() and name not in weights else name, {})[key] = value
+    if not by_parameter:
+        return {}, "the optimizer's state: it has none by parameter" if states else ""
+    return named_state({"state": by_parameter}, weights, in_order)

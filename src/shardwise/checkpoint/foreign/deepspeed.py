@@ -1,0 +1,343 @@
+"""DeepSpeed's ZeRO directories, stages 1, 2 and 3: fp32 weights and the optimizer's averages, put together by name.
+
+    latest                                               names the tag, as global_step100
+    global_step100/mp_rank_00_model_states.pt            stages 1, 2: param_shapes, buffers, frozen parameters, ties
+    .../zero_pp_rank_3_mp_rank_00_model_states.pt        stage 3: the same for each rank
+    .../[bf16_]zero_pp_rank_3_mp_rank_00_optim_states.pt rank 3's part of the fp32 weights and of the state
+
+Stages 1 and 2 cut each flattened group of parameters into equal parts, one a rank; `param_slice_mappings` says which
+elements of a rank's part are whose (files without it: the parameters follow each other). Stage 3 cuts each parameter
+into equal parts, the last one padded, and lays a rank's parts one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
+from shardwise.checkpoint.foreign.state import Foreign, shown, step_count
+from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
+from shardwise.errors import CheckpointError
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OTHER = re.compile(r"layer_\d+.*|expert_.*|.*expp_rank_.*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+Shapes = list[dict[str, tuple[int, ...]]]
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    """What one rank stores: its flat parts of the fp32 weights and of each key of the state, by group."""
+
+    weights: list[View]
+    state: list[dict[str, View]]
+    steps: list[Any]
+    slices: list[dict[str, tuple[int, int]]] | None
+    """Group -> parameter -> (start in the part, elements)."""
+
+
+@dataclass
+class _Place:
+    """Where a parameter's elements are: (rank, start in its flat part, elements), in their order."""
+
+    group: int
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def is_deepspeed(files: OpenFiles, path: Path) -> bool:
+    """Whether a directory is one of DeepSpeed's, or holds a tag of one."""
+    return any(_OPTIM.fullmatch(name) for name in files.files.names(_tagged(files, path)))
+
+
+def _tagged(files: OpenFiles, path: Path) -> Path:
+    names = files.files.names(path)
+    if "latest" in names and not any(_OPTIM.fullmatch(name) for name in names):
+        tag = files.read(path / "latest", 0, min(files.size(path / "latest"), 256)).decode("utf-8", "replace").strip()
+        if not _TAG.fullmatch(tag):
+            raise CheckpointError(
+                f"{path / 'latest'}: found {tag[:80]!r}, needed the name of a directory beside it, as global_step100; "
+                "give that directory"
+            )
+        return path / tag
+    if names == ["checkpoint"] or ("checkpoint" in names and files.files.is_directory(path / "checkpoint")):
+        return path / "checkpoint"  # Lightning keeps it there
+    return path
+
+
+def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False) -> Foreign:
+    """A ZeRO checkpoint of data-parallel ranks.
+
+    Raises:
+        CheckpointError: refused by the reader; ranks missing; tensor-, pipeline- or expert-parallel parts; sizes that
+            do not add up to the parameters.
+    """
+    folder = _tagged(files, path)
+    names = files.files.names(folder)
+    other = [name for name in names if _OTHER.fullmatch(name)]
+    if other:
+        raise CheckpointError(
+            f"{folder}: found {other[0]}, of pipeline or expert parallelism; needed ZeRO over data-parallel ranks; "
+            "convert it with DeepSpeed's own tools first"
+        )
+    models, optims = _ranked(folder, names, _MODEL), _ranked(folder, names, _OPTIM)
+    if not models or not optims:
+        raise CheckpointError(
+            f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both: "
+            "give the directory that holds `latest`, or the one that it names"
+        )
+    values = read_values(files, [Job(p) for p in (*models, *optims)], unsafe=unsafe)
+    model, ranks = values[: len(models)], [_rank(v, p) for v, p in zip(values[len(models) :], optims, strict=True)]
+    stage3 = isinstance(_inner(values[-1], optims[-1]).get("fp32_flat_groups"), list)
+    _check_count(values[len(models) :], optims)
+    shapes = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
+    places = _sharded(shapes, ranks, folder) if stage3 else _flattened(shapes, ranks, folder)
+    found = Foreign(kind=f"deepspeed zero {'3' if stage3 else '1 or 2'}", weights={}, files=len(values))
+    for name, place in places.items():
+        shape = shapes[place.group][name]
+        found.weights[name] = _source(shape, place, [rank.weights for rank in ranks], f"{folder}: {name}")
+    _add_state(found, places, shapes, ranks, folder)
+    _add_rest(found, model, models, stage3)
+    steps = model[0].get("global_steps")
+    found.step = steps if type(steps) is int and steps >= 0 else 0
+    return found
+
+
+def _ranked(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
+    found: dict[int, str] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match and int(match[2]) > 0:
+            raise CheckpointError(
+                f"{folder / name}: a part of model parallelism (mp_rank {int(match[2])}); needed ZeRO over "
+                "data-parallel ranks alone; merge it with DeepSpeed's own tools first"
+            )
+        if match:
+            found[int(match[1] or 0)] = name
+    lacking = sorted(set(range(max(found, default=-1) + 1)) - set(found))
+    if lacking:
+        raise CheckpointError(
+            f"{folder}: found ranks {shown(sorted(found))}, and rank {lacking[0]} is missing; needed all: copy its file"
+        )
+    return [folder / found[rank] for rank in sorted(found)]
+
+
+def _field(value: Any, key: str, path: Path) -> Any:
+    found = value.get(key) if isinstance(value, dict) else None
+    if found is None:
+        raise CheckpointError(
+            f"{path}: found no {key!r}, needed it, as DeepSpeed's ZeRO writes it; give --from torch for a plain file"
+        )
+    return found
+
+
+def _inner(value: Any, path: Path) -> dict[str, Any]:
+    found = _field(value, "optimizer_state_dict", path)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: found a {type(found).__name__}, needed a dict of ZeRO; copy the file again")
+    return found
+
+
+def _rank(value: Any, path: Path) -> _Rank:
+    inner = _inner(value, path)
+    stage3 = isinstance(inner.get("fp32_flat_groups"), list)
+    groups = inner.get("fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups")
+    if not isinstance(groups, list):
+        raise CheckpointError(f"{path}: found no fp32 weights, needed those of ZeRO 1, 2 or 3; copy the file again")
+    weights = [flat(item, f"{path}: fp32 group {i}") for i, item in enumerate(groups)]
+    base = inner.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
+    entries, param_groups = _entries(base, len(weights))
+    state = [{k: v for k, v in entry.items() if isinstance(v, View) and v.shape} for entry in entries]
+    fallback = inner.get("base_optimizer_state_step")
+    steps = [entry.get("step", group.get("step", fallback)) for entry, group in zip(entries, param_groups, strict=True)]
+    return _Rank(weights=weights, state=state, steps=steps, slices=_slices(inner.get("param_slice_mappings"), path))
+
+
+def _entries(base: Any, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """State of each flat group and the dials of its parameter group; empty ones where it has none."""
+    if isinstance(base, list):
+        states = [item if isinstance(item, dict) else {} for item in base]
+        return (states + [{}] * count)[:count], [{}] * count
+    state = base.get("state") if isinstance(base, dict) else None
+    listed = base.get("param_groups") if isinstance(base, dict) else None
+    dials = [group for group in listed or [] if isinstance(group, dict) for _ in group.get("params") or []]
+    by_number = state if isinstance(state, dict) else {}
+    return [by_number.get(i) or {} for i in range(count)], (dials + [{}] * count)[:count]
+
+
+def _slices(value: Any, path: Path) -> list[dict[str, tuple[int, int]]] | None:
+    if not isinstance(value, list) or not any(value):
+        return None
+    found = []
+    for group in value:
+        slices = {}
+        for name, address in (group if isinstance(group, dict) else {}).items():
+            start, count = (address.get("start"), address.get("numel")) if isinstance(address, Instance) else (0, -1)
+            if type(start) is not int or type(count) is not int or min(start, count) < 0:
+                raise CheckpointError(f"{path}: {name}: found a slice without a place; copy the file again")
+            slices[str(name)] = (start, count)
+        found.append(slices)
+    return found
+
+
+def _check_count(values: Sequence[Any], paths: Sequence[Path]) -> None:
+    count = _inner(values[0], paths[0]).get("partition_count")
+    needed = max((n for n in count if isinstance(n, int)), default=None) if isinstance(count, list) else count
+    if isinstance(needed, int) and needed != len(paths):
+        raise CheckpointError(
+            f"{paths[0].parent}: found optimizer states of {len(paths)} ranks, needed {needed}, as they say; copy the "
+            "files of every rank"
+        )
+
+
+def _shapes(value: Any, path: Path) -> Shapes:
+    groups = value if isinstance(value, list) else [value]
+    found: Shapes = []
+    for group in groups:
+        shapes = {}
+        for name, shape in (group if isinstance(group, dict) else {}).items():
+            if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+                raise CheckpointError(f"{path}: {name}: found no shape, needed whole numbers; copy the file again")
+            shapes[str(name)] = tuple(shape)
+        found.append(shapes)
+    return found
+
+
+def _flattened(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, _Place]:
+    """Stages 1 and 2."""
+    places: dict[str, _Place] = {}
+    if any(len(rank.weights) != len(shapes) for rank in ranks):
+        counts = sorted({len(rank.weights) for rank in ranks})
+        raise CheckpointError(f"{folder}: found {counts} flat groups, needed {len(shapes)}: copy the files again")
+    for group, named in enumerate(shapes):
+        sliced = all(rank.slices is not None and len(rank.slices) == len(shapes) for rank in ranks)
+        start, bounds = 0, _bounds(rank.weights[group].shape[0] for rank in ranks)
+        for name, shape in named.items():
+            count, place = math.prod(shape), _Place(group)
+            for number, rank in enumerate(ranks):
+                if sliced and rank.slices is not None:
+                    at, held = rank.slices[group].get(name, (0, 0))
+                else:
+                    first, last = max(start, bounds[number]), min(start + count, bounds[number + 1])
+                    at, held = first - bounds[number], max(0, last - first)
+                place.runs += [(number, at, held)] if held else []
+            start += count
+            places[name] = place
+        spare = bounds[-1] - start
+        if not sliced and not 0 <= spare < 4 * len(ranks):
+            raise CheckpointError(
+                f"{folder}: flat group {group} has {bounds[-1]} elements, needed the {start} of its parameters and "
+                "little more; the files are not of one save, or DeepSpeed laid them out in another way"
+            )
+    return places
+
+
+def _bounds(sizes: Iterable[int]) -> list[int]:
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return bounds
+
+
+def _sharded(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, _Place]:
+    """Stage 3: each parameter in as many parts as there are ranks, in flat groups that may be cut anywhere."""
+    places: dict[str, _Place] = {}
+    by_group = len(shapes) == len(ranks[0].weights)
+    at = 0
+    for group, named in enumerate(shapes):
+        at = 0 if by_group else at
+        for name, shape in named.items():
+            count = math.prod(shape)
+            part = -(-count // len(ranks))
+            spans = [(rank, at, min(part, count - rank * part)) for rank in range(len(ranks))]
+            places[name] = _Place(group, [span for span in spans if span[2] > 0])
+            at += part
+        held = ranks[0].weights[group].shape[0] if by_group else sum(view.shape[0] for view in ranks[0].weights)
+        if (by_group or group == len(shapes) - 1) and held != at:
+            raise CheckpointError(
+                f"{folder}: flat group {group} has {held} elements a rank, needed {at}: the parameters over "
+                f"{len(ranks)} ranks; copy the files of one save"
+            )
+    if not by_group and len(ranks[0].weights) != 1:
+        raise CheckpointError(
+            f"{folder}: found {len(ranks[0].weights)} flat groups for {len(shapes)} groups of parameters; needed one "
+            "each: save again with a newer DeepSpeed"
+        )
+    return places
+
+
+def _source(shape: tuple[int, ...], place: _Place, parts: Sequence[Sequence[View]], where: str) -> Source:
+    """A parameter, or a state of its shape, from the ranks' flat parts."""
+    runs, start = [], 0
+    for rank, at, count in place.runs:
+        view = parts[rank][min(place.group, len(parts[rank]) - 1)]
+        if at + count > view.shape[0] or view.dtype != parts[0][min(place.group, len(parts[0]) - 1)].dtype:
+            raise CheckpointError(
+                f"{where}: elements {at} to {at + count} of rank {rank}'s part of {view.shape[0]}; needed them inside "
+                "it, of one type on all ranks: copy the files of one save"
+            )
+        runs.append(Run(start, view, at, count))
+        start += count
+    if start != math.prod(shape):
+        raise CheckpointError(
+            f"{where}: found {start} elements over all ranks, needed {math.prod(shape)} for {shape}; copy the files of "
+            "one save"
+        )
+    first = parts[0][min(place.group, len(parts[0]) - 1)]
+    return Runs(shape, first.dtype, tuple(runs))
+
+
+def _add_state(
+    found: Foreign, places: Mapping[str, _Place], shapes: Shapes, ranks: Sequence[_Rank], folder: Path
+) -> None:
+    groups = len(ranks[0].weights)
+    for name, place in places.items():
+        group = min(place.group, groups - 1)
+        keys = set(ranks[0].state[group])
+        if not keys or not all(len(r.state) == groups and all(set(s) == keys for s in r.state) for r in ranks):
+            found.optimizer = {}
+            found.notes.append("the optimizer's state: it is not there for every group on every rank")
+            return
+        where = f"{folder}: {name}"
+        states: dict[str, Source] = {
+            key: _source(shapes[place.group][name], place, [[s[key] for s in r.state] for r in ranks], where)
+            for key in sorted(keys)
+        }
+        step = ranks[0].steps[group]
+        if isinstance(step, int | float):
+            states["step"] = step_count(step)
+        elif isinstance(step, View):
+            states["step"] = step
+        found.optimizer[name] = states
+
+
+def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stage3: bool) -> None:
+    """Buffers, frozen parameters and ties."""
+    model = models[0]
+    module, buffers = model.get("module"), model.get("buffer_names") or []
+    if isinstance(module, dict):
+        found.weights |= {n: module[n] for n in buffers if isinstance(module.get(n), View)}
+    frozen = model.get("frozen_param_shapes")
+    for name, shape in (frozen if isinstance(frozen, dict) else {}).items():
+        fragments = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
+        parts = [part for part in fragments if isinstance(part, View)]
+        if len(parts) != len(models) or not isinstance(shape, list):
+            raise CheckpointError(f"{paths[0]}: {name}: its frozen parts are not there; copy the files of every rank")
+        if not stage3:
+            found.weights[name] = parts[0]
+            continue
+        count = math.prod(shape)
+        part = -(-count // len(parts))
+        spans = [(rank, 0, min(part, count - rank * part)) for rank in range(len(parts))]
+        place = _Place(0, [span for span in spans if span[2] > 0])
+        views = [[flat(p, f"{paths[0]}: {name}")] for p in parts]
+        found.weights[name] = _source(tuple(shape), place, views, f"{paths[0]}: {name}")
+    ties = model.get("shared_params")
+    if isinstance(ties, dict) and ties:
+        found.notes.append(f"tied parameters, kept under one name: {shown([f'{a} = {b}' for a, b in ties.items()])}")

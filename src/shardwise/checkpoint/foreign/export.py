@@ -1,0 +1,257 @@
+"""`export`: a checkpoint of ours as the files that other libraries read; streamed, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.checkpoint.compare import find
+from shardwise.checkpoint.files import LOCAL
+from shardwise.checkpoint.foreign.dtypes import FLOATS
+from shardwise.checkpoint.foreign.torch_out import write_torch
+from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, slabs
+from shardwise.checkpoint.foreign.writing import check_room, replacing, total_bytes
+from shardwise.checkpoint.format import DTYPES
+from shardwise.checkpoint.reading import Reader
+from shardwise.errors import CheckpointError, UsageError
+
+To = Literal["safetensors", "torch", "dcp"]
+MODEL, OPTIM, EMA = "model.", "optim.", "ema."
+MAX_SHARD = 5 * 10**9
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How a checkpoint is exported."""
+
+    to: To = "safetensors"
+    dtype: str | None = None
+    """Of floating-point weights; None: as stored."""
+    max_shard: int = MAX_SHARD
+    """Bytes of a file of a directory, unless a single tensor is larger."""
+    optimizer: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """An export that is complete."""
+
+    path: Path
+    step: int
+    num_tensors: int
+    size_bytes: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What is exported: weights, and by parameter the optimizer's state."""
+
+    weights: Mapping[str, Source]
+    optimizer: Mapping[str, Mapping[str, Source]]
+    step: int
+    notes: tuple[str, ...]
+
+    @property
+    def all(self) -> dict[str, Source]:
+        """Every tensor."""
+        state = {f"{OPTIM}{name}.{key}": s for name, keys in self.optimizer.items() for key, s in keys.items()}
+        return {**{MODEL + name: s for name, s in self.weights.items()}, **state}
+
+    def tree(self, optimizer: bool) -> dict[str, Any]:
+        """As torch's users nest it: weights alone, or beside the optimizer's state by names, as DCP has it."""
+        if not optimizer:
+            return dict(self.weights)
+        groups = [{"params": list(self.optimizer)}]
+        state = {"state": self.optimizer, "param_groups": groups}
+        return {"model": self.weights, "optimizer": state, "step": self.step}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `512MiB`, `1000`.
+
+    Raises:
+        UsageError: it is no size.
+
+    >>> parse_size("5GB")
+    5000000000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise UsageError(f"--max-shard-size {text!r}: needed a size above 0, as 5GB, 512MiB or 1000000; write one")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@contextmanager
+def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
+    """The tensors of a checkpoint, for as long as its files are open.
+
+    Raises:
+        CheckpointError: there is none, or a file of it is damaged.
+    """
+    if options.optimizer and options.to == "safetensors":
+        raise UsageError(
+            "export --to safetensors --optimizer: found both, and Hugging Face's files hold weights only; needed one "
+            "of the two: leave out --optimizer, or use --to torch or --to dcp"
+        )
+    found = find(source)
+    with Reader(found.path) as reader:
+        reader.check_directory()
+        names = list(reader.manifest.tensors)
+        weights = {
+            name.removeprefix(MODEL): _typed(Stored(reader, name), options.dtype)
+            for name in names
+            if name.startswith(MODEL)
+        }
+        if not weights:
+            raise CheckpointError(f"{found.path}: found no weights, needed tensors under `{MODEL}`; give another one")
+        states: dict[str, dict[str, Source]] = {}
+        for name in names if options.optimizer else ():
+            if name.startswith(OPTIM):
+                parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
+                states.setdefault(parameter, {})[key] = Stored(reader, name)
+        notes = [f"{item.path}: newer, and damaged: {item.reason}" for item in found.damaged]
+        if any(name.startswith(EMA) for name in names):
+            notes.append("the moving average of the weights, which has no place in these files")
+        if not options.optimizer and any(name.startswith(OPTIM) for name in names):
+            notes.append("the optimizer's state; --optimizer takes it along" * (options.to != "safetensors"))
+        yield Content(
+            weights=weights, optimizer=states, step=reader.manifest.step, notes=tuple(note for note in notes if note)
+        )
+
+
+def _typed(source: Source, dtype: str | None) -> Source:
+    if dtype is None or source.dtype not in FLOATS or source.dtype == dtype:
+        return source
+    return Cast(source, dtype, "export")
+
+
+def export(source: Path, target: Path, options: ExportOptions) -> Exported:
+    """Write a checkpoint's weights as safetensors or as torch's files; they exist only when they are complete.
+
+    Args:
+        source: a checkpoint; a store or a run's directory stands for its newest.
+        target: a path that does not exist: a file (`.safetensors`, `.pt`), or a directory that will hold one file, or
+            several and their index.
+        options: see there.
+
+    Cost: reads and checks each byte once, writes it once; memory of a few MiB.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the disk said no; nothing is left at the target.
+        UsageError: the target is there already; options that cannot be together.
+
+    >>> export(Path("runs/a"), Path("llama"), ExportOptions(dtype="bfloat16"))  # doctest: +SKIP
+    """
+    with opened(source, options) as content, replacing(target, options.overwrite) as partial:
+        check_room(target.parent, total_bytes(content.all), f"export to {target}")
+        if options.to == "torch":
+            names = _export_torch(partial, target, content, options)
+        else:
+            names = _export_safetensors(partial, target, content, options)
+        return finished(target, partial, content, names)
+
+
+def finished(target: Path, partial: Path, content: Content, names: list[str]) -> Exported:
+    """What was written."""
+    paths = [partial] if partial.is_file() else [partial / name for name in names]
+    return Exported(
+        path=target,
+        step=content.step,
+        num_tensors=len(content.all),
+        size_bytes=sum(path.stat().st_size for path in paths),
+        files=tuple(names),
+        notes=content.notes,
+    )
+
+
+def _export_torch(partial: Path, target: Path, content: Content, options: ExportOptions) -> list[str]:
+    tree = content.tree(options.optimizer)
+    if target.suffix in TORCH_FILES:
+        write_torch(partial, tree)
+        return [target.name]
+    LOCAL.make_directory(partial)
+    if options.optimizer:
+        write_torch(partial / "checkpoint.pt", tree)
+        return ["checkpoint.pt"]
+    shards = _shards(content.weights, options.max_shard)
+    names = _names(len(shards), "pytorch_model", ".bin")
+    for name, shard in zip(names, shards, strict=True):
+        write_torch(partial / name, shard)
+    return names + _index(partial, "pytorch_model.bin", names, shards)
+
+
+def _export_safetensors(partial: Path, target: Path, content: Content, options: ExportOptions) -> list[str]:
+    if target.suffix == ".safetensors":
+        write_safetensors(partial, content.weights)
+        return [target.name]
+    LOCAL.make_directory(partial)
+    shards = _shards(content.weights, options.max_shard)
+    names = _names(len(shards), "model", ".safetensors")
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(partial / name, shard)
+    return names + _index(partial, "model.safetensors", names, shards)
+
+
+def _shards(weights: Mapping[str, Source], most: int) -> list[dict[str, Source]]:
+    shards: list[dict[str, Source]] = [{}]
+    size = 0
+    for name, source in weights.items():
+        count = num_bytes(source)
+        if shards[-1] and size + count > most:
+            shards.append({})
+            size = 0
+        shards[-1][name] = source
+        size += count
+    return shards
+
+
+def _names(count: int, stem: str, suffix: str) -> list[str]:
+    if count == 1:
+        return [stem + suffix]
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
+
+
+def _index(directory: Path, name: str, names: list[str], shards: list[dict[str, Source]]) -> list[str]:
+    if len(shards) == 1:
+        return []
+    listed = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}
+    total = sum(total_bytes(shard) for shard in shards)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": listed}, indent=2) + "\n"
+    LOCAL.write_whole(directory / f"{name}.index.json", text.encode())
+    return [f"{name}.index.json"]
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Source]) -> None:
+    """A new safetensors file, flushed to the disk; wide types first, so that every tensor is aligned.
+
+    Raises:
+        OSError: as the disk said.
+    """
+    ordered = sorted(weights.items(), key=lambda item: (-DTYPES[item[1].dtype].size, item[0]))
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, source in ordered:
+        count = num_bytes(source)
+        entry = {"dtype": DTYPES[source.dtype].code, "shape": list(source.shape), "data_offsets": [at, at + count]}
+        table[name] = entry
+        at += count
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, source in ordered:
+            for _, data in slabs(source):
+                file.write(data.data)
+        file.flush()
+        os.fsync(file.fileno())

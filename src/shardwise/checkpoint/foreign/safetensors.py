@@ -1,0 +1,145 @@
+"""Hugging Face's safetensors files, single or with an index: headers checked whole, data read in place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.state import Foreign, shown
+from shardwise.checkpoint.foreign.views import Source, View
+from shardwise.checkpoint.format import CODES, DTYPES, Fields, parse_json
+from shardwise.checkpoint.shardfile import MAX_HEADER
+from shardwise.errors import CheckpointError
+
+INDEX_SUFFIX = ".index.json"
+MAX_INDEX = 256 * 1024 * 1024
+ASIDE = ("optimizer", "scheduler", "rng_state", "scaler", "training_args", "random_states")
+"""How files begin that trainers put beside the weights."""
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
+    """One file, or a directory with one, or with an index and what it lists.
+
+    Raises:
+        CheckpointError: nothing there, torn, a header that does not agree with itself, or an index of other files.
+    """
+    if path.is_file():
+        return Foreign(kind="safetensors", weights=dict(header(files, path)), files=1)
+    shards, listed = shards_of(files, path, ".safetensors")
+    weights: dict[str, Source] = {}
+    for shard in shards:
+        for name, view in header(files, shard).items():
+            if name in weights:
+                raise CheckpointError(
+                    f"{shard}: {name} is there again, found first in another shard; needed once: copy the files again"
+                )
+            weights[name] = view
+    if listed is not None:
+        check_index(path, listed, list(weights))
+    return Foreign(kind="safetensors", weights=weights, notes=aside(files, path), files=len(shards))
+
+
+def aside(files: OpenFiles, path: Path) -> list[str]:
+    """A note of what trainers put beside the weights."""
+    names = [name for name in files.files.names(path) if name.startswith(ASIDE)]
+    return [f"what a trainer kept in files of its own: {shown(names)}"] if names else []
+
+
+def check_index(path: Path, listed: dict[str, str], found: list[str]) -> None:
+    """Compare an index with the tensors of its files.
+
+    Raises:
+        CheckpointError: they do not agree.
+    """
+    differ = sorted(set(listed) ^ set(found))
+    if differ:
+        where = "not in the files" if differ[0] in listed else "not in the index"
+        raise CheckpointError(
+            f"{path}: {len(differ)} tensors differ between the index and its files ({shown(differ)}: {where}); needed "
+            "the files that belong to this index: copy them again"
+        )
+
+
+def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], dict[str, str] | None]:
+    """The files of a directory, and what its index says of each tensor; None: it has no index.
+
+    Raises:
+        CheckpointError: no such file, several without an index, or an index with names that are no files beside it.
+    """
+    there = files.files.names(path)
+    indexes = [name for name in there if name.endswith(suffix + INDEX_SUFFIX)]
+    singles = [name for name in there if name.endswith(suffix) and not name.startswith(ASIDE)]
+    if len(indexes) == 1:
+        listed = _index(files, path / indexes[0])
+        for name in set(listed.values()):
+            if not _FILE.fullmatch(name) or not name.endswith(suffix):
+                raise CheckpointError(
+                    f"{path / indexes[0]}: found the file name {name[:80]!r}, needed one of a file beside it that ends "
+                    f"in {suffix}; copy the index again"
+                )
+        return [path / name for name in sorted(set(listed.values()))], listed
+    if len(indexes) > 1 or len(singles) != 1:
+        raise CheckpointError(
+            f"{path}: found {len(singles)} files that end in {suffix} and {len(indexes)} indexes, needed one file, or "
+            "one index and its files; give the file that is meant"
+        )
+    return [path / singles[0]], None
+
+
+def _index(files: OpenFiles, path: Path) -> dict[str, str]:
+    size = files.size(path)
+    if size > MAX_INDEX:
+        raise CheckpointError(f"{path}: {size} bytes, needed at most {MAX_INDEX}; this is no index: copy it again")
+    fields = Fields(parse_json(files.read(path, 0, size), str(path)), str(path))
+    listed = fields.mapping("weight_map")
+    if not all(isinstance(name, str) for name in listed.values()):
+        raise fields.wrong("weight_map", listed, "names of files")
+    return listed
+
+
+def header(files: OpenFiles, path: Path) -> dict[str, View]:
+    """Every tensor of a safetensors file, in the order of the header.
+
+    Raises:
+        CheckpointError: it is cut short, or its header is not whole: holes, overlaps, sizes that do not agree.
+    """
+    size = files.size(path)
+    length = int.from_bytes(files.read(path, 0, 8), "little") if size >= 8 else -1
+    if not 2 <= length <= min(size - 8, MAX_HEADER):
+        raise CheckpointError(
+            f"{path}: found a header of {length} bytes in a file of {size}; needed a whole safetensors file: it was "
+            "cut short or is of another kind: copy it again"
+        )
+    table = parse_json(files.read(path, 8, length), f"{path}: header")
+    table.pop("__metadata__", None)
+    views: dict[str, View] = {}
+    spans = []
+    for name, item in table.items():
+        fields = Fields(item, f"{path}: {name[:80]}")
+        fields.only(("dtype", "shape", "data_offsets"))
+        code, shape, offsets = fields.text("dtype", most=16), fields.counts("shape"), fields.counts("data_offsets")
+        if code not in CODES:
+            raise fields.wrong("dtype", code, f"one of {', '.join(CODES)}")
+        stride = [1] * len(shape)
+        for dim in reversed(range(len(shape) - 1)):
+            stride[dim] = stride[dim + 1] * shape[dim + 1]
+        count = DTYPES[CODES[code]].size
+        for n in shape:
+            count *= n
+        if len(offsets) != 2 or offsets[1] - offsets[0] != count or 8 + length + offsets[1] > size:
+            raise fields.wrong("data_offsets", offsets, f"{count} bytes inside the file, as dtype and shape say")
+        spans.append((offsets[0], offsets[1], name))
+        storage = (8 + length + offsets[0], count, None)
+        views[name] = View(files, path, storage, CODES[code], 0, shape, tuple(stride))
+    at = 0
+    for start, stop, name in sorted(spans):
+        if start != at:
+            raise CheckpointError(f"{path}: {name} starts at byte {start} of the data, needed {at}: copy it again")
+        at = stop
+    if 8 + length + at != size:
+        raise CheckpointError(
+            f"{path}: its tensors end at {8 + length + at} of {size} bytes, needed all: copy it again"
+        )
+    return views

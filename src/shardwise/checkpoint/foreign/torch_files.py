@@ -1,0 +1,92 @@
+"""Files of torch.save: a state_dict alone or beside an optimizer's, shards with an index, and Lightning's `.ckpt`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.safetensors import ASIDE, aside, check_index, shards_of
+from shardwise.checkpoint.foreign.sandbox import Job, read_values
+from shardwise.checkpoint.foreign.state import Foreign, named_state, weights_of
+from shardwise.checkpoint.foreign.views import Source, View
+from shardwise.errors import CheckpointError
+
+MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict", "model_state", "weights", "net")
+OPTIMIZER_KEYS = (
+    "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict", "optimizer_states",
+)  # fmt: skip
+STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num", "steps")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th")
+
+
+def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = False) -> Foreign:
+    """A file of torch.save; or a directory with one, or with an index and what it lists.
+
+    Raises:
+        CheckpointError: refused by the reader, or without a state_dict.
+    """
+    if path.is_file():
+        return of_value(_values(files, [path], unsafe)[0], str(path), in_order)
+    names = [name for name in files.files.names(path) if not name.startswith(ASIDE)]
+    suffix = next((s for s in SUFFIXES if any(name.endswith(s) for name in names)), ".bin")
+    shards, listed = shards_of(files, path, suffix)
+    notes = aside(files, path)
+    if listed is None:
+        single = of_value(_values(files, shards, unsafe)[0], str(shards[0]), in_order)
+        single.notes += notes
+        return single
+    weights: dict[str, Source] = {}
+    for shard, value in zip(shards, _values(files, shards, unsafe), strict=True):
+        found, said = weights_of(value, str(shard))
+        twice = [name for name in found if name in weights]
+        if twice:
+            raise CheckpointError(
+                f"{shard}: {twice[0]} is there again, found first in another shard; needed once: copy the files again"
+            )
+        weights |= found
+        notes += said
+    check_index(path, listed, list(weights))
+    return Foreign(kind="torch", weights=weights, notes=notes, files=len(shards))
+
+
+def _values(files: OpenFiles, paths: list[Path], unsafe: bool) -> list[Any]:
+    return read_values(files, [Job(path) for path in paths], unsafe=unsafe)
+
+
+def of_value(value: Any, where: str, in_order: bool) -> Foreign:
+    """What a file of torch.save holds, whatever of the usual shapes it has.
+
+    Raises:
+        CheckpointError: there is no state_dict in it.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{where}: found a {type(value).__name__}, needed a state_dict, or a dict that holds one; save "
+            "model.state_dict()"
+        )
+    lightning = "pytorch-lightning_version" in value
+    inside = next((key for key in MODEL_KEYS if _has_tensors(value.get(key))), None)
+    if inside is None:
+        weights, notes = weights_of(value, where)
+        return Foreign(kind="torch", weights=weights, notes=notes, files=1)
+    weights, notes = weights_of(value[inside], f"{where}: {inside}")
+    found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes, files=1)
+    found.step = next((value[key] for key in STEP_KEYS if type(value.get(key)) is int and value[key] >= 0), 0)
+    state = next((value[key] for key in OPTIMIZER_KEYS if value.get(key)), None)
+    if isinstance(state, list) and len(state) == 1:
+        state = state[0]
+    if isinstance(state, list):
+        found.notes.append(f"the optimizer's state: there are {len(state)} optimizers, one can be taken over")
+    elif state is not None:
+        found.optimizer, reason = named_state(state, weights, in_order)
+        found.notes += [reason] if reason else []
+    taken = {inside, *STEP_KEYS, *OPTIMIZER_KEYS}
+    others = [str(key) for key in value if key not in taken]
+    if others:
+        found.notes.append(f"what a Shardwise run keeps elsewhere or has no use for: {', '.join(others[:12])}")
+    return found
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(item, View) for item in value.values())

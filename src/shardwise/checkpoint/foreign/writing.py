@@ -1,0 +1,156 @@
+"""New files and directories that exist only when they are complete; a checkpoint written as its tensors are read."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
+from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.foreign.views import Source, num_bytes, slabs
+from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.shardfile import BLOCK, FileEntry, Identity, Part, arrange, file_name, header_bytes
+from shardwise.errors import CheckpointError, UsageError
+
+_OURS = ("store.json", "*.safetensors", "*.bin", "*.pt", ".metadata")
+"""Of these a directory must have one to be replaced: what a conversion or an export writes."""
+
+
+@contextmanager
+def replacing(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A path beside `target` to write to; it gets the target's name when the block ends well, and is removed if not.
+
+    Raises:
+        UsageError: the target is there, and `overwrite` is not said.
+        CheckpointError: the disk said no; nothing is left.
+    """
+    if target.is_symlink() or (target.exists() and not overwrite):
+        raise UsageError(
+            f"{target}: found something there already; needed a new path, so that nothing is lost; give another one, "
+            "or --overwrite"
+        )
+    if target.is_dir() and any(target.iterdir()) and not any(any(target.glob(name)) for name in _OURS):
+        raise UsageError(
+            f"{target}: found a directory that holds no checkpoint, needed one for --overwrite to replace; give "
+            "another path"
+        )
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if partial.is_dir():
+            LOCAL.sync_directory(partial)
+        old = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")
+        if target.exists():
+            LOCAL.rename(target, old)
+        try:
+            LOCAL.rename(partial, target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+        LOCAL.sync_directory(target.parent)
+        _remove(old)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: cannot be written ({error.strerror or error}: {error.filename or partial}); needed room and "
+            "the right to write; nothing was left there: make room or choose another path"
+        ) from error
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_room(directory: Path, needed: int, what: str) -> None:
+    """Refuse before anything is written when the disk cannot hold it.
+
+    Raises:
+        CheckpointError: saying how much there is.
+    """
+    there = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise CheckpointError(
+            f"{what}: found {free} bytes free in {there}, needed {needed}; make room or choose another disk"
+        )
+
+
+class _Digests:
+    """SHA-256 of each block of what is added."""
+
+    def __init__(self) -> None:
+        self.done: list[bytes] = []
+        self._current, self._filled = hashlib.sha256(), 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            part = data[: BLOCK - self._filled]
+            self._current.update(part)
+            self._filled += len(part)
+            data = data[len(part) :]
+            if self._filled == BLOCK:
+                self._close()
+
+    def _close(self) -> None:
+        self.done.append(self._current.digest())
+        self._current, self._filled = hashlib.sha256(), 0
+
+    def table(self) -> bytes:
+        """Of all blocks."""
+        if self._filled:
+            self._close()
+        return b"".join(self.done)
+
+
+def write_streamed(
+    files: LocalFiles, directory: Path, identity: Identity, sources: Mapping[str, Source]
+) -> tuple[FileEntry, dict[str, int], dict[str, int]]:
+    """Write and flush a checkpoint's file without ever holding a whole tensor.
+
+    Returns:
+        What the manifest holds of the file, each tensor's checksum, and where its bytes start in the data.
+
+    Cost: reads each source once; memory of a few MiB.
+
+    Raises:
+        OSError: as the disk said.
+    """
+    parts = [Part(n, s.dtype, s.shape, whole(s.shape)) for n, s in sources.items() if whole(s.shape).num_elements]
+    arranged = arrange(parts)
+    size = sum(part.num_bytes for part in parts)
+    header = header_bytes(identity, arranged, size, -(-size // BLOCK))
+    path = directory / file_name(identity.rank)
+    digests, sums = _Digests(), dict.fromkeys(sources, 0)
+    descriptor = files.create(path)
+    try:
+        files.write(descriptor, path, memoryview(header))
+        for part, _ in arranged:
+            for box, data in slabs(sources[part.name]):
+                value = contribution(words_of(data, box.sizes, part.dtype), word_box(box, part.dtype))
+                sums[part.name] = (sums[part.name] + value) & MASK
+                view = memoryview(data.tobytes())
+                digests.add(view)
+                files.write(descriptor, path, view)
+        table = digests.table()
+        files.write(descriptor, path, memoryview(table))
+        files.sync(descriptor, path)
+    finally:
+        files.close(descriptor, path)
+    seal = hashlib.sha256(header + table).hexdigest()
+    starts = {part.name: start for part, start in arranged}
+    return FileEntry(path.name, len(header) + size + len(table), seal), sums, starts
+
+
+def total_bytes(sources: Mapping[str, Source]) -> int:
+    """Of all tensors together."""
+    return sum(num_bytes(source) for source in sources.values())

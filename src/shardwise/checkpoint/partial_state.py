@@ -1,0 +1,51 @@
+"""Loading less than a whole state: the weights alone, or what another library's checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.errors import CheckpointError
+
+MODEL, EMA, OPTIM, MASTER = "model.", "ema.", "optim.", ".master"
+
+
+def weights(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[Manifest, dict[str, Tensor]]:
+    """A manifest and tensors of a state without what is not the model's."""
+    known = {name: entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
+    return replace(manifest, tensors=known), {name: t for name, t in tensors.items() if name.startswith(MODEL)}
+
+
+def followers(loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the weights that a state keeps: averages, which begin with the weights, and fp32 masters."""
+    found = {}
+    for name, tensor in live.items():
+        if name.startswith(EMA):
+            found[name] = loaded[MODEL + name.removeprefix(EMA)].detach().to(tensor.dtype, copy=True)
+        elif name.startswith(OPTIM) and name.endswith(MASTER):
+            parameter = name.removeprefix(OPTIM).removesuffix(MASTER)
+            found[name] = loaded[MODEL + parameter].detach().to(tensor.dtype, copy=True)
+    return found
+
+
+def check_imported(manifest: Manifest) -> None:
+    """A converted checkpoint without optimizer state does not continue a run, and must not seem to.
+
+    Raises:
+        CheckpointError: saying what to do.
+    """
+    imported = manifest.scalars.get("imported")
+    if isinstance(imported, dict) and not imported.get("optimizer"):
+        raise CheckpointError(
+            f"found weights without optimizer state, converted from {imported.get('from')}, needed a whole state; "
+            "begin a run with them: store.load(state, path, weights_only=True)"
+        )
+
+
+def scalars_for(manifest: Manifest, live: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a state takes over: of a converted checkpoint what it has, and the state's own for the rest."""
+    return {**live, **manifest.scalars} if "imported" in manifest.scalars else manifest.scalars

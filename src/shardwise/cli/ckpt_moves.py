@@ -1,0 +1,87 @@
+"""`shardwise ckpt convert` and `export`: checkpoints of other libraries, in and out; call one function, print."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from shardwise.cli.output import print_json
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.foreign.convert import Options
+    from shardwise.checkpoint.foreign.export import ExportOptions
+
+
+class From(StrEnum):
+    """What a foreign checkpoint is."""
+
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"
+    DEEPSPEED = "deepspeed"
+    FSDP = "fsdp"
+    LIGHTNING = "lightning"
+
+
+class To(StrEnum):
+    """What is written."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
+class Dtype(StrEnum):
+    """Of floating-point weights."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:
+    """Convert, and say what was taken over and what was not."""
+    from shardwise.checkpoint.foreign.convert import convert
+
+    if options.unsafe:
+        typer.echo(
+            f"shardwise: --unsafe-pickle: {source} is loaded as a program: it may do whatever you may do. It runs in a "
+            "process of its own with limits on memory and time, which stop accidents and no attacker.",
+            err=True,
+        )
+    done = convert(source, target, options)
+    if json:
+        print_json(asdict(done) | {"path": str(done.path)})
+        return
+    state = f"optimizer state of {done.num_parameters_with_state}" if done.num_parameters_with_state else "no optimizer"
+    typer.echo(
+        f"{done.path}: from {done.kind}: step {done.step}, {done.num_weights} weights, {state}, "
+        f"{done.size_bytes / 1e6:.1f} MB, every bit read back"
+    )
+    for note in done.notes:
+        typer.echo(f"  not taken over: {note}" if not note.startswith(("tied", "names")) else f"  {note}")
+
+
+def run_export(source: Path, target: Path, options: ExportOptions, json: bool) -> None:
+    """Export, and say what was written."""
+    if options.to == "dcp":
+        from shardwise.checkpoint.foreign.dcp_out import export_dcp as export
+    else:
+        from shardwise.checkpoint.foreign.export import export
+    done = export(source, target, options)
+    if json:
+        print_json(asdict(done) | {"path": str(done.path)})
+        return
+    files = f"{len(done.files)} files" if len(done.files) > 1 else done.files[0]
+    typer.echo(
+        f"{done.path}: step {done.step}, {done.num_tensors} tensors as {options.to}, {done.size_bytes / 1e6:.1f} MB in "
+        f"{files}"
+    )
+    for note in done.notes:
+        typer.echo(f"  left out: {note}")

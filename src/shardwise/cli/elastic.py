@@ -1,0 +1,176 @@
+"""What `--elastic MIN:MAX` asks for, of `run` and of `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.auto import this_machine
+from shardwise.cli.config import Configuration
+from shardwise.cli.derive import AUTO, Derived, Surroundings
+from shardwise.errors import UsageError
+from shardwise.launch.elastic import Elastic, Transition, parse_span
+from shardwise.launch.elastic_plan import Known
+from shardwise.launch.environment import Launch
+from shardwise.launch.variables import variables
+from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
+from shardwise.train.settings import OptimizerSettings
+
+if TYPE_CHECKING:
+    from shardwise.hardware.cluster import Cluster
+    from shardwise.launch.recovery import Recovering
+
+ElasticOption = Annotated[
+    str | None, typer.Option("--elastic", help="MIN:MAX processes; goes on with those that are left.")
+]
+WaitOption = Annotated[
+    float, typer.Option("--elastic-wait", min=0, help="Seconds to wait for slots below the minimum.")
+]
+FailuresOption = Annotated[int, typer.Option("--slot-failures", min=1, help="Failures after which a slot is left out.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The words of the command line."""
+
+    least: int
+    most: int
+    failures: int = 2
+    wait_s: float = 300.0
+
+    @classmethod
+    def read(cls, span: str | None, *, failures: int, wait_s: float) -> Asked | None:
+        """None without `--elastic`.
+
+        Raises:
+            UsageError: no MIN:MAX.
+        """
+        if span is None:
+            return None
+        least, most = parse_span(span)
+        return cls(least=least, most=most, failures=failures, wait_s=wait_s)
+
+    def start(self, configuration: Configuration, around: Surroundings) -> Configuration:
+        """Plan for as many processes as there can be, where nobody says how many, nor a plan.
+
+        Under a launcher too: what is derived, as the global batch, must not depend on who happens to be there.
+        """
+        given = any(configuration.value(key) is not None for key in ("train.nproc", "plan.shorthand", "plan.file"))
+        auto = configuration.value("plan.shorthand") == AUTO and configuration.value("train.nproc") is None
+        if given and not auto:
+            return configuration
+        here = self.most if around.launched_world is not None else around.num_devices
+        most = min(self.most, here or self.most)
+        return configuration.derive({"train.nproc": (most, "the most of --elastic that there are devices for")})
+
+    def check(self, world: int, plan: Plan | None) -> None:
+        """Refuse a start without a plan, or with a number of processes that is out of bounds.
+
+        Raises:
+            UsageError: no plan; fewer than the minimum, or more than the maximum.
+        """
+        if plan is None:
+            raise UsageError(
+                "--elastic: found no plan; needed: the plan as the first word after the script, which gets another one "
+                "in its place for another number of processes; write `shardwise run --elastic 2:4 train.py dp4`"
+            )
+        if not self.least <= world <= self.most:
+            raise UsageError(
+                f"--elastic {self.least}:{self.most}: found {world} processes to start with, which is not between "
+                "them; needed: a plan for as many as shall train at first; give another plan, or other bounds"
+            )
+
+
+def elastic_policy(
+    asked: Asked,
+    recovering: Recovering,
+    plan: Plan,
+    arguments: Callable[[Plan], tuple[str, ...]],
+    *,
+    devices: Path | None,
+    known: Known,
+    tell: Callable[..., None] | None = None,
+    chosen: Callable[[Plan], None] | None = None,
+) -> Recovering:
+    """`recovering` with another number of processes when some are lost or come back.
+
+    Args:
+        asked: bounds.
+        recovering: what `--recover` means here.
+        plan: the run's own.
+        arguments: the target's arguments under a plan.
+        devices: the file that lists the slots.
+        known: model, devices and workload.
+        tell: gets the fields of each transition.
+        chosen: gets the plan at the start, and each new one.
+    """
+
+    def told(transition: Transition) -> None:
+        typer.echo(f"shardwise: {transition}", err=True)
+        if tell is not None:
+            tell(**transition.to_dict())
+
+    def note(text: str) -> None:
+        typer.echo(f"shardwise: {text}", err=True)
+
+    elastic = Elastic(
+        least=asked.least,
+        most=asked.most,
+        own=plan,
+        known=known,
+        arguments=arguments,
+        devices=devices,
+        failures=asked.failures,
+        wait_s=asked.wait_s,
+        tell=told,
+        chosen=chosen,
+        note=note,
+    )
+    # what fails twice in one step may be a device: it is left out, and only what still fails then is the script's
+    return replace(recovering, elastic=elastic, raised_in_a_row=max(recovering.raised_in_a_row, asked.failures))
+
+
+def plan_here(asked: Asked, plan: Plan, known: Known, launch: Launch) -> Plan:
+    """The plan for the processes that a launcher has started, in place of the run's own.
+
+    Raises:
+        LaunchError: see `shardwise.launch.elastic_nodes.plan_of_world`.
+    """
+    from shardwise.launch.elastic_nodes import plan_of_world
+
+    elastic = Elastic(least=asked.least, most=asked.most, own=plan, known=known, arguments=lambda _: ())
+    return plan_of_world(elastic, launch, variables())
+
+
+def known_of(derived: Derived, cluster: Cluster | None) -> Known:
+    """What `shardwise train` knows of a run.
+
+    Args:
+        derived: its settings.
+        cluster: the devices of this machine; None on a CPU, or where they have no known name.
+    """
+    settings = derived.settings
+    device = settings.train.device
+    named = this_machine(cluster, derived.plan.world) if device == "cpu" or cluster is not None else None
+    workload = Workload(
+        seq_len=int(settings.data.seq_len or 1),
+        global_batch=int(settings.train.global_batch or 1),
+        optimizer=_workload_optimizer(settings.optimizer),
+    )
+    origin = derived.configuration.origin("plan.shorthand")
+    planned = settings.plan.file is None and (origin.kind == "derived" or settings.plan.shorthand == AUTO)
+    return Known(spec=derived.spec, cluster=named, workload=workload, device=device, planned=planned)
+
+
+def _workload_optimizer(settings: OptimizerSettings) -> str:
+    """The planner's word for what an optimizer keeps."""
+    kept: Mapping[str, str] = {"bf16": "adamw-bf16", "bf16-stochastic": "adamw-bf16", "8bit": "adamw-8bit"}
+    if settings.name == "adamw":
+        return kept.get(settings.state_dtype, "adamw-8bit" if settings.state_dtype == "4bit" else "adamw")
+    names: dict[str, Any] = {"lamb": "adamw", "sgd": "sgd-momentum" if settings.momentum else "sgd"}
+    return str(names.get(settings.name, settings.name))

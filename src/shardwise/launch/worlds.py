@@ -1,0 +1,162 @@
+"""`Worlds`: sets of processes on this machine, started, ordered, signalled and waited for through the fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
+
+from shardwise.errors import LaunchError
+from shardwise.launch.elastic import Team
+from shardwise.launch.job import rank_environment
+from shardwise.launch.local import ADDRESS
+from shardwise.launch.variables import variables
+from shardwise.train.outliving import Board, Header, Memory
+
+POLL_S = 0.05
+
+
+@dataclass
+class World:
+    """One set of processes, a process per rank."""
+
+    number: int
+    team: Team
+    store: TCPStore
+    files: dict[int, Path]
+    """Where each rank leaves its error."""
+    stands_by: bool
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit codes of the ranks that have ended, in order of time."""
+    is_dropped: bool = False
+    """Nobody asks for it any more."""
+
+    @property
+    def has_ended(self) -> bool:
+        """All ranks have."""
+        return len(self.codes) == len(self.files)
+
+    @property
+    def has_failed(self) -> bool:
+        """Some rank has ended, and not well."""
+        return any(self.codes.values())
+
+
+class Worlds:
+    """Those of one job.
+
+    Args:
+        line: to the fork server.
+        memory: what outlives all of them.
+        folder: where ranks leave their errors.
+        server_pid: the fork server's, which is the ranks' parent.
+    """
+
+    def __init__(self, line: socket.socket, memory: Memory, folder: Path, server_pid: int) -> None:
+        """See the class."""
+        self.line, self.memory, self.folder, self.server_pid = line, memory, folder, server_pid
+        self.id = uuid.uuid4().hex
+        self._board = Board(memory.board)
+        self._worlds: dict[int, World] = {}
+        self._started = 0
+        self._received = b""
+
+    def start(self, team: Team, *, stands_by: bool, restarts: int) -> World:
+        """Fork a world; it waits for an order where its state is complete."""
+        self._started += 1
+        job, number, here = team.job, self._started, self.folder / f"world-{self._started}"
+        here.mkdir()
+        store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        files = {rank: here / f"error-{rank}.json" for rank in range(team.size)}
+        cores = len(os.sched_getaffinity(0))
+        keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
+        keep["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        envs = [{**rank_environment(job, rank, ADDRESS, store.port, cores), **keep} for rank in files]
+        # what stands after `python -m shardwise.launch.entry`; the fork server is the ranks' parent
+        words = [job.command(reporting=(rank, path), launcher_pid=self.server_pid)[3:] for rank, path in files.items()]
+        memory = asdict(self.memory)
+        self._send("start", number, argv=words, env=envs, job=self.id, memory=memory, standby=stands_by)
+        world = self._worlds[number] = World(number, team, store, files, stands_by)
+        return world
+
+    def order(self, world: World, newest: Header | None) -> None:
+        """Let a world train from the newest copy, or from the beginning."""
+        told = {"count": newest.count, "ranks": newest.ranks} if newest else {"count": 0}
+        self._send("order", world.number, order=told)
+
+    def signal(self, world: World, number: signal.Signals) -> None:
+        """Send it to all ranks."""
+        if not world.has_ended:
+            self._send("signal", world.number, signal=int(number))
+
+    def poll(self, wait_s: float = POLL_S) -> None:
+        """Take what the fork server says."""
+        if not select.select([self.line], [], [], wait_s)[0]:
+            return
+        piece = self.line.recv(1 << 16)
+        if not piece:
+            raise LaunchError(_SERVER_GONE)
+        *lines, self._received = (self._received + piece).split(b"\n")
+        for line in lines:
+            number, rank, code = json.loads(line)["ended"]
+            world = self._worlds[number]
+            world.codes[rank] = code
+            if world.is_dropped and world.has_ended:
+                del self._worlds[number]
+
+    def wait(self, world: World, seconds: float) -> bool:
+        """Until all of its ranks have ended; False: not in time."""
+        end = time.monotonic() + seconds
+        while not world.has_ended and (left := end - time.monotonic()) > 0:
+            self.poll(min(left, POLL_S))
+        return world.has_ended
+
+    def bury(self, world: World) -> Header | None:
+        """End what is left of a world; the newest copy of the state that all ranks of a world had made."""
+        self.signal(world, signal.SIGKILL)
+        while not self.wait(world, 10):
+            self.signal(world, signal.SIGKILL)
+        del self._worlds[world.number]
+        return self.memory.newest()
+
+    def drop(self, world: World) -> None:
+        """End a world that stands by, and forget it."""
+        self.signal(world, signal.SIGKILL)
+        world.is_dropped = True
+        if world.has_ended:
+            del self._worlds[world.number]
+
+    def trains_since(self, world: World) -> list[int] | None:
+        """Since when each rank of a world trains, in ns; None: not all do."""
+        found = [self._board.read(rank) for rank in world.files]
+        return [since for _, _, since in found] if all(trains == world.number for _, trains, _ in found) else None
+
+    def is_ready(self, world: World) -> bool:
+        """Whether all ranks of a world that stands by wait for an order."""
+        return not world.codes and all(self._board.read(rank)[0] == world.number for rank in world.files)
+
+    def copies(self, world: World) -> int:
+        """Number of the newest copy of the state that all ranks have made: one more after each step."""
+        return self.memory.count(world.team.size)
+
+    def _send(self, kind: str, world: int, **rest: Any) -> None:
+        try:
+            self.line.sendall(json.dumps({"do": kind, "world": world, **rest}).encode() + b"\n")
+        except OSError:
+            raise LaunchError(_SERVER_GONE) from None
+
+
+_SERVER_GONE = (
+    "the fork server of --recover has ended, so no process can be started or waited for, and the ranks end after their "
+    "step; look above for its error and at `dmesg` for the kernel's; start again: the job loads its last checkpoint"
+)

@@ -1,0 +1,395 @@
+"""`--elastic`: processes are lost and come back, the plan changes, and the run is that of one undisturbed process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from shardwise.cli.main import main
+from shardwise.errors import ExitCode
+from shardwise.plan.plan import Plan
+from shardwise.testing.world import World
+from tests.failure import resizing
+
+SCRIPT = Path(resizing.__file__)
+TOLERANCE = 1e-11
+
+
+def start(out: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    """`shardwise run --elastic`, with its list of slots and its events in `out`."""
+    out.mkdir(exist_ok=True)
+    here = ["--devices", str(out / "devices"), "--events", str(out / "events")]
+    command = [sys.executable, "-m", "shardwise", "run", *here, *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str]:
+    try:
+        _, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def rows_of(out: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank noted, the last line of each step; the retried ones come twice."""
+    path = out / f"rank-{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def wait_until(process: subprocess.Popen[str], found: Callable[[], object]) -> None:
+    end = time.monotonic() + 90
+    while not found():
+        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+        time.sleep(0.02)
+
+
+def wait_for_step(process: subprocess.Popen[str], out: Path, step: int, world: int) -> None:
+    """Until so many processes have finished a step."""
+    wait_until(process, lambda: any(row["step"] >= step and row["world"] == world for row in rows_of(out)))
+
+
+def events_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "events").read_text().splitlines()]
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+    (victim,) = (p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == f"rank {rank}")
+    victim.kill()
+
+
+def close(here: float, there: float) -> bool:
+    return abs(here - there) <= TOLERANCE * max(abs(here), abs(there))
+
+
+def check_as_undisturbed(world: World, out: Path, until: int) -> None:
+    """Losses, rates, samples, parameters, optimizer and data position against a run of one process."""
+    alone = out.with_name(f"{out.name}-alone")
+    alone.mkdir()
+    world(1, resizing.main, "dp1 / fp64", str(alone), until, timeout_s=60 + until)
+    expected = {row["step"]: row for row in rows_of(alone)}
+    found = {row["step"]: row for row in rows_of(out)}  # of a step that was tried again, the last try
+    assert sorted(found) == sorted(expected) == list(range(1, until + 1))
+    for row in rows_of(out):  # the retried ones too: nothing else was ever computed
+        there = expected[row["step"]]
+        assert all(close(row[key], there[key]) for key in ("loss", "norm", "lr")), (row, there)
+    seen: Counter[int] = Counter()
+    for step, row in found.items():
+        shares: dict[int, list[int]] = {}  # ranks along tp and pp have the same samples, or see none
+        for rank in range(row["world"]):
+            last = next(r for r in reversed(rows_of(out, rank)) if r["step"] == step)
+            shares[last["share"]] = last["seen"] or shares.get(last["share"], [])
+        samples = [number for share in shares.values() for number in share]
+        assert sorted(samples) == sorted(expected[step]["seen"]), step
+        seen.update(samples)
+    epochs, rest = divmod(until * resizing.BATCH, resizing.ROWS)
+    assert Counter(seen.values()) == Counter({epochs: resizing.ROWS - rest, epochs + 1: rest} if rest else {})
+    here, there = torch.load(out / "state.pt"), torch.load(alone / "state.pt")
+    assert here.keys() == there.keys()
+    scales: dict[str, float] = {}  # some parameters have no gradient but noise: what counts is the kind's own scale
+    for name, tensor in there.items():
+        scales[kind_of(name)] = max(scales.get(kind_of(name), 0.0), float(tensor.abs().max()))
+    for name, tensor in here.items():
+        assert float((tensor - there[name]).abs().max()) <= TOLERANCE * scales[kind_of(name)], name
+    assert (out / "scalars").read_text() == (alone / "scalars").read_text()
+
+
+def kind_of(name: str) -> str:
+    """`model` of a parameter, the last part of the optimizer's: `exp_avg`."""
+    return "model" if name.startswith("model.") else name.rpartition(".")[2]
+
+
+def test_a_process_is_lost_and_comes_back(world: World, tmp_path: Path) -> None:
+    """4 -> 3 by a death at a random step, 3 -> 4 by the list of slots."""
+    out, draw = tmp_path / "a", random.Random(11)
+    words = ("--elastic", "2:4", "--slot-failures", "1", str(SCRIPT), "fsdp4 / fp64", "--", str(out), "40")
+    process = start(out, *words, PACE_S="0.5")
+    wait_for_step(process, out, draw.randrange(2, 5), 4)
+    time.sleep(draw.random() / 2)
+    kill_rank(process, 2)
+    wait_for_step(process, out, 0, 3)
+    (out / "devices").write_text("0-9\n")  # no more than four are used
+    wait_until(process, lambda: rows_of(out)[-1]["world"] == 4)
+    (out / "hurry").touch()
+    code, err = finish(process)
+    assert code == 0, err
+    check_as_undisturbed(world, out, 40)
+    lost, back = events_of(out)
+    assert [lost[key] for key in ("event", "before", "after", "slots")] == ["elastic", 4, 3, [0, 1, 3]]
+    assert [back[key] for key in ("event", "before", "after", "slots")] == ["elastic", 3, 4, [0, 1, 2, 3]]
+    plans = ["fsdp4 / fp64", "fsdp3 / mb2 / fp64", "fsdp4 / fp64"]
+    assert [lost["plan_before"], lost["plan"], back["plan"]] == plans
+    assert "rank 2: the process was killed by SIGKILL" in lost["cause"] and back["cause"] == "slots 0-9"
+    for event in (lost, back):
+        assert event["step"] >= 1 and event["first_step_s"] > 0 and event["standby"]
+        assert event["seconds"] == event["detected_s"] + event["planned_s"] + event["resharded_s"]
+    line = next(line for line in err.splitlines() if "processes:" in line)
+    said = f"shardwise: elastic: 4 -> 3 processes: {plans[0]} -> {plans[1]}, resumed at step {lost['step']}, "
+    assert line.startswith(said)
+    print([round(event["seconds"], 2) for event in (lost, back)])
+
+
+def test_below_the_minimum_nobody_trains_and_signals_end_in_order(tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    words = ("--elastic", "2:3", str(SCRIPT), "dp2 / fp64", "--", str(out), "100000")
+    process = start(out, *words, PACE_S="0.05")
+    wait_for_step(process, out, 3, 2)
+    (out / "devices").write_text("1")
+    wait_until(process, lambda: not [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)])
+    assert steps_saved(out) == [rows_of(out)[-1]["step"]]  # nobody may come back
+    before = len(rows_of(out))
+    time.sleep(0.5)
+    assert len(rows_of(out)) == before
+    (out / "devices").write_text("1-7")
+    wait_until(process, lambda: [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)])
+    process.send_signal(signal.SIGTERM)  # while three processes take over: they go on, finish a step and save
+    children = psutil.Process(process.pid).children(recursive=True)
+    code, err = finish(process)
+    assert code == ExitCode.TERMINATED, err
+    assert "1 slots can be used, and at least 2 are needed: nobody trains; waiting up to 300 s" in err
+    saved, last = steps_saved(out), rows_of(out)[-1]
+    assert saved[-1] == last["step"] and last["world"] == 3
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def steps_saved(out: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in (out / "checkpoints").glob("step-????????/manifest.json"))
+
+
+def is_rank(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith("rank ")
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_too_few_for_too_long_is_an_error_and_what_is_no_list_changes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    words = ("--elastic", "2:2", "--elastic-wait", "1", str(SCRIPT), "dp2 / fp64", "--", str(out), "100000")
+    process = start(out, *words, PACE_S="0.05")
+    wait_for_step(process, out, 2, 2)
+    (out / "devices").write_text("nought")
+    step = rows_of(out)[-1]["step"]
+    wait_for_step(process, out, step + 8, 2)
+    for _ in range(2):  # twice within few steps: left out
+        wait_for_step(process, out, (step := rows_of(out)[-1]["step"]) + 2, 2)
+        kill_rank(process, 1)
+    code, err = finish(process)
+    assert code == ExitCode.LAUNCH, err
+    assert "found 'nought', needed slots such as `0-3`" in err
+    assert (
+        "--elastic 2:2 with the plan `dp2 / fp64`: found 1 slots that can be used (0), needed 2; slot 1 is left" in err
+    )
+    assert "waited 1 s for" in err and "goes on from its last checkpoint" in err
+    (event,) = events_of(out)  # the first failure was recovered from by as many
+    assert (event["event"], event["rank"], event["standby"]) == ("recovery", 1, True)
+
+
+@pytest.mark.soak  # in every run: tests/failure/test_recovery.py, the same fork server
+def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    process = start(out, "--elastic", "1:3", str(SCRIPT), "dp2 / fp64", "--", str(out), "100000", PACE_S="0.05")
+    wait_for_step(process, out, 2, 2)
+    (out / "devices").write_text("0-2")  # a third set gets ready
+    time.sleep(0.5)
+    found = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    assert len(found) >= 3 and not psutil.wait_procs(found, timeout=25)[1]
+
+
+SIZES = "--model tiny --layers 2 --dim 32 --heads 2 --ffn 48 --seq 32 --batch 3 --schedule constant --no-sample --json"
+
+
+def metrics_of(run: Path) -> dict[int, tuple[float, float, float]]:
+    """Loss, gradient norm and weight of each step of a run of `shardwise train`."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return {row["step"]: (row["loss"], row["grad_norm"], row["weight"]) for row in rows if "grad_norm" in row}
+
+
+def test_the_train_verb_trains_on_with_one_process(tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "a"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    every = "--device cpu --eval-every 0 --checkpoint-every 0"
+    base = [sys.executable, "-m", "shardwise", "train", "--data", str(text), *SIZES.split(), *every.split()]
+    more = [
+        "--out",
+        str(out),
+        "--plan",
+        "fsdp2 / fp64",
+        "--steps",
+        "100000",
+        "--elastic",
+        "1:2",
+        "--slot-failures",
+        "1",
+    ]
+    process = subprocess.Popen([*base, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    wait_until(process, lambda: len(metrics_of(out)) > 3)
+    kill_rank(process, 1)
+    wait_until(process, lambda: (out / "events.jsonl").exists())
+    process.send_signal(signal.SIGTERM)
+    code, err = finish(process)
+    assert code == ExitCode.TERMINATED, err
+    found = metrics_of(out)
+    last = max(found)
+    assert sorted(found) == list(range(1, last + 1)) and (out / "checkpoints" / f"step-{last:08}").is_dir()
+    one = [*base, "--out", str(tmp_path / "b"), "--plan", "dp1 / fp64", "--steps", str(last)]
+    assert subprocess.run(one, capture_output=True, timeout=200).returncode == 0
+    alone = metrics_of(tmp_path / "b")
+    assert alone.keys() == found.keys()
+    for step, numbers in found.items():  # a batch of 3, which two ranks divide unevenly
+        assert numbers == pytest.approx(alone[step], rel=TOLERANCE), step
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    (lost,) = [event for event in events if event["event"] == "elastic"]
+    assert (lost["before"], lost["after"], lost["slots"]) == (2, 1, [0])
+    assert lost["plan_before"] == "fsdp2 / gbs3 / fp64"
+    assert lost["plan"] == str(Plan.load(out / "plan.toml")) == "dp1 zero3 / mb2 gbs3 / fp64"
+
+
+NODES = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def as_rank(words: list[str]) -> tuple[int, str]:
+    """`shardwise WORDS` in a process that a launcher has started: its exit code, and what it said."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            main(words)
+        except SystemExit as end:
+            return int(end.code or 0), said.getvalue()
+    return 0, said.getvalue()
+
+
+def train_words(text: Path, out: Path, steps: int, plan: str) -> list[str]:
+    rest = f"--device cpu --eval-every 0 --checkpoint-every 0 --steps {steps} --data {text} --out {out}".split()
+    return ["train", *SIZES.split(), *rest, "--plan", plan]
+
+
+def test_a_world_of_another_size_goes_on_as_the_launcher_starts_it(world: World, tmp_path: Path) -> None:
+    """What torch elastic does when nodes are lost or join, as its workers see it: other variables at the next start."""
+    text, out = tmp_path / "text.txt", tmp_path / "a"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    for steps, ranks in ((3, 2), (5, 1), (8, 3)):
+        words = [*train_words(text, out, steps, "dp2 / fp64"), "--elastic", "1:3"]
+        assert [code for code, _ in world(ranks, as_rank, words, **NODES)] == [0] * ranks
+    assert world(1, as_rank, train_words(text, tmp_path / "b", 8, "dp1 / fp64"))[0][0] == 0
+    found, alone = metrics_of(out), metrics_of(tmp_path / "b")
+    assert list(found) == list(alone) == list(range(1, 9))
+    for step, numbers in found.items():
+        assert numbers == pytest.approx(alone[step], rel=TOLERANCE), step
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    plans = [event["plan"] for event in events if event["event"] == "elastic"]
+    assert plans == ["dp2 / gbs3 / fp64", "dp1 / mb2 gbs3 / fp64", "dp3 / gbs3 / fp64"]
+    changes = [change for event in events if event["event"] == "changed" for change in event["changes"]]
+    assert all(change.startswith("train.steps") for change in changes)  # another plan is no change of a setting
+    (code, err), *_ = world(1, as_rank, [*train_words(text, out, 9, "dp2 / fp64"), "--elastic", "2:3"], **NODES)
+    assert code == ExitCode.LAUNCH and "found a world of 1 processes" in err and "nobody trains on alone" in err
+    (code, err), *_ = world(1, as_rank, train_words(text, out, 9, "dp2 / fp64"), **NODES)
+    assert code == ExitCode.REFUSED and "the plan needs 2 ranks and 1 run" in err
+    shared = NODES | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    (code, err), *_ = world(2, as_rank, [*train_words(text, out, 9, "dp2 / fp64"), "--elastic", "1:3"], **shared)
+    assert code == ExitCode.LAUNCH and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in err
+    assert list(metrics_of(out)) == list(range(1, 9))
+
+
+def test_a_script_gets_the_plan_of_the_world_that_the_launcher_started(world: World, tmp_path: Path) -> None:
+    words = ["run", "--elastic", "1:3", str(SCRIPT), "dp3 / fp64", "--", str(tmp_path), "2"]
+    assert [code for code, _ in world(2, as_rank, words, **NODES)] == [0, 0]
+    assert [(row["step"], row["world"]) for row in rows_of(tmp_path)] == [(1, 2), (2, 2)]
+
+
+CONF = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+@pytest.mark.soak
+def test_two_agents_of_torchrun(tmp_path: Path) -> None:
+    """One agent trains alone, a second one joins and is killed: torch elastic restarts, and each start plans anew."""
+    text, out = tmp_path / "text.txt", tmp_path / "a"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5"]
+    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", f"--rdzv-conf={CONF}"]
+    words = [*train_words(text, out, 100000, "dp2 / fp64"), "--checkpoint-every", "20", "--elastic", "1:2"]
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+
+    def join() -> subprocess.Popen[str]:
+        command = [*agent, "-m", "shardwise", *words]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+
+    def plans() -> list[str]:
+        path = out / "events.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row["plan"] for row in rows if row["event"] == "elastic"]
+
+    def trains(count: int) -> bool:
+        """So many starts, and the last one has finished a step."""
+        metrics, events = out / "metrics.jsonl", out / "events.jsonl"
+        newer = metrics.exists() and events.exists() and metrics.stat().st_mtime > events.stat().st_mtime
+        return newer and len(plans()) == count
+
+    first = join()
+    wait_until(first, lambda: trains(1))
+    second = join()
+    wait_until(first, lambda: trains(2))
+    steps = max(metrics_of(out))
+    wait_until(first, lambda: max(metrics_of(out)) > steps + 25)
+    for process in [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]:
+        process.kill()
+    wait_until(first, lambda: trains(3))
+    first.send_signal(signal.SIGTERM)
+    _, err = finish(first)
+    finish(second)
+    assert plans() == ["dp1 / mb2 gbs3 / fp64", "dp2 / gbs3 / fp64", "dp1 / mb2 gbs3 / fp64"], err
+    found = metrics_of(out)
+    last = max(found)
+    one = [sys.executable, "-m", "shardwise", *train_words(text, tmp_path / "b", last, "dp1 / fp64")]
+    assert subprocess.run(one, capture_output=True, timeout=200).returncode == 0
+    alone = metrics_of(tmp_path / "b")
+    assert sorted(found) == sorted(alone)
+    for step, numbers in found.items():
+        assert numbers == pytest.approx(alone[step], rel=TOLERANCE), step
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["dp4", "fsdp2 tp2", "pp2 fsdp2 / 1f1b mb2", "dp2 fsdp2 zero2"])
+def test_many_changes(world: World, tmp_path: Path, plan: str) -> None:
+    """Random deaths and lists of slots for a long run: from pipelines to shards, from shards to tensor parallelism."""
+    out, draw, until = tmp_path / "a", random.Random(plan), 150
+    words = ("--elastic", "1:5", "--slot-failures", "2", str(SCRIPT), f"{plan} / fp64", "--", str(out), str(until))
+    process = start(out, *words, PACE_S="0.3")
+    wait_for_step(process, out, 2, 4)
+    while process.poll() is None and rows_of(out)[-1]["step"] < until - 20:
+        time.sleep(draw.expovariate(1 / 2))
+        ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)]
+        if draw.random() < 0.5 and ranks:
+            draw.choice(ranks).kill()
+        else:
+            (out / "devices").write_text(" ".join(map(str, draw.sample(range(6), draw.randrange(1, 6)))))
+    (out / "hurry").touch()
+    code, err = finish(process, 200)
+    assert code == 0, err
+    check_as_undisturbed(world, out, until)
+    print(f"{plan}: {Counter(event['event'] for event in events_of(out))}")

@@ -1,0 +1,85 @@
+"""What a save beside training copies late: the optimizer waits for it, and a change by other means is found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import snapshot
+from shardwise.checkpoint.store import Store
+from shardwise.errors import CheckpointError
+from tests.plain import Plain
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each late copy takes a while."""
+    copy = snapshot._copy
+
+    def slowly(source: Tensor, target: Tensor) -> None:
+        time.sleep(0.05)
+        copy(source, target)
+
+    monkeypatch.setattr(snapshot, "_copy", slowly)
+
+
+def optimizer_of(state: Plain) -> torch.optim.Optimizer:
+    """A torch optimizer whose steps change what the state holds as the optimizer's own."""
+    changed = [tensor.requires_grad_() for name, tensor in state.content.items() if name.startswith("optim.")]
+    optimizer = torch.optim.SGD(changed, lr=1.0)
+    for tensor in changed:
+        tensor.grad = torch.ones_like(tensor)
+    return optimizer
+
+
+def test_a_step_waits_until_the_optimizers_state_is_copied(slow: None, tmp_path: Path) -> None:
+    state, store = Plain(), Store(tmp_path / "store")
+    state.advance()
+    optimizer = optimizer_of(state)
+    saving = store.save_async(state)
+    assert not saving.held_up_s
+    optimizer.step()
+    assert saving.held_up_s > 0.05
+    store.wait()
+    assert not store.take_findings()
+    found = Plain()
+    Store(tmp_path / "store").load_latest(found)
+    assert found.is_of(1) and not state.is_of(1)
+    start = time.perf_counter()
+    optimizer.step()  # nobody asks any more
+    assert not saving.held_up_s > 1 and time.perf_counter() - start < 1
+
+
+def test_a_change_by_other_means_fails_the_save_and_does_not_tear_it(slow: None, tmp_path: Path) -> None:
+    state, store = Plain(), Store(tmp_path / "store")
+    state.advance()
+    store.save(state)
+    state.advance()
+    saving = store.save_async(state)
+    state.content["optim.w.exp_avg"].add_(1.0)
+    with pytest.raises(CheckpointError, match="optim.w.exp_avg to host memory: it changed meanwhile"):
+        saving.wait()
+    [finding] = store.take_findings() or [store.wait(), *store.take_findings()][1:]
+    assert "the run goes on" in str(finding)
+    found = Plain()
+    Store(tmp_path / "store").load_latest(found)
+    assert found.is_of(1)
+    store.save(state)
+    Store(tmp_path / "store").load_latest(found)
+    assert found.step == 2
+
+
+def test_parameters_may_change_at_once(slow: None, tmp_path: Path) -> None:
+    state, store = Plain(), Store(tmp_path / "store")
+    state.advance()
+    store.save_async(state)
+    state.content["model.w"].zero_()
+    store.wait()
+    assert not store.take_findings()
+    found = Plain()
+    Store(tmp_path / "store").load_latest(found)
+    assert found.is_of(1)

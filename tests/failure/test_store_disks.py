@@ -1,0 +1,138 @@
+"""Disks that are full, read-only or gone while a save goes on: said, and the last checkpoint is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.store import Store
+from shardwise.errors import CheckpointError
+from tests.plain import Plain
+
+T = TypeVar("T")
+
+
+def mount(*words: str | Path) -> bool:
+    return shutil.which("mount") is not None and not subprocess.run(["mount", *words], capture_output=True).returncode
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB: room for two checkpoints and a half."""
+    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path):
+        pytest.skip("a full disk needs the right to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def newest(path: Path) -> Plain:
+    state = Plain()
+    loaded = Store(path).load_latest(state)
+    assert loaded is not None and not loaded.skipped and state.is_of(state.step)
+    return state
+
+
+def fill(state: Plain, store: Store) -> str:
+    """Save until the disk is full; what the error says."""
+    for _ in range(20):
+        state.advance()
+        try:
+            store.save(state)
+        except CheckpointError as error:
+            return str(error)
+    raise AssertionError("64 KiB held 20 checkpoints")
+
+
+def test_a_disk_of_64_kib_fills_up_and_the_last_checkpoint_is_whole(tiny: Path) -> None:
+    state, store = Plain(), Store(tiny / "store", keep=100)
+    assert "No space left on device" in fill(state, store)
+    assert state.step > 2 and newest(tiny / "store").step == state.step - 1
+    assert not list((tiny / "store").glob("*.partial-*"))  # the failed one gave its room back
+    saving = store.save_async(state)
+    store.wait()
+    [finding] = store.take_findings()
+    assert "the run goes on" in str(finding) and "No space left on device" in str(finding) and saving.has_ended
+    shutil.rmtree(tiny / "store" / "step-00000001")
+    store.save(state)
+    assert newest(tiny / "store").step == state.step
+
+
+def test_a_disk_that_became_read_only(tiny: Path) -> None:
+    state, store = Plain(), Store(tiny / "store")
+    state.advance()
+    store.save(state)
+    assert mount("-o", "remount,ro", tiny)
+    state.advance()
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        store.save(state)
+    store.save_async(state)
+    store.wait()
+    [finding] = store.take_findings()
+    assert "Read-only file system" in str(finding) and newest(tiny / "store").step == 1
+    assert mount("-o", "remount,rw", tiny)
+    store.save(state)
+    assert newest(tiny / "store").step == 2
+
+
+class Vanishing(LocalFiles):
+    """Somebody removes a directory before the n-th call."""
+
+    def __init__(self, at: int, victim: Callable[[], None]) -> None:
+        self.at, self.victim, self.count = at, victim, 0
+
+    def call(self, name: str, path: Path, act: Callable[[], T]) -> T:
+        self.count += 1
+        if self.count == self.at:
+            self.victim()
+        return act()
+
+
+@pytest.mark.parametrize("what", ["store", "partial", "newest"])
+def test_a_directory_that_is_removed_while_saving(tmp_path: Path, what: str) -> None:
+    """Before every call of a save, in the background or not, in turn: it says so or is complete; the next one works."""
+    store_path, failed = tmp_path / "store", 0
+
+    def remove() -> None:
+        pattern = {"store": "../store", "partial": "*.partial-*", "newest": "step-00000001"}[what]
+        for path in store_path.glob(pattern):
+            shutil.rmtree(path)
+
+    for at in range(1, 300):
+        shutil.rmtree(store_path, ignore_errors=True)
+        state, store = Plain(), Store(store_path, keep=1)
+        state.advance()
+        store.save(state)
+        state.advance()
+        store._directory.files = files = Vanishing(at, remove)
+        try:
+            if at % 2:
+                store.save_async(state)
+                store.wait()
+                for finding in store.take_findings():
+                    raise CheckpointError(str(finding))
+            else:
+                store.save(state)
+        except CheckpointError as error:
+            failed += 1
+            assert str(store_path) in str(error)
+            if what == "partial":  # the old one was not touched; a save that is complete is the new one
+                assert newest(store_path).step in (1, 2), at
+        else:
+            if what != "store" and (store_path / "latest").exists():
+                assert newest(store_path).step == 2, at
+        store._directory.files = LocalFiles()
+        state.advance()
+        store.save(state)
+        assert newest(store_path).step == 3
+        assert not list(store_path.glob("*.partial-*"))
+        if files.count < at:
+            assert failed > (0 if what == "newest" else 5)
+            return
+    raise AssertionError("it never came to an end")

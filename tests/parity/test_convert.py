@@ -1,0 +1,736 @@
+"""Checkpoints of other libraries, written by them or in their layouts: every bit arrives, under the right name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
+
+from shardwise.checkpoint.compare import diff, find
+from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.foreign.convert import Options, convert
+from shardwise.checkpoint.foreign.dcp_out import export_dcp
+from shardwise.checkpoint.foreign.export import ExportOptions, export
+from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.store import Store
+from shardwise.cli.main import main
+from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.parallel.mesh import open_mesh
+from shardwise.testing.world import World
+from shardwise.train.ema import Ema
+from shardwise.train.optimizers import adamw
+from shardwise.train.state import TrainState
+from tests.checkpoints import content, write_checkpoint
+from tests.foreign import Truth, write_lightning, write_zero3, write_zero12
+from tests.parity.placing import LAYOUTS, Net, State, place
+
+Tensors = dict[str, Tensor]
+
+
+def held(path: Path) -> Tensors:
+    """Every tensor of a checkpoint of ours."""
+    found: Tensors = {}
+    with Reader(find(path).path) as reader:
+        reader.verify()
+        for name, entry in reader.manifest.tensors.items():
+            dtype = getattr(torch, entry.dtype)
+            target = torch.empty(entry.shape, dtype=dtype)
+            words = np.empty(entry.shape, dtype=f"u{target.element_size()}")
+            reader.read(name, whole(entry.shape), words)
+            found[name] = torch.from_numpy(words.reshape(-1).view(np.uint8)).view(dtype).reshape(entry.shape)
+    return found
+
+
+def same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        ours, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(ours, theirs), name
+
+
+def under_model(tensors: Tensors) -> Tensors:
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+
+def everything() -> Tensors:
+    """Every type, and tensors that do not lie in order."""
+    draw = torch.Generator().manual_seed(1)
+    base = torch.randn(6, 4, generator=draw)
+    found = {
+        str(t).removeprefix("torch."): base.to(t) for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    }
+    found |= {str(t): (base * 9).to(t) for t in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)}
+    found = {name.replace("torch.", ""): tensor for name, tensor in found.items()}
+    found |= {"flags": base > 0, "wide": torch.arange(5).to(torch.uint16), "eighth": base.to(torch.float8_e4m3fn)}
+    found |= {
+        "turned": base.T,
+        "column": base[:, 1],
+        "part": torch.arange(20.0)[5:9],
+        "cube": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    }
+    return found | {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "complex": torch.arange(3).to(torch.complex64),
+    }
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        for parameter in net.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        optimizer.step()
+    return net, optimizer
+
+
+def expected_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    found = under_model(dict(net.state_dict()))
+    for name, parameter in net.named_parameters():
+        found |= {f"optim.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+# ---------------------------------------------------------------- in
+
+
+def test_torch_files(tmp_path: Path) -> None:
+    tensors = everything()
+    for name, options in (("zip.pt", {}), ("old.bin", {"_use_new_zipfile_serialization": False})):
+        torch.save(tensors, tmp_path / name, **options)
+        done = convert(tmp_path / name, tmp_path / f"{name}.out", Options())
+        same(held(done.path), under_model(tensors))
+        assert done.kind == "torch" and not done.notes and done.step == 0
+
+
+def test_safetensors_and_shards(tmp_path: Path) -> None:
+    tensors = {name: t.contiguous() for name, t in everything().items() if not t.is_complex()}
+    save_file(tensors, tmp_path / "one.safetensors")
+    same(held(convert(tmp_path / "one.safetensors", tmp_path / "a", Options()).path), under_model(tensors))
+    store = tmp_path / "a"
+    export(store, tmp_path / "shards", ExportOptions(max_shard=200))
+    names = sorted(p.name for p in (tmp_path / "shards").iterdir())
+    assert len(names) > 3 and "model.safetensors.index.json" in names
+    theirs: Tensors = {}
+    for name in names[:-1]:
+        theirs |= load_file(tmp_path / "shards" / name)
+    same(under_model(theirs), under_model(tensors))
+    assert not diff(store, convert(tmp_path / "shards", tmp_path / "b", Options()).path)
+
+
+def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    plain = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "args": {"lr": 1e-2}}
+    torch.save(plain, tmp_path / "numbers.pt")
+    done = convert(tmp_path / "numbers.pt", tmp_path / "a", Options())
+    same(held(done.path), under_model(dict(net.state_dict())))
+    assert done.step == 3 and any("--params-in-order" in note for note in done.notes)
+    done = convert(tmp_path / "numbers.pt", tmp_path / "b", Options(in_order=True))
+    same(held(done.path), expected_of(net, optimizer))
+    with_names = torch.optim.AdamW(list(net.named_parameters()), lr=1e-2)
+    with_names.load_state_dict(optimizer.state_dict())
+    torch.save(plain | {"optimizer": with_names.state_dict()}, tmp_path / "names.pt")
+    done = convert(tmp_path / "names.pt", tmp_path / "c", Options())
+    same(held(done.path), expected_of(net, optimizer))
+    assert not convert(tmp_path / "names.pt", tmp_path / "d", Options(optimizer=False)).num_parameters_with_state
+
+
+def test_an_order_that_cannot_be_is_left_out_and_said(tmp_path: Path) -> None:
+    net, _ = trained()
+    optimizer = torch.optim.AdamW(list(reversed(list(net.parameters()))))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options(in_order=True))
+    assert done.num_parameters_with_state == 0 and "has shape" in done.notes[0]
+
+
+def test_lightning(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    write_lightning(tmp_path / "last.ckpt", net, optimizer)
+    done = convert(tmp_path / "last.ckpt", tmp_path / "a", Options(in_order=True))
+    same(held(done.path), expected_of(net, optimizer))
+    assert done.kind == "lightning" and done.step == 12
+
+
+def test_ties_are_kept_once(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    torch.save({"embed.weight": weight, "head.weight": weight, "other": weight.clone()}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    assert sorted(held(done.path)) == ["model.embed.weight", "model.other"]
+    assert "head.weight = embed.weight" in done.notes[0]
+
+
+ZERO: dict[str, Callable[[Path, Truth], Path]] = {
+    "stage 1": functools.partial(write_zero12, world=3, stage=1),
+    "stage 2, older, without slices": functools.partial(write_zero12, world=2, slices=False),
+    "stage 2, more ranks than elements": functools.partial(write_zero12, world=7),
+    "stage 2, elastic, in another order": functools.partial(write_zero12, world=2, elastic=True, reverse=True),
+    "stage 2, aligned parameters": functools.partial(write_zero12, world=3, gaps=4),
+    "stage 1, bf16": functools.partial(write_zero12, world=2, stage=1, bf16=True),
+    "stage 2, one rank": functools.partial(write_zero12, world=1),
+    "stage 3": functools.partial(write_zero3, world=3),
+    "stage 3, one group": functools.partial(write_zero3, world=2, merged=True),
+    "stage 3, more ranks than elements": functools.partial(write_zero3, world=8),
+}
+
+
+@pytest.mark.parametrize("kind", ZERO)
+def test_deepspeed(kind: str, tmp_path: Path) -> None:
+    truth = Truth()
+    ZERO[kind](tmp_path / "ds", truth)
+    done = convert(tmp_path / "ds", tmp_path / "a", Options())
+    same(held(done.path), truth.expected())
+    assert done.step == 12 and done.kind.startswith("deepspeed zero " + kind[6 : 7 if "3" in kind else 6])
+    assert any("head.weight = embed.weight" in note for note in done.notes)
+
+
+def _drop_a_rank(folder: Path) -> None:
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+
+
+def _tensor_parallel(folder: Path) -> None:
+    (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(b"x")
+
+
+def _pipeline(folder: Path) -> None:
+    (folder / "layer_00-model_states.pt").write_bytes(b"x")
+
+
+def _another_save(folder: Path) -> None:
+    other = write_zero12(folder.parent / "other", Truth(), 4) / "global_step12"
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    (folder / name).write_bytes((other / name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(_drop_a_rank, "rank 1 is missing|of 2 ranks"), (_tensor_parallel, "model parallelism"), (_pipeline, "pipeline"),
+     (_another_save, "ranks, needed|elements")],
+)  # fmt: skip
+def test_deepspeed_parts_that_do_not_fit(harm: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    write_zero12(tmp_path / "ds", Truth(), 3)
+    harm(tmp_path / "ds" / "global_step12")
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "ds", tmp_path / "a", Options())
+    assert not (tmp_path / "a").exists()
+
+
+def save_sharded(path: str) -> Tensors:
+    """FSDP2's sharded state through DCP, as its users save it; the whole tensors of it."""
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        net = Net()
+        fully_shard(net, mesh=mesh.device_mesh["dp_shard"])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach() * 0.5
+        optimizer.step()
+        model, state = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)
+        dcp.save({"model": model, "optimizer": state, "step": 3}, checkpoint_id=f"{path}/nested")
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        dcp.save(
+            {"optim": get_optimizer_state_dict(net, optimizer, options=flat)} | model, checkpoint_id=f"{path}/flat"
+        )
+        whole_ones = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full_model = get_model_state_dict(net, options=whole_ones)
+        full_state = get_optimizer_state_dict(net, optimizer, options=whole_ones)
+        if mesh.rank == 0:
+            torch.save({"model": full_model, "optim_state_dict": full_state, "step": 3}, f"{path}/full.pt")
+        keyed = full_state["state"] if mesh.rank == 0 else {}
+        return under_model(full_model) | {f"optim.{n}.{k}": v for n, keys in keyed.items() for k, v in keys.items()}
+
+
+def test_fsdp_sharded_and_full(world: World, tmp_path: Path) -> None:
+    expected = world(2, save_sharded, str(tmp_path))[0]
+    assert len(list((tmp_path / "nested").glob("*.distcp"))) == 2
+    for name, step in (("nested", 3), ("flat", 0), ("full.pt", 3)):
+        done = convert(tmp_path / name, tmp_path / f"{name}.out", Options(kind="fsdp"))
+        same(held(done.path), expected)
+        assert done.step == step
+
+
+class Walks(Net):
+    """The model with a forward in which every parameter has a part."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.down(self.up(self.embed(tokens)))) * self.cube.sum()
+        return out
+
+
+def save_fsdp1(path: str) -> None:
+    """FSDP1, as Accelerate and Lightning save it: sharded through DCP, full through torch.save."""
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        shards = mesh.device_mesh["dp_shard"]
+        net = FSDP(Walks(), device_mesh=shards, use_orig_params=True, device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        net(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        with FSDP.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
+            sharded = {"model": net.state_dict(), "optimizer": FSDP.optim_state_dict(net, optimizer)}
+            dcp.save(sharded, checkpoint_id=f"{path}/sharded")
+        with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):
+            model, state = net.state_dict(), FSDP.optim_state_dict(net, optimizer)
+        if mesh.rank == 0:
+            torch.save({"state_dict": model, "optimizer": state, "global_step": 5}, f"{path}/full.ckpt")
+
+
+def named(model: Any, state: Any) -> Tensors:
+    return under_model(dict(model)) | {f"optim.{n}.{k}": v for n, keys in state.items() for k, v in keys.items()}
+
+
+def test_fsdp1_sharded_and_full(world: World, tmp_path: Path) -> None:
+    world(2, save_fsdp1, str(tmp_path))
+    full = torch.load(tmp_path / "full.ckpt", weights_only=True)
+    done = convert(tmp_path / "full.ckpt", tmp_path / "a", Options())
+    same(held(done.path), named(full["state_dict"], full["optimizer"]["state"]))
+    assert done.step == 5 and done.num_parameters_with_state == 8
+    loaded = {  # what torch's own loader reads
+        "model": {name: torch.empty_like(t) for name, t in full["state_dict"].items()},
+        "optimizer": {"state": {
+            n: {k: torch.empty_like(t) for k, t in s.items()} for n, s in full["optimizer"]["state"].items()
+        }},
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    done = convert(tmp_path / "sharded", tmp_path / "b", Options())
+    same(held(done.path), named(loaded["model"], loaded["optimizer"]["state"]))
+
+
+# ---------------------------------------------------------------- names and types
+
+
+def test_rules_wrappers_and_a_like(tmp_path: Path) -> None:
+    layers = {f"module._orig_mod.h.{i}.attn.q.weight": torch.randn(2, 2) for i in range(2)}
+    torch.save(layers | {"module.wte.weight": torch.randn(3, 2), "module.mask": torch.ones(2)}, tmp_path / "x.pt")
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[rename]\n"h.*.attn.**" = "blocks.*.attention.**"\n"wte.weight" = "embed.weight"\nmask = ""\n')
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options(rename=rules, dtype="bfloat16"))
+    names = ["model.blocks.0.attention.q.weight", "model.blocks.1.attention.q.weight", "model.embed.weight"]
+    assert sorted(held(done.path)) == names
+    assert held(done.path)[names[0]].equal(next(iter(layers.values())).bfloat16())
+    like = done
+    done = convert(tmp_path / "x.pt", tmp_path / "c", Options(rename=rules, like=like.path))
+    assert {t.dtype for t in held(done.path).values()} == {torch.bfloat16}
+    with pytest.raises(CheckpointError, match=r"3 weights of .* are not in the source"):
+        convert(tmp_path / "x.pt", tmp_path / "d", Options(like=like.path))
+    for bad, said in (
+        ('[rename]\n"nothing.*" = "x.*"\n', "no tensor that it"),
+        ('[rename]\n"h.**" = "x.*"\n', "same stars"),
+        ('[rename]\n"**.weight" = "**.w"\n"mask" = "mask"\n"h.*" = "y.*"\n', "no tensor that it"),
+        ("[other]\n", r"one table \[rename\]"),
+        ('[rename]\n"mask" = "wte.weight"\n', "both become"),
+    ):
+        rules.write_text(bad)
+        with pytest.raises(ConfigError, match=said):
+            convert(tmp_path / "x.pt", tmp_path / "d", Options(rename=rules))
+
+
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("target", ["float64", "float32", "float16", "bfloat16"])
+def test_types_are_rounded_as_torch_rounds(source: str, target: str, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(3)
+    values = torch.randn(4000, generator=draw, dtype=torch.float64) * torch.logspace(-9, 9, 4000, dtype=torch.float64)
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65519.0, 65520.0, 3.4e38, 1e-45, 1.00390625])
+    tensor = torch.cat([values, odd.double(), 1.00390625 + torch.tensor([1e-12, -1e-12]).double()]).to(
+        getattr(torch, source)
+    )
+    save_file({"w": tensor}, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "a", Options(dtype=target))
+    found, expected = held(done.path)["model.w"], tensor.to(getattr(torch, target))
+    once = tensor.double().numpy()
+    if source == "float64" and target in ("float16", "bfloat16"):  # torch goes through float32 and rounds twice
+        ours, theirs = found.double().numpy(), expected.double().numpy()
+        fine = np.isfinite(ours) & np.isfinite(theirs)
+        assert (abs(ours[fine] - once[fine]) <= abs(theirs[fine] - once[fine])).all() and (
+            fine == np.isfinite(theirs)
+        ).all()
+    else:
+        assert torch.equal(torch.nan_to_num(found, nan=7.0), torch.nan_to_num(expected, nan=7.0))
+        assert torch.equal(found.isnan(), expected.isnan())
+
+
+# ---------------------------------------------------------------- out and back
+
+
+def saved_by_two(path: str) -> int:
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        placed = place("fsdp2", mesh)
+        state = State(placed, adamw(placed, 0.01))
+        state.run(3)
+        Store(f"{path}/checkpoints").save(state)
+        return state.step
+
+
+@pytest.fixture(scope="module")
+def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory, saved by two ranks."""
+    path = tmp_path_factory.mktemp("run")
+    world(2, saved_by_two, str(path))
+    return path
+
+
+TARGETS = [
+    ("safetensors", "x", False), ("safetensors", "x.safetensors", False), ("torch", "x.pt", False),
+    ("torch", "x", False), ("torch", "x.ckpt", True), ("torch", "x", True), ("dcp", "x", False), ("dcp", "x", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("to", "name", "optimizer"), TARGETS)
+def test_out_and_back_is_the_same(run: Path, to: Any, name: str, optimizer: bool, tmp_path: Path) -> None:
+    options = ExportOptions(to=to, optimizer=optimizer, max_shard=150)
+    done = (export_dcp if to == "dcp" else export)(run, tmp_path / name, options)
+    back = convert(tmp_path / name, tmp_path / "back", Options())
+    differ = [item.name for item in diff(run, back.path)]
+    assert done.step == 3 and all(name.startswith("optim.") for name in differ) and bool(differ) != optimizer
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "back"])
+    expected = {n.removeprefix("model."): t for n, t in held(run).items() if n.startswith("model.")}
+    if to == "torch" and name.startswith("x."):
+        for mapped in (False, True):
+            loaded = torch.load(tmp_path / name, weights_only=True, mmap=mapped)
+            same(dict(loaded["model"] if optimizer else loaded), expected)
+    if to == "dcp":
+        empty = {"model": {name: torch.empty_like(t) for name, t in expected.items()}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(empty, checkpoint_id=tmp_path / name, no_dist=True)
+        same(empty["model"], expected)
+
+
+def test_torch_takes_the_state_by_names(run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "x.pt", ExportOptions(to="torch", optimizer=True))
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    net = Net()
+    net.load_state_dict(loaded["model"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+    for group in loaded["optimizer"]["param_groups"]:  # the dials are the script's own
+        group |= {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    set_optimizer_state_dict(net, optimizer, optim_state_dict=loaded["optimizer"])
+    same(expected_of(net, optimizer), held(run))
+
+
+def test_names_that_look_like_containers(tmp_path: Path) -> None:
+    """Hugging Face's modules have a child `model`; others have worse."""
+    names = ["model.embed.weight", "model.layers.0.q.weight", "lm_head.weight", "state.x.weight", "optimizer.w"]
+    weights = {name: torch.randn(2, 3) for name in names}
+    state = {name: {"exp_avg": torch.randn(2, 3), "step": torch.tensor(4.0)} for name in names}
+    optimizer = {"state": state, "param_groups": [{"params": names}]}
+    torch.save({"model": weights, "optimizer": optimizer, "step": 4}, tmp_path / "x.pt")
+    store = convert(tmp_path / "x.pt", tmp_path / "a", Options()).path
+    same(held(store), named(weights, state))
+    for to, act in (("torch", export), ("dcp", export_dcp)):
+        act(store, tmp_path / to, ExportOptions(to=to, optimizer=True))  # type: ignore[arg-type]
+        assert not diff(store, convert(tmp_path / to, tmp_path / f"{to}.back", Options()).path)
+
+
+def test_every_type_out_and_back(tmp_path: Path) -> None:
+    torch.save(everything(), tmp_path / "x.pt")
+    store = convert(tmp_path / "x.pt", tmp_path / "a", Options()).path
+    export(store, tmp_path / "y.pt", ExportOptions(to="torch"))
+    same(dict(torch.load(tmp_path / "y.pt", weights_only=True)), everything())
+    assert not diff(store, convert(tmp_path / "y.pt", tmp_path / "b", Options()).path)
+    half = export(store, tmp_path / "h", ExportOptions(dtype="float16"))
+    assert load_file(half.path / "model.safetensors")["float64"].equal(everything()["float64"].half())
+
+
+# ---------------------------------------------------------------- into a live state
+
+
+def begin_with(layout: str, path: str, dtype: torch.dtype) -> tuple[int, str, Tensors]:
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        placed = place(layout, mesh, dtype)
+        with torch.no_grad():
+            for parameter in placed.parameters():
+                parameter.zero_()
+        state = TrainState(placed, adamw(placed, lr=1e-2), ema=Ema(placed, 0.9))
+        store = Store(f"{path}.runs")
+        with pytest.raises(CheckpointError, match="weights_only=True"):
+            store.load(state, find(Path(path)).path)
+        loaded = store.load(state, find(Path(path)).path, weights_only=True)
+        found = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.tensors().items()}
+        return state.step, loaded.proof.line, {name: t.detach().clone() for name, t in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("one", torch.float32), ("fsdp2", torch.float32), ("tp2", torch.float32), ("fsdp2", torch.bfloat16)],
+)  # fmt: skip
+def test_converted_weights_begin_a_run(world: World, layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    net = trained()[0].to(dtype)
+    save_file({n: t for n, t in net.state_dict().items()}, tmp_path / "x.safetensors")
+    convert(tmp_path / "x.safetensors", tmp_path / "a", Options())
+    expected = under_model(dict(net.state_dict()))
+    followers = {f"ema.{n}": t.float() for n, t in net.named_parameters()}
+    if dtype != torch.float32:
+        followers |= {f"optim.{n}.master": t.float() for n, t in net.named_parameters()}
+    for step, line, found in world(LAYOUTS[layout].world, begin_with, layout, str(tmp_path / "a"), dtype):
+        assert step == 0 and line == f"resume proof: {len(expected)}/{len(expected)} tensors, checksums ok"
+        same(found, expected | followers)
+
+
+def test_a_run_with_masters_gets_them_from_the_weights(tmp_path: Path) -> None:
+    shapes = {"model.w": "bfloat16", "optim.w.master": "float32", "optim.w.exp_avg": "float32"}
+    tensors = {name: content(name, (2, 3), dtype) for name, dtype in shapes.items()}
+    parts = {name: [(0, whole((2, 3)))] for name in shapes}
+    like = write_checkpoint(tmp_path, tensors, parts, shapes)
+    weight, mean = torch.randn(2, 3), torch.randn(2, 3)
+    state = {"state": {"w": {"exp_avg": mean}}, "param_groups": [{"params": ["w"]}]}
+    torch.save({"model": {"w": weight}, "optimizer": state}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options(like=like))
+    same(held(done.path), {"model.w": weight.bfloat16(), "optim.w.master": weight, "optim.w.exp_avg": mean})
+    state["state"]["w"]["exp_avg_sq"] = mean
+    torch.save({"model": {"w": weight}, "optimizer": state}, tmp_path / "y.pt")
+    done = convert(tmp_path / "y.pt", tmp_path / "b", Options(like=like))
+    same(held(done.path), {"model.w": weight.bfloat16()})
+    assert "optim.w.exp_avg_sq" in done.notes[-1]
+
+
+def go_on_from(layout: str, path: str) -> Tensors:
+    with open_mesh(LAYOUTS[layout]) as mesh:
+        placed = place(layout, mesh)
+        state = TrainState(placed, adamw(placed, lr=1e-2, weight_decay=0.01), seed=77)
+        loaded = Store(path).load_latest(state)
+        assert loaded is not None and state.step == 3 and state.seed == 77
+        grads = {name: p.detach() * 0.25 for name, p in placed.named_parameters().items()}
+        state.optimizer.take_grads(grads)
+        state.optimizer.step()
+        found = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.tensors().items()}
+        return {name: t.detach().clone() for name, t in found.items()}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_a_converted_run_goes_on_as_torch_would(world: World, layout: str, tmp_path: Path) -> None:
+    net, optimizer = trained()
+    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "global_step": 3}
+    torch.save(saved, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a", Options(in_order=True))
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.01
+    for parameter in net.parameters():
+        parameter.grad = parameter.detach() * 0.25
+    optimizer.step()
+    expected = expected_of(net, optimizer)
+    for found in world(2, go_on_from, layout, str(tmp_path / "a")):
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
+
+
+# ---------------------------------------------------------------- memory, disks, targets
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large")
+    tensors = {"w": torch.arange(2**23, dtype=torch.float32).view(2**12, -1), "turned": torch.zeros(2**10, 2**11).T}
+    torch.save(tensors, path / "x.pt")
+    convert(path / "x.pt", path / "store", Options())
+    return path
+
+
+def peak_of(act: Callable[[], Any]) -> int:
+    tracemalloc.start()
+    act()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_is_that_of_a_few_slabs(large: Path, tmp_path: Path) -> None:
+    """40 MiB, 32 of them one tensor, go in and out through less than 16."""
+    assert peak_of(lambda: convert(large / "x.pt", tmp_path / "a", Options(dtype="bfloat16"))) < 16 * 2**20
+    for to, name in (("safetensors", "b"), ("torch", "c.pt")):
+        options = ExportOptions(to=to, dtype="float16")  # type: ignore[arg-type]
+        assert peak_of(functools.partial(export, large / "store", tmp_path / name, options)) < 16 * 2**20
+
+
+def test_dcp_goes_out_a_tensor_at_a_time(tmp_path: Path) -> None:
+    """80 MiB in tensors of 4 go out through less than 24."""
+    torch.save({f"w{i}": torch.full((2**20,), float(i)) for i in range(20)}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    options = ExportOptions(to="dcp")
+    assert peak_of(lambda: export_dcp(tmp_path / "a", tmp_path / "b", options)) < 24 * 2**20
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"w{i}": torch.randn(3) for i in range(30)}
+    torch.save(tensors, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    export_dcp(tmp_path / "a", tmp_path / "b", ExportOptions(to="dcp"))
+    assert len(list((tmp_path / "b").glob("*.distcp"))) == 30
+    monkeypatch.setattr("shardwise.checkpoint.foreign.opened.MAX_OPEN", 8)
+    monkeypatch.setattr("shardwise.checkpoint.foreign.sandbox.MAX_OPEN", 8)
+    same(held(convert(tmp_path / "b", tmp_path / "c", Options()).path), under_model(tensors))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    real, left = LocalFiles.call, [number]
+
+    def call(self: LocalFiles, name: str, path: Path, act: Callable[[], Any]) -> Any:
+        if name in ("mkdir", "makedirs", "create", "write", "fsync", "close", "rename", "fsync directory"):
+            left[0] -= 1
+            if left[0] == 0:
+                raise error
+        return real(self, name, path, act)
+
+    monkeypatch.setattr(LocalFiles, "call", call)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "disk"), KeyboardInterrupt()], ids=type)
+def test_a_failure_at_any_call_leaves_nothing(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(3, 2)}, tmp_path / "x.safetensors")
+    target, failed = tmp_path / "out" / "a", 0
+    for number in range(1, 60):
+        with monkeypatch.context() as patch:
+            failing(patch, number, error)
+            try:
+                convert(tmp_path / "x.safetensors", target, Options())
+                break
+            except (CheckpointError, KeyboardInterrupt):
+                failed += 1
+        there = sorted(p.name for p in target.parent.iterdir()) if target.parent.exists() else []
+        assert there in ([], ["a"]) and (not there or held(target))  # "a": complete, and only its flush failed
+        if there:
+            break
+    assert failed > 10
+
+
+def test_a_failure_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "x.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "y.safetensors")
+    target, error = tmp_path / "out" / "a", OSError(5, "Input/output error", "disk")
+    convert(tmp_path / "x.safetensors", target, Options())
+    for number in range(1, 60):
+        with monkeypatch.context() as patch:
+            failing(patch, number, error)
+            try:
+                convert(tmp_path / "y.safetensors", target, Options(overwrite=True))
+                break
+            except CheckpointError:
+                assert len(held(target)) == 1
+    assert number > 10 and not held(target)["model.w"].any()
+
+
+def test_a_full_disk_leaves_no_export(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for to in ("safetensors", "torch", "dcp"):
+        options = ExportOptions(to=to)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="No space left"):
+            (export_dcp if to == "dcp" else export)(large / "store", tmp_path / "x", options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_targets_are_not_lost(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    source, target = tmp_path / "x.safetensors", tmp_path / "a"
+    first = convert(source, target, Options())
+    with pytest.raises(UsageError, match="--overwrite"):
+        convert(source, target, Options())
+    save_file({"w": torch.zeros(2)}, source)
+    assert not held(convert(source, target, Options(overwrite=True)).path)["model.w"].any() and first.num_weights == 1
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    for act in (convert, export):
+        options: Any = (Options if act is convert else ExportOptions)(overwrite=True)
+        with pytest.raises(UsageError, match="holds no checkpoint"):
+            act(target if act is export else source, tmp_path / "mine", options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "mine", "x.safetensors"]
+    with pytest.raises(UsageError, match="weights only"):
+        export(target, tmp_path / "b", ExportOptions(optimizer=True))
+
+
+def test_bytes_that_changed_are_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "x.pt")
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[len(data) // 2] ^= 4
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        convert(tmp_path / "x.pt", tmp_path / "a", Options())
+
+
+# ---------------------------------------------------------------- the other door, and the command
+
+
+class Opens:
+    """Runs code when it is loaded as a program, and is a tensor then."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return eval, (f"(open({str(self.marker)!r}, 'w').write(str(__import__('os').getpid())), print('hello'))[0]",)
+
+
+def ckpt(*words: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+def test_unsafe_pickle_says_what_it_means_and_runs_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {"w": torch.randn(3, 2).T, "b": torch.randn(2).bfloat16()}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("class Config: pass")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    own = importlib.import_module("mine").Config()
+    torch.save({"state_dict": tensors, "config": Opens(tmp_path / "ran"), "own": own}, tmp_path / "x.pt")
+    del sys.modules["mine"]
+    assert ckpt("convert", tmp_path / "x.pt", tmp_path / "a") == 4
+    said = capsys.readouterr().err
+    assert "builtins.eval" in said and "--unsafe-pickle" in said and not (tmp_path / "ran").exists()
+    assert ckpt("convert", tmp_path / "x.pt", tmp_path / "a", "--unsafe-pickle") == 0
+    assert "may do whatever you may do" in capsys.readouterr().err
+    same(held(tmp_path / "a"), under_model(tensors))
+    assert int((tmp_path / "ran").read_text()) != os.getpid()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "own", "ran", "x.pt"]
+
+
+def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ckpt("export", run, tmp_path / "hf", "--max-shard-size", "150", "--dtype", "bfloat16") == 0
+    assert "step 3, 9 tensors as safetensors" in capsys.readouterr().out
+    assert ckpt("convert", tmp_path / "hf", tmp_path / "a", "--like", run, "--json") == 0
+    assert '"kind": "safetensors"' in capsys.readouterr().out
+    assert ckpt("verify", tmp_path / "a") == 0
+    for words in (("convert", run), ("convert", run, tmp_path / "b", "--to", "torch"), ("verify", run, "--overwrite"),
+                  ("export", run, tmp_path / "b", "--max-shard-size", "big")):  # fmt: skip
+        assert ckpt(*words) == 2
+    assert ckpt("convert", tmp_path / "nothing", tmp_path / "b") == 4
+    assert ckpt("convert", run, tmp_path / "b") == 4
