@@ -20,11 +20,6 @@ from tests.parity import grid
 STEPS, ROWS = 2, 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(world: Any) -> None:
-    world.preload(__name__)
-
-
 def mixtral() -> nn.Module:
     sizes = MixtralConfig(
         vocab_size=grid.VOCAB,

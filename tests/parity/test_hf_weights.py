@@ -24,11 +24,6 @@ CLASSES = {"bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "vit")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(world: World) -> None:
-    world.preload(__name__)
-
-
 def saved(directory: Path, family: str, **options: Any) -> Path:
     """A model of random weights as transformers writes it."""
     torch.manual_seed(3)

@@ -18,11 +18,6 @@ STEPS = 2
 LORA = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["wq", "wv", "wo", "w2"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(world) -> None:
-    world.preload(__name__)
-
-
 def model() -> nn.Module:
     """The same bits in every process; B starts at zero, where A has no gradient, so it is given values."""
     torch.manual_seed(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -34,10 +35,16 @@ def trained(layout: str, kind: str, dtype: torch.dtype) -> tuple[dict[str, Tenso
         return parameters, {name: full(t) for name, t in optimizer.state_tensors().items()}
 
 
+@functools.cache
+def truth(world: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    (result,) = world(1, trained, "one", kind, torch.float64)
+    return result
+
+
 @pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp4", "tp2", "hsdp2x2", "fsdp2tp2", "pp2"])
 def test_every_layout_makes_the_update_of_one_process(world, layout: str, kind: str) -> None:
-    (want, state), *_ = world(1, trained, "one", kind, torch.float64)
+    want, state = truth(world, kind)
     for found, its_state in world(LAYOUTS[layout].world, trained, layout, kind, torch.float64):
         for name, parameter in found.items():
             assert torch.equal(parameter, want[name]), name
@@ -65,7 +72,7 @@ def resumed(layout: str, kind: str, path: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize(("before", "after"), [("fsdp2tp2", "one"), ("fsdp2", "tp2"), ("one", "fsdp4")])
 def test_a_checkpoint_goes_on_under_another_mesh(world, tmp_path, before: str, after: str, kind: str) -> None:
-    (want, _), *_ = world(1, trained, "one", kind, torch.float64)
+    want, _ = truth(world, kind)
     world(LAYOUTS[before].world, saved, before, kind, str(tmp_path))
     for found in world(LAYOUTS[after].world, resumed, after, kind, str(tmp_path)):
         assert all(torch.equal(parameter, want[name]) for name, parameter in found.items())

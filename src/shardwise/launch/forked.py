@@ -129,7 +129,6 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
     """Fork fresh workers for each job; ends when the parent's end of the pipe closes."""
     parents_end.close()  # its copy here would keep the pipe open for ever
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with this process
     while True:
         try:
             job: _Job | _Preload = parent.recv()
@@ -138,6 +137,7 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
         if isinstance(job, _Preload):
             parent.send(_import(job))
             continue
+        gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with this process
         crew = [_start_worker(rank, job) for rank in range(job.world)]
         results = _collect(crew, job.timeout_s)
         for process, pipe in crew:
