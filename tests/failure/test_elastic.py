@@ -314,9 +314,9 @@ def test_a_world_of_another_size_goes_on_as_the_launcher_starts_it(world: World,
 
 
 def test_a_script_gets_the_plan_of_the_world_that_the_launcher_started(world: World, tmp_path: Path) -> None:
-    words = ["run", "--elastic", "1:3", str(SCRIPT), "dp3 / fp64", "--", str(tmp_path), "2"]
-    assert [code for code, _ in world(2, as_rank, words, **NODES)] == [0, 0]
-    assert [(row["step"], row["world"]) for row in rows_of(tmp_path)] == [(1, 2), (2, 2)]
+    words = ["run", "--elastic", "1:3", str(SCRIPT), "dp3 / fp64", "--", str(tmp_path), "4"]
+    assert world(2, as_rank, words, **NODES) == [(0, "")] * 2
+    assert [(row["step"], row["world"]) for row in rows_of(tmp_path)] == [(step, 2) for step in range(1, 5)]
 
 
 CONF = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"

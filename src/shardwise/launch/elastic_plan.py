@@ -64,9 +64,9 @@ def plan_for(own: Plan, world: int, known: Known) -> Plan | None:
     Cost: some milliseconds; where the planner is asked, as `find_plan`.
 
     >>> str(plan_for(Plan.parse("fsdp4 / gbs8"), 3, Known()))
-    'fsdp3 zero3 / gbs8 / fp32'
+    'fsdp3 / mb2 gbs8 / fp32'
     >>> str(plan_for(Plan.parse("dp4 / gbs8"), 2, Known()))  # micro-batches of 2 samples, as before
-    'dp2 / gbs8 mb2 / fp32'
+    'dp2 / mb2 gbs8 / fp32'
     """
     if world == own.world:
         return own

@@ -55,6 +55,7 @@ class Recovering:
 class Bounds:
     """Counts recoveries against a policy's limits.
 
+    >>> from shardwise.errors import ExitCode
     >>> bounds = Bounds(Recovering(raised_in_a_row=1))
     >>> failure = Failure(rank=0, message="ValueError: x", exit_code=ExitCode.RANK_FAILED)
     >>> bounds.refuse(failure, copies=5, killed=False) is None  # step 6 is tried again
