@@ -188,6 +188,10 @@ def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, lis
 
 
 def _entry(key: str, item: object, where: str) -> Entry:
+    if not key.isprintable():
+        raise DamagedError(
+            f"{where}: found a part named {ascii(key[:80])}, needed printable text; choose another checkpoint"
+        )
     fields = Fields(item, f"{where}: {key[:80]}")
     fields.only(("dtype", "shape", "data_offsets"))
     code, shape, offsets = fields.text("dtype", most=16), fields.counts("shape"), fields.counts("data_offsets")

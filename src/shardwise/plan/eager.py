@@ -75,6 +75,7 @@ def _kept_apart(op: Pointwise, local: Local) -> float:
 def working_in(block: Block, local: Local) -> float:
     """Bytes per token, beside what is kept, at the largest moment of a block's backward: behind the last product.
 
+    Of routed tokens the gradients of the stream take the place of what the sum over choices kept, which is used up.
     Where sequences are sharded, a product's input is gathered again for the gradient of its weight, and the gradient of
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
@@ -85,9 +86,7 @@ def working_in(block: Block, local: Local) -> float:
     if hidden is None:
         return 2 * block.width * width
     inner = hidden.saves * max(hidden.per_choice, 1) / tp  # swiglu: three gradients, less the input of the product
-    stream = 2 * block.width if hidden.per_choice else block.width
-    if sequence and not hidden.per_choice:
-        stream = (2 + 2 / tp) * block.width
+    stream = 0.0 if hidden.per_choice else (2 + 2 / tp) * block.width if sequence else block.width
     return (inner + stream) * width
 
 

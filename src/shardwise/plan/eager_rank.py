@@ -145,7 +145,7 @@ class _Rank:
             place = position % len(self.blocks)
             terms = self.at_block(place, left if position == -1 else 0.0)
             terms["gradients"] += pending
-            found[name] = {**self.base, **terms, "activations": sum(kept[: place + 1])}
+            found[name] = {**self.base, **terms, "activations": sum(kept[: place + 1]) + self.entered(place)}
             if self.local_experts(self.blocks[place][1]):
                 found[f"experts of the {name}"] = self.behind_experts(place, found[name])
         found["update"] = {**self.base, "gradients": self.gradients}
@@ -166,6 +166,12 @@ class _Rank:
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
         ahead = self.gathered(1 + (place > 0))
         return {"gathered": ahead, "gradients": new, "logits": self.logit() * self.width, "working": working}
+
+    def entered(self, place: int) -> float:
+        """Inputs of the recomputed blocks behind a place: their recorded calls hold them until the backward pass ends."""
+        if self.plan.recompute.mode == "ops":
+            return 0.0
+        return sum(self.stream(b) for index, b in self.blocks[place + 1 :] if is_recomputed(index, self.plan))
 
     def local_experts(self, block: Block) -> float:
         """Elements of a block's experts on this rank."""
