@@ -42,6 +42,7 @@ FAST = [
     ("cp2", "llama"),
     ("pp2 / 1f1b mb4", "gpt"),
     ("fsdp2 ep2", "moe"),
+    ("fsdp8 / mb4", "moe"),
 ]
 PLANS = [
     "dp1",
@@ -62,6 +63,8 @@ PLANS = [
     "fsdp4 / zero2 / mb2",
     "fsdp4 / mb2",
     "fsdp8",
+    "fsdp8 / mb4",
+    "fsdp8 / mb4 / bf16",
     "fsdp8 / zero1 / bf16 / mb4",
     "dp2 fsdp2",
     "dp2 fsdp2 / zero2 / mb2",
@@ -106,6 +109,8 @@ PIPELINES = [
     "pp2 fsdp2 / 1f1b mb4 / bf16",
     "pp2 fsdp2 / 1f1b mb4",
     "pp2 cp2 / 1f1b mb4",
+    "pp2 tp2 / 1f1b mb4 / seq",
+    "pp2 / 1f1b mb4 / recompute=blocks",
 ]
 EXPERTS = ["fsdp2 ep2", "fsdp4 ep2 / mb2", "dp2 fsdp2 ep2 / zero1", "fsdp4 ep4 / recompute=blocks", "fsdp2 cp2 ep2"]
 

@@ -168,10 +168,14 @@ class _Rank:
         return {"gathered": ahead, "gradients": new, "logits": self.logit() * self.width, "working": working}
 
     def entered(self, place: int) -> float:
-        """Inputs of the recomputed blocks behind a place: their recorded calls hold them until the backward pass ends."""
+        """Inputs of the recomputed blocks with experts behind a place, which live until the backward pass ends.
+
+        As traced: a block that hands on its auxiliary losses beside the stream is held by its recorded call.
+        """
         if self.plan.recompute.mode == "ops":
             return 0.0
-        return sum(self.stream(b) for index, b in self.blocks[place + 1 :] if is_recomputed(index, self.plan))
+        behind = self.blocks[place + 1 :]
+        return sum(self.stream(b) for index, b in behind if self.local_experts(b) and is_recomputed(index, self.plan))
 
     def local_experts(self, block: Block) -> float:
         """Elements of a block's experts on this rank."""
