@@ -29,7 +29,7 @@ from tests.parity.random_models import DIM, SEQ, VOCAB, Block
 SOAK = bool(os.environ.get("SHARDWISE_SOAK"))
 STEPS, ROWS, SIZE = 7, 4, 22
 """A step takes 4 of 22 samples, so the run passes from one epoch into the next."""
-ALONE, TOGETHER = (100, 24) if SOAK else (26, 6)
+ALONE, TOGETHER = (100, 24) if SOAK else (16, 6)
 
 
 class Case(NamedTuple):

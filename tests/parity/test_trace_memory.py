@@ -59,12 +59,11 @@ MODELS = {
 FAST = [
     ("dp2", "short"),
     ("fsdp2 / recompute=ops", "short"),
-    ("dp2 fsdp2 / zero1 / mb2", "short"),
     ("fsdp2 tp2 / seq / mb2", "short"),
     ("fsdp2 ep2", "short-moe"),
     ("cp2 / offload=activations", "short"),
 ]
-FAST_PIPELINES = [("pp2 / 1f1b mb4", "short"), ("pp2 / interleaved mb4", "decoder")]
+FAST_PIPELINES = [("pp2 / 1f1b mb4", "short")]
 PLANS = [
     "dp1",
     "dp1 / mb4",
