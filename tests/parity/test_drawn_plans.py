@@ -118,7 +118,7 @@ def check_parity(world: World, text: str, global_batch: int) -> None:
     assert max(worst.values()) <= 1e-11, (text, global_batch, worst)
 
 
-@drawing(6)
+@drawing(4)
 @given(text=sensible((1, 2, 4, 4, 8, 8, 8)), global_batch=st.sampled_from(BATCHES))
 def test_legal_plans_train_as_one_process(world: World, text: str, global_batch: int) -> None:
     plan = sw.Plan.parse(text)

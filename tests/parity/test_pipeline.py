@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -66,12 +67,17 @@ def test_shapes_of_models(world: World, case: Case) -> None:
     assert check(world, case) < FP64
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+def kinds(names: Iterable[str], every_change: set[str]) -> list[Any]:
+    """The grid has all of them with sharded parameters too: the others run in `make soak`."""
+    return [pytest.param(name, marks=() if name in every_change else pytest.mark.soak) for name in names]
+
+
+@pytest.mark.parametrize("kind", kinds(SCHEDULES, {"1f1b", "zero-bubble-v"}))
 def test_with_sharded_parameters(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", dp=2, reshard=False)) < FP64
 
 
-@pytest.mark.parametrize("kind", GATHERED_ONCE)
+@pytest.mark.parametrize("kind", kinds(GATHERED_ONCE, {"1f1b"}))
 def test_with_resharded_parameters(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", dp=2, reshard=True)) < FP64
 
@@ -83,7 +89,7 @@ def test_torch_is_wrong_where_the_constraints_say_so(world: World, kind: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble-v"])
+@pytest.mark.parametrize("kind", kinds(["1f1b", "zero-bubble-v"], {"zero-bubble-v"}))
 def test_eight_ranks(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", pp=4, micro_batches=8, dp=2)) < FP64
 
