@@ -192,6 +192,10 @@ def test_train_refuses_a_directory_in_use(tmp_path: Path) -> None:
 
 
 def test_signals_reach_python_while_the_heart_beats(tmp_path: Path) -> None:
-    with RunLock.take(tmp_path / "lock", lost), pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with RunLock.take(tmp_path / "lock", lost), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
