@@ -30,8 +30,8 @@ Float8 cells (`test_typed`) are held to 1e-6 of torchao in one process, with pro
 [precision](precision.md#float8).
 
 Cells of `test_compiled_pairs` and `test_float8_compiled` compile for minutes each, so `make soak` runs them; so it does
-most of eight processes and some of four in `test_grid` and `test_pairs`, and schedules of `test_float8`. All have
-passed.
+most of eight processes and some of four in `test_grid`, `test_pairs` and `test_context`, and schedules of
+`test_float8`. All have passed.
 
 Precision, tied weights, keyed randomness, parameter groups, moving averages and Hugging Face families have grids of
 their own: [precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md),

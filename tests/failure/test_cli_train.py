@@ -121,6 +121,7 @@ def test_a_resumed_run_ends_bit_equal_on_other_processes(whole: Path, text: Path
     assert subprocess.run(main, capture_output=True).returncode == 0
 
 
+@pytest.mark.soak
 def test_negative_control_another_seed_is_another_run(whole: Path, text: Path, tmp_path: Path) -> None:
     assert train(text, tmp_path / "run", "--steps", "1", "--seed", "1", "--no-sample").returncode == 0
     assert losses(tmp_path / "run")[0] != losses(whole)[0]

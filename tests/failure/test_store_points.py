@@ -204,7 +204,10 @@ def open_and_resume(path: str) -> int:
 
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-@pytest.mark.parametrize("call", ["fsync", "rename", "unlink,unlinkat", "mkdir", "rmdir"])
+@pytest.mark.parametrize(  # test_store_syscalls.py kills at more of them, and on both ranks
+    "call",
+    ["rename", *(pytest.param(c, marks=pytest.mark.soak) for c in ("fsync", "unlink,unlinkat", "mkdir", "rmdir"))],
+)
 def test_sigkill_at_system_calls(world: World, tmp_path: Path, call: str) -> None:
     """The kernel's own view: killed on entry to the n-th such call, in every thread of the saver."""
     where = tmp_path / "store"
