@@ -80,7 +80,7 @@ def meet_over(sockets: tuple[socket.socket, ...]) -> None:
             _send(peer, values)
         return values
 
-    Peers.gather = gather  # type: ignore[method-assign]  # of this process only
+    Peers.gather = gather  # of this process only
 
 
 def _send(peer: socket.socket, value: Any) -> None:

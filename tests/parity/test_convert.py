@@ -449,7 +449,7 @@ def test_names_that_look_like_containers(tmp_path: Path) -> None:
     store = convert(tmp_path / "x.pt", tmp_path / "a", Options()).path
     same(held(store), named(weights, state))
     for to, act in (("torch", export), ("dcp", export_dcp)):
-        act(store, tmp_path / to, ExportOptions(to=to, optimizer=True))  # type: ignore[arg-type]
+        act(store, tmp_path / to, ExportOptions(to=to, optimizer=True))
         assert not diff(store, convert(tmp_path / to, tmp_path / f"{to}.back", Options()).path)
 
 
@@ -570,7 +570,7 @@ def test_memory_is_that_of_a_few_slabs(large: Path, tmp_path: Path) -> None:
     """40 MiB, 32 of them one tensor, go in and out through less than 16."""
     assert peak_of(lambda: convert(large / "x.pt", tmp_path / "a", Options(dtype="bfloat16"))) < 16 * 2**20
     for to, name in (("safetensors", "b"), ("torch", "c.pt")):
-        options = ExportOptions(to=to, dtype="float16")  # type: ignore[arg-type]
+        options = ExportOptions(to=to, dtype="float16")
         assert peak_of(functools.partial(export, large / "store", tmp_path / name, options)) < 16 * 2**20
 
 
@@ -649,7 +649,7 @@ def test_a_full_disk_leaves_no_export(large: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", fsync)
     for to in ("safetensors", "torch", "dcp"):
-        options = ExportOptions(to=to)  # type: ignore[arg-type]
+        options = ExportOptions(to=to)
         with pytest.raises(CheckpointError, match="No space left"):
             (export_dcp if to == "dcp" else export)(large / "store", tmp_path / "x", options)
     assert not list(tmp_path.iterdir())

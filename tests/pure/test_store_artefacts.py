@@ -99,9 +99,9 @@ def no_file(path: Path) -> None:
 def places(name: str) -> Iterator[tuple[str, Act]]:
     """Every content, and everything that is no file, in one place of a store."""
     for what, text in TEXTS.items():
-        yield f"{name}: {what}", lambda s, text=text: (s / name).write_bytes(text(s))  # type: ignore[misc]
+        yield f"{name}: {what}", lambda s, text=text: (s / name).write_bytes(text(s))
     for target in ("/etc/passwd", "/dev/zero", "/nowhere", name, "..", "step-00000007"):
-        yield f"{name}: link to {target}", lambda s, t=target: (no_file(s / name), os.symlink(t, s / name))  # type: ignore[misc]
+        yield f"{name}: link to {target}", lambda s, t=target: (no_file(s / name), os.symlink(t, s / name))
     yield f"{name}: FIFO", lambda s: (no_file(s / name), os.mkfifo(s / name))
     yield f"{name}: directory", lambda s: (no_file(s / name), os.mkdir(s / name))
 
@@ -114,14 +114,14 @@ def entries() -> Iterator[tuple[str, Act]]:
         "step-00000009.partial-00000000",
         "step-00000007.old-0a0b0c0d",
     ):
-        yield f"{name}: file", lambda s, n=name: (s / n).write_bytes(b"x")  # type: ignore[misc]
-        yield f"{name}: FIFO", lambda s, n=name: os.mkfifo(s / n)  # type: ignore[misc]
-        yield f"{name}: empty", lambda s, n=name: os.mkdir(s / n)  # type: ignore[misc]
-        yield f"{name}: copy", lambda s, n=name: shutil.copytree(s / "step-00000007", s / n)  # type: ignore[misc]
+        yield f"{name}: file", lambda s, n=name: (s / n).write_bytes(b"x")
+        yield f"{name}: FIFO", lambda s, n=name: os.mkfifo(s / n)
+        yield f"{name}: empty", lambda s, n=name: os.mkdir(s / n)
+        yield f"{name}: copy", lambda s, n=name: shutil.copytree(s / "step-00000007", s / n)
         for target in ("step-00000007", "/", "/etc", name, "../outside", "/dev"):
-            yield f"{name}: link to {target}", lambda s, n=name, t=target: os.symlink(t, s / n)  # type: ignore[misc]
-        yield f"{name}: holds a directory", lambda s, n=name: os.makedirs(s / n / "below" / "below")  # type: ignore[misc]
-        yield f"{name}: holds links", lambda s, n=name: holds_links(s / n)  # type: ignore[misc]
+            yield f"{name}: link to {target}", lambda s, n=name, t=target: os.symlink(t, s / n)
+        yield f"{name}: holds a directory", lambda s, n=name: os.makedirs(s / n / "below" / "below")
+        yield f"{name}: holds links", lambda s, n=name: holds_links(s / n)
     for name in (
         "step-99999999999999999999",
         "step-0000000١",
@@ -130,7 +130,7 @@ def entries() -> Iterator[tuple[str, Act]]:
         "step-00000009.partial-XYZ",
         b"step-\xff",
     ):
-        yield f"{name!r}", lambda s, n=name: os.mkdir(os.path.join(os.fsencode(s), os.fsencode(n)))  # type: ignore[misc]
+        yield f"{name!r}", lambda s, n=name: os.mkdir(os.path.join(os.fsencode(s), os.fsencode(n)))
     yield "many crashed saves", lambda s: [os.mkdir(s / f"step-00000009.partial-{i:08x}") for i in range(500)]
 
 
@@ -351,7 +351,7 @@ def test_plans_clusters_rules_and_configurations_made_to_harm_are_refused(
                 ("FIFO", os.mkfifo), ("directory", os.mkdir), ("/dev/zero", lambda p: os.symlink("/dev/zero", p)),
                 ("itself", lambda p: os.symlink(p, p)), ("10 TB", lambda p: (p.touch(), os.truncate(p, 10**13))),
             ):  # fmt: skip
-                make(path)  # type: ignore[operator]
+                make(path)
                 one(path, what)
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 

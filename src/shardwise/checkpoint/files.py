@@ -8,13 +8,33 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 Identity = tuple[int, int, int, int]
+
+
+class Closing(ABC):
+    """A `with` statement closes it at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open."""
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
 
 
 class LocalFiles:

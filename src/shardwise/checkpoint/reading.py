@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
-from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.files import LOCAL, Closing, LocalFiles
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Piece, cut, piece_key, whole
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.shardfile import ShardFile, copy_box
@@ -23,7 +22,7 @@ MAX_OPEN = 64
 """Files open at a time: a process may have 1024 by default, and a checkpoint has one of every rank that saved it."""
 
 
-class Reader:
+class Reader(Closing):
     """A checkpoint whose manifest is checked; files are opened, and checked, when they are needed.
 
     Args:
@@ -175,13 +174,3 @@ class Reader:
         """Close all files."""
         for index in list(self._open):
             self._close(index)
-
-    def __enter__(self) -> Self:
-        """Itself; closed at the end."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close all files."""
-        self.close()

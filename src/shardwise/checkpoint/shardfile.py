@@ -18,12 +18,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.files import Closing, LocalFiles
 from shardwise.checkpoint.format import CODES, DTYPES, Box, DamagedError, Fields, parse_json, piece_key
 
 BLOCK = 256 * 1024
@@ -205,7 +204,7 @@ def _entry(key: str, item: object, where: str) -> Entry:
     return Entry(key, CODES[code], shape, offsets[0], offsets[1])
 
 
-class ShardFile:
+class ShardFile(Closing):
     """A file that is open for reading; header and seal are checked, blocks when they are read.
 
     Args:
@@ -344,16 +343,6 @@ class ShardFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        """Itself; closed at the end."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any) -> None:

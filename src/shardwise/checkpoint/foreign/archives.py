@@ -20,6 +20,8 @@ MAX_RECORDS = 2_000_000
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LOCAL = 30
 """Bytes of a zip's local header before the name."""
+_DAMAGE = (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError)
+"""What `zipfile` raises on a changed file: it seeks to, decodes and looks up what is written there, unchecked."""
 _SCRIPT = ("constants.pkl", "code/")
 
 
@@ -124,7 +126,7 @@ class _Zip:
         self.stream = stream
         try:
             self.zip = zipfile.ZipFile(stream)
-        except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError, UnicodeError) as error:
+        except _DAMAGE as error:
             raise RefusedError(
                 f"a zip without a readable directory ({error}): truncated or changed", "a whole file", "copy it again"
             ) from None
@@ -193,7 +195,7 @@ class _Zip:
         _check_size(info.file_size)
         try:
             return self.zip.read(info)
-        except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
+        except _DAMAGE as error:
             raise RefusedError(
                 f"the record {name!r}, which is not whole ({error})", "a whole file", "copy it again"
             ) from None

@@ -7,10 +7,8 @@ import tempfile
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.files import LOCAL, Closing, LocalFiles
 from shardwise.errors import CheckpointError
 
 MAX_OPEN = 256
@@ -19,7 +17,7 @@ _CHUNK = 4 * 1024 * 1024
 
 
 @dataclass
-class OpenFiles:
+class OpenFiles(Closing):
     """Files that are open for reading, the last used ones; no link is followed and each is a regular file."""
 
     files: LocalFiles = LOCAL
@@ -122,13 +120,3 @@ class OpenFiles:
             os.close(descriptor)
         self.opened.clear()
         self.unnamed.clear()
-
-    def __enter__(self) -> Self:
-        """Itself; closed at the end."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close all."""
-        self.close()
