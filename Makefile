@@ -12,13 +12,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    install, train the reference decoder for about a minute, say where the results are"
-	@echo "make test    install, run every test"
+	@echo "make test    install, run the tests that run at every change"
 	@echo "make check   format, lint, types, the shape of the package"
 	@echo "make bench   step time and start-up beside plain torch, pipelines beside their simulation, checkpoints beside torch's; rewrites docs/benchmarks.md, docs/pipeline.md, docs/checkpoints.md"
 	@echo "make accuracy [ROWS=file.csv] [OUT=accuracy.json]   the planner against published measurements"
 	@echo "make gpu     the checks that need a CUDA device"
-	@echo "make soak    the tests that take too long for every change"
-	@echo "make docs    rewrite the pages that are generated"
+	@echo "make soak    every test, those that take too long for every change included, with more draws"
+	@echo "make docs    rewrite docs/reference.md, docs/compatibility.md and docs/constraints.md"
+	@echo "make install, make format   set up .venv; format and mend what ruff can"
 	@echo "make clean   remove caches and .venv (runs/ stays)"
 
 $(BIN)/python:

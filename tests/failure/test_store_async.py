@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
+from shardwise.checkpoint import snapshot
 from shardwise.checkpoint.files import LocalFiles
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
@@ -131,3 +134,35 @@ def leaves_at_once(path: str) -> None:
 def test_the_mesh_is_left_when_the_save_is_complete(world: World, tmp_path: Path) -> None:
     world(2, leaves_at_once, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def copies(path: str, where: str, late: bool) -> list[str]:
+    """What is said when the copy of rank 1 alone fails; afterwards a save is made as if nothing had been."""
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        placed = place("fsdp2", mesh)
+        state = State(placed, adamw(placed, 0.01))
+        state.run(1)
+        store, right, said = Store(path), getattr(snapshot, where), list[str]()
+
+        def fail(*args: Any, **more: Any) -> Any:
+            if late and threading.current_thread() is threading.main_thread():
+                return right(*args, **more)
+            raise OSError(12, os.strerror(12))
+
+        if mesh.rank == 1:
+            setattr(snapshot, where, fail)
+        try:
+            store.save_async(state).wait()
+        except CheckpointError as error:
+            said.append(str(error))
+        setattr(snapshot, where, right)
+        store.wait()
+        store.save(state)
+        return [*said, *(str(finding.evidence) for finding in store.take_findings())]
+
+
+@pytest.mark.parametrize(("where", "late"), [("_memory", False), ("_copy", False), ("_copy", True)])
+def test_a_copy_that_fails_on_one_rank_is_said_on_all(world: World, tmp_path: Path, where: str, late: bool) -> None:
+    ranks = world(2, copies, str(tmp_path), where, late, timeout_s=60)
+    assert ranks[0] == ranks[1] and "rank 1: " in ranks[0][0] and "Cannot allocate memory" in ranks[0][0]
+    assert Store(tmp_path).latest() is not None

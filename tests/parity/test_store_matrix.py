@@ -31,7 +31,7 @@ PLANS = (
 )  # fmt: skip
 SOAK = bool(os.environ.get("SHARDWISE_SOAK"))
 BEFORE = PLANS if SOAK else ("fsdp2 tp2", "pp2 / mb2")
-"""A third of the pairs for every change, all of them in soak."""
+"""A sixth of the pairs for every change, all of them in soak."""
 CONFIG = DecoderConfig(
     vocab_size=32, dim=16, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8, tie_embeddings=True
 )

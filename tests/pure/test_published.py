@@ -12,7 +12,7 @@ import pytest
 import accuracy
 from published import COLUMNS, Row, read
 from published.cells import Cells, Skip
-from published.constants import formula_constants, tables
+from published.constants import ESTIMATORS, formula_constants, tables
 from published.models import _entries
 from published.page import page
 from published.rows import row_of
@@ -182,6 +182,7 @@ def test_recompute_is_assumed_where_nothing_else_fits() -> None:
     long = variant("core-8", activation_checkpoint="", seq_len="16384", notes="")
     assert long.plan.recompute.mode != "none"
     assert any("without which it would not fit" in line for line in long.assumed)
+    assert long.infers_recompute and not variant("core-8", activation_checkpoint="full").infers_recompute
 
 
 def test_fsdp2_in_a_pipeline_gathers_once(rows: dict[str, Row]) -> None:
@@ -367,7 +368,7 @@ def test_constants_are_all_there() -> None:
     text = tables()
     assert all(f"| {name} |" in text for name in device_names())
     assert "`overlap_data`" in text and "`megatron-2021`" in text
-    assert ("memory", "`COMMUNICATOR`") in {row[:2] for row in formula_constants()}
+    assert ("memory", "`COMMUNICATOR`") in {row[:2] for row in formula_constants(ESTIMATORS)}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: dict[str, Row]) -> None:

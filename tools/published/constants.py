@@ -12,8 +12,7 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "stalls", "timing",
-    "workload",
+    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "timing", "workload",
 )  # fmt: skip
 
 
@@ -46,7 +45,10 @@ def tables() -> str:
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",
-        table(("where", "name", "value", "what it is"), formula_constants()),
+        table(("where", "name", "value", "what it is"), formula_constants(ESTIMATORS)),
+        "Numbers that act only where a stack has `stall` or `runs_ahead`, as nanotron has; read off one sweep. The "
+        "first two are a threshold: jobs near it are the worst rows above.",
+        table(("where", "name", "value", "what it is"), formula_constants(("stalls",))),
     ]
     return "\n\n".join(parts)
 
@@ -109,10 +111,10 @@ def _cell(value: object, default: object) -> str:
     return text if value == default else f"**{text}**"
 
 
-def formula_constants() -> list[tuple[str, str, str, str]]:
+def formula_constants(modules: Sequence[str]) -> list[tuple[str, str, str, str]]:
     """(module, name, value, docstring) of every number in capitals at the top of an estimator's module."""
     found = []
-    for module in ESTIMATORS:
+    for module in modules:
         path = files("shardwise.plan").joinpath(f"{module}.py")
         if not path.is_file():
             continue

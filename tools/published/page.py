@@ -18,8 +18,10 @@ page, from any file with the same columns: `make accuracy ROWS=file.csv OUT=accu
 measured - 1: median and 90th percentile of their size, bias the median with its sign.
 
 Each row becomes a model, a cluster, a plan, a workload and a software stack (`tools/published/`). What a row does not
-say is the default of its stack; nothing depends on which row or source it is. Memory is compared as the source counts
-it: allocated, reserved by the allocator, or used on the device. A row counts as out of memory where its notes say so.
+say is the default of its stack; nothing depends on which row or source it is. Where nothing is said of recompute, and
+our estimate would not fit without it, the least recompute that fits is assumed: such rows count in all figures, and
+those of out of memory are given without them too. Memory is compared as the source counts it: allocated, reserved by
+the allocator, or used on the device. A row counts as out of memory where its notes say so.
 """
 WORST = 10
 
@@ -89,10 +91,13 @@ def _glance(results: Sequence[Result], report: Mapping[str, Any]) -> str:
         rows.append((f"- {kind}", str(len(errors)), *_spread_cells(errors)))
     share = pairs["right"] / pairs["pairs"] if pairs["pairs"] else None
     ran, failed = sum(not r.row.oom for r in results), sum(r.row.oom for r in results)
+    told = [result for result in results if not result.row.infers_recompute]
     lines = [
         table(("", "rows", "median", "90th percentile", "bias"), rows),
         f"- Out of memory: {percent(report['oom']['recall'])} of {failed} rows that ran out are predicted not to fit, "
         f"and {percent(report['oom']['false_alarms'])} of {ran} that ran.",
+        f"  Without the {len(results) - len(told)} rows whose recompute is assumed: {percent(oom(told)['recall'])} and "
+        f"{percent(oom(told)['false_alarms'])}.",
         f"- Ranking: of {pairs['pairs']} pairs of layouts of one job that differ by more than 5 %, "
         f"{percent(share)} are ordered rightly.",
         f"- Choice: of {best['jobs']} jobs with three layouts or more, the layout predicted best is within 5 % of the "

@@ -58,6 +58,11 @@ class Row:
     assumed: tuple[str, ...]
     """What the row does not say."""
 
+    @property
+    def infers_recompute(self) -> bool:
+        """Whether our own estimate says what was recomputed: see `recomputed`."""
+        return any(sentence.startswith(_INFERRED) for sentence in self.assumed)
+
 
 def read(path: str | os.PathLike[str]) -> tuple[list[Row], dict[str, int]]:
     """Rows that can be predicted, and reason -> number of those that cannot.
@@ -128,6 +133,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     )
 
 
+_INFERRED = "recompute="
 DOUBT = 1.1
 """An estimate that is so much larger than the device still leaves it open whether a job fits."""
 
@@ -144,7 +150,7 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
         memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
         if memory.device - memory.held <= DOUBT * memory.limit:
             if recompute != plan.recompute:
-                cells.assume(f"recompute={recompute.mode}, without which it would not fit")
+                cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
     return plan
 

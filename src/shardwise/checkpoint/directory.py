@@ -225,6 +225,8 @@ class Directory:
                 damaged.append(Skipped(entry, str(error)))
         complete.sort(key=lambda pair: pair[1].sequence, reverse=True)
         self._sequence = max([self._sequence, *(manifest.sequence for _, manifest in complete)])
+        there = {id(manifest) for _, manifest in complete}
+        self._known = {identity: found for identity, found in self._known.items() if id(found) in there}
         return Listing(tuple(complete), tuple(damaged))
 
     def _manifest(self, checkpoint: Path, known: bool) -> Manifest:

@@ -87,8 +87,7 @@ class SaveJob:
         Raises:
             CheckpointError: on all ranks, when any of them failed.
         """
-        self.failure = self.copy.finish() or self.failure
-        peers.together(self.doing, self._refuse)
+        peers.together(self.doing, self._finish_copy)
         partial, self.run, save = peers.on_first(self.doing, self._begin)
         identity = Identity(run=self.run, save=save, step=self.step, rank=peers.rank)
         try:
@@ -107,9 +106,10 @@ class SaveJob:
         size = sum(entry.size_bytes for entry, _ in written)
         return Save(path=final, step=self.step, size_bytes=size, seconds=seconds)
 
-    def _refuse(self) -> None:
-        if self.failure:
-            raise CheckpointError(self.failure)
+    def _finish_copy(self) -> None:
+        failure = self.copy.finish() or self.failure
+        if failure:
+            raise CheckpointError(failure)
 
     def _begin(self) -> tuple[Path, str, str]:
         own = recovering_job(variables())  # what ranks that died have saved is of this run, though nobody loaded it
@@ -185,13 +185,11 @@ class Saving:
     """How long the call took, this wait included."""
     previous_s: float = 0.0
     """How long the save before it took, from its call to the complete checkpoint; 0: there was none."""
+    previous_held_up_s: float = 0.0
+    """How long an optimizer waited for the copy of its state in the save before it."""
+    held_up_s: float = 0.0
+    """The same of this save, known when the store has seen its end (`Store.wait`); part of the stall."""
     _thread: threading.Thread | None = None
-
-    @property
-    def held_up_s(self) -> float:
-        """How long an optimizer waited for the copy of its state since then; part of the stall."""
-        return self.job.copy.held_up_s
-
     _result: list[Save] = field(default_factory=list)
     _error: list[Exception] = field(default_factory=list)
 

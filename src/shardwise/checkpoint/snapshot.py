@@ -36,7 +36,8 @@ class HostCopy:
     """The layout of a state over the ranks, found once, and the buffer for this rank's part of it.
 
     Of a save beside training the optimizer's state is copied by the thread that writes, and the next step of any torch
-    optimizer waits until it has. Whoever changes that state by other means makes the save fail, not lie.
+    optimizer waits until it has. Whoever changes that state by other means makes the save fail, not lie, as long as
+    autograd counts the change: one through `.data` or numpy it does not see.
 
     Memory: the bytes that this rank stores, kept between saves.
     """

@@ -120,7 +120,7 @@ class Store:
         self._copy = HostCopy()
         self._apart: Peers | None = None
         self._going_on: Saving | None = None
-        self._last_s = 0.0
+        self._last_s = self._held_up_s = 0.0
         self._findings: list[Finding] = []
         self._directory.check_is_store()
 
@@ -155,7 +155,8 @@ class Store:
         """Copy this rank's part to host memory and write it in the background; every rank takes part.
 
         Parameters and buffers are copied when this returns. The optimizer's state and averages follow in the
-        background, and the next step of a torch optimizer waits for them.
+        background, and the next step of a torch optimizer waits for them. Another change of them in place fails the
+        save where autograd counts it; one through `.data` or numpy is not seen: use `save` where such a thing is done.
 
         A save that is still going on is waited for first: there are never two. A failure is a finding
         (`take_findings`), and no error unless `wait()` of the result is called.
@@ -171,7 +172,13 @@ class Store:
             state.mesh.at_exit.append(self.wait)
         job = self._prepare(state, metric, beside=True)
         stalled = time.perf_counter() - job.start
-        saving = Saving(job=job, waited_s=job.waited_s, stalled_s=stalled, previous_s=self._last_s)
+        saving = Saving(
+            job=job,
+            waited_s=job.waited_s,
+            stalled_s=stalled,
+            previous_s=self._last_s,
+            previous_held_up_s=self._held_up_s,
+        )
         self._going_on = saving
         saving.begin(self._apart)
         return saving
@@ -182,6 +189,7 @@ class Store:
             going_on, self._going_on = self._going_on, None
             finding = going_on.finish()
             self._copy.release()
+            going_on.held_up_s = self._held_up_s = self._copy.held_up_s
             self._findings += [finding] if finding is not None else []
             self._run, self._last_s = going_on.job.run, going_on.seconds
 
@@ -296,7 +304,7 @@ class Store:
         )
         try:
             self._copy.take(tensors, beside=beside)
-        except (RuntimeError, MemoryError) as error:  # of one rank: told to all where they meet next
+        except (RuntimeError, MemoryError, OSError) as error:  # of one rank: told to all where they meet next
             job.failure = f"copying to host memory: {error}".splitlines()[0]
         return job
 

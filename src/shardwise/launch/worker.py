@@ -206,8 +206,10 @@ class Session:
         saving = self.store.save_async(self.state)
         self.saved_step = self.state.step
         before = self.cadence.reason
-        self.cadence.saved(self.state.step, stalled_s=saving.stalled_s - saving.waited_s, busy_s=saving.previous_s)
+        stalled = saving.stalled_s - saving.waited_s + saving.previous_held_up_s
+        self.cadence.saved(self.state.step, stalled_s=stalled, busy_s=saving.previous_s)
         record = {"save_stall_s": saving.stalled_s, "save_wait_s": saving.waited_s}
+        record["previous_save_held_up_s"] = saving.previous_held_up_s
         if self.log is not None:
             self.log.write({"step": self.state.step} | record)
         why = f"; {before}" if before else ""
