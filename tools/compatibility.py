@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 
 from shardwise.plan.plan import Plan
-from tests.parity import pairs, test_context, test_grid, test_typed
+from tests.parity import hf_families, pairs, test_context, test_grid, test_typed
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 CELLS = (
@@ -30,12 +30,17 @@ Float8 cells (`test_typed`) are held to 1e-6 of torchao in one process, with pro
 [precision](precision.md#float8).
 
 Cells of `test_compiled_pairs` and `test_float8_compiled` compile for minutes each, so `make soak` runs them; so it does
-most of eight processes and some of four in `test_grid`, `test_pairs` and `test_context`, and schedules of
-`test_float8`. All have passed.
+most of eight processes in `test_grid`, `test_pairs` and `test_context`, some of four in `test_grid`, and of
+`test_float8` four schedules and one that reshards to a group. All have passed.
 
-Precision, tied weights, keyed randomness, parameter groups, moving averages and Hugging Face families have grids of
-their own: [precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md),
-[Hugging Face models](hugging-face.md).
+Precision, tied weights, keyed randomness, parameter groups and moving averages have grids of their own:
+[precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md).
+"""
+FAMILIES = """## Families of Hugging Face
+
+Each family of `transformers`, unmodified, on a shrunken random configuration, trains under each axis as a plain loop
+does in one process (`+`; `test_hf::test_families_train_as_one_process_does`, to the same 1e-11), or is refused by the
+limit that stands there, before anything starts ([Modules](constraints.md#modules)).
 """
 
 
@@ -68,7 +73,24 @@ def text() -> str:
         marks = [states.get((names[min(i, j)], names[max(i, j)]), "") if i != j else "" for j in range(len(names))]
         lines.append(f"| {i + 1} {name} | " + " | ".join(marks) + " |")
     lines += ["", "## Pair by pair", "", "Tests are in `tests/parity/`.", "", "| | | |", "|---|---|---|", *rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_families()]) + "\n"
+
+
+def _families() -> list[str]:
+    """Family by axis, and the plans of several axes."""
+    lines = [FAMILIES, "| family | " + " | ".join(hf_families.AXES) + " |", "|---" * (len(hf_families.AXES) + 1) + "|"]
+    for family in hf_families.FAMILIES:
+        marks = []
+        for plan in hf_families.AXES.values():
+            refused = hf_families.REFUSED.get(plan, {}).get(family)
+            marks.append(f"`{refused[0]}`" if refused else "+" if family in hf_families.PLANS[plan] else "?")
+        lines.append(f"| {family} | " + " | ".join(marks) + " |")
+    lines += ["", "Several axes at once, proven in the same way:", "", "| plan | families |", "|---|---|"]
+    lines += [
+        f"| `{plan}`{' (`make soak`)' if plan in hf_families.SOAK else ''} | {', '.join(families)} |"
+        for plan, families in hf_families.TOGETHER.items()
+    ]
+    return lines
 
 
 if __name__ == "__main__":

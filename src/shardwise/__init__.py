@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.train.probe import Probe as Probe
     from shardwise.train.protect import Protect as Protect
     from shardwise.train.rounding import stochastic_adamw as stochastic_adamw
+    from shardwise.train.sampling import generate as generate
     from shardwise.train.several import several as several
     from shardwise.train.state import TrainState as TrainState
     from shardwise.train.step import make_step as make_step
@@ -123,6 +124,7 @@ _HOMES = {
     "shardwise.train.options": ("StepOptions", "StepMetrics"),
     "shardwise.train.protect": ("Protect",),
     "shardwise.train.loop": ("steps", "evaluate"),
+    "shardwise.train.sampling": ("generate",),
     "shardwise.checkpoint.store": ("Store",),
     "shardwise.checkpoint.directory": ("Retention",),
     "shardwise.diagnose.prove": ("verify",),

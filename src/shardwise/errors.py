@@ -75,7 +75,15 @@ class PlanError(ShardwiseError):
 
 
 class ModelError(ShardwiseError):
-    """A module that the plan cannot be applied to."""
+    """A module that the plan cannot be applied to.
+
+    `row` is the id of a limit that docs/constraints.md lists under "Modules"; empty: what is wrong is the module's own.
+    """
+
+    def __init__(self, text: str, *, row: str = "") -> None:
+        """`text` says what failed; a `row` is written before it."""
+        super().__init__(f"[{row}] {text}" if row else text)
+        self.row = row
 
 
 class LaunchError(ShardwiseError):

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,16 @@ import psutil
 import pytest
 import torch
 
+from shardwise.cli.elastic import Asked, elastic_policy, plan_here
 from shardwise.cli.main import main
-from shardwise.errors import ExitCode
+from shardwise.errors import ExitCode, LaunchError, UsageError
+from shardwise.launch.elastic import Elastic, Fleet
+from shardwise.launch.elastic_nodes import plan_of_world
+from shardwise.launch.elastic_plan import Known
+from shardwise.launch.environment import Launch
+from shardwise.launch.job import Job
+from shardwise.launch.local import Failure
+from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
 from tests.failure import resizing
@@ -80,10 +89,48 @@ def close(here: float, there: float) -> bool:
 
 
 def check_as_undisturbed(world: World, out: Path, until: int) -> None:
-    """Losses, rates, samples, parameters, optimizer and data position against a run of one process."""
+    """What `compare` says of a run and of one of one process; and that it says so of no other."""
     alone = out.with_name(f"{out.name}-alone")
     alone.mkdir()
     world(1, resizing.main, "dp1 / fp64", str(alone), until, timeout_s=60 + until)
+    compare(out, alone, until)
+    for path, content in faults(out):
+        kept = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(AssertionError):
+            compare(out, alone, until)
+        path.write_bytes(kept)
+    compare(out, alone, until)
+
+
+def faults(out: Path) -> Iterator[tuple[Path, bytes]]:
+    """Files of a run in which one number is another."""
+    path = out / "rank-0"
+    *before, line = path.read_text().splitlines(keepends=True)
+    row = json.loads(line)
+    first, *seen = row["seen"]
+    for fault in (
+        {"loss": row["loss"] * (1 + 1e-9)},
+        {"norm": row["norm"] * (1 + 1e-9)},
+        {"lr": row["lr"] * (1 + 1e-9)},
+        {"seen": [(first + 1) % resizing.ROWS, *seen]},
+        {"step": row["step"] - 1},
+    ):
+        yield path, "".join([*before, json.dumps(row | fault), "\n"]).encode()
+    state = torch.load(out / "state.pt")
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        largest = max((t for name, t in state.items() if kind_of(name) == kind), key=lambda t: float(t.abs().max()))
+        largest *= 1 + 1e-9
+        file = io.BytesIO()
+        torch.save(state, file)
+        largest /= 1 + 1e-9
+        yield out / "state.pt", file.getvalue()
+    data = json.loads((out / "scalars").read_text())
+    yield out / "scalars", json.dumps(data | {"other": 1}).encode()
+
+
+def compare(out: Path, alone: Path, until: int) -> None:
+    """Losses, rates, samples, parameters, optimizer and data position of two runs."""
     expected = {row["step"]: row for row in rows_of(alone)}
     found = {row["step"]: row for row in rows_of(out)}  # of a step that was tried again, the last try
     assert sorted(found) == sorted(expected) == list(range(1, until + 1))
@@ -311,6 +358,63 @@ def test_a_world_of_another_size_goes_on_as_the_launcher_starts_it(world: World,
     (code, err), *_ = world(2, as_rank, [*train_words(text, out, 9, "dp2 / fp64"), "--elastic", "1:3"], **shared)
     assert code == ExitCode.LAUNCH and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in err
     assert list(metrics_of(out)) == list(range(1, 9))
+
+
+def in_folder(folder: Path, words: list[str]) -> tuple[int, str]:
+    os.chdir(folder)
+    return as_rank(words)
+
+
+def test_a_launched_process_that_is_alone_chooses_its_directory(world: World, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    rest = f"--device cpu --eval-every 0 --checkpoint-every 0 --steps 2 --data {text}".split()
+    words = ["train", *SIZES.split(), *rest]
+    [(code, err)] = world(1, in_folder, tmp_path, words, **NODES)
+    assert code == 0, err
+    (run,) = (tmp_path / "runs").iterdir()
+    assert list(metrics_of(run)) == [1, 2] and str(Plan.load(run / "plan.toml")) == "dp1 / gbs3 / fp32"
+    for ranks, more in ((1, ["--elastic", "1:1"]), (2, [])):  # who are others, now or after a restart
+        for code, err in world(ranks, in_folder, tmp_path, [*words, *more], **NODES):
+            assert code == ExitCode.USAGE and "needed --out" in err
+    assert list((tmp_path / "runs").iterdir()) == [run]
+
+
+def test_what_is_refused_of_processes_that_a_launcher_started() -> None:
+    launch = Launch(launcher="torchrun", rank=1, world=2, local_rank=1, local_world=2, init="env://")
+    elastic = Elastic(least=2, most=3, own=Plan.parse("dp2 / gbs8"), arguments=lambda _: ())
+    assert plan_of_world(elastic, launch, {}) is elastic.own
+    for size, said, unsaid in ((1, "nobody trains on alone", "larger MAX"), (4, "larger MAX", "nobody trains")):
+        with pytest.raises(LaunchError, match=f"found a world of {size} .* needed 2 to 3: .*{said}") as caught:
+            plan_of_world(elastic, replace(launch, world=size), {})
+        assert unsaid not in str(caught.value)
+    asked = Asked(least=2, most=3)
+    assert plan_here(asked, elastic.own, Known(), launch) is elastic.own
+    for name, idle in (("--devices", {"devices": Path("d")}), ("--slot-failures", {"failures": 2})):
+        with pytest.raises(UsageError, match=f"{name}: found 2 processes that torchrun started"):
+            plan_here(replace(asked, **idle), elastic.own, Known(), launch)
+
+
+def test_a_slot_may_fail_as_often_as_was_said(tmp_path: Path) -> None:
+    """More often than recovery allows processes to be killed in one step otherwise."""
+    asked = Asked.read("2:4", failures=12, wait_s=None)
+    assert asked is not None
+    policy = elastic_policy(
+        asked, Recovering(), Plan.parse("dp3 / gbs6"), lambda _: (), devices=tmp_path / "devices", known=Known()
+    )
+    here = Fleet(Job(target=__file__, nproc=3), policy.elastic)
+    failure = Failure(rank=1, message="killed", exit_code=ExitCode.RANK_FAILED)
+    for killed in (True, False):
+        bounds = Bounds(policy)
+        for count in range(1, 13):
+            assert bounds.refuse(failure, copies=5, killed=killed) is None, count
+            assert here.fail(1 + killed, "killed", 5) is (count == 12)
+        assert bounds.refuse(failure, copies=5, killed=killed) is not None, "the script's own fault"
+    few = elastic_policy(
+        replace(asked, failures=None), Recovering(), Plan(), lambda _: (), devices=tmp_path / "devices", known=Known()
+    )
+    assert few.elastic is not None and (few.elastic.failures, few.elastic.wait_s) == (2, 300.0)
+    assert (few.raised_in_a_row, few.killed_in_a_row) == (2, 10)
 
 
 def test_a_script_gets_the_plan_of_the_world_that_the_launcher_started(world: World, tmp_path: Path) -> None:

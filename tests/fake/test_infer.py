@@ -236,7 +236,7 @@ def test_a_file_of_unverified_rules_has_to_be_asked_for(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["lama-8b"], "found no preset of this name.*did you mean 'llama-8b'"),
-        (["no.such.module:f"], "no.such.module:f.*needed: an importable module"),
+        (["no.such.module:f"], "no.such.module:f.*cannot be imported.*needed package.module:function"),
         (["tests.parity.inferred_models:Chian"], "did you mean 'Chain'"),
         (["tests.parity.inferred_models:Language"], r"needs arguments \(block\)"),
         (["tiny", "--sample", "2,16"], "found no shape; needed sizes joined by x"),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
+import shutil
+import subprocess
 import sys
 import tracemalloc
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +33,13 @@ from torch.distributed.fsdp import StateDictType, fully_shard
 
 from shardwise.checkpoint.compare import diff, find
 from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.foreign import convert as convert_module
+from shardwise.checkpoint.foreign import sandbox
 from shardwise.checkpoint.foreign.convert import Options, convert
 from shardwise.checkpoint.foreign.dcp_out import export_dcp
+from shardwise.checkpoint.foreign.dtypes import cast_bytes
 from shardwise.checkpoint.foreign.export import ExportOptions, export
+from shardwise.checkpoint.foreign.unsafe import answer_to
 from shardwise.checkpoint.format import whole
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.store import Store
@@ -185,6 +193,11 @@ def test_ties_are_kept_once(tmp_path: Path) -> None:
     done = convert(tmp_path / "x.pt", tmp_path / "a", Options())
     assert sorted(held(done.path)) == ["model.embed.weight", "model.other"]
     assert "head.weight = embed.weight" in done.notes[0]
+    square = torch.randn(3, 3)  # the same bytes in another order are other elements
+    torch.save({"a": square, "b": square.T, "c": square[:, :1], "d": square.T[:1]}, tmp_path / "y.pt")
+    done = convert(tmp_path / "y.pt", tmp_path / "b", Options())
+    same(held(done.path), under_model({"a": square, "b": square.T, "c": square[:, :1], "d": square.T[:1]}))
+    assert not done.notes
 
 
 ZERO: dict[str, Callable[[Path, Truth], Path]] = {
@@ -327,6 +340,40 @@ def test_fsdp1_sharded_and_full(world: World, tmp_path: Path) -> None:
     same(held(done.path), named(loaded["model"], loaded["optimizer"]["state"]))
 
 
+def save_dcp(path: Path, tree: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tree, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_dcp_of_several_models(tmp_path: Path) -> None:
+    one, other = torch.ones(2), torch.zeros(2)
+    for second in ("w", "v"):  # of one name, and of two that would make up one model
+        gan = {"generator": {"model": {"w": one}}, "discriminator": {"model": {second: other}}}
+        with pytest.raises(
+            CheckpointError, match=rf"several models: generator\.model\.w, discriminator\.model\.{second}"
+        ):
+            convert(save_dcp(tmp_path / second, gan), tmp_path / "a", Options())
+    tree = {"model": {"w": one}, "ema": {"model": {"w": other}}, "generator": other}
+    done = convert(save_dcp(tmp_path / "ema", tree), tmp_path / "a", Options())
+    same(held(done.path), {"model.w": one})
+    assert "ema.model.w" in done.notes[0] and "generator" in done.notes[0]
+
+
+def test_dcp_of_several_optimizers(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(2), "b": torch.ones(3)}
+    states = {name: {"exp_avg": t * 2, "step": torch.tensor(3.0)} for name, t in weights.items()}
+    both = {"model": weights, "optim_0": {"state": {"a": states["a"]}}, "optim_1": {"state": {"b": states["b"]}}}
+    numbers = both | {"optim_0": {"state": {0: states["a"]}}, "optim_1": {"state": {0: states["b"]}}}
+    for name, tree in (("names", both), ("numbers", numbers)):
+        done = convert(save_dcp(tmp_path / name, tree), tmp_path / f"{name}.out", Options(in_order=True))
+        same(held(done.path), under_model(weights))
+        assert "2 optimizers (optim_0, optim_1), one can be taken over" in done.notes[0]
+    one = {"model": weights, "optim_0": {"state": states}, "optim_1": {"param_groups": [{"lr": 0.1}]}}
+    same(held(convert(save_dcp(tmp_path / "one", one), tmp_path / "one.out", Options()).path), named(weights, states))
+
+
 # ---------------------------------------------------------------- names and types
 
 
@@ -356,6 +403,17 @@ def test_rules_wrappers_and_a_like(tmp_path: Path) -> None:
             convert(tmp_path / "x.pt", tmp_path / "d", Options(rename=rules))
 
 
+def test_wrappers_go_by_whole_parts(tmp_path: Path) -> None:
+    weights = {"_forward_module.w": torch.ones(1), "my_forward_module.w": torch.zeros(1), "a_orig_mod.b": torch.ones(2)}
+    torch.save(weights, tmp_path / "x.pt")
+    expected = {
+        "model.w": torch.ones(1),
+        "model.my_forward_module.w": torch.zeros(1),
+        "model.a_orig_mod.b": torch.ones(2),
+    }
+    same(held(convert(tmp_path / "x.pt", tmp_path / "a", Options()).path), expected)
+
+
 @pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("target", ["float64", "float32", "float16", "bfloat16"])
 def test_types_are_rounded_as_torch_rounds(source: str, target: str, tmp_path: Path) -> None:
@@ -378,6 +436,42 @@ def test_types_are_rounded_as_torch_rounds(source: str, target: str, tmp_path: P
     else:
         assert torch.equal(torch.nan_to_num(found, nan=7.0), torch.nan_to_num(expected, nan=7.0))
         assert torch.equal(found.isnan(), expected.isnan())
+    lost = int((tensor.isfinite() & ~found.isfinite()).sum())
+    assert [note for note in done.notes if f"{lost} elements too large for {target}" in note] == list(done.notes)
+    assert bool(done.notes) == bool(lost)
+
+
+INTEGERS = [
+    ("int64", "bfloat16", 256, 257), ("int64", "float16", 65504, 65505), ("int32", "float16", -65504, 70000),
+    ("int32", "float32", 2**24, 2**24 + 1), ("int64", "float64", -(2**63), 2**53 + 1),
+    ("int64", "float64", 2**62, 2**63 - 1), ("uint8", "bfloat16", 254, None), ("int8", "float16", -128, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "target", "fits", "not_"), INTEGERS)
+def test_integers_keep_their_value_or_are_refused(source: str, target: str, fits: int, not_: int | None) -> None:
+    def cast(value: int) -> Tensor:
+        data = torch.tensor([1, value], dtype=getattr(torch, source)).view(torch.uint8).numpy()
+        return torch.from_numpy(cast_bytes(data, source, target, "w")).view(getattr(torch, target))
+
+    assert cast(fits).tolist() == [1, fits]
+    if not_ is not None:
+        with pytest.raises(CheckpointError, match=f"w: found an integer of {source} that {target} cannot hold"):
+            cast(not_)
+
+
+def test_values_that_become_infinite_are_said(tmp_path: Path) -> None:
+    weights = {"a": torch.tensor([1.0, 1e6, -7e4, torch.inf, torch.nan]), "b": torch.ones(3), "c": torch.tensor([3e38])}
+    save_file(weights, tmp_path / "x.safetensors")
+    said = "the values of 3 elements too large for float16, infinite now: in model.a, model.c"
+    done = convert(tmp_path / "x.safetensors", tmp_path / "a", Options(dtype="float16"))
+    assert done.notes == (said,)
+    same(held(done.path), under_model({name: t.half() for name, t in weights.items()}))
+    store = convert(tmp_path / "x.safetensors", tmp_path / "b", Options()).path
+    for act, to in ((export, "safetensors"), (export, "torch"), (export_dcp, "dcp")):
+        options = ExportOptions(to=to, dtype="float16")
+        assert act(store, tmp_path / to, options).notes == (said,)
+    assert export(store, tmp_path / "c", ExportOptions(dtype="bfloat16")).notes == ()
 
 
 # ---------------------------------------------------------------- out and back
@@ -461,6 +555,19 @@ def test_every_type_out_and_back(tmp_path: Path) -> None:
     assert not diff(store, convert(tmp_path / "y.pt", tmp_path / "b", Options()).path)
     half = export(store, tmp_path / "h", ExportOptions(dtype="float16"))
     assert load_file(half.path / "model.safetensors")["float64"].equal(everything()["float64"].half())
+
+
+def test_records_are_aligned_where_zip_changes_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zipfile leaves room for long sizes from a little below its limit on."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 4000)
+    weights = {f"w{count}": torch.arange(count, dtype=torch.float32) for count in (900, 951, 960, 990, 1001)}
+    torch.save(weights, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    export(tmp_path / "a", tmp_path / "y.pt", ExportOptions(to="torch"))
+    data = (tmp_path / "y.pt").read_bytes()
+    for tensor in weights.values():
+        at = data.index(tensor.numpy().tobytes() + b"PK")
+        assert at % 64 == 0, len(tensor)
 
 
 # ---------------------------------------------------------------- into a live state
@@ -667,11 +774,115 @@ def test_targets_are_not_lost(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for act in (convert, export):
         options: Any = (Options if act is convert else ExportOptions)(overwrite=True)
-        with pytest.raises(UsageError, match="holds no checkpoint"):
+        with pytest.raises(UsageError, match=r"mine: found thesis\.txt in it"):
             act(target if act is export else source, tmp_path / "mine", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "mine", "x.safetensors"]
     with pytest.raises(UsageError, match="weights only"):
         export(target, tmp_path / "b", ExportOptions(optimizer=True))
+
+
+def write_config(target: Path) -> str:
+    (target / "config.json").write_text("{}")
+    return "config.json"
+
+
+def write_folder(target: Path) -> str:
+    (target / "latest.d").mkdir()
+    return "latest.d"
+
+
+def write_weights(target: Path) -> str:
+    (target / "mine.safetensors").write_bytes(b"mine")
+    return "mine.safetensors"
+
+
+def write_link(target: Path) -> str:
+    (target / "model-00001-of-00002.safetensors").symlink_to(target.parent / "x.pt")
+    return "model-00001-of-00002.safetensors"
+
+
+def write_run(target: Path) -> str:
+    """A checkpoint that a run saved: by its names it might be a conversion."""
+    shapes = {"model.w": "float32"}
+    tensors = {"model.w": content("model.w", (2, 3), "float32")}
+    made = write_checkpoint(target.parent / "run", tensors, {"model.w": [(0, whole((2, 3)))]}, shapes)
+    made.rename(target / "step-00000009")
+    return "step-00000009"
+
+
+def test_overwriting_removes_only_what_was_written(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(100.0), "v": torch.ones(100)}, tmp_path / "x.pt")
+    store = convert(tmp_path / "x.pt", tmp_path / "store", Options()).path
+    (tmp_path / "run").mkdir()
+    acts: list[Callable[[Path], Any]] = [lambda target: convert(tmp_path / "x.pt", target, Options(overwrite=True))]
+    kinds: Any = [("safetensors", 400, False), ("safetensors", 10**9, False), ("torch", 400, False),
+                  ("torch", 10**9, False), ("torch", 10**9, True), ("dcp", 10**9, True)]  # fmt: skip
+    for to, most, optimizer in kinds:
+        options = ExportOptions(to=to, max_shard=most, optimizer=optimizer, overwrite=True)
+        act = export_dcp if to == "dcp" else export
+        acts.append(functools.partial(act, store, options=options))
+    for act in [*acts, acts[0]]:  # each replaces what the one before wrote
+        act(tmp_path / "a")
+    for add in (write_config, write_folder, write_weights, write_link, write_run):
+        target = shutil.copytree(tmp_path / "a", tmp_path / add.__name__)
+        name = add(target)
+        before = sorted(target.rglob("*"))
+        for act in acts:
+            with pytest.raises(UsageError, match=f"{add.__name__}: found {name} in it, which no conversion or export"):
+                act(target)
+        assert sorted(target.rglob("*")) == before
+
+
+def test_a_file_and_a_directory_do_not_replace_each_other(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    store = convert(tmp_path / "x.safetensors", tmp_path / "a", Options()).path
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    for to, act in (("safetensors", export), ("torch", export), ("dcp", export_dcp)):
+        with pytest.raises(UsageError, match=r"notes\.txt: found something there that is not a directory"):
+            act(store, notes, ExportOptions(to=to, overwrite=True))
+    with pytest.raises(UsageError, match="not a directory"):
+        convert(tmp_path / "x.safetensors", notes, Options(overwrite=True))
+    assert notes.read_text() == "mine"
+    (tmp_path / "y.pt").mkdir()
+    with pytest.raises(UsageError, match=r"y\.pt: found something there that is not a file"):
+        export(store, tmp_path / "y.pt", ExportOptions(to="torch", overwrite=True))
+    for _ in range(2):
+        export(store, tmp_path / "z.pt", ExportOptions(to="torch", overwrite=True))
+
+
+def test_a_source_that_may_not_be_read_is_said_to_be_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save({"w": torch.ones(2)}, source / "x.pt")
+    store, real = convert(source, tmp_path / "store", Options()).path, LocalFiles.call
+
+    def call(self: LocalFiles, name: str, path: Path, act: Callable[[], Any]) -> Any:
+        if name == "listdir" and path == source:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(self, name, path, act)
+
+    def stat(self: Path, **options: Any) -> Any:
+        if self == source:
+            raise PermissionError(13, "Permission denied", str(self))
+        return os.stat(self, **options)
+
+    def fail(*words: Any, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    def refuse(place: Any, name: str, fault: Any, said: str, **options: Any) -> None:
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=said):
+            patch.setattr(place, name, fault)
+            convert(source, tmp_path / "a", Options(**options))
+
+    for kind in ("auto", "torch", "safetensors", "deepspeed", "fsdp"):
+        refuse(LocalFiles, "call", call, "source: cannot be read .Permission", kind=kind)
+    refuse(Path, "stat", stat, "source: cannot be read .Permission")
+    refuse(convert_module, "find", fail, "store: cannot be read .Permission", like=store)
+    refuse(subprocess, "Popen", fail, r"x\.pt: found no process")
+    assert not (tmp_path / "a").exists()
 
 
 def test_bytes_that_changed_are_named(tmp_path: Path) -> None:
@@ -721,6 +932,30 @@ def test_unsafe_pickle_says_what_it_means_and_runs_elsewhere(
     same(held(tmp_path / "a"), under_model(tensors))
     assert int((tmp_path / "ran").read_text()) != os.getpid()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "own", "ran", "x.pt"]
+
+
+def test_unsafe_pickle_keeps_files_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process (here this one) reads all of them, and memory that one file has left may be the next one's."""
+
+    def ask(module: str, request: Any, descriptors: list[int], where: str) -> Any:
+        assert module == "unsafe"
+        return json.loads(json.dumps(answer_to(request["jobs"], request["scratch"])))
+
+    monkeypatch.setattr(sandbox, "ask", ask)
+    own = torch.arange(3).to(torch.complex64) * 1j
+    shards: list[Tensors] = [{f"w{i}": torch.full((2**16,), float(i))} for i in range(4)]
+    shards.append({"a": own, "b": own.conj(), "c": own})
+    listed: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        torch.save(shard, tmp_path / f"pytorch_model-{i}.bin")
+        listed |= dict.fromkeys(shard, f"pytorch_model-{i}.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
+    done = convert(tmp_path, tmp_path / "out", Options(unsafe=True))
+    expected = {name: t.resolve_conj() for shard in shards for name, t in shard.items() if name != "c"}
+    same(held(done.path), under_model(expected))
+    truth = Truth()
+    write_zero12(tmp_path / "ds", truth, 4, bf16=True, slices=False)
+    same(held(convert(tmp_path / "ds", tmp_path / "b", Options(unsafe=True)).path), truth.expected())
 
 
 def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,48 +14,18 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 import shardwise as sw
 from shardwise.cli.hf import hf_findings
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.model.hf_plan import DECLARED
+from shardwise.model.tracer import find_blocks
 from shardwise.models.hf import hf_config, hf_factory, shrunk_config
+from shardwise.parallel.declared import declared_blocks
 from shardwise.parallel.init import init_model
 from shardwise.testing.world import World
 from tests.parity import hf_models
 from tests.parity.grid import Trace, differences
+from tests.parity.hf_families import FAMILIES, PLANS, REFUSED, SOAK
 from tests.parity.test_grid import cells
 
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "falcon"),
-    *("olmo2", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5", "vit"),
-)
-SPARSE = ("mixtral", "qwen3_moe", "deepseek_v3")
-REFUSED = {
-    "tp2 / seq": {
-        "opt": "fc1 is a column layer of the block itself",
-        "bert": "attention.self holds column layers and no row layer",
-        "t5": "an encoder and a decoder, two chains of blocks",
-        "vit": "pictures",
-    },
-    "pp2 / 1f1b mb2": {"t5": "an encoder and a decoder, two chains of blocks"},
-    "cp2": {
-        "gemma2": "attention that caps its logits",
-        "falcon": "calls its attention directly",
-        "t5": "an encoder and a decoder, two chains of blocks",
-        "vit": "projection is a Conv2d",
-    },
-    "ep2 fsdp2": {name: "no expert modules" for name in FAMILIES if name not in SPARSE},
-}
-"""Plan -> family -> part of the reason."""
-PLANS = {
-    "fsdp2": FAMILIES,
-    "tp2": FAMILIES,
-    "tp2 / seq": FAMILIES,
-    "pp2 / 1f1b mb2": FAMILIES,
-    "cp2": FAMILIES,
-    "ep2 fsdp2": SPARSE,
-    "pp2 fsdp2 tp2 / 1f1b mb2 / seq": ("llama", "gemma3_text", "gpt2", "mixtral"),
-    "cp2 tp2 / loss-parallel": ("llama", "mistral"),
-    "fsdp2 / recompute=blocks / mb2": ("gpt2", "falcon"),
-}
 TOLERANCE = 1e-11
 MODULES = ["gemma3" if family == "gemma3_text" else family for family in FAMILIES]
 
@@ -88,20 +58,20 @@ def compared(world: World, plan: str, made: dict[str, Any], truth: dict[str, Tra
     return wrong
 
 
-@pytest.mark.parametrize("plan", cells(list(PLANS), {"pp2 fsdp2 tp2 / 1f1b mb2 / seq"}))
+@pytest.mark.parametrize("plan", cells(list(PLANS), SOAK))
 def test_families_train_as_one_process_does(world: World, plan: str) -> None:
-    refused = REFUSED.get(plan, {})
-    made = {family: hf_models.config(family) for family in PLANS[plan] if family not in refused}
+    made = {family: hf_models.config(family) for family in PLANS[plan]}
     assert compared(world, plan, made, truths(world)) == {}
 
 
 @pytest.mark.parametrize("plan", REFUSED)
 def test_what_a_family_cannot_do_is_a_finding_before_launch(plan: str) -> None:
-    for family, reason in REFUSED[plan].items():
+    for family, (row, reason) in REFUSED[plan].items():
         if family in ("llama", "qwen2", "qwen3", "phi3", "olmo2"):
             continue  # as mistral
         (finding,) = hf_findings(hf_models.config(family), sw.Plan.parse(plan))
-        assert finding.severity == "error" and reason in finding.what, f"{family}: {finding.what}"
+        assert (finding.id, finding.severity) == (row, "error"), family
+        assert reason in finding.what, f"{family}: {finding.what}"
 
 
 def test_every_style_that_transformers_registers_is_known() -> None:
@@ -177,3 +147,20 @@ def test_an_instance_of_the_users_own_works_too() -> None:
         placed = sw.apply(module, sw.Plan(), mesh)
         ids = torch.randint(0, hf_models.VOCAB, (2, 8))
         assert placed.module(input_ids=ids).past_key_values is None
+
+
+def test_the_plans_that_a_model_declares_say_which_modules_are_its_blocks() -> None:
+    made = hf_models.config("llama", num_hidden_layers=1)  # one alone looks like no repetition
+    with torch.device("meta"):
+        llama, gpt2 = (hf_factory(one)() for one in (made, hf_models.config("gpt2")))
+    assert declared_blocks(llama) == ("model.layers.0",)
+    llama._pp_plan = {}
+    assert declared_blocks(llama) == ("model.layers.0",)  # by its sharding plan
+    assert declared_blocks(gpt2) == () and find_blocks(gpt2) == ("transformer.h.0", "transformer.h.1")
+    llama._pp_plan = {"model.layer": (["hidden_states"], ["hidden_states"])}
+    with pytest.raises(ModelError, match=r"names model.layer, .* did you mean 'model.layers'") as refused:
+        declared_blocks(llama)
+    gpt2._fsdp_plan = {"transformer.h.*": "keep_full_wieght"}
+    with pytest.raises(ModelError, match="styles that are not known") as also:
+        declared_blocks(gpt2)
+    assert refused.value.row == also.value.row == "module.declared-plan"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
 import shardwise as sw
+from shardwise.checkpoint import hf_weights
 from shardwise.checkpoint.hf_export import export_hf
 from shardwise.checkpoint.hf_weights import has_weights, load_hf
 from shardwise.errors import DataError, UsageError
@@ -24,11 +25,11 @@ CLASSES = {"bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}
 FAMILIES = ("llama", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "vit")
 
 
-def saved(directory: Path, family: str, **options: Any) -> Path:
+def saved(directory: Path, family: str, max_shard_size: str = "1GB", **changes: Any) -> Path:
     """A model of random weights as transformers writes it."""
     torch.manual_seed(3)
-    module = build(hf_models.config(family))
-    module.save_pretrained(directory / family, **options)
+    module = build(hf_models.config(family, **changes))
+    module.save_pretrained(directory / family, max_shard_size=max_shard_size)
     return directory / family
 
 
@@ -78,6 +79,70 @@ def test_what_transformers_wrote_is_read_into_shards_and_written_back(world: Wor
         written = tmp_path / "out" / family
         assert torch.equal(logits_of(written, family, inputs), logits_of(tmp_path / "in" / family, family, inputs))
         assert len(list(written.glob("*.safetensors"))) > 1
+
+
+class Counted:
+    """An open safetensors file that adds up the bytes of what is asked of it."""
+
+    def __init__(self, opened: Any, read: dict[str, int]) -> None:
+        self.opened, self.read = opened, read
+
+    def __enter__(self) -> Counted:
+        return Counted(self.opened.__enter__(), self.read)
+
+    def __exit__(self, *raised: Any) -> None:
+        self.opened.__exit__(*raised)
+
+    def count(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.read[key] = self.read.get(key, 0) + tensor.nbytes
+        return tensor
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        return self.count(key, self.opened.get_tensor(key))
+
+    def get_slice(self, key: str) -> Any:
+        part = self.opened.get_slice(key)
+        return type("Part", (), {"__getitem__": lambda _, at: self.count(key, part[at])})()
+
+
+def bytes_read(text: str, source: str) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes per key of the files, bytes that this rank holds per parameter, and what `read` gave besides."""
+    plan, read = sw.Plan.parse(text), dict[str, int]()
+    open_file = hf_weights.safe_open
+    hf_weights.safe_open = lambda *args, **options: Counted(open_file(*args, **options), read)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(hf_factory(hf_config(source)), plan, mesh, seed=1)
+        before = by_read_calls()
+        load_hf(placed, source)
+        besides = by_read_calls() - before
+        held = {n: getattr(p, "to_local", lambda p=p: p)().nbytes for n, p in placed.named_parameters().items()}
+    return read, held, besides
+
+
+def by_read_calls() -> int:
+    """Bytes that this process got by `read` and its like so far; not those of a mapped file."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system does not count the bytes of a process")
+def test_a_rank_reads_its_own_bytes_and_the_headers(world: World, tmp_path: Path) -> None:
+    directory = saved(tmp_path, "llama", max_shard_size="200KB", vocab_size=4096)
+    whole_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    header_bytes = sum(int.from_bytes(file.read_bytes()[:8], "little") for file in directory.glob("*.safetensors"))
+    assert whole_bytes > 1_000_000
+    for read, held, besides in world(4, bytes_read, "fsdp2 tp2", str(directory)):
+        assert read == held  # of each parameter this rank's part, once
+        assert sum(read.values()) < 0.26 * whole_bytes
+        assert besides < 4 * header_bytes + 100_000
+
+
+def test_of_stacked_experts_a_rank_reads_its_own(world: World, tmp_path: Path) -> None:
+    directory = saved(tmp_path, "mixtral")
+    num_experts = hf_models.config("mixtral").num_local_experts
+    for read, held, _ in world(2, bytes_read, "fsdp2 ep2", str(directory)):
+        experts = {key for key in read if ".experts." in key}
+        assert len({key.split(".experts.")[1].split(".")[0] for key in experts}) == num_experts // 2
+        assert sum(read[key] for key in experts) == sum(b for n, b in held.items() if ".experts." in n)
 
 
 def try_to_load(source: str) -> str:

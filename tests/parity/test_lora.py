@@ -74,12 +74,13 @@ def test_adapters_train_as_in_one_process(world, plan: str) -> None:
 
 
 def test_sequence_shards_are_refused(world) -> None:
-    assert "second half of an adapter on a row layer" in world(2, refusal)[0]
+    for row, text in world(2, refusal):
+        assert row == "module.adapter-on-row" and "second half of an adapter on a row layer" in text
 
 
-def refusal() -> str:
+def refusal() -> tuple[str, str]:
     try:
         run("tp2 / seq")
     except ModelError as error:
-        return str(error)
-    return "not refused"
+        return error.row, str(error)
+    return "", "not refused"

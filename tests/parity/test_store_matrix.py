@@ -30,7 +30,8 @@ PLANS = (
     "pp2 tp2 / mb2", "dp2 fsdp2 tp2",
 )  # fmt: skip
 SOAK = bool(os.environ.get("SHARDWISE_SOAK"))
-BEFORE = PLANS if SOAK else ("fsdp2 tp2", "pp2 / mb2")
+PROBED = "fsdp2 tp2"
+BEFORE = PLANS if SOAK else (PROBED, "pp2 / mb2")
 """A sixth of the pairs for every change, all of them in soak."""
 CONFIG = DecoderConfig(
     vocab_size=32, dim=16, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8, tie_embeddings=True
@@ -104,10 +105,10 @@ def test_what_any_plan_saved_any_plan_loads_and_saves_again(world: World, saved:
         assert not diff(saved / f"from {before}".replace(" / ", " "), again), (before, after)
 
 
-def other_code(path: str) -> str:
+def other_code(plan: str, path: str) -> str:
     """The model's code changed since the save: tensors fit, and the numbers do not."""
-    with open_mesh(Plan.parse("fsdp3")) as mesh:
-        state = make(mesh, "fsdp3")
+    with open_mesh(Plan.parse(plan)) as mesh:
+        state = make(mesh, plan)
 
         def other(output: Tensor, batch: dict[str, Tensor]) -> Loss:
             return loss_fn(output * 1.001, batch)
@@ -122,13 +123,13 @@ def other_code(path: str) -> str:
 
 
 def test_a_probe_finds_what_tensors_do_not_show(world: World, saved: Path) -> None:
-    for said in world(3, other_code, str(saved / "from fsdp3")):
+    for said in world(4, other_code, PROBED, str(saved / f"from {PROBED}")):
         assert "the probe's loss was" in said and "changed since the save" in said
 
 
-def untouched(path: str) -> bool:
-    with open_mesh(Plan.parse("fsdp3")) as mesh:
-        state = make(mesh, "fsdp3")
+def untouched(plan: str, path: str) -> bool:
+    with open_mesh(Plan.parse(plan)) as mesh:
+        state = make(mesh, plan)
         assert Store(path).load_latest(state)
         torch.manual_seed(9)
         before = {name: tensor.clone() for name, tensor in state.tensors().items()}
@@ -148,4 +149,4 @@ def untouched(path: str) -> bool:
 
 
 def test_a_probe_changes_nothing(world: World, saved: Path) -> None:
-    assert world(3, untouched, str(saved / "from fsdp3")) == [True] * 3
+    assert world(4, untouched, PROBED, str(saved / f"from {PROBED}")) == [True] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.cli import verify as verify_verb
+from shardwise.cli.main import main
 from shardwise.diagnose.faults import FAULTS
 from shardwise.diagnose.subject import Subject
 from shardwise.diagnose.verify import Options, Report, Verifier
@@ -132,6 +135,16 @@ def test_an_illegal_plan_is_refused_with_the_id_of_its_row(verifiers) -> None:
     assert [finding.id for finding in report.findings] == ["batch.small"]
     report = verifiers[""].verify(sw.Plan.parse("tp1 / seq"))
     assert [finding.id for finding in report.findings] == ["tp.sequence"]
+
+
+def test_a_model_that_cannot_is_refused_with_the_id_of_its_limit(verifiers, monkeypatch, capsys) -> None:
+    report = verifiers["conv"].verify(sw.Plan.parse("recompute=blocks"))
+    monkeypatch.setattr(verify_verb, "_verify_one", lambda *_, **__: report)
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", str(SCRIPT), "--plan", "recompute=blocks", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert (stop.value.code, answer["verdict"]) == (2, "refused")
+    assert [finding["id"] for finding in answer["findings"]] == ["module.no-blocks"]
 
 
 def test_a_hang_ends_and_names_the_ranks(verifiers, world, tmp_path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ChangedError, UsageError
-from shardwise.plan.plan import Plan
+from shardwise.launch.elastic_plan import has_same_maths
+from shardwise.plan.plan import MATHS, Plan
 from shardwise.train.changes import Change, check_allowed, find_changes
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import KEYS, RunSettings
@@ -72,6 +73,39 @@ def test_model_sizes_and_precision(tmp_path: Path) -> None:
         "plan.precision: 'fp32' -> 'bf16' (maths)",
         "model.name: 'tiny' -> 'small' (other)",
     ]
+
+
+OTHER_MATHS = {
+    "precision": ("dp2 bf16", "precision"),
+    "tf32": ("dp2 tf32", "tf32"),
+    "float8": ("dp2 fp32 fp8=rowwise", "float8.recipe"),
+    "precision_rules": ("dp2 precision=layers.*:fp32", "precision_rules"),
+    "communication.reduce_dtype": ("dp2 / reduce=bf16", "communication.reduce_dtype"),
+}
+"""Field of `MATHS` -> a plan that differs from dp2 in it, and the name of what differs."""
+
+
+@pytest.mark.parametrize("field", OTHER_MATHS)
+def test_a_plan_of_other_maths_is_refused_at_resume_until_it_is_allowed(tmp_path: Path, field: str) -> None:
+    text, name = OTHER_MATHS[field]
+    found = changes(tmp_path, config(), config(plan={"shorthand": text}), ("dp2", text))
+    assert [(change.key, change.kind) for change in found] == [(f"plan.{name}", "maths"), ("plan.shorthand", "layout")]
+    with pytest.raises(ChangedError, match=f"plan.{name}: .*add --allow plan.{name}"):
+        check_allowed(RunDir(tmp_path), found, ())
+    check_allowed(RunDir(tmp_path), found, (f"plan.{name}",))
+
+
+@pytest.mark.parametrize("field", OTHER_MATHS)
+def test_other_maths_are_no_plan_of_an_elastic_run(field: str) -> None:
+    assert not has_same_maths(Plan.parse(OTHER_MATHS[field][0]), Plan.parse("dp2"))
+
+
+def test_another_layout_is_the_same_maths(tmp_path: Path) -> None:
+    assert OTHER_MATHS.keys() == set(MATHS)
+    here, there = "dp2", "fsdp2 tp2 zero2 / mb2 / recompute=blocks"
+    assert changes(tmp_path, config(), config(), (here, there)) == []
+    assert has_same_maths(Plan.parse(here), Plan.parse(there))
+    assert not has_same_maths(Plan.parse(here), Plan.parse("dp2 / gbs8"))
 
 
 def test_a_warmup_that_follows_the_length_is_nobodys_change(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from shardwise.cli.config import Configuration, Given, Origin, read_configuration
-from shardwise.cli.derive import Derived, Surroundings, derive
+from shardwise.cli.derive import Derived, Surroundings, derive, workload_optimizer
 from shardwise.cli.output import configuration_json, configuration_toml
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.hardware.cluster import load_cluster
-from shardwise.train.settings import KEYS, RunSettings
+from shardwise.plan.workload import STATE_BYTES
+from shardwise.train.settings import KEYS, OptimizerName, OptimizerSettings, RunSettings, get
 
 CPU = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2, 3, 4, 5))
 H100S = load_cluster("h100:4")
@@ -101,6 +104,21 @@ def test_a_flag_replaces_a_files_other_spelling(tmp_path: Path) -> None:
     assert found.settings.plan.file is None
 
 
+def test_the_page_names_every_setting(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/train.md").read_text().split("```toml\n")[1].split("```")[0]
+    configuration = read(tmp_path, text)
+    for part in re.split(r"^\[", text, flags=re.MULTILINE)[1:]:
+        section = part.partition("]")[0]
+        named = set(re.findall(r"\w+", part))
+        assert not {key for key in KEYS if key.startswith(f"{section}.") and key.partition(".")[2] not in named}, (
+            section
+        )
+    for key in KEYS:
+        assert get(RunSettings(), key) in (None, configuration.value(key)), (
+            f"{key}: what has a default is shown with it"
+        )
+
+
 def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
     derived = resolve()
     settings = derived.configuration
@@ -128,6 +146,23 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
 )
 def test_plans(sets: tuple[str, ...], around: Surroundings, plan: str) -> None:
     assert str(resolve(*sets, around=around).plan) == plan
+
+
+def test_a_plan_has_room_for_the_state_of_the_optimizer_that_is_used() -> None:
+    sizes, adamw = "model.preset=llama-3b", "fsdp4 / mb2 gbs64 / bf16"
+    assert str(resolve(sizes, "optimizer.name=adamw", around=GPUS).plan) == adamw
+    assert str(resolve(sizes, "optimizer.name=lamb", around=GPUS).plan) == adamw
+    assert str(resolve(sizes, "optimizer.name=sgd", around=GPUS).plan) == "fsdp4 / gbs64 / bf16"
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_the_planner_has_a_word_for_every_optimizer(name: OptimizerName) -> None:
+    settings = [OptimizerSettings(name=name), OptimizerSettings(name=name, momentum=0.9)]
+    settings += [OptimizerSettings(name=name, state_dtype=kept) for kept in ("bf16", "bf16-stochastic", "8bit", "4bit")]
+    words = [workload_optimizer(each) for each in settings]
+    assert set(words) <= set(STATE_BYTES)
+    bare, momentum, *kept = (STATE_BYTES[word] for word in words)
+    assert (bare < momentum) is (name == "sgd") and all((each < bare) is (name == "adamw") for each in kept)
 
 
 def test_a_launcher_decides_the_number_of_processes() -> None:

@@ -22,6 +22,8 @@ import pytest
 from shardwise.checkpoint.foreign import sandbox
 from shardwise.checkpoint.foreign.child import answer_to
 from shardwise.checkpoint.foreign.convert import Options, convert
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.safetensors import read_safetensors
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError
 
@@ -77,8 +79,10 @@ def storage(numel: int, key: str = "0", kind: str = "FloatStorage") -> bytes:
     return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu") + number(numel) + b"tQ"
 
 
-def tensor(shape: tuple[int, ...], stride: tuple[int, ...], *, offset: int = 0, held: bytes = storage(4)) -> bytes:
-    rest = number(offset) + numbers(*shape) + numbers(*stride) + b"\x89" + mapping({})
+def tensor(
+    shape: tuple[int, ...], stride: tuple[int, ...], *, offset: int = 0, held: bytes = storage(4), more: bytes = b""
+) -> bytes:
+    rest = number(offset) + numbers(*shape) + numbers(*stride) + b"\x89" + mapping({}) + more
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + held + rest + b"tR"
 
 
@@ -128,9 +132,10 @@ def laughs(levels: int) -> bytes:
 
 
 def metadata(
-    *, file: str = "__0_0.distcp", start: int = 0, offsets: Any = (0,), sizes: Any = (4,), count: int = 1000
-) -> bytes:
-    """DCP's `.metadata` of one tensor of four elements."""
+    *, file: str = "__0_0.distcp", start: int = 0, offsets: Any = (0,), sizes: Any = (4,), count: int = 1000,
+    names: tuple[str, ...] = ("w",),
+) -> bytes:  # fmt: skip
+    """DCP's `.metadata` of a tensor of four elements; under several names, all at one place of what was saved."""
     where = "torch.distributed.checkpoint.metadata"
     dtype = b"ctorch\nfloat32\n"
     properties = of_class(where, "TensorProperties", b"(" + dtype + b"NNNNt")
@@ -140,12 +145,19 @@ def metadata(
     kind = of_class(where, "TensorStorageMetadata", mapping(
         {text("properties"): properties, text("size"): numbers(4), text("chunks"): b"](" + chunk + b"e"}
     ))  # fmt: skip
-    index = of_class(where, "MetadataIndex", mapping({text("fqn"): text("w"), text("offset"): numbers(*offsets)}))
+    index = [
+        of_class(where, "MetadataIndex", mapping({text("fqn"): text(name), text("offset"): numbers(*offsets)}))
+        for name in names
+    ]
     info = of_class("torch.distributed.checkpoint.filesystem", "_StorageInfo", mapping(
         {text("relative_path"): text(file), text("offset"): number(start), text("length"): number(count)}
     ))  # fmt: skip
     whole = mapping(
-        {text("state_dict_metadata"): mapping({text("w"): kind}), text("storage_data"): mapping({index: info})}
+        {
+            text("state_dict_metadata"): mapping(dict.fromkeys(map(text, names), kind)),
+            text("storage_data"): mapping(dict.fromkeys(index, info)),
+            text("planner_data"): mapping({text(name): b"(" + text("model") + text("w") + b"t" for name in names}),
+        }
     )
     return b"\x80\x02" + of_class(where, "Metadata", whole) + b"."
 
@@ -217,6 +229,10 @@ PICKLES: dict[str, bytes] = {
     "a storage of 10 TB": state_dict(tensor((TEN_TB,), (1,), held=storage(TEN_TB))),
     "a storage of 2^80 elements": state_dict(tensor((4,), (1,), held=storage(2**80))),
     "one number 10 TB wide": state_dict(tensor((TEN_TB // 4,), (0,))),
+    "a view of a negative": state_dict(tensor((4,), (1,), more=mapping({text("neg"): b"\x88"}))),
+    "a view of a conjugate": state_dict(tensor(
+        (2,), (1,), held=storage(2, kind="ComplexFloatStorage"), more=mapping({text("conj"): b"\x88"})
+    )),
     "a storage that is not there": state_dict(tensor((4,), (1,), held=storage(4, key="../../etc/passwd"))),
     "a storage of no known type": state_dict(tensor((4,), (1,), held=storage(4, kind="QInt8Storage"))),
     "a complex128 storage": state_dict(tensor((1,), (1,), held=storage(1, kind="ComplexDoubleStorage"))),
@@ -270,6 +286,9 @@ DIRECTORIES: dict[str, Files] = {
         "a file that is not there": metadata(), "a negative place": metadata(start=-1),
     }.items()},
     "a part that is a link": {".metadata": metadata(), "__0_0.distcp": ("/etc/passwd",)},
+    "two parts at one place": {".metadata": metadata(names=("v", "w")), "__0_0.distcp": zipped(
+        b"\x80\x02" + tensor((4,), (1,)) + b"."
+    )},
     "a part of another shape": {".metadata": metadata(sizes=(4,)), "__0_0.distcp": zipped(
         b"\x80\x02" + tensor((2,), (1,)) + b"."
     )},
@@ -372,6 +391,16 @@ def test_a_whole_file_of_these_parts_is_read(here: None, tmp_path: Path) -> None
     assert convert(source, tmp_path / "b", Options()).num_weights == 1
     (tmp_path / "x.safetensors").write_bytes(header({"w": entry(0, 16)}))
     assert convert(tmp_path / "x.safetensors", tmp_path / "c", Options()).num_weights == 1
+    (tmp_path / "y.pt").write_bytes(zipped(state_dict(tensor((4,), (1,), more=mapping({})))))
+    assert convert(tmp_path / "y.pt", tmp_path / "d", Options()).num_weights == 1
+
+
+def test_weights_stay_in_the_order_of_the_header(tmp_path: Path) -> None:
+    """Which need not be that of their bytes."""
+    (tmp_path / "x.safetensors").write_bytes(header({"z": entry(16, 32), "a": entry(0, 16)}, bytes(32)))
+    with OpenFiles() as files:
+        found = read_safetensors(files, tmp_path / "x.safetensors").weights
+    assert list(found) == ["z", "a"]
 
 
 REAL = ("pickle: a reduce of os.system", "pickle: a text of 10 TB", "pickle: a billion laughs",
@@ -392,6 +421,7 @@ def test_in_the_process_that_users_get(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # as in the process that users get
 def test_mutated_files_end_in_a_refusal_or_in_values(tmp_path: Path) -> None:
     seeds = [("torch", zipped()), ("pickle", metadata()), ("pickle", W), ("pickle", laughs(2))]
     draw, refused = random.Random(7), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,17 @@ OWN = (
     "pp4 / 1f1b mb4 gbs8",
     "pp2 fsdp2 / 1f1b mb2 gbs8",
     "fsdp2 cp2 / gbs6",
+    "cp4 / gbs8",
+    "cp4 / gbs1",
+    "cp4",
     "fsdp4 ep4 / gbs8",
     "fsdp4",
 )
+
+
+def share_of(plan: Plan) -> float:
+    """The most of a micro-batch that a rank has, in samples, of which `cp` has parts."""
+    return rows_of(plan) / plan.axes.cp
 
 
 @pytest.mark.parametrize("text", OWN)
@@ -47,7 +56,10 @@ def test_a_plan_for_every_number_of_processes_is_legal_and_the_same_maths(text: 
             continue
         assert plan is not None and plan.world == world, world
         assert has_same_maths(plan, own) and plan.batch.global_size == own.batch.global_size
-        assert rows_of(plan) <= rows_of(own), f"{plan}: larger micro-batches need more memory"
+        least = 1 / plan.axes.cp if own.batch.global_size else 0.0  # a micro-batch has a whole sample
+        assert share_of(plan) <= max(share_of(own), least) * (1 + 1e-9), (
+            f"{plan}: larger micro-batches need more memory"
+        )
         assert not [finding for finding in check(plan, world=world) if finding.severity == "error"], plan
     assert plan_for(own, 4, Known()) is own
 
@@ -66,6 +78,19 @@ def test_accumulation_is_recomputed_and_uneven_windows_are_used() -> None:
 def test_what_was_sharded_is_not_copied_where_memory_is_not_known() -> None:
     assert str(plan_for(Plan.parse("tp4 / gbs8"), 3, Known())) == "fsdp3 / gbs8 / fp32"
     assert str(plan_for(Plan.parse("pp4 / 1f1b mb4 gbs8"), 3, Known())) == "fsdp3 / mb2 gbs8 / fp32"
+
+
+def test_parts_of_samples_and_shards_of_cp_count() -> None:
+    own = Plan.parse("cp4 / gbs8")  # a rank has 8 quarters of a sample
+    assert [str(plan_for(own, world, Known())) for world in (1, 2, 3)] == [
+        "dp1 / mb4 gbs8 / fp32",
+        "cp2 / mb2 gbs8 / fp32",
+        "dp3 / mb2 gbs8 / fp32",
+    ]
+    assert str(plan_for(Plan.parse("cp4"), 1, Known())) == "dp1 / mb4 / fp32"
+    assert str(plan_for(Plan.parse("cp4 / gbs1"), 2, Known())) == "cp2 / gbs1 / fp32", "no part of a sample is less"
+    own = Plan.parse("dp2 fsdp3 cp2 / mb2 gbs24")  # sharded in 6: no thirds
+    assert str(plan_for(own, 9, Known())) == "fsdp9 / mb3 gbs24 / fp32"
 
 
 def test_degrees_that_a_model_may_not_divide_are_not_taken() -> None:
@@ -109,6 +134,9 @@ def test_the_planner_is_asked_where_it_chose_and_its_maths_stay() -> None:
     for world in (1, 2, 3):
         plan = plan_for(own, world, known)
         assert plan is not None and plan.world == world and has_same_maths(plan, own)
+    small = Plan.parse("dp4 mb2 / gbs8 fp32")  # micro-batches of one sample: the planner does not need them so small
+    assert str(plan_for(small, 2, known)) == "dp2 / gbs8 / fp32"
+    assert str(plan_for(small, 2, replace(known, planned=False))) == "dp2 / mb4 gbs8 / fp32"
     double = plan_for(Plan.parse("dp4 / gbs8 fp64"), 2, known)  # the planner knows no fp64: the nearest plan
     assert double is not None and double.precision == "fp64"
 
@@ -129,13 +157,14 @@ def test_slots_are_spelt_as_they_are_read() -> None:
         assert parse_slots(spell_slots(slots)) == frozenset(slots)
 
 
-def fleet(devices: Path | None, *, failures: int = 2, own: str = "dp3 / gbs6", span: str = "2:4") -> Fleet:
+def fleet(
+    devices: Path | None, *, own: str = "dp3 / gbs6", span: str = "2:4", given: str = "4,5,6,7", **more: Any
+) -> Fleet:
+    """Slots of a host where CUDA_VISIBLE_DEVICES is `given`."""
     least, most = parse_span(span)
     plan = Plan.parse(own)
-    elastic = Elastic(
-        least=least, most=most, own=plan, arguments=lambda p: (str(p), "x"), devices=devices, failures=failures
-    )
-    return Fleet(Job(target=__file__, args=(own, "x"), nproc=plan.world), elastic, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    elastic = Elastic(least=least, most=most, own=plan, arguments=lambda p: (str(p), "x"), devices=devices, **more)
+    return Fleet(Job(target=__file__, args=(own, "x"), nproc=plan.world), elastic, {"CUDA_VISIBLE_DEVICES": given})
 
 
 def team(fleet: Fleet) -> Team:
@@ -155,9 +184,9 @@ def test_the_file_says_which_slots_there_are(tmp_path: Path) -> None:
     here = fleet(path)
     assert team(here).slots == (0, 1, 2)  # nothing is said: as many as the plan needs
     path.write_text("0 2-9")
-    assert team(here).slots == (0, 2, 3, 4) and here.most == 4
-    assert team(here).job.args == ("dp4 / gbs6 / fp32", "x") and team(here).job.nproc == 4
-    assert team(here).job.environment == {"CUDA_VISIBLE_DEVICES": "4,6,7,4"}
+    assert team(here).slots == (0, 2, 3) and here.most == 4  # four devices were given: there is no slot 4
+    assert team(here).job.args == ("dp3 / gbs6 / fp32", "x") and team(here).job.nproc == 3
+    assert team(here).job.environment == {"CUDA_VISIBLE_DEVICES": "4,6,7"}
     path.write_text("3")
     assert here.team() is None
     path.write_text("")  # as while it is being written
@@ -166,6 +195,33 @@ def test_the_file_says_which_slots_there_are(tmp_path: Path) -> None:
     assert team(here).slots == (0, 1) and team(here).job.environment == {}
     path.unlink()
     assert team(here).slots == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "slots", "visible"),
+    [
+        ("4,5,6,7", "cuda", (0, 2, 3), "4,6,7"),
+        ("4,5", "cuda", (0,), None),
+        ("GPU-a,GPU-b,GPU-c", None, (0, 2), "GPU-a,GPU-c"),
+        ("", "cuda", (0, 2, 3, 4), "0,2,3,4"),
+        ("4,5", "cpu", (0, 2, 3, 4), "0,2,3,4"),
+    ],
+)
+def test_no_two_slots_have_one_device(
+    tmp_path: Path, given: str, device: str | None, slots: tuple[int, ...], visible: str | None
+) -> None:
+    path, said = tmp_path / "devices", list[str]()
+    path.write_text("0 2-4")
+    here = fleet(path, span="1:4", given=given, known=Known(device=device), note=said.append)
+    assert team(here).slots == slots
+    assert team(here).job.environment.get("CUDA_VISIBLE_DEVICES") == visible
+    beyond = {"4,5,6,7": "4", "4,5": "2-4", "GPU-a,GPU-b,GPU-c": "3-4"}.get(given) if device != "cpu" else None
+    assert [f"found slots {beyond}, which have no device" in text for text in said] == ([True] if beyond else [])
+
+
+def test_more_ranks_than_devices_start_as_those_that_there_are() -> None:
+    here = fleet(None, own="dp4 / gbs8", given="4,5")
+    assert here.usable == [0, 1] and team(here).job.environment == {}
 
 
 def test_a_slot_that_fails_again_soon_is_left_out_until_the_file_is_written(tmp_path: Path) -> None:
@@ -210,6 +266,13 @@ def test_the_largest_number_with_a_plan_is_used() -> None:
         (("run", "--elastic", "2:4", __file__, "dp8"), "found 8 processes to start with"),
         (("train", "--elastic", "4", "--dry-run", "--device", "cpu"), "needed MIN:MAX"),
         (("train", "--elastic", "3:4", "--plan", "dp2", "--device", "cpu"), "found 2 processes to start with"),
+        (("run", "--devices", "d", __file__, "dp2"), "--devices: found no --elastic, needed --elastic MIN:MAX"),
+        (("run", "--slot-failures", "3", __file__, "dp2"), "--slot-failures: found no --elastic"),
+        (
+            ("train", "--elastic-wait", "0", "--slot-failures", "3"),
+            "--slot-failures, --elastic-wait: found no --elastic",
+        ),
+        (("run", "--elastic", "1:2", "--elastic-wait", "9", __file__, "dp2"), "--elastic-wait: found no --devices"),
     ],
 )
 def test_what_the_command_line_refuses(

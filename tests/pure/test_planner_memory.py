@@ -158,6 +158,13 @@ def test_a_host_that_is_ahead_holds_whole_activations() -> None:
     assert held_ahead(divide(profile_of(LLAMA), Plan.parse("tp4 / mb8 bf16"), WORK, "even"), MEGATRON, device) == 0.0
 
 
+def test_what_is_given_back_before_memory_runs_out_does_not_count() -> None:
+    memory = replace(estimate_memory(profile_of(LLAMA), Plan.parse("dp8 bf16"), WORK), held=3e9)
+    needed = memory.device - 3e9
+    assert memory.fits_in(needed + 1) and not memory.fits_in(needed - 1) and not memory.fits
+    assert replace(memory, limit=needed + 1).fits
+
+
 def test_large_jobs_stall_sooner_with_large_messages() -> None:
     def stalls(plan: str, dim: int) -> bool:
         spec = ModelSpec(num_layers=32, dim=dim, num_heads=32, ffn_dim=4 * dim, vocab_size=512, max_seq_len=4096)

@@ -182,6 +182,11 @@ def test_presets_that_are_planned_and_not_built_say_what_to_do() -> None:
             refuse_unbuilt(preset(name))
     for name in presets(built=True):
         refuse_unbuilt(preset(name))
+    with pytest.raises(ModelError) as pictures:  # `train` refuses them, however they are named
+        refuse_unbuilt(preset("vit-l-16"))
+    assert "to verify it on random pictures, give `hf:" in str(pictures.value) and "to train" not in str(pictures.value)
+    with pytest.raises(ModelError, match="to train or verify it, give `hf:"):
+        refuse_unbuilt(preset("bert-base"))
 
 
 def test_layers_that_look_back_on_all_tokens() -> None:

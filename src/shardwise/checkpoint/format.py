@@ -89,6 +89,15 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor whose elements lie in order.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def cut(box: Box, max_elements: int) -> Iterator[Box]:
     """A box in slabs of at most `max_elements`, in row-major order.
 

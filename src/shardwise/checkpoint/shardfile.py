@@ -12,7 +12,6 @@ checks the blocks they lie in and no others, and what is wrong is named by tenso
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.checkpoint.files import Closing, LocalFiles
-from shardwise.checkpoint.format import CODES, DTYPES, Box, DamagedError, Fields, parse_json, piece_key
+from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key
+from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 
 BLOCK = 256 * 1024
 """Bytes of data with a digest of their own."""
 DIGEST = 32
 TABLE = "shardwise.digests"
-MAX_HEADER = 100 * 1000 * 1000
-"""As the safetensors format has it."""
 _WRITE = 4 * 1024 * 1024
 _FORMAT = "shardwise 2"
 
@@ -45,16 +43,6 @@ class Identity:
     """32 hexadecimal digits: one per save."""
     step: int
     rank: int
-
-
-class Entry(NamedTuple):
-    """A part of a tensor in a file: its key in the header, its type and sizes, and its bytes in the data."""
-
-    key: str
-    dtype: str
-    sizes: tuple[int, ...]
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -138,17 +126,14 @@ def header_bytes(identity: Identity, arranged: Sequence[tuple[Part, int]], size:
     """Length and header of a file of `size` bytes of data in so many blocks."""
     metadata = {"format": _FORMAT, "run": identity.run, "save": identity.save}
     metadata |= {"step": str(identity.step), "rank": str(identity.rank)}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    for part, start in arranged:
-        entries[piece_key(part.name, part.box, part.shape)] = {
-            "dtype": DTYPES[part.dtype].code,
-            "shape": list(part.box.sizes),
-            "data_offsets": [start, start + part.num_bytes],
-        }
-    entries[TABLE] = {"dtype": "U8", "shape": [blocks, DIGEST], "data_offsets": [size, size + blocks * DIGEST]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    table = Entry(TABLE, "uint8", (blocks, DIGEST), size, size + blocks * DIGEST)
+    return encode_header(metadata, [*(entry_at(part, start) for part, start in arranged), table])
+
+
+def entry_at(part: Part, start: int) -> Entry:
+    """A part as the header has it, with its bytes from `start` on."""
+    key = piece_key(part.name, part.box, part.shape)
+    return Entry(key, part.dtype, part.box.sizes, start, start + part.num_bytes)
 
 
 def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, list[Entry], int]:
@@ -171,37 +156,14 @@ def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, lis
     if not (step.isascii() and step.isdigit() and rank.isascii() and rank.isdigit()):
         raise meta.wrong("step, rank", (step, rank), "integers")
     identity = Identity(run=meta.hex("run", 32), save=meta.hex("save", 32), step=int(step), rank=int(rank))
-    entries = sorted((_entry(key, item, where) for key, item in found.items()), key=lambda e: (e.start, e.stop))
-    at = 0
-    for entry in entries:
-        if entry.start != at:
-            raise DamagedError(f"{where}: {entry.key} starts at byte {entry.start} of the data, needed {at}: no holes")
-        at = entry.stop
-    if not entries or entries[-1].key != TABLE or at != num_bytes:
-        raise DamagedError(f"{where}: its parts end at byte {at} of {num_bytes}, needed all, with {TABLE} last")
+    entries = without_holes([entry_of(key, item, where) for key, item in found.items()], num_bytes, where)
+    if not entries or entries[-1].key != TABLE:
+        raise DamagedError(f"{where}: found {entries[-1].key[:80] if entries else 'no part'} last, needed {TABLE}")
     table = entries.pop()
     blocks = -(-table.start // BLOCK)
     if table.sizes != (blocks, DIGEST) or table.dtype != "uint8":
         raise DamagedError(f"{where}: {TABLE} has shape {table.sizes}, needed {(blocks, DIGEST)}")
     return identity, entries, table.start
-
-
-def _entry(key: str, item: object, where: str) -> Entry:
-    if not key.isprintable():
-        raise DamagedError(
-            f"{where}: found a part named {ascii(key[:80])}, needed printable text; choose another checkpoint"
-        )
-    fields = Fields(item, f"{where}: {key[:80]}")
-    fields.only(("dtype", "shape", "data_offsets"))
-    code, shape, offsets = fields.text("dtype", most=16), fields.counts("shape"), fields.counts("data_offsets")
-    if code not in CODES:
-        raise fields.wrong("dtype", code, f"one of {', '.join(CODES)}")
-    size = DTYPES[CODES[code]].size
-    for n in shape:
-        size *= n
-    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise fields.wrong("data_offsets", offsets, f"a start and a stop, {size} bytes apart as dtype and shape say")
-    return Entry(key, CODES[code], shape, offsets[0], offsets[1])
 
 
 class ShardFile(Closing):

@@ -11,7 +11,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
-from shardwise.plan.stack import load_stack
+from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import Workload
 
 
@@ -37,8 +37,7 @@ def auto_plan(spec: ModelSpec, cluster: Cluster, workload: Workload) -> tuple[Pl
     >>> str(auto_plan(preset("tiny"), load_cluster("cpu:2"), Workload(seq_len=64, global_batch=4))[0])
     'dp2 / fp32'
     """
-    stack = load_stack("shardwise-cpu" if cluster.device.name.startswith("cpu") else "shardwise")
-    found = find_plan(profile_of(spec), spec, cluster, workload, top=1, stack=stack)
+    found = find_plan(profile_of(spec), spec, cluster, workload, top=1, stack=stack_on(cluster.device.name))
     if found.best is None:
         least = found.nearest
         needs = f"; `{least.plan}` needs the least, {least.memory.device / GIB:.1f} GiB" if least else ""

@@ -16,7 +16,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.spec import ModelSpec, refuse_unbuilt, spec_from_dict
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.workload import Workload
-from shardwise.train.settings import RunSettings
+from shardwise.train.settings import OptimizerSettings, RunSettings
 
 Choice = tuple[Any, str]
 
@@ -172,12 +172,26 @@ def _choose_plan(
         chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; nothing is planned without {unknown}")
         return plan, {"axes.dp_replicate": "data parallel: the simplest layout"}
     seq_len, batch = _lengths(configuration, spec, device, nproc)
-    workload = Workload(seq_len=seq_len, global_batch=batch)
+    workload = Workload(seq_len=seq_len, global_batch=batch, optimizer=workload_optimizer(settings.optimizer))
     plan, reasons = auto_plan(spec, this_machine(around.cluster, nproc), workload)
     chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; the planner's choice")
     if given == AUTO:
         chosen["plan.shorthand"] = (AUTO, str(configuration.origin("plan.shorthand")))
     return plan, dict(reasons)
+
+
+def workload_optimizer(settings: OptimizerSettings) -> str:
+    """The planner's word for what an optimizer keeps: a key of `STATE_BYTES`; averages in 4 bits count as 8.
+
+    >>> workload_optimizer(OptimizerSettings(name="lamb")), workload_optimizer(OptimizerSettings(name="sgd"))
+    ('adamw', 'sgd')
+    """
+    kept = {"bf16": "adamw-bf16", "bf16-stochastic": "adamw-bf16", "8bit": "adamw-8bit", "4bit": "adamw-8bit"}
+    if settings.name == "adamw":
+        return kept.get(settings.state_dtype, "adamw")
+    if settings.name == "sgd":
+        return "sgd-momentum" if settings.momentum else "sgd"
+    return "adamw" if settings.name == "lamb" else settings.name
 
 
 def _num_ranks(configuration: Configuration, around: Surroundings, device: str) -> Choice:

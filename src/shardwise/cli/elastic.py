@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.auto import this_machine
 from shardwise.cli.config import Configuration
-from shardwise.cli.derive import AUTO, Derived, Surroundings
+from shardwise.cli.derive import AUTO, Derived, Surroundings, workload_optimizer
 from shardwise.errors import UsageError
 from shardwise.launch.elastic import Elastic, Transition, parse_span
 from shardwise.launch.elastic_plan import Known
@@ -19,7 +19,6 @@ from shardwise.launch.environment import Launch
 from shardwise.launch.variables import variables
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-from shardwise.train.settings import OptimizerSettings
 
 if TYPE_CHECKING:
     from shardwise.hardware.cluster import Cluster
@@ -29,9 +28,12 @@ ElasticOption = Annotated[
     str | None, typer.Option("--elastic", help="MIN:MAX processes; goes on with those that are left.")
 ]
 WaitOption = Annotated[
-    float, typer.Option("--elastic-wait", min=0, help="Seconds to wait for slots below the minimum.")
+    float | None,
+    typer.Option("--elastic-wait", min=0, help="Seconds to wait for more slots below the minimum; default 300."),
 ]
-FailuresOption = Annotated[int, typer.Option("--slot-failures", min=1, help="Failures after which a slot is left out.")]
+FailuresOption = Annotated[
+    int | None, typer.Option("--slot-failures", min=1, help="Failures after which a slot is left out; default 2.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +42,38 @@ class Asked:
 
     least: int
     most: int
-    failures: int = 2
-    wait_s: float = 300.0
+    failures: int | None = None
+    """None: not said; 2."""
+    wait_s: float | None = None
+    """None: not said; 300."""
+    devices: Path | None = None
+    """Of `run`."""
 
     @classmethod
-    def read(cls, span: str | None, *, failures: int, wait_s: float) -> Asked | None:
+    def read(
+        cls, span: str | None, *, failures: int | None, wait_s: float | None, devices: Path | None = None
+    ) -> Asked | None:
         """None without `--elastic`.
 
         Raises:
-            UsageError: no MIN:MAX.
+            UsageError: no MIN:MAX; or an option that means nothing without `--elastic`.
         """
+        least, most = parse_span(span) if span is not None else (1, 1)
+        asked = cls(least=least, most=most, failures=failures, wait_s=wait_s, devices=devices)
         if span is None:
-            return None
-        least, most = parse_span(span)
-        return cls(least=least, most=most, failures=failures, wait_s=wait_s)
+            asked.refuse_slots("no --elastic", "--elastic MIN:MAX, which they belong to; add it")
+        return asked if span is not None else None
+
+    def refuse_slots(self, found: str, needed: str) -> None:
+        """Refuse what is said of slots where there are none.
+
+        Raises:
+            UsageError: an option that would do nothing.
+        """
+        options = {"--devices": self.devices, "--slot-failures": self.failures, "--elastic-wait": self.wait_s}
+        idle = [name for name, value in options.items() if value is not None]
+        if idle:
+            raise UsageError(f"{', '.join(idle)}: found {found}, needed {needed}, or leave {' and '.join(idle)} out")
 
     def start(self, configuration: Configuration, around: Surroundings) -> Configuration:
         """Plan for as many processes as there can be, where nobody says how many, nor a plan.
@@ -104,7 +124,7 @@ def elastic_policy(
         recovering: what `--recover` means here.
         plan: the run's own.
         arguments: the target's arguments under a plan.
-        devices: the file that lists the slots.
+        devices: the file that lists the slots; None: there is none.
         known: model, devices and workload.
         tell: gets the fields of each transition.
         chosen: gets the plan at the start, and each new one.
@@ -118,6 +138,7 @@ def elastic_policy(
     def note(text: str) -> None:
         typer.echo(f"shardwise: {text}", err=True)
 
+    failures = 2 if asked.failures is None else asked.failures
     elastic = Elastic(
         least=asked.least,
         most=asked.most,
@@ -125,14 +146,19 @@ def elastic_policy(
         known=known,
         arguments=arguments,
         devices=devices,
-        failures=asked.failures,
-        wait_s=asked.wait_s,
+        failures=failures,
+        wait_s=300.0 if asked.wait_s is None else asked.wait_s,
         tell=told,
         chosen=chosen,
         note=note,
     )
     # what fails twice in one step may be a device: it is left out, and only what still fails then is the script's
-    return replace(recovering, elastic=elastic, raised_in_a_row=max(recovering.raised_in_a_row, asked.failures))
+    return replace(
+        recovering,
+        elastic=elastic,
+        raised_in_a_row=max(recovering.raised_in_a_row, failures),
+        killed_in_a_row=max(recovering.killed_in_a_row, failures),
+    )
 
 
 def plan_here(asked: Asked, plan: Plan, known: Known, launch: Launch) -> Plan:
@@ -140,9 +166,14 @@ def plan_here(asked: Asked, plan: Plan, known: Known, launch: Launch) -> Plan:
 
     Raises:
         LaunchError: see `shardwise.launch.elastic_nodes.plan_of_world`.
+        UsageError: options that speak of slots.
     """
     from shardwise.launch.elastic_nodes import plan_of_world
 
+    asked.refuse_slots(
+        f"{launch.world} processes that {launch.launcher} started",
+        "processes started here, by `shardwise`: slots are of one host; start without a launcher",
+    )
     elastic = Elastic(least=asked.least, most=asked.most, own=plan, known=known, arguments=lambda _: ())
     return plan_of_world(elastic, launch, variables())
 
@@ -160,17 +191,8 @@ def known_of(derived: Derived, cluster: Cluster | None) -> Known:
     workload = Workload(
         seq_len=int(settings.data.seq_len or 1),
         global_batch=int(settings.train.global_batch or 1),
-        optimizer=_workload_optimizer(settings.optimizer),
+        optimizer=workload_optimizer(settings.optimizer),
     )
     origin = derived.configuration.origin("plan.shorthand")
     planned = settings.plan.file is None and (origin.kind == "derived" or settings.plan.shorthand == AUTO)
     return Known(spec=derived.spec, cluster=named, workload=workload, device=device, planned=planned)
-
-
-def _workload_optimizer(settings: OptimizerSettings) -> str:
-    """The planner's word for what an optimizer keeps."""
-    kept: Mapping[str, str] = {"bf16": "adamw-bf16", "bf16-stochastic": "adamw-bf16", "8bit": "adamw-8bit"}
-    if settings.name == "adamw":
-        return kept.get(settings.state_dtype, "adamw-8bit" if settings.state_dtype == "4bit" else "adamw")
-    names: dict[str, Any] = {"lamb": "adamw", "sgd": "sgd-momentum" if settings.momentum else "sgd"}
-    return str(names.get(settings.name, settings.name))

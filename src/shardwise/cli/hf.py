@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ModelError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.models.hf import hf_factory
 from shardwise.parallel.blueprint import record
@@ -30,7 +30,7 @@ def hf_findings(config: Any, plan: Plan) -> list[Finding]:
     Cost: time to record the model's constructor, per pipeline stage at most; memory for shapes only.
 
     >>> hf_findings(hf_config("t5"), Plan.parse("pp2 / mb2"))[0].id  # doctest: +SKIP
-    'hf.refused'
+    'module.two-chains'
     """
     if any(finding.severity == "error" for finding in check(plan)):
         return []
@@ -44,13 +44,18 @@ def hf_findings(config: Any, plan: Plan) -> list[Finding]:
                 with open_mesh(plan, device="cpu") as mesh:
                     place(record(factory), plan, mesh)
             except ShardwiseError as error:
-                return [*findings, _finding("hf.refused", "error", error, "change the plan as it says")]
+                return [*findings, _finding(_row(error), "error", error, "change the plan as it says")]
         for warning in caught:
             text = str(warning.message)
             if issubclass(warning.category, UserWarning) and "tensor parallelism of" in text:
                 findings.append(_finding("hf.whole", "warning", text, "use a tp that divides them"))
     unique = {finding.what: finding for finding in findings}
     return list(unique.values())
+
+
+def _row(error: ShardwiseError) -> str:
+    """The limit that was met: an id of docs/constraints.md; else what is wrong is the model's own."""
+    return (error.row if isinstance(error, ModelError) else "") or "hf.refused"
 
 
 def _finding(name: str, severity: Any, text: object, fix: str) -> Finding:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +79,9 @@ def _factories(model: str, plan: Plan) -> tuple[Callable[[], Any], Callable[[], 
         config = hf_config(model)
         return hf_factory(config), hf_factory(shrunk_config(config))
     if ":" in model:
-        factory = _imported(model)
+        from shardwise.diagnose.read_module import module_factory
+
+        factory = module_factory(model)
         return factory, factory
     from shardwise.models.presets import build
 
@@ -91,33 +90,6 @@ def _factories(model: str, plan: Plan) -> tuple[Callable[[], Any], Callable[[], 
         raise UsageError(f"rules {model}: found no preset of this name; give pkg.module:factory, hf:NAME; {hint}")
     spec: ModelSpec = preset(model)
     return build(spec), build(shrink(spec, plan))
-
-
-def _imported(text: str) -> Callable[[], Any]:
-    """The user's `pkg.module:factory`; modules in the current directory are found."""
-    module_name, _, name = text.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"rules {text}: {error}; needed: an importable module; install it, or start in the directory where it lies"
-        ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(f"rules {text}: {module_name} has no function or class {name!r}; {nearest(name, known)}")
-    needed = [
-        p.name for p in signature(found).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
-    if needed:
-        raise ConfigError(
-            f"rules {text}: found a factory that needs arguments ({', '.join(needed)}), and it is called without; give "
-            "a function without arguments that returns the model"
-        )
-    factory: Callable[[], Any] = found
-    return factory
 
 
 def _infer(factory: Callable[[], Any], model: str, sample: str | None, degree: int) -> Rules:

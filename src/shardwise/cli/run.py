@@ -39,8 +39,8 @@ def run(
     events: Annotated[Path | None, typer.Option(help="Append each recovery to this file, a line of JSON.")] = None,
     elastic: ElasticOption = None,
     devices: Annotated[Path | None, typer.Option(help="Under --elastic: the file that lists the slots.")] = None,
-    slot_failures: FailuresOption = 2,
-    elastic_wait: WaitOption = 300.0,
+    slot_failures: FailuresOption = None,
+    elastic_wait: WaitOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -52,7 +52,7 @@ def run(
     given, after = list(words or ()), tuple(ctx.obj or ())
     plan = _plan(given[0]) if given else None
     launch = launched(nproc_given=nproc is not None, command=shlex.join(["shardwise", "run", script, *given]))
-    asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait)
+    asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait, devices=devices)
     world = nproc or (launch.world if launch else None) or (plan.world if plan else max(1, local_devices()[1]))
     if asked is not None and plan is not None and launch is not None:
         plan = plan_here(asked, plan, Known(device=local_devices()[0]), launch)
@@ -67,7 +67,7 @@ def run(
     if recover or (asked is not None and launch is None):
         recovering = recovery(launch, port=port, limit=max_recoveries, tell=tell)
     if asked is not None and plan is not None and recovering is not None:
-        recovering = _elastic(asked, recovering, plan, job, devices=devices, events=events)
+        recovering = _elastic(asked, recovering, plan, job, events=events)
     if dry_run:
         _show(job, plan, json=json)
         return
@@ -132,10 +132,13 @@ def recovery(
     return Recovering(limit=limit, standby=local_devices()[0] == "cpu", tell=told)
 
 
-def _elastic(
-    asked: Asked, recovering: Recovering, plan: Plan, job: Job, *, devices: Path | None, events: Path | None
-) -> Recovering:
+def _elastic(asked: Asked, recovering: Recovering, plan: Plan, job: Job, *, events: Path | None) -> Recovering:
     """Recovery with another plan, which the script gets as its first argument, for another number of processes."""
+    if asked.devices is None and asked.wait_s is not None:
+        raise UsageError(
+            "--elastic-wait: found no --devices, needed the file that is waited for to list more slots; name one with "
+            "--devices, or leave --elastic-wait out"
+        )
     given, *rest = job.args
 
     def arguments(now: Plan) -> tuple[str, ...]:
@@ -143,7 +146,7 @@ def _elastic(
 
     tell = partial(_append, events, "elastic") if events is not None else None
     known = Known(device=local_devices()[0])
-    return elastic_policy(asked, recovering, plan, arguments, devices=devices, known=known, tell=tell)
+    return elastic_policy(asked, recovering, plan, arguments, devices=asked.devices, known=known, tell=tell)
 
 
 def _append(path: Path, event: str, **facts: Any) -> None:

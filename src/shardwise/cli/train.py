@@ -106,8 +106,8 @@ def train(
     allow: Annotated[list[str] | None, typer.Option(help="A change of the maths at resume; or all.")] = None,
     recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; on one host.")] = False,
     elastic: ElasticOption = None,
-    slot_failures: FailuresOption = 2,
-    elastic_wait: WaitOption = 300.0,
+    slot_failures: FailuresOption = None,
+    elastic_wait: WaitOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print everything, start nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and nothing else.")] = False,
 ) -> None:
@@ -139,7 +139,7 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
         derived = replace(derived, plan=plan)
     run = RunDir(Path(str(derived.settings.train.out)))
     is_first = launch is None or launch.rank == 0
-    _check(derived, run, configuration, launch)
+    _check(derived, run, configuration, launch, how)
     recovering = _recovering(derived, run, around, launch, how)
     if is_first and not json:
         out = console()
@@ -224,7 +224,7 @@ def _count(text: str) -> int:
     return int(count)
 
 
-def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: Launch | None) -> None:
+def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: Launch | None, how: How) -> None:
     """Everything that can be refused before a process starts."""
     settings = derived.settings
     world = launch.world if launch else int(settings.train.nproc or 1)
@@ -243,9 +243,11 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
         from shardwise.train.build import declared_config
 
         refuse(hf_findings(declared_config(settings), derived.plan))
-    if launch is not None and configuration.settings.train.out is None:
+    alone = launch is not None and launch.world == 1 and how.asked is None  # nobody to agree with, now or later
+    if launch is not None and not alone and configuration.settings.train.out is None:
         raise UsageError(
-            f"{launch.launcher} started {launch.world} processes, which must agree on the run's directory; give --out"
+            f"{launch.launcher} started {launch.world} processes: all, those after a restart too, must agree on the "
+            "run's directory; found none, needed --out; give it"
         )
     if launch is None or launch.rank == 0:
         resume = settings.train.resume

@@ -16,7 +16,7 @@ from rich.text import Text
 from shardwise.cli.matrix import Matrix, verify_all
 from shardwise.cli.output import console, print_json
 from shardwise.cli.subjects import subject_for
-from shardwise.errors import PlanError, ShardwiseError, UsageError
+from shardwise.errors import ModelError, PlanError, ShardwiseError, UsageError
 from shardwise.findings import Finding
 from shardwise.plan.plan import Plan
 
@@ -150,7 +150,8 @@ def _table(report: Report) -> Table:
 
 def _refuse(subject: str, plan: str | None, error: ShardwiseError, *, json: bool) -> int:
     """Exit code 2, with a finding: a bad plan, a missing file, a model that cannot be shrunk."""
-    kind = "plan.syntax" if isinstance(error, PlanError) else f"verify.{type(error).__name__.lower()}"
+    row = error.row if isinstance(error, ModelError) else ""
+    kind = "plan.syntax" if isinstance(error, PlanError) else row or f"verify.{type(error).__name__.lower()}"
     finding = Finding(id=kind, severity="error", what=str(error))
     if json:
         empty = {"verdict": "refused", "proven": False, "exit_code": _REFUSED, "subject": subject, "plan": plan}

@@ -1,13 +1,14 @@
 """Which processes an elastic job has now: slots, the file that lists them, and what is said of a change. No torch.
 
-A *slot* is a place for one process: on accelerators the device of that number. `Fleet.team` says which slots train
+A *slot* is a place for one process: under CUDA and ROCm the device of that number. `Fleet.team` says which slots train
 under which plan; the supervisor compares that with who does, and changes over at the end of a step.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from shardwise.launch.elastic_plan import Known, plan_for
 from shardwise.launch.job import Job
 from shardwise.plan.plan import Plan
 
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Which devices a process sees as 0, 1, ...; read by CUDA and ROCm."""
 APART = 100
 """Failures of a slot with so many finished steps between them are not counted together."""
 
@@ -160,7 +163,10 @@ class Fleet:
             env: the launcher's variables, for the devices that it was given.
         """
         self.job, self.elastic = job, elastic
-        self._env = env or {}
+        on_cpu = elastic is not None and elastic.known.device == "cpu"
+        words = "" if on_cpu else (env or {}).get(_DEVICES, "")
+        self._given = [word for word in words.split(",") if word]
+        """Names of the devices that the job may use; empty: all."""
         self._listed = frozenset(range(job.nproc))
         self._stamp: tuple[int, int, int] | None = None
         self._refused = ""
@@ -178,8 +184,9 @@ class Fleet:
 
     @property
     def usable(self) -> list[int]:
-        """Slots that are listed and not left out."""
-        return sorted(self._listed - set(self.left_out))
+        """Slots that are listed, have a device among those that were given, and are not left out."""
+        most = len(self._given) or math.inf
+        return sorted(slot for slot in self._listed - set(self.left_out) if slot < most)
 
     def team(self) -> Team | None:
         """Who should train now: as many as a legal plan can use; None: fewer than the least, or no plan for them.
@@ -247,6 +254,12 @@ class Fleet:
                 )
             return
         self._stamp, self._listed = stamp, slots
+        beyond = [slot for slot in slots if self._given and slot >= len(self._given)]
+        if beyond:
+            self.elastic.note(
+                f"elastic: {path}: found slots {spell_slots(beyond)}, which have no device: {_DEVICES} is "
+                f"{','.join(self._given)}, for slots {spell_slots(range(len(self._given)))}; only those are used"
+            )
         self.left_out.clear()
         self._failures.clear()
 
@@ -254,20 +267,18 @@ class Fleet:
         if slots not in self._teams:
             job = self.job
             if self.elastic is not None and plan is not None:
-                environment = {**job.environment, **_visible(slots, self._env)}
+                environment = {**job.environment, **_visible(slots, self._given)}
                 job = replace(job, nproc=len(slots), args=self.elastic.arguments(plan), environment=environment)
             self._teams[slots] = Team(slots, job, plan)
         return self._teams[slots]
 
 
-def _visible(slots: tuple[int, ...], env: Mapping[str, str]) -> dict[str, str]:
+def _visible(slots: tuple[int, ...], given: Sequence[str]) -> dict[str, str]:
     """What shows a process the devices of these slots as 0, 1, ...; nothing where they are the first ones anyway.
 
-    >>> _visible((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5,6"})
-    {'CUDA_VISIBLE_DEVICES': '4,6'}
+    >>> _visible((0, 2), ["4", "5", "6"]), _visible((0, 2), [])
+    ({'CUDA_VISIBLE_DEVICES': '4,6'}, {'CUDA_VISIBLE_DEVICES': '0,2'})
     """
     if slots == tuple(range(len(slots))):
         return {}
-    given = [word for word in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-    names = [given[slot] if slot < len(given) else str(slot) for slot in slots]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+    return {_DEVICES: ",".join(given[slot] if given else str(slot) for slot in slots)}

@@ -42,11 +42,14 @@ def plan_of_world(elastic: Elastic, launch: Launch, env: Mapping[str, str]) -> P
     """
     bounds = f"--elastic {elastic.least}:{elastic.most}"
     if not elastic.least <= launch.world <= elastic.most:
+        few = (
+            "nobody trains on alone; look whether the nodes reach each other and whether their clocks agree (torch "
+            "elastic counts a node whose clock is behind as lost), and give `torchrun --nnodes` the same bounds"
+        )
+        many = "give `torchrun --nnodes` the same bounds, or --elastic a larger MAX"
         raise LaunchError(
             f"{bounds}: rank {launch.rank}: found a world of {launch.world} processes that {launch.launcher} started, "
-            f"needed {elastic.least} to {elastic.most}: nobody trains on alone; look whether the nodes reach each "
-            "other and whether their clocks agree (torch elastic counts a node whose clock is behind as lost), and "
-            "give `torchrun --nnodes` the same bounds"
+            f"needed {elastic.least} to {elastic.most}: {few if launch.world < elastic.least else many}"
         )
     if env.get(_SHARED) == "True" and elastic.least < elastic.most:
         raise LaunchError(

@@ -1,6 +1,6 @@
 """`plan_for`: the plan of a run for another number of processes. The maths stay: global batch, types, rules. No torch.
 
-It is the nearest legal plan to the run's own, out of those whose micro-batches have no more rows than its own had, and
+It is the nearest legal plan to the run's own, out of those whose micro-batches are no larger than its own were, and
 that fit, where the model's sizes and the device are known. Where none is near, or the run's plan was the planner's
 choice, the planner is asked. Nothing here looks at what ran before: back at its own size a run has its own plan again.
 """
@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import ROWS
-from shardwise.plan.memory import estimate_memory
-from shardwise.plan.plan import Plan
+from shardwise.plan.memory import STATES, estimate_memory
+from shardwise.plan.plan import MATHS, Plan
 from shardwise.plan.repair import Case, Hit, change, divisors, fit_world, nearest_legal
-from shardwise.plan.search import ASSUMED_HOST, find_plan
-from shardwise.plan.stack import load_stack
+from shardwise.plan.search import ASSUMED_HOST, HEADROOM, find_plan
+from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import Workload
 
 _MODEL_AXES = ("pp", "cp", "tp", "ep")
-HEADROOM = 0.05
-"""Share of a device's memory that stays free: `find_plan` leaves as much."""
 _LEANER = (
     {"recompute__mode": "ops"},
     {"recompute__mode": "blocks"},
@@ -35,8 +33,6 @@ _LEANER = (
     {"offload__state": True, "recompute__mode": "blocks"},
 )
 """What a plan that does not fit is tried with; each changes where numbers are kept, and no number."""
-_STATES = ("weights", "master", "gradients", "optimizer")
-"""Terms of a memory estimate that `offload=state` keeps in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +83,7 @@ def _adapted(own: Plan, world: int, known: Known) -> Plan | None:
         if known.spec is None and any(getattr(own.axes, axis) % getattr(plan.axes, axis) for axis in _MODEL_AXES):
             fewer = divisors(own.axes.ep)  # what divided the model's sizes before: their divisors do too
             return Hit(what="a degree that may not divide", plans=[change(plan, axes__ep=ep) for ep in fewer])
-        if rows_of(plan) > rows_of(own):
+        if _is_larger(plan, own):
             return Hit(what="larger micro-batches", plans=_accumulating(plan, own))
         for row in ROWS.values():
             hit = row.test(case)
@@ -105,12 +101,7 @@ def _adapted(own: Plan, world: int, known: Known) -> Plan | None:
 
 def has_same_maths(here: Plan, there: Plan) -> bool:
     """True where two plans differ in layout alone: types, rounding and the global batch are the same."""
-    return all(
-        getattr(here, name) == getattr(there, name) for name in ("precision", "tf32", "float8", "precision_rules")
-    ) and (here.batch.global_size, here.communication.reduce_dtype) == (
-        there.batch.global_size,
-        there.communication.reduce_dtype,
-    )
+    return not any(name.startswith((*MATHS, "batch.global_size")) for name in here.diff(there))
 
 
 def rows_of(plan: Plan) -> float:
@@ -119,12 +110,23 @@ def rows_of(plan: Plan) -> float:
     return 1 / (data * micro) if size is None else math.ceil(math.ceil(size / data) / micro)
 
 
+def _is_larger(plan: Plan, own: Plan) -> bool:
+    """Whether a rank has more of a micro-batch than under the run's own plan, in samples, of which `cp` has parts.
+
+    A whole sample is the least that a micro-batch has. Where no global batch is said nobody knows whether there are so
+    few, and more micro-batches than samples only take time: some are empty then.
+    """
+    here, there = rows_of(plan) / plan.axes.cp, rows_of(own) / own.axes.cp
+    least = 0.0 if plan.batch.global_size is None else 1 / plan.axes.cp
+    return here > max(there, least) * (1 + 1e-9)
+
+
 def _enough(plan: Plan, own: Plan) -> Iterator[int]:
-    """Numbers of micro-batches with no more rows than before, the fewest first."""
+    """Numbers of micro-batches that are no larger than before, the fewest first."""
     size = plan.batch.global_size
-    most = size or own.axes.data * own.batch.micro_batches
+    most = size or own.axes.data * own.axes.cp * own.batch.micro_batches
     for count in range(1, most + 1):
-        if rows_of(change(plan, batch__micro_batches=count)) <= rows_of(own):
+        if not _is_larger(change(plan, batch__micro_batches=count), own):
             yield count
 
 
@@ -139,7 +141,7 @@ def _sharded(plan: Plan) -> dict[str, int]:
 
 def _share(plan: Plan) -> tuple[float, float]:
     """The part of the parameters, and of the optimizer's state, that a rank holds between steps."""
-    model, shards = plan.axes.pp * plan.axes.tp, plan.axes.dp_shard
+    model, shards = plan.axes.pp * plan.axes.tp, plan.axes.dp_shard * plan.axes.cp
     return 1 / (model * (shards if plan.zero == 3 else 1)), 1 / (model * (shards if plan.zero else 1))
 
 
@@ -153,8 +155,7 @@ def _fits(plan: Plan, own: Plan, known: Known) -> bool:
         return all(now <= before * grown for now, before in zip(_share(plan), _share(own), strict=True))
     unit = plan.axes.data * plan.batch.micro_batches
     rows = -(-known.workload.global_batch // unit) * unit  # of an uneven window the fullest rank
-    workload = Workload(**{**vars(known.workload), "global_batch": rows})
-    stack = load_stack("shardwise-cpu" if known.device == "cpu" else "shardwise")
+    workload, stack = replace(known.workload, global_batch=rows), stack_on(known.device)
     cluster, profile = known.cluster, profile_of(known.spec)
     try:
         memory = estimate_memory(profile, plan, workload, stack=stack, device=cluster.device)
@@ -163,9 +164,9 @@ def _fits(plan: Plan, own: Plan, known: Known) -> bool:
         return False
     if plan.offload.state:
         host = cluster.host_memory / cluster.per_node or ASSUMED_HOST
-        if sum(here.worst.terms.get(name, 0.0) for name in _STATES) > host:
+        if sum(here.worst.terms.get(name, 0.0) for name in STATES) > host:
             return False
-    return not memory.limit or memory.device <= memory.limit * (1 - HEADROOM)
+    return not memory.limit or memory.fits_in(memory.limit * (1 - HEADROOM))
 
 
 def _planned(own: Plan, world: int, known: Known) -> Plan | None:
@@ -173,7 +174,7 @@ def _planned(own: Plan, world: int, known: Known) -> Plan | None:
     if known.spec is None or known.cluster is None or known.workload is None:
         return None
     cluster = known.cluster.with_(nodes=1, per_node=world, domain=world)
-    stack = load_stack("shardwise-cpu" if known.device == "cpu" else "shardwise")
+    stack = stack_on(known.device)
     allow = (own.precision,) if own.precision in ("fp32", "fp16", "bf16-pure") else ()
     try:
         found = find_plan(profile_of(known.spec), known.spec, cluster, known.workload, stack=stack, allow=allow)

@@ -256,11 +256,15 @@ def refuse_unbuilt(spec: ModelSpec) -> None:
         there = (
             f"`hf:{spec.hf}` (or `hf:` with the config.json of these sizes)" if spec.hf else "`hf:` with a config.json"
         )
+        todo = (
+            f"to verify it on random pictures, give {there}; `train` reads text: write a script, for `shardwise run`"
+            if spec.patch
+            else f"to train or verify it, give {there}, or your own module as package.module:function"
+        )
         raise ModelError(
             f"model {spec.name}: cannot be built: found {', '.join(spec.other_parts)}, which no reference model of "
             f"kind {spec.kind!r} has; needed a model of equal blocks, such as `llama-8b` or `mixtral-8x7b`; `plan`, "
-            f"`estimate` and `explain` take it by its sizes; to train or verify it, give {there}, or your own module "
-            "as package.module:function"
+            f"`estimate` and `explain` take it by its sizes; {todo}"
         )
 
 

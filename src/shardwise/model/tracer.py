@@ -101,7 +101,8 @@ def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
     if best is None:
         raise ModelError(
             f"find_blocks: {type(module).__name__} has no ModuleList, ModuleDict or Sequential of two or more modules "
-            "of one class with parameters; put the repeated blocks in an nn.ModuleList, or name them: blocks=PATTERN"
+            "of one class with parameters; put the repeated blocks in an nn.ModuleList, or name them: blocks=PATTERN",
+            row="module.no-blocks",
         )
     return best[1]
 
@@ -167,8 +168,7 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     trace = _Trace(module, blocks)
     found = (_as_meta(args), _as_meta(dict(kwargs)))
     hooks = []
-    for index, name in enumerate(blocks):
-        block = module.get_submodule(name)
+    for index, block in enumerate(map(module.get_submodule, blocks)):
         hooks.append(block.register_forward_pre_hook(partial(_enter, trace, index), with_kwargs=True))
         hooks.append(block.register_forward_hook(partial(_leave, trace, index), with_kwargs=True))
     try:
@@ -179,8 +179,9 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     except Exception as error:
         raise ModelError(
             f"trace_chain: the forward of {type(module).__name__} failed without data ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}) {trace.phase}; a pipeline needs a forward whose course "
-            "does not depend on the values of tensors (.item(), if tensor:) and a sample as the model takes it"
+            f"{str(error).partition(chr(10))[0]}) {trace.phase}; a pipeline needs a forward whose course does not depend "
+            "on the values of tensors (.item(), if tensor:) and a sample as the model takes it",
+            row="module.needs-values",
         ) from error
     finally:
         for hook in hooks:
@@ -198,6 +199,10 @@ def _enter(trace: _Trace, index: int, block: nn.Module, args: tuple[Any, ...], k
 
 def _leave(trace: _Trace, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     trace.leave(index, output)
+
+
+def _no_chain(text: str) -> ModelError:
+    return ModelError(f"forward is not a chain: {text}", row="module.chain")
 
 
 class _Trace(TorchFunctionMode):
@@ -290,10 +295,9 @@ class _Trace(TorchFunctionMode):
         self.alive.append(tensor)
 
     def _around(self, where: str, labels: set[str] | frozenset[str]) -> ModelError:
-        return ModelError(
-            f"forward is not a chain: {where} uses a tensor made {_of(labels)}, which did not come through the "
-            "blocks in between; a pipeline hands on only what a block returns and the next one takes: pass it "
-            "through the blocks, or use a plan with pp1"
+        return _no_chain(
+            f"{where} uses a tensor made {_of(labels)}, which did not come through the blocks in between; a pipeline "
+            "hands on only what a block returns and the next takes: pass it through the blocks, or use a plan with pp1"
         )
 
     def enter(self, index: int, arguments: dict[str, Any]) -> None:
@@ -302,36 +306,33 @@ class _Trace(TorchFunctionMode):
         if index != self.next or self.phase not in (BEFORE, BETWEEN):
             done = f"after {self.blocks[self.next - 1]}" if self.next else "first"
             expected = self.blocks[self.next] if self.next < len(self.blocks) else "none"
-            raise ModelError(
-                f"forward is not a chain: {name} is called {done}, expected {expected}; a pipeline needs each block "
-                "called once, in the order of its name: register them in the order of use, or use a plan with pp1"
+            raise _no_chain(
+                f"{name} is called {done}, expected {expected}; a pipeline needs each block called once, in the order "
+                "of its name: register them in the order of use, or use a plan with pp1"
             )
         if index:
             self.links.append(self._link(index, arguments))
         self._turn_to(name)
 
     def _link(self, index: int, arguments: dict[str, Any]) -> Link:
-        name, previous = self.blocks[index], self.blocks[index - 1]
+        name, previous, taken = self.blocks[index], self.blocks[index - 1], set[Path]()
         carried: list[tuple[Path, Path, torch.Tensor]] = []
-        taken: set[Path] = set()
         for path, tensor in tensors_in(arguments):
             source = next((p for p, out in self.outputs if out is tensor), None)
             if source is None:
                 labels = self.labels.get(_key(tensor), frozenset())
                 if labels or _key(tensor) in self.parameters:
-                    raise ModelError(
-                        f"forward is not a chain: input {_spell(path)} of {name} is not the output of {previous}; it "
-                        f"is {'made ' + _of(labels) if labels else 'a parameter'}. A pipeline hands on only what a "
-                        "block returns: move that computation into a block, or use a plan with pp1"
+                    raise _no_chain(
+                        f"input {_spell(path)} of {name} is not the output of {previous}; it is "
+                        f"{'made ' + _of(labels) if labels else 'a parameter'}. A pipeline hands on only what a block "
+                        "returns: move that computation into a block, or use a plan with pp1"
                     )
             elif source not in taken:
                 taken.add(source)
                 carried.append((source, path, tensor))
         if not carried:
-            raise ModelError(
-                f"forward is not a chain: no input of {name} is the output of {previous}, which returned "
-                f"{len(self.outputs)} tensors; give each block what the one before returned, or use a plan with pp1"
-            )
+            what = f"no input of {name} is the output of {previous}, which returned {len(self.outputs)} tensors"
+            raise _no_chain(f"{what}; give each block what the one before returned, or use a plan with pp1")
         self.given = {_key(tensor) for _, _, tensor in carried}
         return Link(
             outputs=tuple(source for source, _, _ in carried),
@@ -342,8 +343,7 @@ class _Trace(TorchFunctionMode):
 
     def leave(self, index: int, output: Any) -> None:
         """Block `index` returned."""
-        self.outputs = tensors_in(output)
-        self.given = set()
+        self.outputs, self.given = tensors_in(output), set()
         for _, tensor in self.outputs:
             self._label(tensor, frozenset((self.blocks[index],)))
         self.forms.append(put(output, {path: None for path, _ in self.outputs}))
@@ -358,8 +358,8 @@ class _Trace(TorchFunctionMode):
     def finish(self, output: Any) -> Chain:
         """Forward returned."""
         if self.next < len(self.blocks):
-            raise ModelError(
-                f"forward is not a chain: {self.blocks[self.next]} was never called ({self.next} of {len(self.blocks)} "
+            raise _no_chain(
+                f"{self.blocks[self.next]} was never called ({self.next} of {len(self.blocks)} "
                 "blocks were); name the blocks that forward calls with blocks=PATTERN, or use a plan with pp1"
             )
         self._turn_to(AFTER)

@@ -58,7 +58,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if not placed.blocks:
         raise ModelError(
             f"recompute_blocks: the plan `{plan}` recomputes or offloads blocks, and no repeated blocks were found in "
-            f"{type(placed.parts[0].root).__name__}; name them with blocks=PATTERN (as `blocks=layers.*`)"
+            f"{type(placed.parts[0].root).__name__}; name them with blocks=PATTERN (as `blocks=layers.*`)",
+            row="module.no-blocks",
         )
     chosen = recomputed(placed.blocks, plan.recompute)
     for name, block in own_blocks(placed):
@@ -85,7 +86,8 @@ def _check_no_running_statistics(name: str, block: nn.Module) -> None:
             raise ModelError(
                 f"recompute_blocks: {name}.{inner} is a {type(module).__name__} with running statistics, which "
                 "computing the block twice would update twice; leave the block out (recompute=everyN or a ratio), or "
-                "drop recompute"
+                "drop recompute",
+                row="module.statistics-twice",
             )
 
 
@@ -119,7 +121,8 @@ def compile_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if not placed.blocks:
         raise ModelError(
             f"compile_blocks: no repeated blocks were found in {type(placed.parts[0].root).__name__}; "
-            "name them with blocks=PATTERN, or drop `compile` from the plan"
+            "name them with blocks=PATTERN, or drop `compile` from the plan",
+            row="module.no-blocks",
         )
     for _, block in own_blocks(placed):
         block.compile()

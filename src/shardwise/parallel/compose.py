@@ -16,7 +16,7 @@ from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
 from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
-from shardwise.parallel.declared import check_declared, divide_declared, prepare, sample_of
+from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
 from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.float8 import check_split, type_of
 from shardwise.parallel.init import blueprint_for, materialize
@@ -180,6 +180,8 @@ def _check_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def _blocks(root: nn.Module, plan: Plan) -> tuple[str, ...]:
+    if plan.blocks == "auto" and (declared := declared_blocks(root)):
+        return declared
     try:
         found = find_blocks(root, plan.blocks)
     except ModelError:

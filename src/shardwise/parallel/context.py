@@ -192,7 +192,8 @@ def shard_context(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             raise ModelError(
                 f"context parallelism: {name or 'the model'} is a {type(module).__name__}, which mixes tokens of the "
                 "sequence and cannot be split; needed: modules that work on each token alone, and attention by "
-                "torch.nn.functional.scaled_dot_product_attention; change the model, or use a plan with cp1"
+                "torch.nn.functional.scaled_dot_product_attention; change the model, or use a plan with cp1",
+                row="module.mixes-tokens",
             )
     context = ContextSplit(plan, mesh, placed.parts[0].root)
     for part in placed.parts:
@@ -217,6 +218,7 @@ def _positions_name(root: nn.Module) -> str:
             f"context parallelism: {type(root).__name__}.forward takes {', '.join(names) or 'nothing'}, needed one "
             f"of {', '.join(POSITIONS)}: each rank holds tokens from the middle of the sequence, and the model must be "
             "told which; add the argument (a model without positions takes it and leaves it unused), or use a plan "
-            "with cp1"
+            "with cp1",
+            row="module.no-positions",
         )
     return found

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.findings import nearest
 from shardwise.model.hf_plan import Fact, Kind, Rules, hf_rules
 from shardwise.model.nested import leaves, put
 from shardwise.parallel.placed import Placed
@@ -30,6 +31,8 @@ HEAD_COUNTS = (
     "total_num_heads",
 )
 """Attributes of attention modules that count heads."""
+GATHERED = ("free_full_weight", "keep_full_weight")
+"""Styles of `_fsdp_plan`: gathered again in the backward pass, or kept. The plan's `zero` and `reshard` say it here."""
 HEAD_WIDTHS = ("all_head_size", "inner_dim")
 """Attributes of attention modules that are heads times the size of a head."""
 
@@ -64,7 +67,8 @@ def check_declared(root: nn.Module, plan: Plan) -> None:
     if plan.tensor.sequence and plan.axes.tp > 1 and getattr(root, "main_input_name", None) == "pixel_values":
         raise ModelError(
             f"{type(root).__name__} under seq: found pictures, whose patches and class token are an odd number; needed "
-            "tokens that tp divides; use tensor parallelism without `seq`"
+            "tokens that tp divides; use tensor parallelism without `seq`",
+            row="module.pictures",
         )
     if not getattr(root.config, "is_encoder_decoder", False):
         return
@@ -76,8 +80,42 @@ def check_declared(root: nn.Module, plan: Plan) -> None:
         if asked:
             raise ModelError(
                 f"{type(root).__name__} under {axis}: found an encoder and a decoder, two chains of blocks, of which "
-                f"every block of the second takes the output of the first; needed: one chain of blocks; use {remedy}"
+                f"every block of the second takes the output of the first; needed: one chain of blocks; use {remedy}",
+                row="module.two-chains",
             )
+
+
+def declared_blocks(root: nn.Module) -> tuple[str, ...]:
+    """The repeated blocks of a model that declares them: the list in its pipeline plan, else in its sharding plan.
+
+    `_pp_plan` names the modules that stages may begin with, in their order; `_fsdp_plan` gives each `layers.*` a style
+    of gathering, for all models alike unless a family says more, so it may name what a model lacks. Empty: look for it.
+
+    Raises:
+        ModelError: `_pp_plan` names a module that is not there; or a style of `_fsdp_plan` that is not known.
+    """
+    if not declares(root):
+        return ()
+    modules = dict(root.named_modules())
+    stages, groups = (getattr(root, name, None) or {} for name in ("_pp_plan", "_fsdp_plan"))
+    if lacking := [name for name in stages if name not in modules]:
+        raise ModelError(
+            f"{type(root).__name__}: its _pp_plan names {', '.join(lacking)}, found no such module; needed: names out "
+            f"of the model; {nearest(lacking[0], list(modules))}; correct base_model_pp_plan in its configuration",
+            row="module.declared-plan",
+        )
+    if unknown := {name: style for name, style in groups.items() if style not in GATHERED}:
+        raise ModelError(
+            f"{type(root).__name__}: its _fsdp_plan has styles that are not known: {unknown}, needed one of "
+            f"{', '.join(GATHERED)}; correct base_model_fsdp_plan in its configuration",
+            row="module.declared-plan",
+        )
+    shards = [name.removesuffix(".*") for name in groups if isinstance(name, str) and name.endswith(".*")]
+    for names in (stages, shards):
+        lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
+        if len(lists) == 1:
+            return tuple(f"{lists[0]}.{child}" for child, _ in modules[lists[0]].named_children())
+    return ()
 
 
 def divide_declared(placed: Placed) -> Placed:

@@ -67,7 +67,8 @@ def shard_experts(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     if not names and plan.axes.ep > 1:
         raise ModelError(
             f"expert parallelism: no expert modules in {type(placed.parts[0].root).__name__}; needed modules named "
-            f'`experts`, or a rule for them: apply(..., rules={{"layers.*.mlp.bank": "{STYLE}"}}); or use ep=1'
+            f'`experts`, or a rule for them: apply(..., rules={{"layers.*.mlp.bank": "{STYLE}"}}); or use ep=1',
+            row="module.no-experts",
         )
     site = _Site.of(plan, mesh)
     placements = dict(placed.placements)
@@ -154,7 +155,8 @@ def _check(name: str, module: nn.Module, site: _Site) -> int:
         raise ModelError(
             f"experts {name} ({type(module).__name__}): found {found}; needed parameters of the module itself, all "
             "stacked along one first dim of experts, as (experts, out, in); stack the experts' weights, or use ep=1 "
-            "and tp=1"
+            "and tp=1",
+            row="module.experts-stacked",
         )
     if next((p for p in own.values() if isinstance(p, DTensor)), None) is not None:
         raise ModelError(
@@ -165,13 +167,15 @@ def _check(name: str, module: nn.Module, site: _Site) -> int:
     if len(arguments) < 3 and not any(p.kind is p.VAR_POSITIONAL for p in arguments):
         raise ModelError(
             f"experts {name} ({type(module).__name__}): its forward takes ({', '.join(p.name for p in arguments)}), "
-            "needed (tokens, chosen, weights): of shapes (n, dim), (n, k), (n, k); see docs/experts.md"
+            "needed (tokens, chosen, weights): of shapes (n, dim), (n, k), (n, k); see docs/experts.md",
+            row="module.experts-forward",
         )
     (num_experts,) = leading
     if site.ep_mesh is not None and num_experts % site.ep_mesh.size():
         fits = [d for d in range(1, num_experts + 1) if num_experts % d == 0]
         raise ModelError(
-            f"experts {name}: ep={site.ep_mesh.size()} does not divide its {num_experts} experts; use ep in {fits}"
+            f"experts {name}: ep={site.ep_mesh.size()} does not divide its {num_experts} experts; use ep in {fits}",
+            row="module.experts-divide",
         )
     return num_experts
 
@@ -233,7 +237,8 @@ def _count_over_ranks(placed: Placed, mesh: Mesh, sequence_axes: tuple[str, ...]
                 raise ModelError(
                     f"experts: {name} fills its experts row by row up to a capacity (capacity_factor="
                     f"{module.capacity_factor}), and under {' and '.join(sequence_axes)} a rank holds parts of rows; "
-                    "use capacity_factor=None, or a plan without cp and seq"
+                    "use capacity_factor=None, or a plan without cp and seq",
+                    row="module.capacity",
                 )
         _share_rows(part, mesh.group(*sequence_axes) if divided else None)
     axes = tuple(dict.fromkeys((*GRADIENT_AXES, *sequence_axes)))

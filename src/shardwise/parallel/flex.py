@@ -307,7 +307,8 @@ def _check(call: FlexCall, divided: Divided, ranks: Ranks) -> None:
     if divided.kind == "ring":
         raise ModelError(
             f"context parallelism: {divided.block}: found flex_attention under context=ring, needed context=gather "
-            "(keys and values are gathered for each layer) or context=ulysses (heads are divided): set one in the plan"
+            "(keys and values are gathered for each layer) or context=ulysses (heads are divided): set one in the plan",
+            row="module.flex-ring",
         )
     own, length = ranks.layout.sizes[ranks.rank], ranks.layout.length
     mask = call.block_mask

@@ -88,7 +88,8 @@ def choose(root: nn.Module, blocks: Sequence[str], types: Mapping[str, str]) -> 
         raise ModelError(
             f"fp8: {'a rule `fp8` takes in' if wrong else 'no layer can be converted in'} {type(root).__name__} "
             f"what cannot be: {found}; needed: nn.Linear with both dims multiples of {MULTIPLE}, inside the repeated "
-            "blocks or named by a rule; name the blocks (blocks=PATTERN), change the rule, or drop fp8"
+            "blocks or named by a rule; name the blocks (blocks=PATTERN), change the rule, or drop fp8",
+            row="module.float8",
         )
     return Choice(converted=tuple(converted), left=left)
 
@@ -197,7 +198,8 @@ def check_split(placed: Placed) -> None:
                 raise ModelError(
                     f"fp8: {name} on the axis tp={placed.plan.axes.tp}: found {shape[0]} x {shape[1]} on each rank, "
                     f"needed multiples of {MULTIPLE}; use a smaller tp, or leave the layer out: a rule "
-                    f"precision={name}:{placed.plan.precision} in the plan"
+                    f"precision={name}:{placed.plan.precision} in the plan",
+                    row="module.float8-shard",
                 )
 
 

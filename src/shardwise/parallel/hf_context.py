@@ -82,7 +82,8 @@ def divide_attention(root: nn.Module, divided: Divided) -> None:
     if others:
         raise ModelError(
             f"context parallelism: {type(root).__name__} has layers of kind {', '.join(others)}, whose masks are made "
-            f"for the tokens at hand; needed: {' or '.join(KINDS)}; use a plan with cp1"
+            f"for the tokens at hand; needed: {' or '.join(KINDS)}; use a plan with cp1",
+            row="module.attention-kind",
         )
     attention = _name_for(root, divided, config)
     window = Window(divided)
@@ -101,14 +102,16 @@ def _name_for(root: nn.Module, divided: Divided, config: Any) -> str:
         if divided.kind == "ring":
             raise ModelError(
                 f"context parallelism: {type(root).__name__} has attention by 'flex_attention' under context=ring, "
-                "needed context=gather or context=ulysses: set one in the plan"
+                "needed context=gather or context=ulysses: set one in the plan",
+                row="module.flex-ring",
             )
         return FLEX_NAME
     if asked not in ("sdpa", NAME) or caps:
         raise ModelError(
             f"context parallelism: {type(root).__name__} has attention{' that caps its logits' if caps else ''} by "
             f"{asked!r}, found one that sees its own tokens only; needed: torch's scaled_dot_product_attention (sdpa), "
-            "or 'flex_attention' in the configuration with context=gather or context=ulysses; or use a plan with cp1"
+            "or 'flex_attention' in the configuration with context=gather or context=ulysses; or use a plan with cp1",
+            row="module.attention-by-hand",
         )
     return NAME
 
@@ -118,7 +121,8 @@ def _check_window(name: str, module: nn.Module, config: Any) -> None:
     if hasattr(module, "is_causal") and "attention_interface" not in source and _has_linear(module):
         raise ModelError(
             f"context parallelism: {name} ({type(module).__name__}) calls its attention directly, with masks of the "
-            "tokens at hand; needed: attention through the interface of transformers; use a plan with cp1"
+            "tokens at hand; needed: attention through the interface of transformers; use a plan with cp1",
+            row="module.attention-direct",
         )
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "sliding_window", None) and (kinds is None or "sliding_attention" in kinds)
@@ -126,12 +130,14 @@ def _check_window(name: str, module: nn.Module, config: Any) -> None:
         raise ModelError(
             f"context parallelism: {name} ({type(module).__name__}) has a sliding window in its mask alone, found no "
             "sliding_window= in the call of its attention; needed: the window, to make the mask of the whole sequence; "
-            "set sliding_window=None in the configuration, or use a plan with cp1"
+            "set sliding_window=None in the configuration, or use a plan with cp1",
+            row="module.window-in-mask",
         )
     if slides and getattr(module, "is_causal", True) is False:
         raise ModelError(
             f"context parallelism: {name} ({type(module).__name__}) has a sliding window that looks ahead, needed a "
-            "causal one; use a plan with cp1"
+            "causal one; use a plan with cp1",
+            row="module.window-ahead",
         )
 
 

@@ -208,13 +208,15 @@ class Divided:
                 "no call of torch's attention function",
                 "torch.nn.functional.scaled_dot_product_attention in each block: attention by other means (written by "
                 "hand, a kernel of its own), state spaces and convolutions would see a part of the sequence",
+                row="module.attention-by-hand",
             )
 
-    def refusal(self, found: str, needed: str) -> ModelError:
-        """The error of a call that cannot be carried out on a part of the sequence."""
+    def refusal(self, found: str, needed: str, row: str = "") -> ModelError:
+        """The error of a call that cannot be carried out on a part of the sequence; `row`: its limit's id, if any."""
         return ModelError(
             f"context parallelism: {self.block}: found {found}, needed {needed}; change the model, or use a plan with "
-            "cp1"
+            "cp1",
+            row=row,
         )
 
     def check_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -233,17 +235,20 @@ class Divided:
                 raise self.refusal(
                     f"{name} over scores {tuple(tensor.shape)}, attention written by hand",
                     "torch.nn.functional.scaled_dot_product_attention",
+                    row="module.attention-by-hand",
                 )
         elif func in CONVOLUTIONS:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if any(size > 1 for size in weight.shape[2:]):
-                raise self.refusal(f"{name} with a kernel {tuple(weight.shape[2:])}", _TOKENS)
+                raise self.refusal(
+                    f"{name} with a kernel {tuple(weight.shape[2:])}", _TOKENS, row="module.mixes-tokens"
+                )
         elif func in ALONG_A_DIM and tensor.dim() > 1 and tensor.shape[:2] == (self.rows, own):
             dims = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))
             if any(d % tensor.dim() == 1 for d in (dims if isinstance(dims, Iterable) else [dims]) if d is not None):
-                raise self.refusal(f"{name} along the sequence", _TOKENS)
+                raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
         elif func is F.multi_head_attention_forward:
-            raise self.refusal("multi_head_attention_forward", _TOKENS)
+            raise self.refusal("multi_head_attention_forward", _TOKENS, row="module.mixes-tokens")
 
 
 _TOKENS = "operations on each token alone, and torch.nn.functional.scaled_dot_product_attention"

@@ -34,7 +34,8 @@ def check_divides(tp: int, size: int, what: str, remedy: str = "") -> None:
         working = ", ".join(str(d) for d in range(1, min(size, 64) + 1) if size % d == 0)
         raise ModelError(
             f"tensor parallelism: tp={tp} does not divide {what}; use tp in {{{working}}}"
-            + (f", or {remedy}" if remedy else "")
+            + (f", or {remedy}" if remedy else ""),
+            row="module.tp-divides",
         )
 
 

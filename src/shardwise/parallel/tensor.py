@@ -100,7 +100,8 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         raise ModelError(
             f"tensor parallelism with sequence shards: no repeated blocks were found in "
             f"{type(placed.parts[0].root).__name__}, and the sequence is split between the first and the last; "
-            "name them with blocks=PATTERN (as `blocks=layers.*`), or drop `seq` from the plan"
+            "name them with blocks=PATTERN (as `blocks=layers.*`), or drop `seq` from the plan",
+            row="module.no-blocks",
         )
     placements = dict(placed.placements)
     for part in placed.parts:
@@ -175,12 +176,14 @@ def _check_type(site: _Site) -> None:
         raise ModelError(
             f"sharding rule {site.style!r} on {site.name}: found {type(site.module).__name__} with parameters "
             f"{sorted(names)}, needed nn.{needed.__name__} with weight and bias only; use an nn.{needed.__name__}, "
-            "or the rule 'replicate'"
+            "or the rule 'replicate'",
+            row="module.rule-kind",
         )
     if isinstance(site.module, nn.ParameterList | nn.ParameterDict):
         raise ModelError(
             f"sharding rule {site.style!r} on {site.name}: found {type(site.module).__name__}, whose parameters are "
-            "used by the forward of another module; register them on the module that uses them"
+            "used by the forward of another module; register them on the module that uses them",
+            row="module.rule-kind",
         )
 
 
@@ -227,7 +230,8 @@ def _check_siblings(sites: list[_Site], sequence: bool) -> None:
             shown = ", ".join(f"{s.name}: {s.style}" for s in linears)
             raise ModelError(
                 f"sharding rules inside {parent} mix split and whole outputs ({shown}): split heads would meet the "
-                "wrong whole ones; give all of them 'column', or all of them 'column-gather'"
+                "wrong whole ones; give all of them 'column', or all of them 'column-gather'",
+                row="module.mixed-rules",
             )
     if sequence:
         _check_sequence(sites)
@@ -245,7 +249,8 @@ def _check_sequence(sites: list[_Site]) -> None:
     if adapter:
         raise ModelError(
             f"sequence shards: {adapter.name} is the second half of an adapter on a row layer, and would see 1/tp of "
-            "the sequence where it is taken to see all of it; drop `seq` from the plan, or adapt column layers only"
+            "the sequence where it is taken to see all of it; drop `seq` from the plan, or adapt column layers only",
+            row="module.adapter-on-row",
         )
     ended = {s.parent for s in sites if s.style == "row"}
     for holder in sorted(holders - ended):
@@ -253,25 +258,29 @@ def _check_sequence(sites: list[_Site]) -> None:
             raise ModelError(
                 f"sequence shards: {holder} holds column layers and no row layer, found a module that gathers the "
                 "sequence and does not split it again; needed: the layer that leads out of it inside of it (rule "
-                "'row'); or drop `seq` from the plan"
+                "'row'); or drop `seq` from the plan",
+                row="module.no-row-layer",
             )
     for site in sorted(sites, key=lambda s: s.name.count(".")):
         if site.style in COLUMNS and site.block in (site.parent, site.name):
             raise ModelError(
                 f"sequence shards: {site.name} is a column layer of the block itself, whose own code would see "
                 f"1/tp of the sequence; needed: attention and feed-forward as modules of their own inside {site.block}"
-                "; move them there, or drop `seq` from the plan"
+                "; move them there, or drop `seq` from the plan",
+                row="module.column-in-block",
             )
         if site.style in COLUMNS and site.block and (outer := _enclosing(site.parent, holders)):
             raise ModelError(
                 f"sequence shards: {site.parent} and {outer} around it both hold column layers, so it is not clear "
-                "which one gathers the sequence; keep the column layers in one of them, or drop `seq` from the plan"
+                "which one gathers the sequence; keep the column layers in one of them, or drop `seq` from the plan",
+                row="module.nested-columns",
             )
         if site.style == "replicate" and site.block and not _inside(site, holders):
             raise ModelError(
                 f"sequence shards: {site.name} is declared 'replicate' inside the block {site.block}, where it would "
                 "see 1/tp of the sequence; use 'sequence' when it works on each token alone, or drop `seq` from the "
-                "plan"
+                "plan",
+                row="module.replicate-in-block",
             )
 
 

@@ -88,7 +88,8 @@ def retie(root: nn.Module, ties: Mapping[str, str]) -> None:
             raise ModelError(
                 f"tensor parallelism: {name} is tied to {first}, and their rules place it as {_placements(there)} and "
                 f"{_placements(here)}, found two layouts of one parameter; needed the same on both: 'vocab' for the "
-                "embedding with 'head' for the output layer, or 'replicate' for both"
+                "embedding with 'head' for the output layer, or 'replicate' for both",
+                row="module.tied-layouts",
             )
         two.register_parameter(key, here)
 

@@ -27,6 +27,7 @@ from shardwise.plan.repair import Case, Hit, Row, change, markdown, nearest_lega
 from shardwise.plan.rows_context import CONTEXT
 from shardwise.plan.rows_data import BLOCKS, DATA, WORLD
 from shardwise.plan.rows_expert import EXPERTS
+from shardwise.plan.rows_modules import MODULES
 from shardwise.plan.rows_pipeline import PIPELINE
 from shardwise.plan.rows_precision import PRECISION
 from shardwise.plan.rows_tensor import TENSOR
@@ -112,10 +113,11 @@ def docs_text() -> str:
         "Every rule between features. `shardwise check`, `shardwise train`, `shardwise run` and `apply` ask this one "
         "table before any process starts.\nA refusal names its numbers and the nearest plan that works. An unparsable "
         "shorthand has the "
-        "id `plan.syntax`.\n\n"
+        "id `plan.syntax`. What only the module itself shows stands under Modules.\n\n"
         "Written by `python -m shardwise.plan.constraints > docs/constraints.md`; a test holds it current.\n\n"
     )
-    return head + markdown(SECTIONS)
+    tables = {section: {row.id: row.why for row in rows.values()} for section, rows in SECTIONS.items()}
+    return head + markdown({**tables, "Modules": MODULES})
 
 
 if __name__ == "__main__":

@@ -94,7 +94,11 @@ class Memory:
     @property
     def fits(self) -> bool:
         """True where the device's memory is known and suffices."""
-        return self.limit > 0 and self.device - self.held <= self.limit
+        return self.fits_in(self.limit)
+
+    def fits_in(self, limit: float) -> bool:
+        """True where so many bytes of a device suffice: `held` is given back before memory runs out."""
+        return limit > 0 and self.device - self.held <= limit
 
 
 def estimate_memory(

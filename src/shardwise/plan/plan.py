@@ -46,6 +46,8 @@ BalanceKind = Literal["zigzag", "contiguous"]
 Float8Kind = Literal["none", "tensorwise", "rowwise", "rowwise-hp"]
 RULE_TYPES: tuple[str, ...] = ("fp32", "bf16", "fp8")
 """What a precision rule may give a module."""
+MATHS = ("precision", "tf32", "float8", "precision_rules", "communication.reduce_dtype")
+"""How the names in a `Plan.diff` begin that change results, by types and rounding; all others are layout."""
 
 
 def _at_least(least: int, **values: object) -> None:
@@ -392,9 +394,7 @@ class Plan:
 
 def _diff(here: Any, there: Any, prefix: str) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
-    for f in fields(here):
-        a, b = getattr(here, f.name), getattr(there, f.name)
+    for name, a, b in ((f.name, getattr(here, f.name), getattr(there, f.name)) for f in fields(here)):
         if a != b:
-            name = prefix + f.name
-            found |= _diff(a, b, f"{name}.") if is_dataclass(a) else {name: (a, b)}
+            found |= _diff(a, b, f"{prefix}{name}.") if is_dataclass(a) else {prefix + name: (a, b)}
     return found

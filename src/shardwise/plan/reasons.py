@@ -116,7 +116,7 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     if not memory.fits:
         return f"{label}: {memory.device / GIB:.0f} GiB do not fit"
     share = (memory.device - memory.held) / device.memory
-    tight = f", memory {share:.0%} full" if share > 1 - HEADROOM else ""
+    tight = "" if memory.fits_in(device.memory * (1 - HEADROOM)) else f", memory {share:.0%} full"
     return f"{label}: {_percent(seconds, best.time.total)}{tight}"
 
 

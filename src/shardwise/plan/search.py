@@ -323,7 +323,7 @@ class Walk:
         workload = space.workload_of(plan)
         self.estimated += 1
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
-        if memory.device - memory.held > self.limit:
+        if not memory.fits_in(self.limit):
             self.pruned["memory"] += 1
             if self.goal != "memory" and not spread.offloaded:
                 kept, states = self.bounds.flow_size(flow, every_rank=True), self.bounds.states(flow, spread)

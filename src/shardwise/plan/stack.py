@@ -130,6 +130,15 @@ def load_stack(name: str) -> Stack:
     return from_dict(Stack, {"name": name, **_table()[name]})
 
 
+def stack_on(device: str | None) -> Stack:
+    """Shardwise's own stack on a device: of a CPU (`cpu`, or a cluster's device of such a name), or of any other.
+
+    >>> stack_on("cpu").name, stack_on("cuda").name
+    ('shardwise-cpu', 'shardwise')
+    """
+    return load_stack("shardwise-cpu" if (device or "").startswith("cpu") else "shardwise")
+
+
 @cache
 def _table() -> Mapping[str, dict[str, Any]]:
     return tomllib.loads(files("shardwise.plan").joinpath("stacks.toml").read_text(encoding="utf-8"))

@@ -9,14 +9,11 @@ from typing import Any, Literal
 
 from shardwise.errors import ChangedError, UsageError
 from shardwise.findings import nearest
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import MATHS, Plan
 from shardwise.train.rundir import RunDir
 
 _MATHS = ("model.", "data.", "optimizer.", "schedule.")
-_MATHS_KEYS = (
-    *(f"train.{key}" for key in ("global_batch", "clip_norm", "clip_value", "nonfinite", "spike", "seed")),
-    "plan.precision",
-)
+_MATHS_KEYS = [f"train.{key}" for key in ("global_batch", "clip_norm", "clip_value", "nonfinite", "spike", "seed")]
 _NOT_MATHS = ("data.num_workers", "model.name")
 _LAYOUT = ("plan.shorthand", "plan.file", "train.micro_batches", "train.nproc", "train.device")
 _EACH_TIME = ("train.out", "train.name", "train.resume", "train.port")
@@ -51,16 +48,16 @@ def find_changes(run: RunDir, config: Mapping[str, Any], plan: Plan) -> list[Cha
     if run.identity() is None:
         return []
     there = json.loads(run.config_json.read_text(encoding="utf-8"))
-    before = _flat(there) | ({"plan.precision": Plan.load(run.plan).precision} if run.plan.is_file() else {})
-    now = _flat(json.loads(json.dumps(config))) | {"plan.precision": plan.precision}
+    before, now = _flat(there), _flat(json.loads(json.dumps(config)))
     lengthened = before.get("train.steps") != now.get("train.steps")
     derived = str(config["origins"].get("schedule.warmup", "")).startswith("derived")
-    found = []
+    planned = Plan.load(run.plan).diff(plan) if run.plan.is_file() else {}
+    found = [Change(f"plan.{key}", *pair, "maths") for key, pair in planned.items() if key.startswith(MATHS)]
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and key not in _EACH_TIME:
             follows = key == "schedule.warmup" and derived and lengthened  # nobody said it: it goes with the length
             found.append(Change(key, before[key], now[key], "other" if follows else _kind(key)))
-    return sorted(found, key=lambda change: ("maths", "layout", "other").index(change.kind))
+    return sorted(found, key=lambda change: (("maths", "layout", "other").index(change.kind), change.key))
 
 
 def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""`sample_text`: text of a trained model where it lies, on any mesh: every rank takes part, no rank holds all of it."""
+"""`generate`: tokens of a trained model where it lies, on any mesh: every rank takes part, no rank holds all of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
-from shardwise.models.sample import generate
+from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
 from shardwise.train.loop import reshard
 from shardwise.train.tokens import Tokenizer
+
+LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
+"""Attributes of a model's `config` that say how many positions it has."""
 
 
 class WholeModel(nn.Module):
@@ -32,7 +35,7 @@ class WholeModel(nn.Module):
         self.pads = plan.axes.pp > 1 or plan.compile or plan.tensor.sequence
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """(1, seq) int64 -> logits (1, seq, vocab), on every rank."""
+        """(batch, seq) int64 -> logits (batch, seq, vocab), on every rank."""
         width = ids.shape[1]
         padded = nn.functional.pad(ids, (0, self.seq_len - width)) if self.pads else ids
         batch = {"input_ids": padded, "labels": padded}
@@ -80,23 +83,71 @@ def as_logits(output: Any) -> torch.Tensor:
     return logits
 
 
-def sample_text(
-    placed: Placed, tokenizer: Tokenizer, prompt: str, *, seq_len: int, num_tokens: int = 200, seed: int = 0
-) -> str:
-    """The prompt and what the model writes after it. Collective: every rank calls it and gets the same text.
+def generate(
+    placed: Placed,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    seq_len: int | None = None,
+) -> torch.Tensor:
+    """Continue each row of `ids` with a placed model as it is, between two steps. Collective: every rank calls it.
 
-    Cost: one forward pass of the whole context per token.
+    Args:
+        placed: a causal language model; it is called in evaluation mode and left in training mode.
+        ids: (batch, seq) int64, seq at least 1, the same on every rank.
+        max_new_tokens: how many tokens to add.
+        temperature: divides the logits; 0 takes the most likely token.
+        seed: of the draws: the same tokens under every plan.
+        seq_len: the longest context that the model is shown, and the width that rows are padded to under plans that
+            want one shape (`pp`, `seq`, `compile`); None: that of the longest row there will be, up to what `config`
+            says (`max_seq_len`, `max_position_embeddings`), and a multiple of `tp` under `seq`.
+
+    Returns:
+        (batch, seq + max_new_tokens) int64, the same on every rank.
 
     Raises:
+        UsageError: no token to start from, or a negative temperature.
         ModelError: the model does not return logits (batch, seq, vocab).
+
+    Cost: one forward of the whole context per token, on every rank of a replica (no cache of keys and values).
+
+    >>> generate(placed, torch.tensor([[72, 105]]), 20, temperature=0)  # doctest: +SKIP
     """
-    ids = torch.tensor([list(tokenizer.encode(prompt)) or [0]], dtype=torch.int64, device=placed.mesh.device)
+    whole = WholeModel(placed, seq_len or _width(placed, ids.shape[-1] + max_new_tokens))
+    return _continued(whole, ids, max_new_tokens, temperature, seed)
+
+
+def _continued(
+    whole: WholeModel, ids: torch.Tensor, max_new_tokens: int, temperature: float, seed: int
+) -> torch.Tensor:
+    placed = whole.placed
+    training = [part.root.training for part in placed.parts]
     placed.train(False)
     try:
-        out = generate(WholeModel(placed, seq_len, tokenizer.vocab_size), ids, num_tokens, 0.7, seed, seq_len)
+        out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
     finally:
-        placed.train(True)
+        placed.train(any(training))
         reshard(placed)
     if dist.is_initialized() and placed.mesh.world > 1:
         dist.broadcast(out, src=0)
-    return tokenizer.decode(out[0].tolist())
+    return out
+
+
+def _width(placed: Placed, longest: int) -> int:
+    """Tokens of the longest context: as many as there will be, a multiple of `tp`, and no more than the model takes."""
+    config = getattr(placed.parts[0].root, "config", None)
+    most = next((int(n) for key in LENGTHS if (n := getattr(config, key, None))), None)
+    unit = placed.plan.axes.tp if placed.plan.tensor.sequence else 1
+    width = -(-longest // unit) * unit
+    return width if most is None else min(width, most // unit * unit)
+
+
+def sample_text(
+    placed: Placed, tokenizer: Tokenizer, prompt: str, *, seq_len: int, num_tokens: int = 200, seed: int = 0
+) -> str:
+    """The prompt and what the model writes after it; see `generate`."""
+    ids = torch.tensor([list(tokenizer.encode(prompt)) or [0]], dtype=torch.int64)
+    whole = WholeModel(placed, seq_len, tokenizer.vocab_size)
+    return tokenizer.decode(_continued(whole, ids, num_tokens, 0.7, seed)[0].tolist())

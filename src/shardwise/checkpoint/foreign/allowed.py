@@ -52,6 +52,9 @@ def _tensor(name: Name, args: tuple[Any, ...]) -> Tensor:
     dtype = storage.dtype if isinstance(storage, Storage) else UNTYPED
     if name.name == "_rebuild_tensor_v3":
         dtype = args[6].name if len(args) > 6 and isinstance(args[6], Name) else UNTYPED
+    if any(arg for arg in args[6:] if isinstance(arg, dict)):
+        fix = "save it with .resolve_conj().resolve_neg()"
+        raise RefusedError("a view of a tensor's conjugate or negative", "a tensor of the elements themselves", fix)
     if not isinstance(storage, Storage) or dtype not in DTYPES:
         raise RefusedError(
             f"a tensor of the type {dtype}", f"one of {', '.join(DTYPES)}", "convert it with the library that wrote it"

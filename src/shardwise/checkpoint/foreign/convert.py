@@ -17,12 +17,12 @@ from shardwise.checkpoint.foreign.dcp import METADATA, read_dcp
 from shardwise.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
 from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.names import read_rules, rename
-from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.opened import OpenFiles, reading
 from shardwise.checkpoint.foreign.safetensors import read_safetensors
 from shardwise.checkpoint.foreign.state import Foreign, shown
 from shardwise.checkpoint.foreign.torch_files import SUFFIXES, read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
-from shardwise.checkpoint.foreign.writing import check_room, replacing, total_bytes, write_streamed
+from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes, write_streamed
 from shardwise.checkpoint.format import Piece, check_name, whole
 from shardwise.checkpoint.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.reading import Reader
@@ -111,11 +111,13 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     Raises:
         CheckpointError: it is not there, or is of no known kind.
     """
-    if not source.exists():
+    with reading(source):
+        there = source.exists()
+    if not there:
         raise CheckpointError(f"{source}: found nothing there, needed a checkpoint of another library; check the path")
     kind = _kind(files, source) if options.kind == "auto" else options.kind
     if kind == "fsdp":
-        kind = "dcp" if source.is_dir() and METADATA in files.files.names(source) else "torch"
+        kind = "dcp" if source.is_dir() and METADATA in files.names(source) else "torch"
     if options.unsafe and kind in ("dcp", "safetensors"):
         raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
     if kind == "safetensors":
@@ -132,7 +134,7 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
 def _kind(files: OpenFiles, source: Path) -> Kind:
     if source.is_file():
         return "safetensors" if source.suffix == ".safetensors" else "torch"
-    names = files.files.names(source)
+    names = files.names(source)
     if METADATA in names:
         return "dcp"
     if any(name.endswith(".safetensors") for name in names):
@@ -159,7 +161,9 @@ def _sources(found: Foreign, options: Options) -> dict[str, Source]:
     sources = {MODEL + name: _typed(s, options.dtype, name) for name, s in found.weights.items()}
     sources |= {f"{OPTIM}{n}.{key}": s for n, states in found.optimizer.items() for key, s in states.items()}
     if options.like is not None:
-        sources = _made_like(sources, found, Manifest.read(find(options.like).path), options.like)
+        with reading(options.like):
+            like = Manifest.read(find(options.like).path)
+        sources = _made_like(sources, found, like, options.like)
     for name in sources:
         check_name(name, "convert")
     return sources
@@ -224,6 +228,7 @@ def _write(root: Path, sources: Mapping[str, Source], found: Foreign) -> int:
     run, save = uuid.uuid4().hex, uuid.uuid4().hex
     partial = directory.begin(found.step, run)
     entry, sums, starts = write_streamed(LOCAL, partial, Identity(run=run, save=save, step=found.step, rank=0), sources)
+    found.notes += overflow_notes(sources)
     tensors = {
         name: TensorEntry(
             source.shape,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
     kinds = metadata.get("state_dict_metadata")
     if not isinstance(kinds, dict) or not kinds:
         raise _wrong(where, "no table of tensors", "one")
-    paths = _paths(metadata.get("planner_data"), list(kinds))
+    paths = _paths(where, metadata.get("planner_data"), list(kinds))
     items = _items(path, where, metadata)
     tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
     sources = _tensors(files, where, tensors, items)
@@ -63,10 +63,20 @@ def _instance(value: object, where: Path, name: str) -> Instance:
     return value
 
 
-def _paths(planner: Any, names: Sequence[str]) -> dict[str, Path_]:
+def _paths(where: Path, planner: Any, names: Sequence[str]) -> dict[str, Path_]:
     """Where each entry was in the state_dict that was saved, as the planner flattened it."""
     known = planner if isinstance(planner, dict) else {}
-    return {n: tuple(known[n]) if isinstance(known.get(n), list) else (n,) for n in names if isinstance(n, str)}
+    paths: dict[str, Path_] = {}
+    first: dict[str, str] = {}
+    for name in (n for n in names if isinstance(n, str)):
+        parts = known.get(name)
+        if not isinstance(parts, list) or not parts or not all(isinstance(part, str | int) for part in parts):
+            parts = [name]
+        paths[name] = tuple(parts)
+        other = first.setdefault(_joined(paths[name]), name)
+        if other != name:
+            raise _wrong(where, f"{other} and {name}, both at {_joined(paths[name])}", "one entry at each place")
+    return paths
 
 
 def _items(path: Path, where: Path, metadata: Instance) -> dict[str, list[_Item]]:
@@ -168,40 +178,74 @@ def _sorted(
     where: Path, paths: dict[str, Path_], sources: dict[str, Source], numbers: dict[str, Any], in_order: bool
 ) -> Foreign:
     """Weights, optimizer and the rest, by where they were in what was saved."""
+    optimizers = {name: _within(path, _is_optimizer) for name, path in paths.items()}
+    tensors = {name: path for name, path in paths.items() if name in sources and not optimizers[name]}
+    places = {name: _within(path, MODEL_KEYS.__contains__) for name, path in tensors.items()}
+    places = {name: at for name, at in places.items() if at or len(paths[name]) == 1}
+    if not places:
+        raise _wrong(where, f"no weights among {shown(list(paths))}", "a state_dict, alone or under `model`")
+    model = _model_of(where, places)
     weights: dict[str, Source] = {}
-    states: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
     others, step = [], 0
     for name, path in paths.items():
-        at = next((i for i, part in enumerate(path) if _is_optimizer(part)), None)
-        value = sources.get(name, numbers.get(name))
-        if at is not None and len(path) > at + 1:
-            states[".".join(map(str, path[at + 1 :]))] = value
-        elif name in sources:
-            inner = next((i for i, part in enumerate(path[:-1]) if part in MODEL_KEYS), -1)
-            if inner >= 0 or len(path) == 1:
-                weights[".".join(map(str, path[inner + 1 :]))] = sources[name]
-            else:
-                others.append(name)
+        at, value = optimizers[name], sources.get(name, numbers.get(name))
+        if at:
+            states.setdefault(_joined(at), {})[_joined(path[len(at) :])] = value
+        elif places.get(name) == model:
+            weights[_joined(path[len(model) :])] = sources[name]
         elif isinstance(value, int) and path[-1] in STEP_KEYS:
             step = max(step, value)
         else:
             others.append(name)
-    if not weights:
-        raise _wrong(where, f"no weights among {shown(list(paths))}", "a state_dict, alone or under `model`")
-    found = Foreign(kind="dcp", weights=weights, step=step, files=len({v for v in paths}))
+    found = Foreign(kind="dcp", weights=weights, step=step, files=len(paths))
     found.optimizer, reason = _optimizer(states, weights, in_order)
     found.notes += [reason] if reason else []
     found.notes += [f"what a Shardwise run keeps elsewhere or has no use for: {shown(others)}"] if others else []
     return found
 
 
-def _optimizer(states: dict[str, Any], weights: dict[str, Source], in_order: bool) -> tuple[Named, str]:
-    """`state.<parameter>.<key>`, and numbers in place of parameters."""
-    by_parameter: dict[Any, dict[str, Any]] = {}
-    for path, value in states.items():
-        if path.startswith("state.") and value is not None:
-            name, _, key = path.removeprefix("state.").rpartition(".")
-            by_parameter.setdefault(int(name) if name.isdecimal() and name not in weights else name, {})[key] = value
-    if not by_parameter:
+def _within(path: Path_, kind: Callable[[Any], bool]) -> Path_:
+    """The way to the outermost container of a kind that holds an entry; none: nothing."""
+    at = next((i for i, part in enumerate(path[:-1]) if kind(part)), -1)
+    return path[: at + 1]
+
+
+def _model_of(where: Path, places: Mapping[str, Path_]) -> Path_:
+    """The outermost `model` or the like, which an average's lies below; the top, where there is none.
+
+    Raises:
+        CheckpointError: one is as good as another.
+    """
+    first: dict[Path_, str] = {}
+    for name, at in places.items():
+        first.setdefault(at, name)
+    least = min((len(at) for at in first if at), default=0)
+    found = {at: name for at, name in first.items() if len(at) == least}
+    if len(found) > 1:
+        raise _wrong(where, f"weights of several models: {shown(list(found.values()))}", "those of one")
+    return next(iter(found))
+
+
+def _joined(path: Path_) -> str:
+    return ".".join(map(str, path))
+
+
+def _optimizer(states: Mapping[str, dict[str, Any]], weights: dict[str, Source], in_order: bool) -> tuple[Named, str]:
+    """`state.<parameter>.<key>` of the one optimizer that has any, and numbers in place of parameters."""
+    found = {
+        name: {path: value for path, value in entries.items() if path.startswith("state.") and value is not None}
+        for name, entries in states.items()
+    }
+    found = {name: entries for name, entries in found.items() if entries}
+    if not found:
         return {}, "the optimizer's state: it has none by parameter" if states else ""
+    if len(found) > 1:
+        return {}, (
+            f"the optimizer's state: there are {len(found)} optimizers ({shown(list(found))}), one can be taken over"
+        )
+    by_parameter: dict[Any, dict[str, Any]] = {}
+    for path, value in next(iter(found.values())).items():
+        name, _, key = path.removeprefix("state.").rpartition(".")
+        by_parameter.setdefault(int(name) if name.isdecimal() and name not in weights else name, {})[key] = value
     return named_state({"state": by_parameter}, weights, in_order)

@@ -53,11 +53,11 @@ class _Place:
 
 def is_deepspeed(files: OpenFiles, path: Path) -> bool:
     """Whether a directory is one of DeepSpeed's, or holds a tag of one."""
-    return any(_OPTIM.fullmatch(name) for name in files.files.names(_tagged(files, path)))
+    return any(_OPTIM.fullmatch(name) for name in files.names(_tagged(files, path)))
 
 
 def _tagged(files: OpenFiles, path: Path) -> Path:
-    names = files.files.names(path)
+    names = files.names(path)
     if "latest" in names and not any(_OPTIM.fullmatch(name) for name in names):
         tag = files.read(path / "latest", 0, min(files.size(path / "latest"), 256)).decode("utf-8", "replace").strip()
         if not _TAG.fullmatch(tag):
@@ -66,7 +66,7 @@ def _tagged(files: OpenFiles, path: Path) -> Path:
                 "give that directory"
             )
         return path / tag
-    if names == ["checkpoint"] or ("checkpoint" in names and files.files.is_directory(path / "checkpoint")):
+    if names == ["checkpoint"] or ("checkpoint" in names and files.is_directory(path / "checkpoint")):
         return path / "checkpoint"  # Lightning keeps it there
     return path
 
@@ -79,7 +79,7 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False) -> Foreig
             do not add up to the parameters.
     """
     folder = _tagged(files, path)
-    names = files.files.names(folder)
+    names = files.names(folder)
     other = [name for name in names if _OTHER.fullmatch(name)]
     if other:
         raise CheckpointError(

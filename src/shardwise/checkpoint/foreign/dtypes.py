@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,21 +43,36 @@ def cast_bytes(data: NDArray[np.uint8], source: str, target: str, name: str) -> 
         raise CheckpointError(
             f"{name}: found {source}, needed {target}, and there is no conversion; keep its type, or convert it first"
         )
-    if source == "bfloat16":
-        wide = (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    wide = _values(data, source)
+    if target == "bfloat16":
+        found = _to_bfloat16(wide).view(np.uint8)
     else:
-        wide = data.view(np.dtype(_NUMPY[source]))
-    if source not in FLOATS and bool((wide.astype(np.float64).astype(target_or_wide(target)) != wide).any()):
-        raise CheckpointError(f"{name}: an integer of {source} that {target} cannot hold; keep its type")
-    if target != "bfloat16":
         with np.errstate(over="ignore"):
-            return wide.astype(np.dtype(target)).view(np.uint8)
-    return _to_bfloat16(wide).view(np.uint8)
+            found = wide.astype(np.dtype(target)).view(np.uint8)
+    if source not in FLOATS and not _holds(_values(found, target).astype(np.float64), wide):
+        raise CheckpointError(
+            f"{name}: found an integer of {source} that {target} cannot hold, needed one that it can; keep its type"
+        )
+    return found
 
 
-def target_or_wide(target: str) -> str:
-    """The type of numpy to try integers in: bfloat16 has none."""
-    return target if target in _NUMPY else "float32"
+def num_finite(data: NDArray[np.uint8], dtype: str) -> int:
+    """How many elements are neither infinite nor NaN."""
+    return int(np.count_nonzero(np.isfinite(_values(data, dtype))))
+
+
+def _values(data: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
+    """Elements in numpy's type; numpy has no bfloat16, and float32 holds each."""
+    if dtype == "bfloat16":
+        return (data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return data.view(np.dtype(_NUMPY[dtype]))
+
+
+def _holds(floats: NDArray[np.float64], integers: NDArray[Any]) -> bool:
+    """Whether each float is the integer; compared as integers, for float64 has no 2^53 + 1 either."""
+    kind = np.iinfo(integers.dtype)
+    inside = (floats >= kind.min) & (floats < kind.max + 1.0)
+    return bool((inside & (np.where(inside, floats, 0.0).astype(integers.dtype) == integers)).all())
 
 
 def _to_bfloat16(wide: NDArray[np.generic]) -> NDArray[np.uint16]:

@@ -16,15 +16,18 @@ from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.torch_out import write_torch
 from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, slabs
-from shardwise.checkpoint.foreign.writing import check_room, replacing, total_bytes
-from shardwise.checkpoint.format import DTYPES
+from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes
+from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.header import encode_header
 from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.shardfile import Part, arrange, entry_at
 from shardwise.errors import CheckpointError, UsageError
 
 To = Literal["safetensors", "torch", "dcp"]
 MODEL, OPTIM, EMA = "model.", "optim.", "ema."
 MAX_SHARD = 5 * 10**9
-TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+FILE_SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
+"""Of targets that become one file; others become directories."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -153,7 +156,8 @@ def export(source: Path, target: Path, options: ExportOptions) -> Exported:
 
     >>> export(Path("runs/a"), Path("llama"), ExportOptions(dtype="bfloat16"))  # doctest: +SKIP
     """
-    with opened(source, options) as content, replacing(target, options.overwrite) as partial:
+    file = target.suffix in FILE_SUFFIXES[options.to]
+    with opened(source, options) as content, replacing(target, options.overwrite, file=file) as partial:
         check_room(target.parent, total_bytes(content.all), f"export to {target}")
         if options.to == "torch":
             names = _export_torch(partial, target, content, options)
@@ -171,13 +175,13 @@ def finished(target: Path, partial: Path, content: Content, names: list[str]) ->
         num_tensors=len(content.all),
         size_bytes=sum(path.stat().st_size for path in paths),
         files=tuple(names),
-        notes=content.notes,
+        notes=content.notes + tuple(overflow_notes(content.all)),
     )
 
 
 def _export_torch(partial: Path, target: Path, content: Content, options: ExportOptions) -> list[str]:
     tree = content.tree(options.optimizer)
-    if target.suffix in TORCH_FILES:
+    if target.suffix in FILE_SUFFIXES["torch"]:
         write_torch(partial, tree)
         return [target.name]
     LOCAL.make_directory(partial)
@@ -192,7 +196,7 @@ def _export_torch(partial: Path, target: Path, content: Content, options: Export
 
 
 def _export_safetensors(partial: Path, target: Path, content: Content, options: ExportOptions) -> list[str]:
-    if target.suffix == ".safetensors":
+    if target.suffix in FILE_SUFFIXES["safetensors"]:
         write_safetensors(partial, content.weights)
         return [target.name]
     LOCAL.make_directory(partial)
@@ -238,20 +242,11 @@ def write_safetensors(path: Path, weights: Mapping[str, Source]) -> None:
     Raises:
         OSError: as the disk said.
     """
-    ordered = sorted(weights.items(), key=lambda item: (-DTYPES[item[1].dtype].size, item[0]))
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, source in ordered:
-        count = num_bytes(source)
-        entry = {"dtype": DTYPES[source.dtype].code, "shape": list(source.shape), "data_offsets": [at, at + count]}
-        table[name] = entry
-        at += count
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    arranged = arrange([Part(name, s.dtype, s.shape, whole(s.shape)) for name, s in weights.items()])
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, source in ordered:
-            for _, data in slabs(source):
+        file.write(encode_header({"format": "pt"}, [entry_at(part, start) for part, start in arranged]))
+        for part, _ in arranged:
+            for _, data in slabs(weights[part.name]):
                 file.write(data.data)
         file.flush()
         os.fsync(file.fileno())

@@ -13,14 +13,14 @@ from shardwise.checkpoint.foreign.state import Foreign, shown, untied
 from shardwise.errors import ConfigError, DataError
 from shardwise.findings import nearest
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 _LIGHTNING = ("model.", "module.", "net.")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`*` stands for a part of a name, `**` for any number of them; in `to` for what they stood for, in order."""
+    """`*` stands for a part of a name, `**` for one or more of them; in `to` for what they stood for, in order."""
 
     source: str
     target: str
@@ -111,9 +111,8 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
 
 
 def _unwrapped(name: str) -> str:
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
+    *modules, last = name.split(".")
+    return ".".join([*(part for part in modules if part not in _WRAPPERS), last])
 
 
 def _common(found: Foreign) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.state import Foreign, shown
 from shardwise.checkpoint.foreign.views import Source, View
-from shardwise.checkpoint.format import CODES, DTYPES, Fields, parse_json
-from shardwise.checkpoint.shardfile import MAX_HEADER
+from shardwise.checkpoint.format import Fields, parse_json, row_major
+from shardwise.checkpoint.header import MAX_HEADER, entry_of, without_holes
 from shardwise.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
@@ -43,7 +43,7 @@ def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
 
 def aside(files: OpenFiles, path: Path) -> list[str]:
     """A note of what trainers put beside the weights."""
-    names = [name for name in files.files.names(path) if name.startswith(ASIDE)]
+    names = [name for name in files.names(path) if name.startswith(ASIDE)]
     return [f"what a trainer kept in files of its own: {shown(names)}"] if names else []
 
 
@@ -68,7 +68,7 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
     Raises:
         CheckpointError: no such file, several without an index, or an index with names that are no files beside it.
     """
-    there = files.files.names(path)
+    there = files.names(path)
     indexes = [name for name in there if name.endswith(suffix + INDEX_SUFFIX)]
     singles = [name for name in there if name.endswith(suffix) and not name.startswith(ASIDE)]
     if len(indexes) == 1:
@@ -114,32 +114,10 @@ def header(files: OpenFiles, path: Path) -> dict[str, View]:
         )
     table = parse_json(files.read(path, 8, length), f"{path}: header")
     table.pop("__metadata__", None)
-    views: dict[str, View] = {}
-    spans = []
-    for name, item in table.items():
-        fields = Fields(item, f"{path}: {name[:80]}")
-        fields.only(("dtype", "shape", "data_offsets"))
-        code, shape, offsets = fields.text("dtype", most=16), fields.counts("shape"), fields.counts("data_offsets")
-        if code not in CODES:
-            raise fields.wrong("dtype", code, f"one of {', '.join(CODES)}")
-        stride = [1] * len(shape)
-        for dim in reversed(range(len(shape) - 1)):
-            stride[dim] = stride[dim + 1] * shape[dim + 1]
-        count = DTYPES[CODES[code]].size
-        for n in shape:
-            count *= n
-        if len(offsets) != 2 or offsets[1] - offsets[0] != count or 8 + length + offsets[1] > size:
-            raise fields.wrong("data_offsets", offsets, f"{count} bytes inside the file, as dtype and shape say")
-        spans.append((offsets[0], offsets[1], name))
-        storage = (8 + length + offsets[0], count, None)
-        views[name] = View(files, path, storage, CODES[code], 0, shape, tuple(stride))
-    at = 0
-    for start, stop, name in sorted(spans):
-        if start != at:
-            raise CheckpointError(f"{path}: {name} starts at byte {start} of the data, needed {at}: copy it again")
-        at = stop
-    if 8 + length + at != size:
-        raise CheckpointError(
-            f"{path}: its tensors end at {8 + length + at} of {size} bytes, needed all: copy it again"
-        )
-    return views
+    entries = [entry_of(name, item, str(path)) for name, item in table.items()]
+    data = 8 + length
+    without_holes(entries, size - data, str(path))
+    return {
+        name: View(files, path, (data + start, stop - start, None), dtype, 0, shape, row_major(shape))
+        for name, dtype, shape, start, stop in entries
+    }

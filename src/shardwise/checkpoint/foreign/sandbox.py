@@ -127,10 +127,14 @@ def ask(module: str, request: Mapping[str, Any], descriptors: Sequence[int], whe
     """
     alone = ["-I"] if module == "child" else []  # a program may need the user's own modules
     command = [sys.executable, *alone, "-c", _START.format(module), _ROOT]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        pass_fds=sorted(set(descriptors)),
-    )  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            pass_fds=sorted(set(descriptors)),
+        )  # fmt: skip
+    except OSError as error:
+        text = f"no process to read it in ({error.strerror or error})"
+        raise refusal(where, (text, "memory and room for one more", "end others, or try again")) from error
     try:
         out, said = process.communicate(json.dumps(request).encode(), timeout=WALL_S)
     except subprocess.TimeoutExpired:

@@ -28,7 +28,7 @@ def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = Fals
     """
     if path.is_file():
         return of_value(_values(files, [path], unsafe)[0], str(path), in_order)
-    names = [name for name in files.files.names(path) if not name.startswith(ASIDE)]
+    names = [name for name in files.names(path) if not name.startswith(ASIDE)]
     suffix = next((s for s in SUFFIXES if any(name.endswith(s) for name in names)), ".bin")
     shards, listed = shards_of(files, path, suffix)
     notes = aside(files, path)

@@ -14,12 +14,11 @@ from typing import Any, BinaryIO
 
 from shardwise.checkpoint.foreign.allowed import STORAGES, UNTYPED
 from shardwise.checkpoint.foreign.views import Source, num_bytes, slabs
-from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.format import row_major, whole
 
 ALIGNMENT = 64
 _ROOT = "archive"
 _TYPES = {dtype: name for name, dtype in STORAGES.items()}
-_ZIP64 = 2**31 - 1
 _LOCAL = 30
 
 
@@ -53,7 +52,7 @@ def _write_storage(archive: zipfile.ZipFile, file: BinaryIO, index: int, source:
     """A record whose bytes start at a multiple of 64, so that they can be mapped."""
     info = zipfile.ZipInfo(f"{_ROOT}/data/{index}")
     info.file_size = num_bytes(source)
-    large = info.file_size > _ZIP64
+    large = info.file_size * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides: 20 more bytes then stand before ours
     before = file.tell() + _LOCAL + len(info.filename) + (20 if large else 0) + 4
     padding = -before % ALIGNMENT
     info.extra = b"FB" + struct.pack("<H", padding) + bytes(padding)
@@ -91,16 +90,13 @@ def _tensor(source: Source, sources: list[Source]) -> bytes:
     typed = source.dtype in _TYPES
     kind = _global("torch", _TYPES[source.dtype]) if typed else _global("torch.storage", _TYPES[UNTYPED])
     count = whole(source.shape).num_elements if typed else num_bytes(source)
-    stride = [1] * len(source.shape)
-    for dim in reversed(range(len(source.shape) - 1)):
-        stride[dim] = stride[dim + 1] * source.shape[dim + 1]
 
     def plain(value: Any) -> bytes:
         return _encoded(value, sources)
 
     storage = b"(" + plain("storage") + kind + plain(str(len(sources))) + plain("cpu") + plain(count) + b"tQ"
     sources.append(source)
-    rest = plain(0) + plain(tuple(source.shape)) + plain(tuple(stride)) + b"\x89" + plain({})
+    rest = plain(0) + plain(tuple(source.shape)) + plain(row_major(source.shape)) + b"\x89" + plain({})
     last = b"" if typed else _global("torch", source.dtype)
     function = _global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
     return function + b"(" + storage + rest + last + b"tR"

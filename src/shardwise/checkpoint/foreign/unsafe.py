@@ -25,9 +25,8 @@ MAX_DEPTH = 64
 def main() -> None:
     """Load each file as torch does without `weights_only`, and hand over names, numbers and the tensors' bytes."""
     request = json.load(sys.stdin)
-    answer_to = os.dup(1)
+    out = os.dup(1)
     os.dup2(2, 1)  # what a file prints is no answer
-    writer = _Writer(request["scratch"])
     sizes = sum(os.fstat(job["file"]).st_size for job in request["jobs"])
     for kind, most in (
         (resource.RLIMIT_AS, SPARE_BYTES + 4 * sizes),
@@ -37,15 +36,23 @@ def main() -> None:
     ):
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    answer = answer_to(request["jobs"], request["scratch"])
+    with os.fdopen(out, "w", encoding="utf-8") as file:
+        json.dump(answer, file, separators=(",", ":"))
+
+
+def answer_to(jobs: list[dict[str, Any]], scratch: int) -> dict[str, Any]:
+    """The values of all jobs, or the first refusal; the tensors' bytes are in the file `scratch` then."""
+    writer = _Writer(scratch)
     values = []
-    for number, job in enumerate(request["jobs"]):
+    for number, job in enumerate(jobs):
         try:
+            writer.begin()
             values.append(writer.json(_load(job["file"]), 0))
         except Exception as error:  # whatever a file's own code raises
             text = f"what torch.load cannot load ({type(error).__name__}: {str(error)[:200]})"
-            _say(answer_to, {"refused": [text, "a file of torch.save", "load it where it was written"], "job": number})
-            return
-    _say(answer_to, {"values": values, "storages": writer.storages})
+            return {"refused": [text, "a file of torch.save", "load it where it was written"], "job": number}
+    return {"values": values, "storages": writer.storages}
 
 
 def _load(descriptor: int) -> Any:
@@ -56,18 +63,18 @@ def _load(descriptor: int) -> Any:
         return torch.load(path, map_location="cpu", weights_only=False)
 
 
-def _say(descriptor: int, answer: dict[str, Any]) -> None:
-    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-        json.dump(answer, out, separators=(",", ":"))
-
-
 class _Writer:
     """Values as JSON, as `child.py` writes them; each tensor's bytes go to a file."""
 
     def __init__(self, descriptor: int) -> None:
         self.storages: list[tuple[int, int, int, None]] = []
         self._descriptor, self._at = descriptor, 0
-        self._seen: dict[tuple[Any, ...], int] = {}
+        self._seen: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+        """The tensors are held: an address is one tensor's for as long as that lives."""
+
+    def begin(self) -> None:
+        """Before each file: the last one's tensors go, and their addresses are others' then."""
+        self._seen.clear()
 
     def json(self, value: Any, depth: int) -> Any:
         """A value, with what is neither data nor tensor by the name of its type."""
@@ -98,11 +105,12 @@ class _Writer:
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if dtype not in DTYPES or not plain:
             return {"o": f"{type(tensor).__name__} of {dtype}"}
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         shape = tuple(tensor.shape)
         key = (tensor.data_ptr(), dtype, shape, tensor.stride()) if tensor.numel() else (len(self.storages),)
-        index = self._seen.setdefault(key, len(self.storages))
+        index, _ = self._seen.setdefault(key, (len(self.storages), tensor))
         if index == len(self.storages):
-            array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
             data = memoryview(array)
             self.storages.append((self._descriptor, self._at, len(data), None))
             self._at += len(data)

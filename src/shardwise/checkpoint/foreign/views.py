@@ -5,15 +5,15 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.checkpoint.foreign.dtypes import cast_bytes
-from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.dtypes import cast_bytes, num_finite
+from shardwise.checkpoint.foreign.opened import OpenFiles, reading
 from shardwise.checkpoint.format import DTYPES, Box, cut, whole
 from shardwise.checkpoint.reading import SLAB_BYTES, Reader
 from shardwise.errors import CheckpointError
@@ -93,7 +93,8 @@ class View:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for two views of the same elements: tied parameters."""
-        return self.path, self.storage, self.offset, self.shape, self.dtype
+        steps = tuple(step for n, step in zip(self.shape, self.stride, strict=True) if n != 1)  # of one: never taken
+        return self.path, self.storage, self.offset, self.shape, steps, self.dtype
 
     def read(self, box: Box) -> Bytes:
         """The bytes of a box.
@@ -114,9 +115,10 @@ class View:
         """Elements that do not follow each other, through a map of the storage."""
         start, count, _ = self.storage
         below = start % mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(
-            self.files.descriptor(self.path), below + count, offset=start - below, access=mmap.ACCESS_READ
-        ) as mapped:
+        descriptor = self.files.descriptor(self.path)
+        with reading(self.path):
+            mapping = mmap.mmap(descriptor, below + count, offset=start - below, access=mmap.ACCESS_READ)
+        with mapping as mapped:
             held = np.frombuffer(mapped, dtype=np.uint8, offset=below)[self.offset * size :]
             kind = np.dtype(f"u{size}")
             flat = held[: len(held) // size * size].view(kind)
@@ -211,6 +213,8 @@ class Cast:
     source: Source
     dtype: str
     name: str
+    overflowed: dict[Box, int] = field(default_factory=dict)
+    """How many elements of the boxes that were read were finite and are not in the new type; only where some were."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,12 +222,17 @@ class Cast:
         return self.source.shape
 
     def read(self, box: Box) -> Bytes:
-        """Converted bytes, rounded to nearest even where the type is narrower.
+        """Converted bytes, rounded to nearest even where the type is narrower; floats above its range are infinite.
 
         Raises:
             CheckpointError: an integer that the type cannot hold.
         """
-        return cast_bytes(self.source.read(box), self.source.dtype, self.dtype, self.name)
+        data = self.source.read(box)
+        found = cast_bytes(data, self.source.dtype, self.dtype, self.name)
+        overflowed = num_finite(data, self.source.dtype) - num_finite(found, self.dtype)
+        if overflowed:
+            self.overflowed[box] = overflowed
+        return found
 
 
 @dataclass(frozen=True, eq=False)

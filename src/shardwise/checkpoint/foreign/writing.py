@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -11,35 +12,34 @@ from pathlib import Path
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.files import LOCAL, LocalFiles
-from shardwise.checkpoint.foreign.views import Source, num_bytes, slabs
+from shardwise.checkpoint.foreign.state import shown
+from shardwise.checkpoint.foreign.views import Cast, Source, num_bytes, slabs
 from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.shardfile import BLOCK, FileEntry, Identity, Part, arrange, file_name, header_bytes
 from shardwise.errors import CheckpointError, UsageError
 
-_OURS = ("store.json", "*.safetensors", "*.bin", "*.pt", ".metadata")
-"""Of these a directory must have one to be replaced: what a conversion or an export writes."""
+_STEP = r"step-[0-9]{8,18}"
+_NUMBER = "(-[0-9]{5,}-of-[0-9]{5,})?"
+_OURS = re.compile(
+    rf"store\.json|latest|{_STEP}(/manifest\.json|/rank-00000\.safetensors)?|checkpoint\.pt|"
+    rf"model{_NUMBER}\.safetensors|pytorch_model{_NUMBER}\.bin|(model\.safetensors|pytorch_model\.bin)\.index\.json|"
+    r"\.metadata|__[0-9]+_[0-9]+\.distcp"
+)
+"""All that a conversion or an export writes into a directory; one with anything else is not replaced."""
 
 
 @contextmanager
-def replacing(target: Path, overwrite: bool) -> Iterator[Path]:
+def replacing(target: Path, overwrite: bool, *, file: bool = False) -> Iterator[Path]:
     """A path beside `target` to write to; it gets the target's name when the block ends well, and is removed if not.
 
     Raises:
-        UsageError: the target is there, and `overwrite` is not said.
+        UsageError: the target is there, and `overwrite` is not said; or what is there would be lost.
         CheckpointError: the disk said no; nothing is left.
     """
-    if target.is_symlink() or (target.exists() and not overwrite):
-        raise UsageError(
-            f"{target}: found something there already; needed a new path, so that nothing is lost; give another one, "
-            "or --overwrite"
-        )
-    if target.is_dir() and any(target.iterdir()) and not any(any(target.glob(name)) for name in _OURS):
-        raise UsageError(
-            f"{target}: found a directory that holds no checkpoint, needed one for --overwrite to replace; give "
-            "another path"
-        )
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
+        _check_target(target, overwrite, file)
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if partial.is_dir():
@@ -62,6 +62,48 @@ def replacing(target: Path, overwrite: bool) -> Iterator[Path]:
         ) from error
     finally:
         _remove(partial)
+
+
+def _check_target(target: Path, overwrite: bool, file: bool) -> None:
+    if target.is_symlink() or (target.exists() and not overwrite):
+        raise UsageError(
+            f"{target}: found something there already; needed a new path, so that nothing is lost; give another one, "
+            "or --overwrite"
+        )
+    if not target.exists():
+        return
+    if not (target.is_file() if file else target.is_dir()):
+        kind = "a file" if file else "a directory"
+        raise UsageError(
+            f"{target}: found something there that is not {kind}, needed one for --overwrite to replace: {kind} is "
+            "what would be written; give another path"
+        )
+    strange = [] if file else _strange(target)
+    if strange:
+        raise UsageError(
+            f"{target}: found {shown(strange)} in it, which no conversion or export wrote; needed nothing else there, "
+            "for --overwrite removes the whole directory; take that out first, or give another path"
+        )
+
+
+def _strange(directory: Path) -> list[str]:
+    """What of a directory no conversion or export wrote: another name, a link, a checkpoint that a run saved."""
+    step = re.compile(_STEP)
+    strange = []
+    for path in (*directory.iterdir(), *directory.glob("step-*/*")):
+        name = str(path.relative_to(directory))
+        of_kind = _is_converted(path) if step.fullmatch(name) else LOCAL.is_file(path)
+        if not _OURS.fullmatch(name) or not of_kind:
+            strange.append(name)
+    return sorted(strange)
+
+
+def _is_converted(checkpoint: Path) -> bool:
+    """Whether a conversion wrote it; of one that is damaged nobody knows."""
+    try:
+        return LOCAL.is_directory(checkpoint) and "imported" in Manifest.read(checkpoint).scalars
+    except CheckpointError:
+        return False
 
 
 def _remove(path: Path) -> None:
@@ -154,3 +196,17 @@ def write_streamed(
 def total_bytes(sources: Mapping[str, Source]) -> int:
     """Of all tensors together."""
     return sum(num_bytes(source) for source in sources.values())
+
+
+def overflow_notes(sources: Mapping[str, Source]) -> list[str]:
+    """For each type what to say of finite elements that are infinite in it, once all sources were read."""
+    counts: dict[str, dict[str, int]] = {}
+    for name, source in sources.items():
+        while isinstance(source, Cast):
+            if source.overflowed:
+                counts.setdefault(source.dtype, {})[name] = sum(source.overflowed.values())
+            source = source.source
+    return [
+        f"the values of {sum(named.values())} elements too large for {dtype}, infinite now: in {shown(list(named))}"
+        for dtype, named in counts.items()
+    ]

@@ -1,0 +1,46 @@
+"""What no module of a kind can do, by id: the table for `ModelError(..., row=...)`. Pure, no torch.
+
+A plan's own rows (`rows_*.py`) are predicates on a plan and a model's sizes. These need the module itself: the pass
+that meets one raises it, in `apply` and so in `shardwise verify`; for models of `transformers` also `check` says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+MODULES: Mapping[str, str] = {
+    "module.no-blocks": "pipelines, sequence shards, recompute, offload of activations and compilation of blocks: a "
+    "model without repeated blocks, or whose blocks are not found; `blocks=PATTERN` names them.",
+    "module.chain": "pp: a forward that is not a chain of blocks; stages hand on only what a block returns.",
+    "module.needs-values": "pp: a forward whose course depends on the values of tensors, so it cannot be traced.",
+    "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
+    "module.two-chains": "pp, cp, seq: an encoder and a decoder; each block of the second takes the first's output.",
+    "module.statistics-twice": "recompute: a block with running statistics, which a second forward would update twice.",
+    "module.tp-divides": "tp: a dim, or a number of heads, that the degree does not divide.",
+    "module.rule-kind": "tp: a rule on a module of another kind than the rule is for.",
+    "module.mixed-rules": "tp: split and whole outputs side by side in one module; split heads would meet wrong ones.",
+    "module.tied-layouts": "tp: two ends of a tied weight whose rules place it in two ways.",
+    "module.adapter-on-row": "seq: an adapter (LoRA) on a row layer; its second half would see a part of the sequence.",
+    "module.no-row-layer": "seq: a module that gathers the sequence and holds no layer that splits it again.",
+    "module.column-in-block": "seq: a column layer of the block itself, whose own code sees a part of the sequence.",
+    "module.nested-columns": "seq: column layers in a module and in one around it; one of them must gather.",
+    "module.replicate-in-block": "seq: a `replicate` layer in a block, which would see a part of the sequence.",
+    "module.pictures": "seq: patches and a class token, an odd number of tokens.",
+    "module.mixes-tokens": "cp: a module other than attention that mixes tokens, as a convolution does.",
+    "module.no-positions": "cp: a forward that takes no positions; a rank holds tokens from the middle.",
+    "module.attention-by-hand": "cp: attention in the model's own code (eager, capped logits), which sees a "
+    "rank's tokens only.",
+    "module.attention-direct": "cp: attention that is not called through the interface of `transformers`.",
+    "module.attention-kind": "cp: a kind of layer (chunked, ...) whose mask is made for the tokens at hand.",
+    "module.window-in-mask": "cp: a sliding window that the mask alone knows.",
+    "module.window-ahead": "cp: a sliding window that looks ahead.",
+    "module.flex-ring": "cp with context=ring: FlexAttention; gather and ulysses work.",
+    "module.no-experts": "ep: a model without expert modules.",
+    "module.experts-stacked": "ep, and tp of experts: experts whose parameters are not stacked along one first dim.",
+    "module.experts-forward": "ep: experts whose forward takes anything but tokens, chosen experts and weights.",
+    "module.experts-divide": "ep: a number of experts that the degree does not divide.",
+    "module.capacity": "ep with cp or seq: experts with a capacity, filled row by row, where a rank has parts of rows.",
+    "module.float8": "fp8: no layer that can be converted, or a rule that takes in one which cannot.",
+    "module.float8-shard": "fp8 with tp: a layer whose part on a rank is no multiple of 16.",
+}
+"""id -> the sentence of docs/constraints.md."""

@@ -1,0 +1,72 @@
+"""Tokens drawn on the training mesh, between two steps: those that one process draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.models.sample import generate
+from shardwise.testing.world import World
+from tests.parity import grid, hf_models
+
+PLANS = ("dp2", "fsdp2", "tp2 / seq", "pp2 / 1f1b mb2", "cp2", "fsdp2 tp2 / loss-parallel")
+PROMPTS = torch.tensor([[3, 1, 4], [1, 5, 9]])
+DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1, "seq_len": 4},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(world: World) -> None:
+    world.preload(__name__, "transformers.models.llama.modeling_llama")
+
+
+def models() -> dict[str, Any]:
+    families = {family: sw.hf_factory(hf_models.config(family)) for family in ("llama",)}
+    return {"decoder": grid.MODELS["decoder"], **families}
+
+
+def drawn(text: str) -> dict[str, list[list[int]]]:
+    plan, found = sw.Plan.parse(f"{text} / fp64"), {}
+    with sw.open_mesh(plan) as mesh:
+        for name, factory in models().items():
+            placed = sw.apply(factory, plan, mesh, seed=grid.SEED)
+            found[name] = [sw.generate(placed, PROMPTS, 5, **draw).tolist() for draw in DRAWS]
+            assert all(part.root.training for part in placed.parts)
+    return found
+
+
+def alone() -> dict[str, list[list[int]]]:
+    """The same with a plain module."""
+    found = {}
+    for name, factory in models().items():
+        module = sw.init_model(factory, seed=grid.SEED, dtype=torch.float64)
+        logits = Logits(module)
+        draws = [
+            {"max_seq_len": draw.get("seq_len"), **{k: v for k, v in draw.items() if k != "seq_len"}} for draw in DRAWS
+        ]
+        found[name] = [generate(logits, PROMPTS, 5, **draw).tolist() for draw in draws]
+    return found
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output = self.module(ids)
+        return getattr(output, "logits", output)
+
+
+def test_every_plan_draws_what_one_process_draws(world: World) -> None:
+    truth = world(1, alone)[0]
+    assert all(len({str(rows) for rows in draws}) == len(DRAWS) for draws in truth.values())
+    for text in PLANS:
+        for rank, found in enumerate(world(sw.Plan.parse(text).world, drawn, text)):
+            assert found == truth, (text, rank)
