@@ -18,6 +18,14 @@ from shardwise.plan.plan import Plan
 from tests.parity import grid, test_grid, typed
 
 TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(world: Any) -> None:
+    """torchao looks into the compiler when it converts a layer."""
+    world.preload("torch._inductor.codegen.triton")
+
+
 FP8_PLANS = [  # with those of `COMPILED` every legal pair of float8 and another technique
     "dp1 mb4 / fp8=emulate",
     "dp2 / fp8=rowwise+emulate",

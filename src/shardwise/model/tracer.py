@@ -179,8 +179,8 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     except Exception as error:
         raise ModelError(
             f"trace_chain: the forward of {type(module).__name__} failed without data ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}) {trace.phase}; a pipeline needs a forward whose course does not depend "
-            "on the values of tensors (.item(), if tensor:) and a sample as the model takes it",
+            f"{str(error).partition(chr(10))[0]}) {trace.phase}; a pipeline needs a forward whose course does not "
+            "depend on the values of tensors (.item(), if tensor:) and a sample as the model takes it",
             row="module.needs-values",
         ) from error
     finally:
