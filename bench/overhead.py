@@ -1,8 +1,9 @@
 """`make bench`: what Shardwise adds to a step and to a start, beside plain torch, in one run.
 
 Two gloo processes with one thread each. The loops alternate in blocks of steps inside the same processes, in an order
-that turns with every round, so that what else the machine does falls on all of them. Reported are medians over rounds
-of the time per step, and of the difference and ratio *within* a round. Starts alternate as whole processes.
+that turns with every round, so that what else the machine does falls on all of them. A block's time is the median of
+its steps: one that the machine interrupted says nothing of the loop. Reported are medians over rounds: of that time,
+and of its difference and ratio *within* a round. Starts alternate as whole processes.
 
 Writes docs/benchmarks.json and, between its markers, docs/benchmarks.md.
 """
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Lap:
-    """One block of steps: seconds per step, by the clock and of this process's processor time."""
+    """One block of steps: the median step by the clock, and processor time of this process per step, in seconds."""
 
     wall_s: float
     cpu_s: float
@@ -69,10 +71,12 @@ def alternate(loops: dict[str, Callable[[], float]], steps: int, rounds: int) ->
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
+            cpu, ends = time.process_time(), [time.perf_counter()]
             for _ in range(steps):
                 loops[name]()
-            times[name].append(Lap((time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps))
+                ends.append(time.perf_counter())
+            wall = statistics.median(end - start for start, end in pairwise(ends))
+            times[name].append(Lap(wall, (time.process_time() - cpu) / steps))
     return times
 
 
