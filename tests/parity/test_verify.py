@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.cli import verify as verify_verb
 from shardwise.cli.main import main
+from shardwise.cli.subjects import subject_for
 from shardwise.diagnose.faults import FAULTS
 from shardwise.diagnose.subject import Subject
 from shardwise.diagnose.verify import Options, Report, Verifier
@@ -145,6 +146,13 @@ def test_a_model_that_cannot_is_refused_with_the_id_of_its_limit(verifiers, monk
     answer = json.loads(capsys.readouterr().out)
     assert (stop.value.code, answer["verdict"]) == (2, "refused")
     assert [finding["id"] for finding in answer["findings"]] == ["module.no-blocks"]
+
+
+def test_what_is_found_without_running_is_refused_without_running(verifiers, world, tmp_path) -> None:
+    subject = subject_for("hf:t5", sw.Plan.parse("pp2"), (), small=True, device="cpu")
+    verifier = Verifier(subject, world, tmp_path)
+    (finding,) = verifier.verify(sw.Plan.parse("pp2 / mb2")).findings
+    assert finding.id == "module.two-chains" and not verifier.baselines
 
 
 def test_a_hang_ends_and_names_the_ranks(verifiers, world, tmp_path) -> None:

@@ -44,7 +44,9 @@ def hf_findings(config: Any, plan: Plan) -> list[Finding]:
                 with open_mesh(plan, device="cpu") as mesh:
                     place(record(factory), plan, mesh)
             except ShardwiseError as error:
-                return [*findings, _finding(_row(error), "error", error, "change the plan as it says")]
+                row = _row(error)
+                text = str(error).removeprefix(f"[{row}] ")
+                return [*findings, _finding(row, "error", text, "change the plan as it says")]
         for warning in caught:
             text = str(warning.message)
             if issubclass(warning.category, UserWarning) and "tensor parallelism of" in text:

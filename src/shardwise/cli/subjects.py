@@ -15,7 +15,7 @@ from shardwise.cli.derive import Derived, derive
 from shardwise.cli.devices import surroundings
 from shardwise.cli.output import configuration_json
 from shardwise.errors import ModelError, UsageError
-from shardwise.findings import nearest
+from shardwise.findings import Finding, nearest
 from shardwise.model.spec import ModelSpec, load_spec, presets, refuse_unbuilt
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import LARGE, describe_shrink, shrink
@@ -95,16 +95,21 @@ def _shrunk(before: ModelSpec, after: ModelSpec) -> str:
 
 
 def _hugging_face(text: str, plan: Plan) -> Subject:
-    from shardwise.diagnose.random_hf import check_name
+    from shardwise.cli.hf import hf_findings
+    from shardwise.diagnose.random_hf import check_name, small_config
     from shardwise.diagnose.subject import Subject
 
-    note = check_name(text.removeprefix(HF), plan)
+    name = text.removeprefix(HF)
+    note = check_name(name, plan)
 
     def arguments(each: Plan, _: Path) -> Sequence[str]:
-        return (str(each), text.removeprefix(HF), str(plan))
+        return (str(each), name, str(plan))
+
+    def findings(each: Plan) -> Sequence[Finding]:
+        return hf_findings(small_config(name, plan), each)
 
     module = "shardwise.diagnose.random_hf"
-    return Subject(target=module, name=text, is_module=True, arguments=arguments, notes=(note,))
+    return Subject(target=module, name=text, is_module=True, arguments=arguments, findings=findings, notes=(note,))
 
 
 def _is_run(path: Path) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from shardwise.diagnose.trace import Trace, read_trace
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.findings import Finding
 from shardwise.launch.entry import main as run_entry
 from shardwise.launch.environment import WITNESS
 from shardwise.launch.forked import World, WorldError
@@ -49,6 +50,8 @@ class Subject:
     """Variables of its processes."""
     spec: ModelSpec | None = None
     """Sizes of the model before it was shrunk, for the constraints; None: not known before it runs."""
+    findings: Callable[[Plan], Sequence[Finding]] | None = None
+    """What the model cannot do under a plan, found without running it; None: running it shows it."""
     notes: tuple[str, ...] = ()
     """What reports say of it: that it was shrunk, and how."""
 

@@ -101,6 +101,8 @@ class Verifier:
         tested, notes = self._tested(plan)
         draft = Report(verdict="refused", subject=self.subject.title, plan=str(tested), notes=notes)
         refusals = self._refusals(tested, None)
+        if not refusals and self.subject.findings is not None:
+            refusals = tuple(errors_in(self.subject.findings(tested)))
         if refusals:
             return replace(draft, findings=refusals)
         base = self._baseline(tested)
