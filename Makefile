@@ -14,7 +14,7 @@ help:
 	@echo "make demo    install, train the reference decoder for about a minute, say where the results are"
 	@echo "make test    install, run the tests that run at every change"
 	@echo "make check   format, lint, types, the shape of the package"
-	@echo "make bench   step time and start-up beside plain torch, pipelines beside their simulation, checkpoints beside torch's; rewrites docs/benchmarks.md, docs/pipeline.md, docs/checkpoints.md"
+	@echo "make bench   step time and start-up beside plain torch, pipelines beside their simulation, checkpoints beside torch's, training beside faults; rewrites docs/benchmarks.md, docs/pipeline.md, docs/checkpoints.md, docs/recovery.md"
 	@echo "make accuracy [ROWS=file.csv] [OUT=accuracy.json]   the planner against published measurements"
 	@echo "make gpu     the checks that need a CUDA device"
 	@echo "make soak    every test, those that take too long for every change included, with more draws"
@@ -56,6 +56,7 @@ bench: $(STAMP)
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/pipeline.py
 	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/goodput.py
 
 # Numbers to OUT, the page to docs/planner-accuracy.md
 ROWS ?= ../shared/reference/published_train.csv
