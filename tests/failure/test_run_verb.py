@@ -113,10 +113,14 @@ def test_a_rank_that_dies_in_silence_is_named(tmp_path: Path, death: str, text: 
 
 
 def test_the_first_failure_is_reported_and_not_its_echo(tmp_path: Path) -> None:
-    script = """
-import os, time
+    script = f"""
+import os, pathlib, time
+there = pathlib.Path({str(tmp_path / "there")!r})
 if os.environ["RANK"] == "0":
+    while not there.exists():  # the other one may start late
+        time.sleep(0.001)
     raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+there.touch()
 time.sleep(0.02)
 raise ValueError("the cause")
 """

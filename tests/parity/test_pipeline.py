@@ -157,8 +157,11 @@ def refusal(case: Case, given: Any = None) -> str:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (Case(model="skip"), "ModelError: forward is not a chain: `add` in after the blocks uses a tensor made before"),
-        (Case(model="skip", sample=False), "ModelError: forward is not a chain"),
+        (
+            Case(model="skip"),
+            "ModelError: [module.chain] forward is not a chain: `add` in after the blocks uses a tensor made before",
+        ),
+        (Case(model="skip", sample=False), "ModelError: [module.chain] forward is not a chain"),
         (Case(model="pair", sample=False), "ModelError: pipeline.run: embed.weight is used before the blocks, that is"),
         (Case(model="pyramid", sample=False), "ModelError: pipeline.run: "),
         (Case(pp=2, kind="interleaved", stages=3), "PlanError: cut_pipeline: `pp2 / interleaved"),
