@@ -76,3 +76,11 @@ def test_a_plan_trains_as_one_process_does(world: World, folder: Path, model: st
 def test_the_weights_of_a_directory_are_used(world: World, folder: Path) -> None:
     first, other = (alone(world, folder, model)["loss"][0] for model in ("hf:weights", "hf:config.json"))
     assert abs(first - other) > 1e-4
+
+
+@pytest.mark.parametrize(("model", "found"), [("vit", "a model of pictures"), ("t5", "an encoder and a decoder")])
+def test_what_reads_no_text_is_refused_before_a_process_starts(capsys, model: str, found: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--model", f"hf:{model}", "--dry-run"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and f"found {found}" in said and "write a script for `shardwise run`" in said

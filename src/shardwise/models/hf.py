@@ -90,9 +90,9 @@ def chain_config(source: str) -> PreTrainedConfig:
     if config.is_encoder_decoder or pictures:
         found = "an encoder and a decoder" if config.is_encoder_decoder else "a model of pictures"
         raise ModelError(
-            f"model {source!r}: found {found} ({config.model_type}), needed one chain of blocks over token ids, which "
-            "is what a plan divides; give a preset (`vit-l-16`, `bert-large`), a file of the sizes of its blocks, or a "
-            "factory of your own"
+            f"model {source!r}: found {found} ({config.model_type}), needed one chain of blocks over token ids; to "
+            "train it, write a script for `shardwise run` (sw.apply takes such a model, `shardwise verify` too); to "
+            "plan, give a preset (`vit-l-16`, `bert-large`) or a file of the sizes of its blocks"
         )
     return config
 

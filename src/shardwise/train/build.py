@@ -145,13 +145,14 @@ def declared_config(settings: RunSettings) -> Any:
     Raises:
         ConfigError: `transformers` is not installed, or does not know the name.
         DataError: a file that holds no configuration.
+        ModelError: an encoder with a decoder, or a model of pictures: what is read here is text.
     """
     source = settings.model.factory or ""
     if not source.startswith(HF_PREFIX):
         return None
     optional_module("transformers", extra="hf", need=f"model {source}")
     optional_module("safetensors", extra="hf", need=f"model {source}")
-    return import_module(HF).hf_config(source)
+    return import_module(HF).chain_config(source)
 
 
 def vocab_size(settings: RunSettings, spec: ModelSpec | None) -> int | None:
