@@ -18,7 +18,7 @@ from shardwise.cli.hf import hf_findings
 from shardwise.errors import ModelError
 from shardwise.plan.rows_modules import MODULES
 from shardwise.testing import fake_world
-from tests.fake.test_context import Model, also, by_hand, run
+from tests.fake.test_context import Model, also, attends, by_hand, run
 from tests.fake.test_misuse import Skip
 from tests.parity import grid, hf_models, moe_models, test_lora, test_tensor_refusals
 from tests.parity.test_experts import model_of
@@ -114,14 +114,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "module.no-experts": ("llama", "fsdp2 ep2", {}),
 }
 """Limits of models of transformers -> a family, a plan and changes of its configuration."""
+CALLED: list[tuple[Callable[..., torch.Tensor], str]] = [
+    (by_hand, "module.attention-by-hand"),
+    (lambda x: x, "module.attention-by-hand"),
+    (attends(dropout_p=0.1), "module.attention-call"),
+    (ROLLED, "module.mixes-tokens"),
+]
+"""What only a forward shows."""
 
 
 def test_the_ids_that_the_package_raises_are_those_of_the_table_and_of_the_examples() -> None:
     raised = set()
     for path in SOURCE.rglob("*.py"):
-        raised |= set(re.findall(r'\brow="([^"]+)"', path.read_text()))
+        raised |= set(re.findall(r'\brow(?:: str)? ?= ?"(module[^"]+)"', path.read_text()))
     assert raised == set(MODULES)
-    assert {*APPLIED, *FAMILIES} == set(MODULES) and not APPLIED.keys() & FAMILIES.keys()
+    assert {*APPLIED, *FAMILIES, *(row for _, row in CALLED)} == set(MODULES) and not APPLIED.keys() & FAMILIES.keys()
 
 
 @pytest.mark.parametrize("row", APPLIED)
@@ -144,10 +151,7 @@ def test_models_of_transformers_have_a_finding_with_the_id(row: str) -> None:
     assert (finding.id, finding.severity) == (row, "error"), finding.what
 
 
-@pytest.mark.parametrize(
-    ("mix", "row"),
-    [(by_hand, "module.attention-by-hand"), (lambda x: x, "module.attention-by-hand"), (ROLLED, "module.mixes-tokens")],
-)
+@pytest.mark.parametrize(("mix", "row"), CALLED)
 def test_what_only_the_first_forward_shows_has_an_id_too(mix: Callable[..., torch.Tensor], row: str) -> None:
     with pytest.raises(ModelError) as caught:
         run("cp2", lambda: Model(mix))

@@ -114,7 +114,8 @@ def hf_rules(
         shown = "; ".join(f"{style!r}: {nearest(style, list(DECLARED))}" for style in unknown)
         raise ModelError(
             f"the tensor-parallel plan that the model declares has styles that are not known here ({shown}); needed "
-            'one of the known ones; give rules of your own: apply(..., rules={"layers.*.attn.wq": "column", ...})'
+            'one of the known ones; give rules of your own: apply(..., rules={"layers.*.attn.wq": "column", ...})',
+            row="module.declared-plan",
         )
     known = {fact.name: fact for fact in facts}
     notes: list[str] = []

@@ -138,6 +138,7 @@ class ContextSplit:
             raise divided.refusal(
                 f"output of shape {', '.join(map(str, shapes)) or 'none'}",
                 f"one value per token, {tokens} + ...: what is pooled over the sequence would be pooled over a part",
+                row="module.mixes-tokens",
             )
         return output
 

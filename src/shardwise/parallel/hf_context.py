@@ -150,7 +150,8 @@ def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         raise ModelError(
             f"context parallelism: {type(module).__name__} was given an attention_mask, found one for padding or "
             "documents; needed none: pad at the end and give such tokens the label -100, which changes nothing under a "
-            "causal mask; or use a plan with cp1"
+            "causal mask; or use a plan with cp1",
+            row="module.attention-call",
         )
 
 

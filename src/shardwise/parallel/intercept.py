@@ -211,8 +211,8 @@ class Divided:
                 row="module.attention-by-hand",
             )
 
-    def refusal(self, found: str, needed: str, row: str = "") -> ModelError:
-        """The error of a call that cannot be carried out on a part of the sequence; `row`: its limit's id, if any."""
+    def refusal(self, found: str, needed: str, row: str = "module.attention-call") -> ModelError:
+        """The error of a call that cannot be carried out on a part of the sequence; `row`: its limit's id."""
         return ModelError(
             f"context parallelism: {self.block}: found {found}, needed {needed}; change the model, or use a plan with "
             "cp1",

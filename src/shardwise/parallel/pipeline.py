@@ -291,7 +291,8 @@ def _stages_that_use(phases: Sequence[str], blocks: tuple[str, ...], firsts: tup
 def _written_twice(name: str, where: Sequence[str]) -> ModelError:
     return ModelError(
         f"cut_pipeline: the buffer {name} is written to in more than one pipeline stage ({', '.join(where)}), found "
-        "one buffer where each stage needs its own; give each block a buffer of its own, or use a plan with pp1"
+        "one buffer where each stage needs its own; give each block a buffer of its own, or use a plan with pp1",
+        row="module.chain",
     )
 
 

@@ -30,6 +30,8 @@ MODULES: Mapping[str, str] = {
     "module.no-positions": "cp: a forward that takes no positions; a rank holds tokens from the middle.",
     "module.attention-by-hand": "cp: attention in the model's own code (eager, capped logits), which sees a "
     "rank's tokens only.",
+    "module.attention-call": "cp: a call of attention that cannot be made on parts: to other tokens (cross attention, "
+    "caches), with dropout, a mask of a part or a learned one, or with heads that `context=ulysses` does not divide.",
     "module.attention-direct": "cp: attention that is not called through the interface of `transformers`.",
     "module.attention-kind": "cp: a kind of layer (chunked, ...) whose mask is made for the tokens at hand.",
     "module.window-in-mask": "cp: a sliding window that the mask alone knows.",
