@@ -11,7 +11,7 @@ import pytest
 from shardwise.errors import ChangedError, UsageError
 from shardwise.launch.elastic_plan import has_same_maths
 from shardwise.plan.plan import MATHS, Plan
-from shardwise.train.changes import Change, check_allowed, find_changes
+from shardwise.train.changes import Change, check_allowed, find_changes, may_convert
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import KEYS, RunSettings
 
@@ -129,3 +129,14 @@ def test_what_is_allowed(tmp_path: Path) -> None:
     assert "train.seed: 0 -> 1 (maths)" in text and "add --allow train.seed" in text and "optimizer.lr" not in text
     with pytest.raises(UsageError, match="--allow optimizer.l: found no such change"):
         check_allowed(run, found, ("optimizer.l",))
+
+
+def test_leave_to_convert_averages_holds_until_a_save_makes_it_needless(tmp_path: Path) -> None:
+    run, key = RunDir(tmp_path), "optimizer.state_dtype"
+    assert not may_convert(run, ()) and not may_convert(run, ("optimizer.lr",))
+    assert may_convert(run, (key,)) and may_convert(run, ("all",))
+    run.add_event("changed", changes=["optimizer.lr: 1.0 -> 2.0 (maths)"], allowed=["all"])
+    assert not may_convert(run, ())
+    run.add_event("changed", changes=[f"{key}: 'fp32' -> '8bit' (maths)"], allowed=[key])
+    assert may_convert(run, ())
+    check_allowed(run, [], (key,))  # of another run's checkpoint, or of a start that came before

@@ -19,6 +19,7 @@ Sources = dict[str, str]  # "plan/plan.py" -> its text
 # The longest prefix decides. Imports go to the same folder or to a lower layer.
 LAYERS = {
     "errors": 0,
+    "extras": 0,
     "findings": 0,
     "records": 0,
     "version": 0,

@@ -9,11 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from shardwise.checkpoint.directory import MARKER, Directory, Skipped
-from shardwise.checkpoint.files import LOCAL
+from shardwise.checkpoint.directory import MARKER, Skipped
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, cut, whole
 from shardwise.checkpoint.manifest import FILE, Manifest
+from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.reading import SLAB_BYTES, Reader
+from shardwise.checkpoint.remote import files_for, located
 from shardwise.errors import CheckpointError
 
 
@@ -22,27 +24,34 @@ class Found(NamedTuple):
 
     path: Path
     damaged: tuple[Skipped, ...]
+    files: Files
+
+    def reader(self) -> Reader:
+        """Of the checkpoint."""
+        return Reader(self.path, files=self.files)
 
 
 def find(path: Path) -> Found:
-    """A checkpoint itself, or the newest of a store or of a run's directory.
+    """A checkpoint itself, or the newest of a store or of a run's directory; at a path or a URL.
 
     Raises:
         CheckpointError: there is none.
     """
-    if LOCAL.is_file(path / FILE):
-        return Found(path, ())
-    store = path / "checkpoints" if (path / "checkpoints" / MARKER).is_file() else path
-    if not (store / MARKER).is_file():
+    path = located(path)
+    files = files_for(path)
+    if files.is_file(path / FILE):
+        return Found(path, (), files)
+    store = path / "checkpoints" if files.is_file(path / "checkpoints" / MARKER) else path
+    if not files.is_file(store / MARKER):
         raise CheckpointError(
             f"{path}: found no checkpoint, store or run there; needed a directory with {FILE}, {MARKER} or "
             "checkpoints/; give another path"
         )
-    listing = Directory(store, LOCAL).listing()
+    listing = directory_of(store, files).listing()
     if not listing.complete:
         reasons = "; ".join(item.reason for item in listing.damaged) or "it is empty"
         raise CheckpointError(f"{store}: found no whole checkpoint: {reasons}; give another path")
-    return Found(listing.complete[0][0], listing.damaged)
+    return Found(listing.complete[0][0], listing.damaged, files)
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -52,7 +61,7 @@ def inspect(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     found = find(path)
-    manifest = Manifest.read(found.path)
+    manifest = Manifest.read(found.path, found.files)
     keys = ("step", "sequence", "created", "run", "plan", "mesh", "world", "device", "versions", "metric", "scalars")
     tensors = {
         name: {"dtype": t.dtype, "shape": list(t.shape), "bytes": t.num_bytes, "checksum": f"{t.checksum:016x}"}
@@ -92,7 +101,7 @@ def verify(path: Path) -> Verified:
     """
     start = time.perf_counter()
     found = find(path)
-    with Reader(found.path) as reader:
+    with found.reader() as reader:
         size = reader.verify()
         manifest = reader.manifest
     if found.damaged:
@@ -117,7 +126,7 @@ def diff(first: Path, second: Path) -> list[Difference]:
     Raises:
         CheckpointError: one is damaged, or there is none.
     """
-    with Reader(find(first).path) as a, Reader(find(second).path) as b:
+    with find(first).reader() as a, find(second).reader() as b:
         ours, theirs = a.manifest.tensors, b.manifest.tensors
         found = [Difference(name, "only in the first", "") for name in ours if name not in theirs]
         found += [Difference(name, "only in the second", "") for name in theirs if name not in ours]

@@ -5,6 +5,7 @@ latest                            name of the newest checkpoint
 step-00000500/                    a complete checkpoint: manifest.json and data files
 step-00000600.partial-1f2e3d4c/   a save that is going on, or that crashed: never read, removed by the next save
 step-00000500.old-5a6b7c8d/       what a second save of the same step replaced: removed when that one is verified
+step-00000500.save-9c8d7e6f/      a save at a URL (`objects.py`), or a copy of one
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from shardwise.checkpoint.files import Identity, LocalFiles
+from shardwise.checkpoint.files import Files, Identity, LocalFiles
 from shardwise.checkpoint.format import DamagedError, Fields, parse_json
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.errors import CheckpointError, UsageError
 
 MARKER = "store.json"
 POINTER = "latest"
-_NAME = re.compile(r"step-([0-9]{8,18})(?:\.(partial|old)-[0-9a-f]{8})?")
+NAME = re.compile(r"step-([0-9]{8,18})(?:\.(partial|old|save)-[0-9a-f]{8})?")
+"""Of a directory that a save made: step, and what it is."""
 _SCRATCH = re.compile(r"\.(?:store\.json|latest)\.[0-9a-f]{8}")
 _FOREIGN = (".metadata", "*.distcp", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "pytorch_model*")
 
@@ -74,16 +78,19 @@ class Listing:
     damaged: tuple[Skipped, ...]
 
 
-class Directory:
-    """A store's directory, which need not exist yet.
+class StoreDirectory(ABC):
+    """A store's directory, which need not exist yet: what is in it, and when it changes.
 
-    >>> Directory(Path("/nowhere"), LocalFiles()).listing().complete
-    ()
+    How a save becomes a checkpoint is that of `Directory`, where names can be changed, or of `ObjectDirectory`.
     """
 
-    def __init__(self, path: Path, files: LocalFiles) -> None:
+    files: Files
+    kind_of_save: str
+    """What stands in the name of a save that is going on."""
+
+    def __init__(self, path: Path) -> None:
         """Look at nothing yet."""
-        self.path, self.files = path, files
+        self.path = path
         self._sequence = 0
         """The greatest of any checkpoint that was seen here."""
         self._known: dict[Identity, Manifest] = {}
@@ -95,15 +102,16 @@ class Directory:
         Raises:
             CheckpointError: saying what is there.
         """
-        path = self.path
-        if not path.exists():
+        path, kind = self.path, self.files.kind(self.path)
+        if kind == "missing":
             return
-        if not path.is_dir():
+        if kind == "file":
             raise CheckpointError(f"store {path}: it is a file; a store is a directory: choose another path")
         if self.files.is_file(path / MARKER):
             return
-        foreign = [entry.name for pattern in _FOREIGN for entry in path.glob(pattern)]
-        foreign += [entry.name for _, kind, entry in self._entries() if kind == ""]
+        names = self.files.names(path)
+        foreign = [name for pattern in _FOREIGN for name in names if fnmatchcase(name, pattern)]
+        foreign += [entry.name for _, kind, entry in self._entries() if kind in ("", "save")]
         if foreign:
             raise CheckpointError(
                 f"store {path}: it holds {foreign[0]!r} but no {MARKER}, so it is not a store of this library; "
@@ -126,7 +134,7 @@ class Directory:
             if not self.files.is_file(self.path / MARKER):
                 self.replace_text(MARKER, json.dumps({"format": "shardwise-store", "schema": 2, "run": run}) + "\n")
             self._clean()
-            partial = self.path / f"{name_of(step)}.partial-{uuid.uuid4().hex[:8]}"
+            partial = self.path / f"{name_of(step)}.{self.kind_of_save}-{uuid.uuid4().hex[:8]}"
             self.files.make_directory(partial)
         except OSError as error:
             raise CheckpointError(
@@ -143,19 +151,8 @@ class Directory:
         except (OSError, DamagedError):
             return None
 
-    def _clean(self) -> None:
-        """Remove what crashed saves left; put back a checkpoint whose replacement did not arrive."""
-        for step, kind, entry in self._entries():
-            if kind == "partial":
-                self.files.remove_tree(entry)
-            elif kind == "old" and not (self.path / name_of(step)).exists():
-                self.files.rename(entry, self.path / name_of(step))
-        for name in self.files.names(self.path):
-            if _SCRATCH.fullmatch(name):
-                self.files.remove(self.path / name)
-
     def commit(self, partial: Path, manifest: Manifest) -> Path:
-        """Write the manifest into a directory whose data is flushed, give it its final name, and point `latest` at it.
+        """Write the manifest beside data that is kept, make a checkpoint of them, and point `latest` at it.
 
         Raises:
             OSError: as the disk said; what was complete before still is.
@@ -163,12 +160,7 @@ class Directory:
         encoded = manifest.encode()
         checked = Manifest.decode(encoded, str(partial / FILE))  # what cannot be read is not committed
         self.files.write_whole(partial / FILE, encoded)
-        self.files.sync_directory(partial)
-        final = self.path / name_of(manifest.step)
-        if final.exists():
-            self.files.rename(final, self.path / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
-        self.files.rename(partial, final)
-        self.files.sync_directory(self.path)
+        final = self._publish(partial, manifest.step)
         identity = self.files.identity(final / FILE)
         if identity is not None:
             self._known[identity] = checked
@@ -182,21 +174,15 @@ class Directory:
 
     def doomed(self, retention: Retention) -> list[Path]:
         """Complete checkpoints that need not stay; damaged ones are left for people to look at."""
-        complete = self.listing(known=True).complete
-        current = [(path, manifest) for path, manifest in complete if "." not in path.name]
-        keeps = retention.keeps([(manifest.step, manifest.metric) for _, manifest in current])
-        replaced = [path for path, _ in complete if "." in path.name]
-        return replaced + [path for (path, _), stays in zip(current, keeps, strict=True) if not stays]
-
-    def remove_all(self, checkpoints: Sequence[Path]) -> None:
-        """Remove checkpoints.
-
-        Each is renamed first: a crash in the middle must not leave half a checkpoint under a good name.
-        """
-        for checkpoint in checkpoints:
-            doomed = self.path / f"{checkpoint.name.partition('.')[0]}.partial-{uuid.uuid4().hex[:8]}"
-            self.files.rename(checkpoint, doomed)
-            self.files.remove_tree(doomed)
+        current: dict[int, tuple[Path, Manifest]] = {}
+        replaced: list[Path] = []
+        for path, manifest in self.listing(known=True).complete:  # the newest save of a step comes first
+            if ".old-" in path.name or manifest.step in current:
+                replaced.append(path)
+            else:
+                current[manifest.step] = path, manifest
+        keeps = retention.keeps([(manifest.step, manifest.metric) for _, manifest in current.values()])
+        return replaced + [path for (path, _), stays in zip(current.values(), keeps, strict=True) if not stays]
 
     def listing(self, *, known: bool = False) -> Listing:
         """What the store holds, ordered by save (not by step: a run may have gone back).
@@ -238,19 +224,116 @@ class Directory:
             self._known[identity] = found
         return self._known[identity]
 
+    def _entries(self) -> Iterator[tuple[int, str, Path]]:
+        """(step, "" or "partial" or "old", path) of every directory that a save made; links are none."""
+        for name in self.files.names(self.path):
+            match = NAME.fullmatch(name)
+            if match and self.files.is_directory(self.path / name):
+                yield int(match[1]), match[2] or "", self.path / name
+
+    @abstractmethod
+    def _clean(self) -> None:
+        """Remove what crashed saves left; the newest checkpoint stays the newest."""
+
+    @abstractmethod
+    def _publish(self, partial: Path, step: int) -> Path:
+        """A save whose manifest is written becomes a checkpoint; its path."""
+
+    @abstractmethod
+    def check_seen(self, partial: Path, rank: int) -> None:
+        """This rank sees what rank 0 made.
+
+        Raises:
+            CheckpointError: it does not: the store is not on a file system that all ranks share.
+        """
+
+    @abstractmethod
+    def check_shared(self, world: int) -> None:
+        """So many ranks can see the store at all.
+
+        Raises:
+            CheckpointError: it lies in the memory of one process.
+        """
+
+    @abstractmethod
+    def discard(self, partial: Path) -> None:
+        """Remove a save that is no checkpoint; the call may end at any point of it."""
+
+    @abstractmethod
+    def remove_all(self, checkpoints: Sequence[Path]) -> None:
+        """Remove checkpoints; a crash in the middle never leaves half of one that passes for whole."""
+
+    @abstractmethod
+    def replace_text(self, name: str, text: str) -> None:
+        """Replace a small file: readers see the old one or the new one."""
+
+
+class Directory(StoreDirectory):
+    """One on a file system: data is flushed, and one rename makes a save a checkpoint.
+
+    >>> Directory(Path("/nowhere"), LocalFiles()).listing().complete
+    ()
+    """
+
+    kind_of_save = "partial"
+    files: LocalFiles
+
+    def __init__(self, path: Path, files: LocalFiles) -> None:
+        """Look at nothing yet."""
+        super().__init__(path)
+        self.files = files
+
+    def check_seen(self, partial: Path, rank: int) -> None:
+        """See `StoreDirectory`."""
+        if not self.files.is_directory(partial):
+            raise CheckpointError(
+                f"{partial} was made by rank 0 and is not there on rank {rank}; a store must lie on a file system that "
+                "all ranks share"
+            )
+
+    def check_shared(self, world: int) -> None:
+        """A file system may be shared by any number: `check_seen` finds out."""
+
+    def _clean(self) -> None:
+        """Remove what crashed saves left; put back a checkpoint whose replacement did not arrive."""
+        for step, kind, entry in self._entries():
+            if kind == "partial":
+                self.files.remove_tree(entry)
+            elif kind == "old" and not (self.path / name_of(step)).exists():
+                self.files.rename(entry, self.path / name_of(step))
+        for name in self.files.names(self.path):
+            if _SCRATCH.fullmatch(name):
+                self.files.remove(self.path / name)
+
+    def _publish(self, partial: Path, step: int) -> Path:
+        self.files.sync_directory(partial)
+        final = self.path / name_of(step)
+        if final.exists():
+            self.files.rename(final, self.path / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
+        self.files.rename(partial, final)
+        self.files.sync_directory(self.path)
+        return final
+
+    def discard(self, partial: Path) -> None:
+        """See `StoreDirectory`."""
+        self.files.remove_tree(partial)
+
+    def remove_all(self, checkpoints: Sequence[Path]) -> None:
+        """Remove checkpoints.
+
+        Each is renamed first: a crash in the middle must not leave half a checkpoint under a good name.
+        """
+        for checkpoint in checkpoints:
+            doomed = self.path / f"{checkpoint.name.partition('.')[0]}.partial-{uuid.uuid4().hex[:8]}"
+            self.files.rename(checkpoint, doomed)
+            self.files.remove_tree(doomed)
+
     def replace_text(self, name: str, text: str) -> None:
         """Replace a small file in one rename, flushed to the disk."""
         fresh = self.path / f".{name}.{uuid.uuid4().hex[:8]}"
         self.files.write_whole(fresh, text.encode())
         self.files.rename(fresh, self.path / name)
         self.files.sync_directory(self.path)
-
-    def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """(step, "" or "partial" or "old", path) of every directory that a save made; links are none."""
-        for name in self.files.names(self.path):
-            match = _NAME.fullmatch(name)
-            if match and self.files.is_directory(self.path / name):
-                yield int(match[1]), match[2] or "", self.path / name
 
 
 def name_of(step: int) -> str:

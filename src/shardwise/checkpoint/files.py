@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 T = TypeVar("T")
 Identity = tuple[int, int, int, int]
@@ -37,6 +37,98 @@ class Closing(ABC):
         self.close()
 
 
+class Files(Protocol):
+    """What a store and its readers call; `LocalFiles` says what each does, `RemoteFiles` the same for a URL."""
+
+    def make_parents(self, path: Path) -> None:
+        """Make a directory and what is above it, where missing."""
+        ...
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory for a save, where there are directories."""
+        ...
+
+    def create(self, path: Path, size: int = 0) -> int:
+        """Begin a new file of `size` bytes, where that is known."""
+        ...
+
+    def write(self, descriptor: int, path: Path, data: memoryview) -> None:
+        """Write all of it at the end."""
+        ...
+
+    def begin_writeback(self, descriptor: int, start: int, count: int) -> None:
+        """What was just written may begin its way to the disk."""
+        ...
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """What was written is kept when this returns."""
+        ...
+
+    def close(self, descriptor: int, path: Path) -> None:
+        """Close a file that was created."""
+        ...
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading."""
+        ...
+
+    def size(self, descriptor: int) -> int:
+        """Bytes of an open file."""
+        ...
+
+    def read(self, descriptor: int, path: Path, start: int, count: int) -> bytes:
+        """Bytes from a place; fewer at the end of the file."""
+        ...
+
+    def read_into(self, descriptor: int, path: Path, start: int, target: memoryview) -> int:
+        """Fill a buffer with bytes from a place; how many there were."""
+        ...
+
+    def release(self, descriptor: int) -> None:
+        """Close a file that was opened for reading."""
+        ...
+
+    def forget(self, descriptor: int) -> None:
+        """Drop what is cached of an open file."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        ...
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and its files."""
+        ...
+
+    def identity(self, path: Path) -> Identity | None:
+        """Equal only for a file that nobody wrote to; None: it is not there."""
+        ...
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds, sorted; nothing when it is not there."""
+        ...
+
+    def kind(self, path: Path) -> Literal["missing", "file", "directory"]:
+        """What is there."""
+        ...
+
+    def is_directory(self, path: Path) -> bool:
+        """A directory, and no link to one."""
+        ...
+
+    def is_file(self, path: Path) -> bool:
+        """A file, and no link to one."""
+        ...
+
+    def read_whole(self, path: Path, most: int) -> bytes:
+        """A small file, of at most so many bytes."""
+        ...
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Write a new small file, kept when this returns."""
+        ...
+
+
 class LocalFiles:
     """A file system that all ranks see. Every method is one call that may fail with `OSError`.
 
@@ -56,8 +148,8 @@ class LocalFiles:
         """Make a directory and what is above it, where missing."""
         self.call("makedirs", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
-    def create(self, path: Path) -> int:
-        """Open a new file for writing; it must not exist."""
+    def create(self, path: Path, size: int = 0) -> int:
+        """Open a new file for writing, of `size` bytes where that is known; it must not exist."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return self.call("create", path, lambda: os.open(path, flags, 0o644))
 
@@ -115,6 +207,10 @@ class LocalFiles:
             count += got
         return count
 
+    def release(self, descriptor: int) -> None:
+        """Close a file that was opened for reading: nothing is lost when that fails."""
+        os.close(descriptor)
+
     def begin_writeback(self, descriptor: int, start: int, count: int) -> None:
         """Ask the kernel to begin writing what was just written to the disk, and not to wait for the flush."""
         os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)  # what is dirty stays cached
@@ -164,6 +260,12 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def kind(self, path: Path) -> Literal["missing", "file", "directory"]:
+        """What is there, at the end of links."""
+        if not path.exists():
+            return "missing"
+        return "directory" if path.is_dir() else "file"
+
     def is_directory(self, path: Path) -> bool:
         """A directory, and no link to one."""
         return path.is_dir() and not path.is_symlink()
@@ -185,7 +287,7 @@ class LocalFiles:
                 raise OSError(errno.EFBIG, f"{size} bytes, at most {most} are allowed", str(path))
             return self.read(descriptor, path, 0, size)
         finally:
-            os.close(descriptor)
+            self.release(descriptor)
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Write a new small file and flush it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
-from shardwise.checkpoint.files import LocalFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
@@ -28,12 +28,34 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.02, "bf16-pure": 0.02, "fp16
 
 
 @dataclass(frozen=True, kw_only=True)
+class Converted:
+    """Averages of an optimizer that are kept in another type than they were stored in."""
+
+    moments: int
+    """How many, over all ranks."""
+    before: str
+    """`float32`, `bfloat16`, `bfloat16-stochastic`, `8bit` or `4bit`."""
+    now: str
+    rounding: float
+    """The largest, over all numbers; 0: each has the stored value."""
+    unit: str
+    """`relative` to the number, or `of its block's largest`."""
+
+    def __str__(self) -> str:
+        cost = f"relative rounding {self.rounding:.2g}" if self.unit == "relative" else ""
+        cost = f"largest {cost or f'rounding {self.rounding:.2g} {self.unit}'}" if self.rounding else "exact"
+        return f"{self.moments} moments from {self.before} to {self.now} ({cost})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Proof:
     """Evidence that a state is the stored one."""
 
     matched: int
-    """Live tensors that are exactly one stored tensor, of equal checksum."""
+    """Stored tensors that are exactly one live tensor of equal checksum, or that arrived so and were then converted."""
     stored: int
+    converted: tuple[Converted, ...] = ()
+    """What was changed, with leave, after its checksum was compared; everything else is as it was stored."""
     tolerance: float = 0.0
     """Relative, of the probe's numbers; 0: they had to be equal."""
     stored_probe: ProbeResult | None = None
@@ -43,7 +65,9 @@ class Proof:
     @property
     def line(self) -> str:
         """`resume proof: 412/412 tensors, checksums ok, probe loss 2.13071 = 2.13071`."""
-        text = f"resume proof: {self.matched}/{self.stored} tensors, checksums ok"
+        text = ", ".join(
+            [f"resume proof: {self.matched}/{self.stored} tensors, checksums ok", *map(str, self.converted)]
+        )
         if self.probe is None or self.stored_probe is None:
             return text
         for name in ("loss", "grad_norm"):
@@ -88,7 +112,7 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
             )
 
 
-def fill(path: Path, manifest: Manifest, files: LocalFiles, template: Mapping[str, Tensor]) -> None:
+def fill(path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor]) -> None:
     """Read this rank's elements into its tensors, and nothing else.
 
     Cost: reads the blocks in which they lie, once; memory of a few MiB, and of one tensor at a time where it is not
@@ -113,6 +137,26 @@ def fill(path: Path, manifest: Manifest, files: LocalFiles, template: Mapping[st
 def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Proof:
     """Compare live tensors with what was stored: names both ways, and checksums; copies with each other.
 
+    Cost: that of `checksums`.
+
+    Raises:
+        CheckpointError: naming the tensor, and the rank whose copy differs.
+    """
+    live, stored = checksums(peers, tensors), manifest.tensors
+    odd = sorted(live.keys() ^ stored.keys())
+    wrong = [name for name in stored if name in live and live[name] != stored[name].checksum]
+    if odd or wrong:
+        what = f"{odd[:5]} are on one side only" if odd else f"checksums differ: {wrong[:5]} ({len(wrong)} in all)"
+        raise CheckpointError(
+            f"resume proof: {len(live)} live and {len(stored)} stored tensors: {what}; the state is not the "
+            "stored one: do not train it on; load another checkpoint, and report this"
+        )
+    return Proof(matched=len(live), stored=len(stored))
+
+
+def checksums(peers: Peers, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The checksum of every tensor that any rank holds, of what is in memory now. Every rank calls it.
+
     Cost: one pass over this rank's tensors, and a gather of one number for each part.
 
     Raises:
@@ -123,11 +167,10 @@ def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Pr
         part = held.part
         words = words_of(numpy_bytes(held.of(tensors[part.name])), part.box.sizes, part.dtype)
         mine.append((part.name, part.box, contribution(words, word_box(part.box, part.dtype))))
-    live = set[str]()
+    totals: dict[str, int] = {}
     first: dict[tuple[str, Box], tuple[int, int]] = {}
-    totals = dict.fromkeys(manifest.tensors, 0)
-    for rank, (names, parts) in enumerate(peers.gather((set(tensors), mine))):
-        live |= names
+    for rank, (names, parts) in enumerate(peers.gather((list(tensors), mine))):
+        totals |= {name: totals.get(name, 0) for name in names}
         for name, box, value in parts:
             known = first.setdefault((name, box), (rank, value))
             if known[1] != value:
@@ -135,20 +178,12 @@ def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Pr
                     f"{name}{box}: the copies on ranks {known[0]} and {rank} differ after loading; one of them is not "
                     "what was stored: check the memory of these machines"
                 )
-            if known[0] == rank and name in totals:
+            if known[0] == rank:
                 totals[name] = (totals[name] + value) & MASK
-    odd = sorted(live ^ set(totals))
-    wrong = [name for name, total in totals.items() if total != manifest.tensors[name].checksum]
-    if odd or wrong:
-        what = f"{odd[:5]} are on one side only" if odd else f"checksums differ: {wrong[:5]} ({len(wrong)} in all)"
-        raise CheckpointError(
-            f"resume proof: {len(live)} live and {len(totals)} stored tensors: {what}; the state is not the "
-            "stored one: do not train it on; load another checkpoint, and report this"
-        )
-    return Proof(matched=len(live), stored=len(totals))
+    return totals
 
 
-def check_damage(peers: Peers, path: Path, manifest: Manifest, files: LocalFiles) -> None:
+def check_damage(peers: Peers, path: Path, manifest: Manifest, files: Files) -> None:
     """What can be told without reading data: files missing or too many, and the headers of this rank's share of them.
 
     Raises:

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import (
     DTYPES,
     MAX_ELEMENTS,
@@ -115,7 +115,7 @@ class Manifest:
         return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
     @classmethod
-    def read(cls, directory: Path, files: LocalFiles = LOCAL) -> Manifest:
+    def read(cls, directory: Path, files: Files = LOCAL) -> Manifest:
         """Read `manifest.json` and check it whole.
 
         Raises:

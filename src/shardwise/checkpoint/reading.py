@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
-from shardwise.checkpoint.files import LOCAL, Closing, LocalFiles
+from shardwise.checkpoint.files import LOCAL, Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Piece, cut, piece_key, whole
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.shardfile import ShardFile, copy_box
@@ -37,7 +37,7 @@ class Reader(Closing):
     ...     reader.verify()
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None = None, files: LocalFiles = LOCAL) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None, files: Files = LOCAL) -> None:
         """See the class."""
         self.path, self._files = path, files
         self.manifest = manifest if manifest is not None else Manifest.read(path, files)

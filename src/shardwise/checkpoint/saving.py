@@ -18,7 +18,7 @@ import torch
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK
-from shardwise.checkpoint.directory import Directory, Retention
+from shardwise.checkpoint.directory import Retention, StoreDirectory
 from shardwise.checkpoint.format import Piece
 from shardwise.checkpoint.manifest import Manifest, ProbeResult, TensorEntry
 from shardwise.checkpoint.shardfile import (
@@ -61,7 +61,7 @@ class SaveJob:
     """What a save needs once the state may change again."""
 
     doing: str
-    directory: Directory
+    directory: StoreDirectory
     retention: Retention
     run: str | None
     """Id of the run; None until the first save has begun."""
@@ -95,8 +95,8 @@ class SaveJob:
             final = peers.on_first(self.doing, lambda: self._commit(partial, identity, written))
         except CheckpointError:
             if peers.rank == 0:
-                with suppress(OSError):  # the next save removes it
-                    self.directory.files.remove_tree(partial)
+                with suppress(OSError, CheckpointError):  # the next save removes it
+                    self.directory.discard(partial)
             raise
         seconds = time.perf_counter() - self.start
         doomed = peers.on_first(self.doing, lambda: self.directory.doomed(self.retention))
@@ -124,11 +124,7 @@ class SaveJob:
         return self.directory.begin(self.step, run), run, uuid.uuid4().hex
 
     def _write(self, partial: Path, identity: Identity) -> tuple[FileEntry, Sums]:
-        if not self.directory.files.is_directory(partial):
-            raise CheckpointError(
-                f"{partial} was made by rank 0 and is not there on rank {identity.rank}; a store must lie on a file "
-                "system that all ranks share"
-            )
+        self.directory.check_seen(partial, identity.rank)
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-checksum") as pool:
             sums = pool.submit(self.copy.checksums)  # while the disk works
             entry = write_shard_file(self.directory.files, partial, identity, self.copy.arranged, self.copy.data)

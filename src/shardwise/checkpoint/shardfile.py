@@ -12,7 +12,6 @@ checks the blocks they lie in and no others, and what is wrong is named by tenso
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.checkpoint.files import Closing, LocalFiles
+from shardwise.checkpoint.files import Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 
@@ -84,7 +83,7 @@ def arrange(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 def write_shard_file(
-    files: LocalFiles, directory: Path, identity: Identity, arranged: Sequence[tuple[Part, int]], data: memoryview
+    files: Files, directory: Path, identity: Identity, arranged: Sequence[tuple[Part, int]], data: memoryview
 ) -> FileEntry:
     """Write and flush a rank's file; digests are taken while the disk works.
 
@@ -100,10 +99,10 @@ def write_shard_file(
     """
     blocks = -(-len(data) // BLOCK)
     header = header_bytes(identity, arranged, len(data), blocks)
-    path = directory / file_name(identity.rank)
+    path, size = directory / file_name(identity.rank), len(header) + len(data) + blocks * DIGEST
     with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as pool:
         digesting = pool.submit(_digests, data)
-        descriptor = files.create(path)
+        descriptor = files.create(path, size)
         try:
             files.write(descriptor, path, memoryview(header))
             for start in range(0, len(data), _WRITE):
@@ -115,7 +114,7 @@ def write_shard_file(
         finally:
             files.close(descriptor, path)
     seal = hashlib.sha256(header + table).hexdigest()
-    return FileEntry(path.name, len(header) + len(data) + len(table), seal)
+    return FileEntry(path.name, size, seal)
 
 
 def _digests(data: memoryview) -> bytes:
@@ -179,7 +178,7 @@ class ShardFile(Closing):
         DamagedError: missing, a link, of another size, torn, or of another save.
     """
 
-    def __init__(self, files: LocalFiles, directory: Path, entry: FileEntry, identity: Identity) -> None:
+    def __init__(self, files: Files, directory: Path, entry: FileEntry, identity: Identity) -> None:
         """See the class."""
         self.path = directory / entry.name
         self._files, self._rank = files, identity.rank
@@ -303,7 +302,7 @@ class ShardFile(Closing):
         """Close it, and drop what was read last; a later read opens it again."""
         self._last, self._buffer = (0, 0), bytearray()
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._files.release(self._descriptor)
             self._descriptor = -1
 
 

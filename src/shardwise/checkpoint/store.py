@@ -13,12 +13,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
-from shardwise.checkpoint.directory import Directory, Retention, Skipped
-from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.converting import Reading, convert, with_converted
+from shardwise.checkpoint.directory import Retention, Skipped
+from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
-from shardwise.checkpoint.loading import Proof, check_damage, check_names, check_probe, fill, prove
+from shardwise.checkpoint.loading import Converted, Proof, check_damage, check_names, check_probe, fill, prove
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import check_imported, followers, scalars_for, weights
+from shardwise.checkpoint.remote import files_for, located
 from shardwise.checkpoint.saving import Save, SaveJob, Saving
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
@@ -85,15 +88,15 @@ class Store:
     """A directory of checkpoints; every rank makes one and takes part in each call.
 
     Args:
-        path: a directory that all ranks see; made at the first save.
+        path: a directory that all ranks see, made at the first save; or the URL of one, as `s3://bucket/run`.
         keep: complete checkpoints to keep, the newest ones; or a `Retention`.
         probe: rows on which loss and gradient norm are measured at each save and compared at each load; None: none.
         config: the run's resolved configuration, as JSON, for the manifest.
-        files: the file system.
+        files: the file system of a path; that of a URL is found.
 
     Raises:
         UsageError: `keep` is below 1.
-        CheckpointError: the path is a file, or holds other programs' checkpoints.
+        CheckpointError: the path is a file, or holds other programs' checkpoints; a URL that cannot be used or reached.
 
     >>> store = Store("runs/a/checkpoints", keep=3)  # doctest: +SKIP
     >>> store.load_latest(state)  # None in a new run  # doctest: +SKIP
@@ -107,14 +110,14 @@ class Store:
         keep: int | Retention = 3,
         probe: Prober | None = None,
         config: Mapping[str, Any] | None = None,
-        files: LocalFiles = LOCAL,
+        files: Files = LOCAL,
     ) -> None:
         """See the class."""
-        self.path = Path(path)
+        self.path = located(path)
         self.retention = keep if isinstance(keep, Retention) else Retention(last=keep)
         self.probe = probe
         self._config = dict(config or {})
-        self._directory = Directory(self.path, files)
+        self._directory = directory_of(self.path, files)
         self._run: str | None = None
         """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
         self._copy = HostCopy()
@@ -200,21 +203,22 @@ class Store:
         found, self._findings = self._findings, []
         return found
 
-    def load_latest(self, state: Saveable) -> Loaded | None:
+    def load_latest(self, state: Saveable, *, convert_state: bool = False) -> Loaded | None:
         """Load the newest checkpoint whose files are whole; None when the store holds none at all.
 
-        One that is damaged is skipped with a warning, and named in the result.
+        One that is damaged is skipped with a warning, and named in the result. `convert_state` is that of `load`.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the checkpoint is not of this model and optimizer.
         """
         self.wait()
         peers, doing = Peers.of(state.mesh), f"loading from {self.path}"
+        self._directory.check_shared(peers.world)
         found = peers.on_first(doing, self._directory.listing)
         skipped = list(found.damaged)
         for path, _ in found.complete:
             try:
-                loaded = self._load(state, path, tuple(skipped))
+                loaded = self._load(state, path, tuple(skipped), convert_state=convert_state)
             except DamagedError as error:
                 skipped.append(Skipped(path, str(error)))
                 continue
@@ -227,12 +231,22 @@ class Store:
             raise CheckpointError(f"{doing}: none of the {len(skipped)} checkpoints is whole: {reasons}")
         return None
 
-    def load(self, state: Saveable, path: str | os.PathLike[str], *, weights_only: bool = False) -> Loaded:
+    def load(
+        self,
+        state: Saveable,
+        path: str | os.PathLike[str],
+        *,
+        weights_only: bool = False,
+        convert_state: bool = False,
+    ) -> Loaded:
         """Load one checkpoint, of this store or another, into any plan of the same model and optimizer.
 
         With `weights_only` the model's parameters and buffers alone: the optimizer is as new, averages of the weights
         begin with them, and step, data and seed stay. So a checkpoint without optimizer state, or of another optimizer,
         begins a run.
+
+        With `convert_state` AdamW's averages may be stored in another type than its `state_dtype`: they are read and
+        checked as stored, and then kept as the optimizer keeps those of a step. `Proof.converted` says what it cost.
 
         Nothing reaches the state before names, shapes, types and the digest of every byte that is used are checked on
         all ranks; then the state is proven to be the stored one.
@@ -242,15 +256,24 @@ class Store:
             CheckpointError: not a checkpoint, damaged, not of this model and optimizer, or not proven.
         """
         self.wait()
-        return self._load(state, Path(path), (), weights_only)
+        return self._load(state, located(path), (), weights_only=weights_only, convert_state=convert_state)
 
-    def _load(self, state: Saveable, path: Path, skipped: tuple[Skipped, ...], weights_only: bool = False) -> Loaded:
+    def _load(
+        self,
+        state: Saveable,
+        path: Path,
+        skipped: tuple[Skipped, ...],
+        *,
+        weights_only: bool = False,
+        convert_state: bool = False,
+    ) -> Loaded:
         start = time.perf_counter()
-        peers, doing, files = Peers.of(state.mesh), f"loading {path}", self._directory.files
+        peers, doing, files = Peers.of(state.mesh), f"loading {path}", files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
-        self._take_over(state, path, manifest, weights_only)
-        proof = prove(peers, *(weights(manifest, state.tensors()) if weights_only else (manifest, state.tensors())))
+        kept, converted = self._take_over(state, path, manifest, weights_only, convert_state)
+        proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())))
+        proof = with_converted(proof, manifest, converted)
         if self.probe is not None and manifest.probe is not None:
             proof = check_probe(proof, manifest, ProbeResult(*self.probe.measure(state)), state.placed)
         if path.resolve().parent == self.path.resolve():
@@ -258,23 +281,33 @@ class Store:
         seconds = time.perf_counter() - start
         return Loaded(path=path, step=manifest.step, manifest=manifest, skipped=skipped, seconds=seconds, proof=proof)
 
-    def _take_over(self, state: Saveable, path: Path, manifest: Manifest, weights_only: bool) -> None:
-        """Read into fresh tensors, and then, when no rank has anything against it, into the state."""
-        peers, files, doing = Peers.of(state.mesh), self._directory.files, f"loading {path}"
+    def _take_over(
+        self, state: Saveable, path: Path, manifest: Manifest, weights_only: bool, convert_state: bool
+    ) -> tuple[Manifest, tuple[Converted, ...]]:
+        """Read into fresh tensors, and then, when no rank has anything against it, into the state.
+
+        What the state must be now: the manifest, with what was changed on the way in place of what is stored.
+        """
+        peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
         known = manifest
         if weights_only:
             known, template = weights(manifest, peers.together(doing, lambda: state.template(())))
         else:
             peers.together(doing, lambda: check_imported(manifest))
             template = peers.together(doing, lambda: state.template(manifest.tensors.keys()))
+        reading = peers.together(doing, lambda: Reading.of(state, known, template))
+        template = reading.template
         seen = peers.gather(sum(1 << i for i, name in enumerate(known.tensors) if name in template))
         peers.together(doing, lambda: check_names(known, template, seen))
+        peers.together(doing, lambda: reading.check_leave(convert_state=convert_state))
         peers.together(doing, lambda: fill(path, manifest, files, template))
+        kept, converted = convert(peers, doing, known, reading)
         if weights_only:
             template |= followers(template, state.tensors())
         else:
             peers.together(doing, lambda: state.load_scalars(scalars_for(manifest, state.scalars())))
         peers.together(doing, lambda: state.load_tensors(template))
+        return kept, converted
 
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
@@ -283,6 +316,7 @@ class Store:
         waited = time.perf_counter() - start
         scalars, tensors = state.scalars(), state.tensors()
         doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
+        self._directory.check_shared(peers.world)
         told = peers.gather((dict(scalars) | {"metric": metric}, self._copy.fits(tensors)))
         _check_same([theirs for theirs, _ in told])
         if not all(fits for _, fits in told):

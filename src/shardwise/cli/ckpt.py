@@ -28,6 +28,7 @@ class Action(StrEnum):
 
 
 _TWO = {Action.DIFF: "A B", Action.CONVERT: "SOURCE TARGET", Action.EXPORT: "SOURCE TARGET"}
+_LOCAL = (Action.CONVERT, Action.EXPORT)
 _BOTH = ("--dtype", "--optimizer", "--overwrite")
 _OPTIONS = {
     Action.INSPECT: ("--all",),
@@ -75,6 +76,8 @@ def ckpt(
     idle = [name for name, value in given.items() if value and name not in _OPTIONS[action]]
     if idle:
         raise UsageError(f"ckpt {action}: found {idle[0]}, needed only {', '.join(_OPTIONS[action]) or '--json'}")
+    if action in _LOCAL:
+        _refuse_urls(action, paths)
     if action is Action.CONVERT:
         from shardwise.checkpoint.foreign.convert import Options
 
@@ -95,6 +98,17 @@ def ckpt(
         _verify(paths[0], json)
     else:
         raise typer.Exit(_diff(paths[0], paths[1], all_tensors, json))
+
+
+def _refuse_urls(action: Action, paths: list[Path]) -> None:
+    from shardwise.checkpoint.remote import RemotePath, located
+
+    for path in map(located, paths):
+        if isinstance(path, RemotePath):
+            raise UsageError(
+                f"ckpt {action}: found the URL {path}, needed a path: only inspect, verify and diff take URLs; "
+                "copy the checkpoint's directory first"
+            )
 
 
 def _inspect(path: Path, all_tensors: bool, json: bool) -> None:

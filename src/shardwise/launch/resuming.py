@@ -16,12 +16,15 @@ from shardwise.train.settings import TrainSettings
 from shardwise.train.state import TrainState
 
 
-def resume(store: Store, state: TrainState, wanted: str) -> Loaded | None:
-    """Load what `--resume` says: the newest checkpoint of this run, none, or one of another run."""
-    own = store.load_latest(state) if wanted != "never" else None
+def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool = False) -> Loaded | None:
+    """Load what `--resume` says: the newest checkpoint of this run, none, or one of another run.
+
+    `convert_state` is that of `Store.load`.
+    """
+    own = store.load_latest(state, convert_state=convert_state) if wanted != "never" else None
     if own is not None or wanted in ("auto", "never"):
         return own
-    return store.load(state, find_checkpoint(Path(wanted)))
+    return store.load(state, find_checkpoint(Path(wanted)), convert_state=convert_state)
 
 
 def record_resume(run: RunDir, loaded: Loaded) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, DataError
+from shardwise.extras import optional_module
 from shardwise.findings import nearest
 from shardwise.model.spec import ModelSpec
 from shardwise.models.moe import MoEOutput
@@ -28,7 +29,7 @@ from shardwise.train.optim import NamedOptimizer
 from shardwise.train.optimizers import OPTIMIZERS
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import OptimizerSettings, RunSettings, ScheduleSettings
-from shardwise.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer, optional_module
+from shardwise.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 
 NO_DECAY = ("*norm*", "*.bias", "*ln_*")
 """Parameters of the reference models without weight decay."""

@@ -18,6 +18,7 @@ _NOT_MATHS = ("data.num_workers", "model.name")
 _LAYOUT = ("plan.shorthand", "plan.file", "train.micro_batches", "train.nproc", "train.device")
 _EACH_TIME = ("train.out", "train.name", "train.resume", "train.port")
 """What a start says of itself."""
+_STATE_DTYPE = "optimizer.state_dtype"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[st
         UsageError: an allowed key that is no change: a slip of the pen.
     """
     keys = [change.key for change in changes]
-    unknown = [key for key in allow if key not in keys and key != "all"]
+    # averages of another type also lie in what --resume names, or here, if a start ended before it saved
+    unknown = [key for key in allow if key not in keys and key not in ("all", _STATE_DTYPE)]
     if unknown:
         raise UsageError(
             f"--allow {unknown[0]}: found no such change; what changed: {', '.join(keys) or 'nothing'}; "
@@ -86,6 +88,19 @@ def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[st
             f"{run.path} holds a run whose maths these settings change: {'; '.join(map(str, refused))}; needed: the "
             f"settings as they were, or leave to change them; give the old values, choose another --out, or add {flags}"
         )
+
+
+def may_convert(run: RunDir, allow: Collection[str]) -> bool:
+    """Whether checkpoints whose averages have another type than `optimizer.state_dtype` may be converted.
+
+    The start that changed the setting may have ended before it saved: leave that it had holds for those after it.
+
+    Args:
+        run: its record says what was changed, with leave.
+        allow: keys, or `all`.
+    """
+    told = [change for event in run.read_events("changed") for change in event["changes"]]
+    return bool({_STATE_DTYPE, "all"} & set(allow)) or any(change.startswith(f"{_STATE_DTYPE}: ") for change in told)
 
 
 def _kind(key: str) -> Literal["maths", "layout", "other"]:

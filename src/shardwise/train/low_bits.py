@@ -9,11 +9,11 @@ on the largest number. Codes have the shape of the parameter, so checkpoints loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ STATE_KINDS: tuple[str, ...] = ("bf16", "bf16-stochastic", "8bit", "4bit")
 SMALLEST = 4096
 """Parameters with fewer elements, and those of one dim (norms, biases), keep wide averages."""
 BLOCK = {"8bit": 256, "4bit": 128}
+MOMENTS, CODES, SCALES = ("exp_avg", "exp_avg_sq"), ("codes", "codes_sq"), ("scale", "scale_sq")
+"""Names of the state: of averages in a floating-point type, or of their codes (4 bits: both in one) and scales."""
 
 
 @cache
@@ -101,6 +103,137 @@ def quantise(values: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
     return torch.bucketize(unit, middles.to(unit), right=True)
 
 
+class Plain:
+    """The averages of a parameter in one floating-point type, each of the parameter's shape.
+
+    Args:
+        parameter: whose averages; its layout is theirs.
+        dtype: of the averages.
+        random: the parameter's name and a seed: numbers are rounded stochastically; None: to nearest.
+    """
+
+    def __init__(self, parameter: Tensor, dtype: torch.dtype, random: tuple[str, int] | None = None) -> None:
+        """See the class."""
+        self._parameter, self._dtype, self._random = parameter, dtype, random
+        self._elements: Elements | None = None
+
+    def fresh(self) -> dict[str, Tensor]:
+        """Tensors of the names, types and layouts of the state, to be filled."""
+        seed = {"seed": torch.empty((), dtype=torch.int64)} if self._random is not None else {}
+        return {key: torch.empty_like(self._parameter, dtype=self._dtype) for key in MOMENTS} | seed
+
+    def read(self, state: dict[str, Any], wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """This rank's part of both averages, in `wide`; zeros where there are none yet."""
+        self._make(state)
+        mean, square = (local_shard(state[key]).to(wide) for key in MOMENTS)
+        return mean, square
+
+    def write(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
+        """Round both into the state."""
+        self._make(state)
+        for key, value in zip(MOMENTS, (mean, square), strict=True):
+            if self._random is not None:
+                name, seed = self._random
+                state.setdefault("seed", seed)
+                if self._elements is None:
+                    self._elements = elements_in(self._parameter, name)
+                stream = Stream.of(state["seed"], key, int(state["step"]), name)
+                value = rounded(value.float(), Numbers(stream, self._elements, value.device))
+            local_shard(state[key]).copy_(value)
+
+    def roundings(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> list[Rounding]:
+        """How far what the state holds is from what was written."""
+        kept, finfo = self.read(state, mean.dtype), torch.finfo(self._dtype)
+        most = finfo.eps / (1 if self._random is not None else 2)
+        units = [value.abs().clamp(min=finfo.tiny) for value in (mean, square)]
+        return [
+            Rounding(_largest((now - was).abs() / unit), most, "relative")
+            for now, was, unit in zip(kept, (mean, square), units, strict=True)
+        ]
+
+    def _make(self, state: dict[str, Any]) -> None:
+        for key in MOMENTS:
+            if key not in state:
+                state[key] = torch.zeros_like(self._parameter, dtype=self._dtype)
+
+
+class Coded:
+    """The averages of a parameter as codes of 8 or 4 bits, and a scale for each block of a row.
+
+    Args:
+        parameter: whose averages, of two dims or more; its layout is that of the codes.
+        kind: `8bit` or `4bit`.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+
+    def __init__(self, parameter: Tensor, kind: str) -> None:
+        """See the class."""
+        self._parameter, self._kind = parameter, kind
+        self._blocks = Blocks.of(parameter, BLOCK[kind])
+        bits, device = int(kind[0]), local_shard(parameter).device
+        self._tables = (table(bits, True).to(device), table(bits, False).to(device))
+
+    def fresh(self) -> dict[str, Tensor]:
+        """Tensors of the names, types and layouts of the state, to be filled."""
+        shard = local_shard(self._parameter)
+        wide = torch.promote_types(shard.dtype, torch.float32)
+        scale = shard.new_empty((*shard.shape[:-1], self._blocks.count), dtype=wide)
+        codes = [shard.new_empty(shard.shape, dtype=torch.uint8) for _ in range(1 if self._kind == "4bit" else 2)]
+        return self._named(codes, [scale, scale.clone()])
+
+    def read(self, state: dict[str, Any], wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """This rank's part of both averages, in `wide`: values of the tables times scales; zeros at first."""
+        shard = local_shard(self._parameter)
+        if "scale" not in state:
+            return shard.new_zeros(shard.shape, dtype=wide), shard.new_zeros(shard.shape, dtype=wide)
+        scales = [self._blocks.spread(local_shard(state[key])) for key in SCALES]
+        codes = local_shard(state["codes"]).int()
+        both = (codes >> 4, codes & 15) if self._kind == "4bit" else (codes, local_shard(state["codes_sq"]).int())
+        mean, square = (t.to(wide)[c] * s for t, c, s in zip(self._tables, both, scales, strict=True))
+        return mean, square
+
+    def write(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
+        """Quantise both into the state; where `tp` splits rows, its ranks take part."""
+        scales = [self._blocks.largest(values, self._parameter) for values in (mean, square)]
+        codes = [
+            quantise(values, self._blocks.spread(scale), codes)
+            for values, scale, codes in zip((mean, square), scales, self._tables, strict=True)
+        ]
+        if self._kind == "4bit":
+            codes = [codes[0] << 4 | codes[1]]
+        state |= self._named([value.to(torch.uint8) for value in codes], scales)
+
+    def roundings(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> list[Rounding]:
+        """How far what the state holds is from what was written, in parts of a block's largest number."""
+        kept, found = self.read(state, mean.dtype), []
+        for key, codes, low, now, was in zip(SCALES, self._tables, (-1.0, 0.0), kept, (mean, square), strict=True):
+            unit = self._blocks.spread(local_shard(state[key])).clamp(min=torch.finfo(mean.dtype).tiny)
+            inner = torch.cat([(codes[1:] - codes[:-1]) / 2, codes[:1] - low, 1 - codes[-1:]])
+            found.append(Rounding(_largest((now - was).abs() / unit), float(inner.max()), "of its block's largest"))
+        return found
+
+    def _named(self, codes: list[Tensor], scales: list[Tensor]) -> dict[str, Tensor]:
+        named = {key: _laid_out(value, self._parameter) for key, value in zip(CODES, codes, strict=False)}
+        return named | {key: _by_row(scale, self._parameter) for key, scale in zip(SCALES, scales, strict=True)}
+
+
+class Rounding(NamedTuple):
+    """What it cost a number to be kept."""
+
+    largest: float
+    """NaN where a number is not finite."""
+    most: float
+    """What rounding to the nearest representable number (stochastically: to one of the two nearest) can cost."""
+    of: str
+    """In which unit: `relative`, or `of its block's largest`."""
+
+
+def _largest(errors: Tensor) -> float:
+    return float(errors.max()) if errors.numel() else 0.0
+
+
 class LowBitAdamW(_Rule):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) that keeps its averages in few bits between steps.
 
@@ -114,8 +247,7 @@ class LowBitAdamW(_Rule):
         """`names`: `id` of a parameter -> its name, by which random bits are keyed."""
         super().__init__(params, dict(dials))
         self._kind, self._names, self._seed = state, names, seed
-        self._blocks: dict[int, Blocks] = {}
-        self._elements: dict[int, Elements] = {}
+        self._kept: dict[int, Plain | Coded] = {}
         if state in BLOCK:
             table(int(state[0]), signed=True)  # refuses here what would fail in a step
 
@@ -125,82 +257,27 @@ class LowBitAdamW(_Rule):
         shard, wide = local_shard(parameter), torch.promote_types(parameter.dtype, torch.float32)
         grad, count = local_shard(parameter.grad).to(wide), int(state["step"])
         (beta1, beta2), lr = group["betas"], float(group["lr"])
-        read, write = self._codec(parameter)
-        mean, square = read(state, wide)
+        averages = self.averages(parameter)
+        mean, square = averages.read(state, wide)
         mean = mean.lerp(grad, 1 - beta1)
         square = square.mul(beta2).addcmul_(grad, grad, value=1 - beta2)
         root = square.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
         shard.mul_(1 - lr * group["weight_decay"]).addcdiv_(mean, root, value=-lr / (1 - beta1**count))
-        write(state, mean, square)
+        averages.write(state, mean, square)
 
-    def _codec(self, parameter: Tensor) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
-        """How the averages of a parameter are read, and written."""
-        if self._kind in BLOCK and parameter.dim() > 1 and parameter.numel() >= SMALLEST:
-            return (
-                lambda state, wide: self._decoded(parameter, state, wide),
-                lambda state, mean, square: self._encode(parameter, state, mean, square),
-            )
-        narrow = torch.bfloat16 if self._kind not in BLOCK else torch.promote_types(parameter.dtype, torch.float32)
-        return (
-            lambda state, wide: self._plain(parameter, state, narrow, wide),
-            lambda state, mean, square: self._keep(parameter, state, mean, square),
-        )
+    def averages(self, parameter: Tensor) -> Plain | Coded:
+        """How those of one of its parameters are kept."""
+        if id(parameter) not in self._kept:
+            self._kept[id(parameter)] = self._made(parameter)
+        return self._kept[id(parameter)]
 
-    def _plain(
-        self, parameter: Tensor, state: dict[str, Any], narrow: torch.dtype, wide: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        for key in ("exp_avg", "exp_avg_sq"):
-            if key not in state:
-                state[key] = torch.zeros_like(parameter, dtype=narrow)
-        return local_shard(state["exp_avg"]).to(wide), local_shard(state["exp_avg_sq"]).to(wide)
-
-    def _keep(self, parameter: Tensor, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
-        name = self._names[id(parameter)]
-        for key, value in (("exp_avg", mean), ("exp_avg_sq", square)):
-            if self._kind == "bf16-stochastic":
-                state.setdefault("seed", self._seed)
-                if id(parameter) not in self._elements:
-                    self._elements[id(parameter)] = elements_in(parameter, name)
-                stream = Stream.of(state["seed"], key, int(state["step"]), name)
-                value = rounded(value.float(), Numbers(stream, self._elements[id(parameter)], value.device))
-            local_shard(state[key]).copy_(value)
-
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        bits = int(self._kind[0])
-        return table(bits, True).to(device), table(bits, False).to(device)
-
-    def _decoded(self, parameter: Tensor, state: dict[str, Any], wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        shard = local_shard(parameter)
-        if "scale" not in state:
-            return shard.new_zeros(shard.shape, dtype=wide), shard.new_zeros(shard.shape, dtype=wide)
-        blocks, tables = self._blocks_of(parameter), self._tables(shard.device)
-        scales = [blocks.spread(local_shard(state[key])) for key in ("scale", "scale_sq")]
-        if self._kind == "4bit":
-            both = local_shard(state["codes"]).int()
-            codes = (both >> 4, both & 15)
-        else:
-            codes = (local_shard(state["codes"]).int(), local_shard(state["codes_sq"]).int())
-        mean, square = (t.to(wide)[c] * s for t, c, s in zip(tables, codes, scales, strict=True))
-        return mean, square
-
-    def _encode(self, parameter: Tensor, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
-        blocks, tables = self._blocks_of(parameter), self._tables(mean.device)
-        scales = [blocks.largest(values, parameter) for values in (mean, square)]
-        codes = [
-            quantise(values, blocks.spread(scale), codes)
-            for values, scale, codes in zip((mean, square), scales, tables, strict=True)
-        ]
-        if self._kind == "4bit":
-            codes = [codes[0] << 4 | codes[1]]
-        for key, value in zip(("codes", "codes_sq"), codes, strict=False):
-            state[key] = _laid_out(value.to(torch.uint8), parameter)
-        for key, scale in zip(("scale", "scale_sq"), scales, strict=True):
-            state[key] = _by_row(scale, parameter)
-
-    def _blocks_of(self, parameter: Tensor) -> Blocks:
-        if id(parameter) not in self._blocks:
-            self._blocks[id(parameter)] = Blocks.of(parameter, BLOCK[self._kind])
-        return self._blocks[id(parameter)]
+    def _made(self, parameter: Tensor) -> Plain | Coded:
+        if self._kind not in BLOCK:
+            random = (self._names[id(parameter)], self._seed) if self._kind == "bf16-stochastic" else None
+            return Plain(parameter, torch.bfloat16, random)
+        if parameter.dim() > 1 and parameter.numel() >= SMALLEST:
+            return Coded(parameter, self._kind)
+        return Plain(parameter, torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _laid_out(local: Tensor, parameter: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.train.tokens import optional_module
+from shardwise.extras import optional_module
 
 PEAK_FLOPS: Mapping[str, float] = {
     "B200": 2.25e15,

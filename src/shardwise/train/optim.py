@@ -57,6 +57,10 @@ class NamedOptimizer:
         """The optimizer's own groups."""
         return self.torch.param_groups
 
+    def owner(self, name: str) -> torch.optim.Optimizer:
+        """The torch optimizer that steps a parameter."""
+        return self.torch
+
     def scale_lr(self, factor: float) -> None:
         """Set every group's learning rate to its base times `factor` (a schedule's value)."""
         for group, base in zip(self.param_groups, self.base_lrs, strict=True):

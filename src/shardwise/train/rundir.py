@@ -184,9 +184,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _newest(store: Path) -> Path | None:
-    """The checkpoint of the greatest step: a directory has that name only when it is complete."""
-    complete = [found for found in store.glob("step-*/manifest.json") if "." not in found.parent.name]
-    return max((found.parent for found in complete), key=lambda found: int(found.name[5:]), default=None)
+    """The checkpoint of the greatest step: a directory has that name, and a manifest, only when it is complete."""
+    manifests = store.glob("step-*/manifest.json")
+    complete = [found.parent for found in manifests if found.parent.suffix[:5] in ("", ".save")]  # this: of a URL
+    return max(complete, key=lambda found: int(found.stem[5:]), default=None)
 
 
 def _check_writable(path: Path) -> None:

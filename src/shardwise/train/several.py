@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -33,6 +34,10 @@ class SeveralOptimizers(NamedOptimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of all parts, in order."""
         return [group for part in self.parts.values() for group in part.param_groups]
+
+    def owner(self, name: str) -> torch.optim.Optimizer:
+        """The torch optimizer of the part that steps a parameter."""
+        return next(part.torch for part in self.parts.values() if name in part.params)
 
     def take_grads(self, grads: Mapping[str, Tensor | None]) -> None:
         """Hand each part the gradients of its parameters; see `NamedOptimizer.take_grads`."""

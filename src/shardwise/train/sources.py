@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DataError
+from shardwise.extras import optional_module
 from shardwise.findings import nearest
-from shardwise.train.tokens import optional_module
 
 STDLIB = "stdlib"
 STDLIB_BYTES = 8_000_000

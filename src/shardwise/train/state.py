@@ -15,6 +15,7 @@ from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
 from shardwise.train.mirror import Mirror
+from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
 
@@ -124,6 +125,15 @@ class TrainState:
         if self.ema is not None:
             model |= {name: torch.empty_like(tensor) for name, tensor in self.ema.tensors().items()}
         return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)])
+
+    def conversion(self, stored: Mapping[str, Kind], template: Tensors) -> Conversion | None:
+        """How averages that are `stored` in another type become those of a `template`; None: none are.
+
+        Args:
+            stored: shape and type of every tensor of a checkpoint.
+            template: what `template` gave for it.
+        """
+        return find_conversion(self.optimizer, stored, template)
 
     def _model_tensors(self) -> Tensors:
         model: Tensors = {f"model.{name}": p.detach() for name, p in self.placed.named_parameters().items()}

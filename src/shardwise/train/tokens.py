@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError, DataError
+from shardwise.extras import optional_module
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """Names that end-of-text tokens go by, in the order they are looked for."""
@@ -139,19 +138,3 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"{vocab_size}; needed: vocab_size >= {tokenizer.vocab_size}; enlarge the model's vocabulary, "
             "or choose another tokenizer"
         )
-
-
-def optional_module(name: str, *, extra: str, need: str) -> ModuleType:
-    """A library that only some inputs need.
-
-    Raises:
-        ConfigError: it is not installed; says how to.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        library = name.split(".")[0]
-        raise ConfigError(
-            f"{need}: the library {library} is not installed ({error}); needed for this kind of file; "
-            f"run: pip install 'shardwise[{extra}]'"
-        ) from error

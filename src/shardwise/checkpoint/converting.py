@@ -1,0 +1,149 @@
+"""Averages of an optimizer that are stored in another type than a run keeps: checked as stored, and then changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.format import DamagedError
+from shardwise.checkpoint.loading import Converted, Proof, checksums
+from shardwise.checkpoint.manifest import Manifest, TensorEntry
+from shardwise.errors import CheckpointError
+
+Kind = tuple[tuple[int, ...], str]
+"""Shape and type."""
+
+
+class Conversion(Protocol):
+    """What a state would change; `shardwise.train.moments.Conversion` is one."""
+
+    @property
+    def what(self) -> str:
+        """What differs, for an error's text."""
+        ...
+
+    @property
+    def targets(self) -> Collection[str]:
+        """Names of the state's tensors that are made of stored ones, and not read."""
+        ...
+
+    def sources(self) -> dict[str, Tensor]:
+        """Fresh tensors to read what is stored into."""
+        ...
+
+    def run(self, filled: dict[str, Tensor]) -> Sequence[tuple[str, str, str, float, str]]:
+        """Replace sources by targets; of each average: name, how it was and is kept, what that cost, in which unit."""
+        ...
+
+
+@runtime_checkable
+class Converting(Protocol):
+    """A state that can take averages of another type; `TrainState` is one."""
+
+    def conversion(self, stored: Mapping[str, Kind], template: dict[str, Tensor]) -> Conversion | None:
+        """What would be changed of a checkpoint with these tensors; None: nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read from a checkpoint, and what becomes of it.
+
+    Attributes:
+        template: fresh tensors of what is stored, by name.
+        conversion: of this rank; None: the state takes everything as it is stored.
+        sources: names in `template` of what is changed.
+    """
+
+    template: dict[str, Tensor]
+    conversion: Conversion | None = None
+    sources: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, state: Any, manifest: Manifest, template: dict[str, Tensor]) -> Reading:
+        """Of a state whose own tensors are like `template`."""
+        if not isinstance(state, Converting):
+            return cls(template)
+        kinds = {name: (entry.shape, entry.dtype) for name, entry in manifest.tensors.items()}
+        conversion = state.conversion(kinds, template)
+        if conversion is None:
+            return cls(template)
+        kept = {name: tensor for name, tensor in template.items() if name not in conversion.targets}
+        sources = conversion.sources()
+        return cls(kept | sources, conversion, frozenset(sources))
+
+    def check_leave(self, *, convert_state: bool) -> None:
+        """Nothing is changed that nobody asked for.
+
+        Raises:
+            CheckpointError: naming what differs, and the way to load it all the same.
+        """
+        if self.conversion is not None and not convert_state:
+            raise CheckpointError(
+                f"{self.conversion.what}; needed the same type, or leave to change it: give the optimizer the "
+                "state_dtype that it was saved with, or convert: store.load(..., convert_state=True), in "
+                "`shardwise train` --allow optimizer.state_dtype"
+            )
+
+
+def convert(peers: Peers, doing: str, manifest: Manifest, reading: Reading) -> tuple[Manifest, tuple[Converted, ...]]:
+    """Change what was read in place; the manifest of the result, by which the state is proven, and what was done.
+
+    Before anything is changed, the checksum of what was read must be the stored one. Every rank calls it.
+
+    Cost: one more pass over what is changed, before and after, and two gathers of a number for each part.
+
+    Raises:
+        DamagedError: what was read is not what was saved: an older checkpoint may be whole.
+        CheckpointError: a number cannot be kept in the run's type.
+    """
+    conversion, filled = reading.conversion, reading.template
+    sources = {name for names in peers.gather(sorted(reading.sources)) for name in names}
+    if not sources:
+        return manifest, ()
+    found = checksums(peers, {name: filled[name] for name in reading.sources})
+    _check_sources(doing, manifest, found)
+    moved = peers.together(doing, lambda: list(conversion.run(filled)) if conversion is not None else [])
+    made = {name: filled[name] for name in conversion.targets} if conversion is not None else {}
+    sums = checksums(peers, made)
+    entries = {name: entry for name, entry in manifest.tensors.items() if name not in sources}
+    for kinds in peers.gather({name: (tuple(t.shape), str(t.dtype)) for name, t in made.items()}):
+        for name, (shape, dtype) in kinds.items():
+            entries[name] = TensorEntry(shape, dtype.removeprefix("torch."), sums[name], ())
+    return replace(manifest, tensors=entries), _summed(item for theirs in peers.gather(moved) for item in theirs)
+
+
+def _check_sources(doing: str, manifest: Manifest, found: Mapping[str, int]) -> None:
+    """The same answer on every rank."""
+    wrong = [name for name, total in found.items() if total != manifest.tensors[name].checksum]
+    if wrong:
+        raise DamagedError(
+            f"{doing}: {wrong[0]}: checksum {found[wrong[0]]:016x} of what was read, the manifest says "
+            f"{manifest.tensors[wrong[0]].checksum:016x} ({len(wrong)} tensors): it changed before it was written, or "
+            "while it was read; choose another checkpoint"
+        )
+
+
+def _summed(moved: Iterable[tuple[str, str, str, float, str]]) -> tuple[Converted, ...]:
+    """By how they were and are kept; an average that several ranks hold counts once."""
+    names = dict[tuple[str, str, str], set[str]]()
+    worst = dict[tuple[str, str, str], float]()
+    for name, before, now, rounding, unit in moved:
+        key = (before, now, unit)
+        names.setdefault(key, set()).add(name)
+        worst[key] = max(worst.get(key, 0.0), rounding)
+    return tuple(
+        Converted(moments=len(names[key]), before=key[0], now=key[1], rounding=worst[key], unit=key[2])
+        for key in sorted(names)
+    )
+
+
+def with_converted(proof: Proof, manifest: Manifest, converted: tuple[Converted, ...]) -> Proof:
+    """A proof that counts what is stored, and says what was changed of it."""
+    if not converted:
+        return proof
+    return replace(proof, matched=len(manifest.tensors), stored=len(manifest.tensors), converted=converted)
