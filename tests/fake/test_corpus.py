@@ -18,8 +18,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch.utils.data import DataLoader
 
+from shardwise import extras
 from shardwise.errors import ConfigError, DataError
-from shardwise.train import sources, tokens
+from shardwise.train import sources
 from shardwise.train.corpus import TokenDataset, read_corpus, split, token_dtype, unigram_entropy
 from shardwise.train.tokens import ByteTokenizer, check_vocab, load_tokenizer
 
@@ -149,7 +150,7 @@ def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(tokens, "import_module", missing)
+    monkeypatch.setattr(extras, "import_module", missing)
     file = write(tmp_path / "a.parquet", "x")
     with pytest.raises(ConfigError, match=r"pyarrow is not installed.*pip install 'shardwise\[data\]'"):
         read_corpus(file, BYTES)

@@ -31,7 +31,7 @@ from shardwise.checkpoint.remote import RemoteFiles, RemotePath, located
 from shardwise.checkpoint.shardfile import BLOCK
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import app
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World, WorldError
 from shardwise.train.optimizers import adamw
@@ -472,12 +472,12 @@ def test_what_is_missing_is_named(s3: dict[str, str], monkeypatch: pytest.Monkey
         with pytest.raises(CheckpointError, match="NoCredentialsError.*AWS_ACCESS_KEY_ID"):
             Store("s3://bucket/run")
 
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 's3fs'")
-
-    monkeypatch.setattr(remote, "import_module", missing)
-    with pytest.raises(CheckpointError, match=r"s3fs.*run: pip install 'shardwise\[remote\]'"):
-        Store("s3://bucket/run")
+    for library, error in (("s3fs", CheckpointError), ("fsspec", ConfigError)):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, library, None)
+            patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # what has imported it
+            with pytest.raises(error, match=rf"{library}.*run: pip install 'shardwise\[remote\]'"):
+                Store("s3://bucket/run")
 
 
 def test_a_server_that_does_not_answer_is_no_damage(
