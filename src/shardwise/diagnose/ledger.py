@@ -163,6 +163,8 @@ class Ledger(OperationMode):  # type: ignore[no-untyped-call]  # torch has no ty
             if whole(self._last) == BACKWARD and whole(phase) != BACKWARD:
                 self.settle()
             self._last = phase
+            if self.patience_s:  # what a thread still holds of the phase before is not this one's
+                time.sleep(10 * self.patience_s)
             self._measure()
 
     def _peak(self) -> int:
