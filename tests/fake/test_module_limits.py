@@ -45,7 +45,7 @@ class Chain(nn.Module):
 
 
 class WithoutPositions(Model):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids)
 
 
@@ -60,7 +60,7 @@ def parted_tie() -> tuple[Any, str, dict[str, Any]]:
     rules = {"embed": "replicate", "head": "head", "norm": "sequence", "layers.*.attn_norm": "sequence"}
     rules |= {"layers.*.ffn_norm": "sequence", "layers.*.attn.wo": "row", "layers.*.ffn.w2": "row"}
     rules |= {f"layers.*.{name}": "column" for name in ("attn.wq", "attn.wk", "attn.wv", "ffn.w1", "ffn.w3")}
-    tied = dataclasses.replace(DECODER.args[0], tie_embeddings=True)  # type: ignore[attr-defined]
+    tied = dataclasses.replace(DECODER.args[0], tie_embeddings=True)
     return functools.partial(sw.Decoder, tied), "tp2", {"rules": rules}
 
 

@@ -59,8 +59,8 @@ def norm_of_heads_not_summed() -> None:
 def positions_from_zero() -> None:
     """Each rank of cp numbers its own tokens from 0."""
     right = ContextSplit._numbers
-    ContextSplit._numbers = lambda self, layout, main: (  # type: ignore[method-assign]
-        torch.arange(right(self, layout, main).shape[1]).expand(main.shape[0], -1)
+    ContextSplit._numbers = lambda self, layout, main: torch.arange(right(self, layout, main).shape[1]).expand(
+        main.shape[0], -1
     )
 
 
@@ -96,7 +96,7 @@ def decay_of_another_group() -> None:
         for group in self.param_groups:
             group["weight_decay"] = 0.1
 
-    SeveralOptimizers.__init__ = wrong  # type: ignore[method-assign]
+    SeveralOptimizers.__init__ = wrong
 
 
 def group_that_stands_still() -> None:
@@ -109,19 +109,19 @@ def group_that_stands_still() -> None:
         else:
             next(iter(self.parts.values())).step()
 
-    SeveralOptimizers.step = wrong  # type: ignore[method-assign]
+    SeveralOptimizers.step = wrong
 
 
 def average_of_the_first_rank_only() -> None:
     """The other ranks keep what they began with."""
     right = Ema.update
-    Ema.update = lambda self: right(self) if dist.get_rank() == 0 else None  # type: ignore[method-assign]
+    Ema.update = lambda self: right(self) if dist.get_rank() == 0 else None
 
 
 def average_taken_twice() -> None:
     """As where it is updated for each of two micro-batches."""
     right = Ema.update
-    Ema.update = lambda self: (right(self), right(self))[0]  # type: ignore[method-assign,func-returns-value]
+    Ema.update = lambda self: (right(self), right(self))[0]
 
 
 # ---------------------------------------------------------------- what must see them

@@ -36,7 +36,7 @@ def first_loss(output: Any, batch: dict[str, torch.Tensor]) -> sw.Loss:
 
 
 def run(plan: str) -> grid.Trace:
-    config = grid.MODELS["decoder"].args[0]  # type: ignore[attr-defined]
+    config = grid.MODELS["decoder"].args[0]
     grid.MODELS["pair"] = functools.partial(Pair, config)
     grid.loss_fn = first_loss
     return grid.run_plan(f"{plan} / fp64", "pair", 16)

@@ -172,7 +172,7 @@ def die(url: str) -> None:
         store.load_latest(state)
         state.run(1)
         if mesh.rank == 0:
-            store._directory.files.write_whole = kill  # type: ignore[method-assign]
+            store._directory.files.write_whole = kill
         store.save(state)
 
 
@@ -232,7 +232,7 @@ def in_memory(url: str) -> list[str]:
             newest.put(name, data)
         newest.remove(FILE)  # `latest` says that it was there
         with pytest.warns(UserWarning, match="no readable manifest"):
-            assert Store(url).load_latest(make(mesh, "one")).step == 2  # type: ignore[union-attr]
+            assert Store(url).load_latest(make(mesh, "one")).step == 2
         return said
 
 
@@ -288,7 +288,7 @@ def killed_at_every_call(kind: str) -> list[int]:
                 state.run(1)
                 (store := Store(url, keep=kept)).load_latest(make(mesh, "one"))
                 store.save(state)
-            dying = Dying(located(url), 1000)  # type: ignore[arg-type]
+            dying = Dying(located(url), 1000)
             (last := Store(url, keep=kept, files=dying)).load_latest(state)
             state.run(0 if kind == "again" else 1)
             dying.left = number
@@ -491,7 +491,7 @@ def test_a_server_that_does_not_answer_is_no_damage(
         raise importlib.import_module("botocore.exceptions").EndpointConnectionError(endpoint_url="http://gone")
 
     with Reader(newest, files=directory.files) as reader:
-        monkeypatch.setattr(directory.files._fs, "cat_file", refuse)  # type: ignore[attr-defined]
+        monkeypatch.setattr(directory.files._fs, "cat_file", refuse)
         with pytest.raises(CheckpointError, match="read failed: found EndpointConnectionError") as caught:
             reader.verify()
     assert not isinstance(caught.value, DamagedError)  # an older checkpoint would be taken for the newest
@@ -507,7 +507,7 @@ def test_a_remote_path_is_no_path_of_this_machine() -> None:
     assert str(path / "c") == "memory://a/b/c" and located(Path("memory://a/b")) == path == path.resolve()
     for call in (path.exists, path.stat, path.read_bytes):
         with pytest.raises(TypeError, match="is no file of this machine"):
-            call()  # type: ignore[operator]
+            call()
     with pytest.raises(CheckpointError, match="outside memory://a/b"):
         RemoteFiles(RemotePath("memory://a/b")).names(RemotePath("memory://a/c"))
     with pytest.raises(CheckpointError, match="outside memory://a/b"):

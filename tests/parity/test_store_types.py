@@ -357,7 +357,7 @@ def groups(path: str) -> tuple[str, list[str], bool]:
         grads = {n: torch.full_like(p, 0.3) for n, p in state.placed.named_parameters().items() if p.requires_grad}
         state.optimizer.take_grads(grads)
         state.optimizer.step()
-        state.ema.update()  # type: ignore[union-attr]
+        state.ema.update()
         state.step = 1
         Store(path).save(state)
         before = whole(state)
@@ -406,7 +406,7 @@ def test_without_leave_it_is_refused_and_the_way_out_named(stored: str) -> None:
 
 def test_another_optimizer_stays_refused(stored: str) -> None:
     for make_other in (lion, lamb, sgd):
-        message = refused(f"{stored}/8bit", lambda placed, m=make_other: m(placed, 0.01), convert_state=True)  # type: ignore[misc]
+        message = refused(f"{stored}/8bit", lambda placed, m=make_other: m(placed, 0.01), convert_state=True)
         assert "another model or optimizer" in message
     assert "another model" in refused(f"{stored}/fp32", lambda placed: lion(placed, 0.01), convert_state=True)
 

@@ -71,8 +71,7 @@ class InMemory(LocalFiles):
 
     def forget(self, descriptor: int) -> None: ...
 
-    def read_whole(self, path: Path, most: int) -> bytes:
-        return self.held[path.name]
+    def release(self, descriptor: int) -> None: ...
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from shardwise.checkpoint.files import Files, Identity, LocalFiles
+from shardwise.checkpoint.files import Files, Identity, LocalFiles, read_whole
 from shardwise.checkpoint.format import DamagedError, Fields, parse_json
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.errors import CheckpointError, UsageError
@@ -146,7 +146,7 @@ class StoreDirectory(ABC):
     def run_id(self) -> str | None:
         """The run that `store.json` names; None: there is none, or it cannot be read."""
         try:
-            data = parse_json(self.files.read_whole(self.path / MARKER, 4096), str(self.path / MARKER))
+            data = parse_json(read_whole(self.files, self.path / MARKER, 4096), str(self.path / MARKER))
             return Fields(data, MARKER).hex("run", 32)
         except (OSError, DamagedError):
             return None

@@ -120,13 +120,25 @@ class Files(Protocol):
         """A file, and no link to one."""
         ...
 
-    def read_whole(self, path: Path, most: int) -> bytes:
-        """A small file, of at most so many bytes."""
-        ...
-
     def write_whole(self, path: Path, data: bytes) -> None:
         """Write a new small file, kept when this returns."""
         ...
+
+
+def read_whole(files: Files, path: Path, most: int) -> bytes:
+    """A small file.
+
+    Raises:
+        OSError: as `open`; or it is larger than `most` bytes.
+    """
+    descriptor = files.open(path)
+    try:
+        size = files.size(descriptor)
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size} bytes, at most {most} are allowed", str(path))
+        return files.read(descriptor, path, 0, size)
+    finally:
+        files.release(descriptor)
 
 
 class LocalFiles:
@@ -273,21 +285,6 @@ class LocalFiles:
     def is_file(self, path: Path) -> bool:
         """A regular file, and no link to one."""
         return path.is_file() and not path.is_symlink()
-
-    def read_whole(self, path: Path, most: int) -> bytes:
-        """A small file.
-
-        Raises:
-            OSError: as `open`; or it is larger than `most` bytes.
-        """
-        descriptor = self.open(path)
-        try:
-            size = self.size(descriptor)
-            if size > most:
-                raise OSError(errno.EFBIG, f"{size} bytes, at most {most} are allowed", str(path))
-            return self.read(descriptor, path, 0, size)
-        finally:
-            self.release(descriptor)
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Write a new small file and flush it."""

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.files import LOCAL, Files
+from shardwise.checkpoint.files import LOCAL, Files, read_whole
 from shardwise.checkpoint.format import (
     DTYPES,
     MAX_ELEMENTS,
@@ -124,7 +124,7 @@ class Manifest:
         """
         path = directory / FILE
         try:
-            data = files.read_whole(path, MAX_BYTES)
+            data = read_whole(files, path, MAX_BYTES)
         except OSError as error:
             raise DamagedError(
                 f"{path}: no readable manifest ({error.strerror}); this is no complete checkpoint of a store: choose "

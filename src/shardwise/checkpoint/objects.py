@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.checkpoint.directory import NAME, POINTER, Directory, StoreDirectory
-from shardwise.checkpoint.files import LOCAL, Files, LocalFiles
+from shardwise.checkpoint.files import LOCAL, Files, LocalFiles, read_whole
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.remote import RemoteFiles, RemotePath
 from shardwise.errors import CheckpointError, UsageError
@@ -113,6 +113,6 @@ class ObjectDirectory(StoreDirectory):
 
     def _pointer(self) -> str:
         try:
-            return self.files.read_whole(self.path / POINTER, 64).decode("ascii", "replace").strip()
+            return read_whole(self.files, self.path / POINTER, 64).decode("ascii", "replace").strip()
         except OSError:
             return ""

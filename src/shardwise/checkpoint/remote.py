@@ -336,21 +336,6 @@ class RemoteFiles:
         """What is below a path, sorted; nothing when it is not there."""
         return list(self.listed(path))
 
-    def read_whole(self, path: Path, most: int) -> bytes:
-        """A small object.
-
-        Raises:
-            OSError: it is missing, a directory, or larger than `most` bytes.
-        """
-        descriptor = self.open(path)
-        try:
-            size = self.size(descriptor)
-            if size > most:
-                raise OSError(errno.EFBIG, f"{size} bytes, at most {most} are allowed", str(path))
-            return self.read(descriptor, path, 0, size)
-        finally:
-            self.release(descriptor)
-
     def write_whole(self, path: Path, data: bytes) -> None:
         """Put a small object in one request: readers see the old one or the new one."""
         self.call("put", path, lambda key: self._fs.pipe_file(key, data))
