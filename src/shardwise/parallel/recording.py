@@ -163,7 +163,8 @@ class _Operations(OperationMode):  # type: ignore[no-untyped-call]  # torch has 
             kwargs["device"] = torch.device("meta")
         kwargs = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
         template = substitute((args, kwargs), torch.Tensor, recorder.view)
-        out = func(*args, **kwargs)
+        # torch works out in Python, tenth of a millisecond by tenth, that a fill gives back its first argument
+        out = args[0] if func.overloadpacket in FILLS else func(*args, **kwargs)
         self._keep(func, template, (args, kwargs), out)
         return out
 

@@ -23,6 +23,7 @@ from shardwise.model.nested import leaves, put
 from shardwise.model.tracer import Known, tensors_in
 from shardwise.parallel.counter import Elements, Numbers, Stream
 from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
+from shardwise.parallel.shape_cache import ShapeCache
 from shardwise.parallel.torch_private import OperationMode
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,8 +84,9 @@ def find_sites(module: nn.Module, inputs: Inputs, rows: int) -> Sites:
     written in Python), no memory.
     """
     module.train()
-    one = _trace(module, inputs, rows, rows)
-    other = _trace(module, inputs, rows, rows + 1) if one.found else one
+    shapes = ShapeCache()
+    one = _trace(module, inputs, rows, rows, shapes)
+    other = _trace(module, inputs, rows, rows + 1, shapes) if one.found else one
     findings = tuple(unkeyed(modules, call, advice) for (call, advice), modules in one.refused.items())
     sites = {key: _site(site, other.found.get(key), rows) for key, site in one.found.items()}
     return Sites(found=sites, findings=findings, idle=frozenset(one.idle) - {k.module for k in sites})
@@ -104,13 +106,13 @@ def _site(site: Site, other: Site | None, rows: int) -> Site:
     return replace(site, row_dim=dim, per_row=per_row)
 
 
-def _trace(module: nn.Module, inputs: Inputs, rows: int, new_rows: int) -> _Trace:
+def _trace(module: nn.Module, inputs: Inputs, rows: int, new_rows: int, shapes: ShapeCache) -> _Trace:
     meta = {
         path: t.new_empty((new_rows, *t.shape[1:]) if t.dim() and t.shape[0] == rows else t.shape)
         for path, t in _on_meta(inputs)
     }
     args, kwargs = put(inputs, meta)
-    trace, hooks = _Trace(), []
+    trace, hooks = _Trace(shapes), []
     for name, inner in module.named_modules():
         hooks.append(inner.register_forward_pre_hook(partial(trace.enter, name)))
         hooks.append(inner.register_forward_hook(trace.leave, prepend=True))
@@ -153,8 +155,9 @@ class _Source:
 class _Trace(TorchFunctionMode):
     """Notes every random call with the innermost module that makes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: ShapeCache) -> None:
         super().__init__()
+        self.shapes = shapes
         self.running: list[_Running] = [_Running("", 0)]
         self.calls: dict[str, int] = {}
         self.found: dict[Key, Site] = {}
@@ -186,7 +189,8 @@ class _Trace(TorchFunctionMode):
             self.refuse(func, UNKEYED[func])
         draw = DRAWS.get(func)
         if draw is None:
-            result = func(*args, **kwargs)
+            refused = len(self.refused)
+            result = self.shapes.call(func, args, kwargs, lambda: len(self.refused) == refused)
             self.known.follow(func, args, kwargs, result)
             return result
         now = self.running[-1]
