@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 PURE = Path(__file__).parent / "pure"
+# Two tests run side by side on two cores: a process with a thread per core spends its time waiting for its own threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise.parallel import torch_private
-from shardwise.parallel.torch_private import flatten_mesh, fused_attention, fused_attention_backward, join_meshes
+from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
+from shardwise.parallel.torch_private import fused_attention, fused_attention_backward
 from shardwise.testing import fake_world
 
 

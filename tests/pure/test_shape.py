@@ -337,7 +337,7 @@ def foreign_names(file: str, tree: ast.AST) -> dict[str, str]:
 def check_private_torch(sources: Sources) -> list[str]:
     found = []
     for file, text in sources.items():
-        if file.endswith("/torch_private.py"):
+        if file.endswith("torch_private.py"):
             continue
         tree = parse(text)
         names = foreign_names(file, tree)

@@ -26,9 +26,9 @@ from shardwise.parallel.batchnorm import synchronise_batch_norm
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.carrier import MAX_RANKS, Carrier
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
+from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
-from shardwise.parallel.torch_private import flatten_mesh, join_meshes
 from shardwise.plan.plan import Plan
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
 from shardwise.launch.environment import LOCAL_INIT, Launch, read_environment
-from shardwise.parallel.torch_private import HashStore, Store, flatten_mesh, release_groups
+from shardwise.parallel.mesh_torch_private import HashStore, Store, flatten_mesh, release_groups
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import AXES, Plan
 

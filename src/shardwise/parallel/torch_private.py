@@ -13,11 +13,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
-from torch._C._distributed_c10d import Store as Store
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.autograd.graph import _engine_run_backward
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -32,25 +29,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """One axis out of several: `DeviceMesh._flatten`, private in torch 2.13. Every rank must call it."""
-    return mesh[axes]._flatten("_".join(axes))
-
-
-def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Two axes of one mesh, either of them flattened or not, side by side: `DeviceMesh._concatenate`, private."""
-    return DeviceMesh._concatenate([outer, inner])
-
-
-def release_groups(mesh: DeviceMesh) -> None:
-    """Let go of the process groups that a mesh holds: `DeviceMesh._pg_registry`, of the mesh that was opened.
-
-    Who holds a mesh when the process ends would else hold gloo's threads: one that still has a tensor to give back
-    then meets an interpreter that is gone, and the process aborts after its work is done (2 of 16 quick runs).
-    """
-    getattr(mesh, "_pg_registry", {}).clear()  # not in torch 2.11, where groups are held elsewhere
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,0 +1,30 @@
+"""What `mesh.py` uses of torch that is private there.
+
+Apart from `torch_private.py`, so that a mesh opens without importing sharding and pipelines, which take as long to
+import as the rest of torch.
+"""
+
+from __future__ import annotations
+
+from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
+from torch._C._distributed_c10d import Store as Store
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """One axis out of several: `DeviceMesh._flatten`, private in torch 2.13. Every rank must call it."""
+    return mesh[axes]._flatten("_".join(axes))
+
+
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Two axes of one mesh, either of them flattened or not, side by side: `DeviceMesh._concatenate`, private."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def release_groups(mesh: DeviceMesh) -> None:
+    """Let go of the process groups that a mesh holds: `DeviceMesh._pg_registry`, of the mesh that was opened.
+
+    Who holds a mesh when the process ends would else hold gloo's threads: one that still has a tensor to give back
+    then meets an interpreter that is gone, and the process aborts after its work is done (2 of 16 quick runs).
+    """
+    getattr(mesh, "_pg_registry", {}).clear()  # not in torch 2.11, where groups are held elsewhere
