@@ -31,7 +31,7 @@ from shardwise.checkpoint.remote import RemoteFiles, RemotePath, located
 from shardwise.checkpoint.shardfile import BLOCK
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import app
-from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, ExitCode, UsageError
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World, WorldError
 from shardwise.train.optimizers import adamw
@@ -512,3 +512,29 @@ def test_a_remote_path_is_no_path_of_this_machine() -> None:
         RemoteFiles(RemotePath("memory://a/b")).names(RemotePath("memory://a/c"))
     with pytest.raises(CheckpointError, match="outside memory://a/b"):
         RemoteFiles(RemotePath("memory://a/b")).names(RemotePath("memory://a/b/../c"))
+
+
+def test_the_train_verb_goes_on_from_a_url_on_a_machine_without_the_run(tmp_path: Path, s3: dict[str, str]) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    small = (
+        "--model tiny --layers 2 --dim 32 --heads 2 --ffn 48 --seq 32 --batch 4 --device cpu --no-sample --eval-every 0"
+    )
+    words = ["--data", str(tmp_path / "text.txt"), "--schedule", "constant", *small.split()]
+
+    def train(out: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shardwise", "train", "--out", str(tmp_path / out), *words, *more]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    place = ["--checkpoints", "s3://bucket/trained"]
+    first = train("first", *place, "--steps", "2", "--nproc", "1")
+    assert first.returncode == 0, first.stderr
+    assert not (tmp_path / "first" / "checkpoints").exists() and verify(Path(place[1])).step == 2
+    second = train("second", *place, "--steps", "3", "--nproc", "2")
+    assert second.returncode == 0, second.stderr
+    said = (tmp_path / "second" / "resumes.jsonl").read_text()
+    assert json.loads(said)["checkpoint"].startswith("s3://bucket/trained/step-00000002")
+    assert verify(Path(place[1])).step == 3
+    refused = train("second", "--steps", "4", "--nproc", "2")
+    assert refused.returncode == ExitCode.USAGE and "would begin again" in refused.stderr
+    missing = train("third", "--resume", "s3://bucket/nothing", "--steps", "3", "--nproc", "1")
+    assert missing.returncode == ExitCode.CHECKPOINT and "s3://bucket/nothing: found no checkpoint" in missing.stderr

@@ -16,6 +16,7 @@ from shardwise.cli.config import Configuration, Given, Origin, read_configuratio
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
+from shardwise.cli.kept import check_places, has_checkpoints
 from shardwise.cli.output import (
     configuration_json,
     configuration_table,
@@ -33,7 +34,7 @@ from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.train.changes import check_allowed, find_changes
 from shardwise.train.lock import RunLock, end_at_once
-from shardwise.train.rundir import RunDir, check_out, find_checkpoint, write_text
+from shardwise.train.rundir import RunDir, write_text
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering
@@ -46,7 +47,8 @@ FLAGS = {
     "schedule": "schedule.name", "warmup": "schedule.warmup", "steps": "train.steps", "tokens": "train.tokens",
     "batch": "train.global_batch", "accumulation": "train.micro_batches", "nonfinite": "train.nonfinite",
     "seed": "train.seed", "deterministic": "train.deterministic", "eval_every": "train.eval_every",
-    "checkpoint_every": "train.checkpoint_every", "resume": "train.resume", "out": "train.out",
+    "checkpoint_every": "train.checkpoint_every", "checkpoints": "train.checkpoints", "resume": "train.resume",
+    "out": "train.out",
     "sample": "train.sample", "nproc": "train.nproc", "port": "train.port", "device": "train.device",
     "name": "train.name", "tensorboard": "train.tensorboard", "grace": "train.grace_s",
     "spike": "train.spike", "oom": "train.on_oom", "check_replicas": "train.check_replicas",
@@ -90,6 +92,7 @@ def train(
     checkpoint_every: Annotated[
         str | None, typer.Option(help="Steps between checkpoints, 0: at the end; or 10m, or auto.")
     ] = None,
+    checkpoints: Annotated[str | None, typer.Option(help="Another directory for them, or a URL: s3://...")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or a run or checkpoint to start from.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's directory.")] = None,
     sample: Annotated[bool | None, typer.Option("--sample/--no-sample", help="Print text of the model.")] = None,
@@ -163,7 +166,7 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
             run.add_event("taken over", owner=str(lock.taken_over))
         code = _start(derived, run, launch, recovering, how)
         if is_first:
-            _finish(run, code, json=json)
+            _finish(run, derived, code, json=json)
     return code
 
 
@@ -250,10 +253,7 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
             "run's directory; found none, needed --out; give it"
         )
     if launch is None or launch.rank == 0:
-        resume = settings.train.resume
-        check_out(run, resume=resume)
-        if resume not in ("auto", "never"):
-            find_checkpoint(Path(resume))
+        check_places(run, settings.train)
 
 
 def _lock(run: RunDir, launch: Launch | None, how: How) -> RunLock:
@@ -322,14 +322,15 @@ def _start(derived: Derived, run: RunDir, launch: Launch | None, recovering: Rec
     return start(job, recovering)
 
 
-def _finish(run: RunDir, code: ExitCode, *, json: bool) -> None:
+def _finish(run: RunDir, derived: Derived, code: ExitCode, *, json: bool) -> None:
     """What was reached, and where it lies."""
     summary = json_module.loads(run.summary.read_text()) if code == ExitCode.OK else {}
     if json:
         print_json({"run": str(run.path), "exit_code": int(code), **summary})
         return
     if code != ExitCode.OK:
-        if code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED) and run.has_checkpoints:
+        asked = code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
+        if asked and has_checkpoints(run, derived.settings.train):
             typer.echo(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}", err=True)
         return
     if summary["sample"]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.cadence import Cadence, Every
+from shardwise.checkpoint.compare import find
+from shardwise.checkpoint.remote import RemotePath, located
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.metrics import read_metrics
@@ -24,7 +26,18 @@ def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool 
     own = store.load_latest(state, convert_state=convert_state) if wanted != "never" else None
     if own is not None or wanted in ("auto", "never"):
         return own
-    return store.load(state, find_checkpoint(Path(wanted)), convert_state=convert_state)
+    place = located(wanted)
+    found = find(place).path if isinstance(place, RemotePath) else find_checkpoint(place)
+    return store.load(state, found, convert_state=convert_state)
+
+
+def kept_at(run: RunDir, settings: TrainSettings) -> Path:
+    """Where a run keeps its checkpoints.
+
+    Raises:
+        CheckpointError: a URL that names no place.
+    """
+    return located(settings.checkpoints) if settings.checkpoints is not None else run.checkpoints
 
 
 def record_resume(run: RunDir, loaded: Loaded) -> None:

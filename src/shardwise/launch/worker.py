@@ -21,7 +21,7 @@ from shardwise.checkpoint.cadence import Cadence
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ExitCode
 from shardwise.launch.allowed import go_on
-from shardwise.launch.resuming import open_cadence, record_resume
+from shardwise.launch.resuming import kept_at, open_cadence, record_resume
 from shardwise.launch.runjob import RunJob as RunJob
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
@@ -242,7 +242,7 @@ class Session:
     def _say_stopped(self, code: int) -> None:
         why = "loss or gradient is not finite" if code == ExitCode.NON_FINITE else "asked to stop"
         self.progress.note(
-            f"step {self.state.step}: {why}; saved to {self.run.checkpoints}; go on with "
+            f"step {self.state.step}: {why}; saved to {self.store.path}; go on with "
             f"`shardwise train {self.run.config_toml}`"
         )
 
@@ -288,7 +288,10 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
     )
     rows = [text.train[i] for i in range(min(PROBE_ROWS, len(text.train)))]
     store = Store(
-        run.checkpoints, keep=train.keep, probe=Probe(rows, make_loss(spec)), config=settings.model_dump(mode="json")
+        kept_at(run, train),
+        keep=train.keep,
+        probe=Probe(rows, make_loss(spec)),
+        config=settings.model_dump(mode="json"),
     )
     loaded = go_on(run, train, store, state, job.allow)
     mirror = rejoin(TrainStep(state, make_loss(spec), StepOptions()))  # before anything of the run is written
@@ -316,7 +319,7 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
                 log=log,
                 num_params=spec.num_params if spec is not None else _count(placed),
                 cadence=open_cadence(run, settings.train, mesh),
-                saved_step=state.step if loaded is not None and loaded.path.parent == run.checkpoints else None,
+                saved_step=state.step if loaded is not None and loaded.path.parent == store.path else None,
             )
             return session.train()
 

@@ -147,7 +147,7 @@ def check_out(run: RunDir, *, resume: str) -> None:
         UsageError: it is a file, cannot be written, or holds something else.
         CheckpointError: it holds a run that cannot be read.
     """
-    _check_writable(run.path)
+    check_writable(run.path, "--out")
     if not run.path.is_dir():
         return
     there = run.identity()
@@ -190,19 +190,28 @@ def _newest(store: Path) -> Path | None:
     return max(complete, key=lambda found: int(found.stem[5:]), default=None)
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path, flag: str) -> None:
+    """Whether a directory is there, or can be made, and takes files; leaves nothing behind.
+
+    Args:
+        path: the directory.
+        flag: that named it, for the message.
+
+    Raises:
+        UsageError: it is a file, lies below one, or takes no files.
+    """
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
         what = "is a file" if nearest == path else f"lies below {nearest}, which is a file"
-        raise UsageError(f"--out {path} {what}; needed: a directory; choose another --out")
+        raise UsageError(f"{flag} {path} {what}; needed: a directory; choose another {flag}")
     try:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise UsageError(
-            f"--out {path}: cannot write in {nearest}: {error.strerror or error}; choose another --out"
+            f"{flag} {path}: cannot write in {nearest}: {error.strerror or error}; choose another {flag}"
         ) from None
 
 

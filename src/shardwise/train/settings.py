@@ -116,10 +116,12 @@ class TrainSettings(Section):
     """Steps between checkpoints, 0: at the end only; or a time (`10m`), or `auto`."""
     keep: Positive = 2
     """Checkpoints kept."""
+    checkpoints: str | None = None
+    """Where they are kept: a directory, or a URL (`s3://bucket/run`); not said: in the run's directory."""
     grace_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds for the step and the save after a first signal, then all ranks are killed; not said: no limit."""
     resume: str = "auto"
-    """`auto`, `never`, or the directory of a run or a checkpoint."""
+    """`auto`, `never`, or the directory or URL of a run, its checkpoints or one of them."""
     out: str | None = None
     """The run's directory."""
     name: str | None = None

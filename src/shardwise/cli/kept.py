@@ -1,0 +1,88 @@
+"""`--checkpoints`: another place than the run's directory, looked at before a process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import UsageError
+from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
+
+if TYPE_CHECKING:
+    from shardwise.train.settings import TrainSettings
+
+
+def check_places(run: RunDir, settings: TrainSettings) -> None:
+    """Whether a run may use its directory and its checkpoints' place, and whether there is what it shall go on from.
+
+    Args:
+        run: the directory, which need not exist.
+        settings: of this start.
+
+    Raises:
+        UsageError: a place that holds something else, or that would make the run begin again unasked.
+        CheckpointError: a place that cannot be reached or read; nothing lies where `--resume` points.
+    """
+    check_out(run, resume=settings.resume)
+    if settings.resume not in ("auto", "never"):
+        _check_resume(settings.resume)
+    place = settings.checkpoints
+    if place is not None and place.startswith("memory:"):
+        raise UsageError(
+            f"--checkpoints {place}: found the memory of one process, needed a place that outlives it; give a "
+            "directory, or a URL such as s3://bucket/run"
+        )
+    before = _place_before(run)
+    is_empty = place is not None and not has_checkpoints(run, settings)
+    if settings.resume == "never" and place is not None and not is_empty:
+        raise UsageError(
+            f"--checkpoints {place} holds checkpoints, and --resume never would overwrite them; choose another place, "
+            "or leave --resume out to continue"
+        )
+    moved = before != place if run.identity() is not None else False
+    if settings.resume == "auto" and moved and (is_empty or (place is None and not run.has_checkpoints)):
+        raise UsageError(
+            f"--checkpoints {place or run.checkpoints}: found none there, but the run in {run.path} kept them at "
+            f"{before or run.checkpoints}, and would begin again; copy them there, give --checkpoints as it was, or "
+            "choose another --out"
+        )
+
+
+def has_checkpoints(run: RunDir, settings: TrainSettings) -> bool:
+    """Whether a complete checkpoint lies where a run keeps them.
+
+    Raises:
+        UsageError: a directory that takes no files.
+        CheckpointError: the place cannot be reached.
+    """
+    if settings.checkpoints is None:
+        return run.has_checkpoints
+    from shardwise.checkpoint.objects import directory_of
+    from shardwise.checkpoint.remote import RemotePath, files_for, located
+
+    place = located(settings.checkpoints)
+    if not isinstance(place, RemotePath):
+        check_writable(place, "--checkpoints")
+    directory = directory_of(place, files_for(place))
+    directory.check_is_store()
+    return bool(directory.listing().complete)
+
+
+def _check_resume(wanted: str) -> None:
+    from shardwise.checkpoint.compare import find
+    from shardwise.checkpoint.remote import RemotePath, located
+
+    place = located(wanted)
+    if isinstance(place, RemotePath):
+        find(place)
+    else:
+        find_checkpoint(place)
+
+
+def _place_before(run: RunDir) -> str | None:
+    """What `--checkpoints` was at the last start in this directory."""
+    if run.identity() is None:
+        return None
+    found = json.loads(Path(run.config_json).read_text(encoding="utf-8"))["settings"]["train"].get("checkpoints")
+    return str(found) if found is not None else None
