@@ -81,6 +81,11 @@ def parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@cache
+def walk(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def excused(check: str, file: str, name: str = "") -> bool:
     return (check, file) in EXCEPTIONS or (check, f"{file}:{name}") in EXCEPTIONS
 
@@ -99,7 +104,7 @@ def layer(module: str) -> int | None:
 def imports(file: str, tree: ast.AST) -> Iterator[tuple[str, str, ast.stmt]]:
     """(absolute module, imported name or "", statement) of every import in a tree, relative ones resolved."""
     package = ["shardwise", *file.split("/")[:-1]]
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,7 +125,7 @@ def own_imports(file: str, sources: Sources) -> Iterator[str]:
 
 def functions(sources: Sources) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for file, text in sources.items():
-        for node in ast.walk(parse(text)):
+        for node in walk(parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield file, node
 
@@ -184,15 +189,15 @@ def check_torch_free(sources: Sources) -> list[str]:
         body = parse(sources[file])
         inside = {
             id(node)
-            for function in ast.walk(body)
+            for function in walk(body)
             if file.startswith("cli/") and isinstance(function, ast.FunctionDef)
-            for node in ast.walk(function)
+            for node in walk(function)
         }
         guarded = {
             id(node)
-            for branch in ast.walk(body)
+            for branch in walk(body)
             if file == "__init__.py" and isinstance(branch, ast.If) and dotted(branch.test) == "TYPE_CHECKING"
-            for node in ast.walk(branch)
+            for node in walk(branch)
         }
         found += [
             f"{file}: imports {module}"
@@ -245,7 +250,7 @@ def check_depth(sources: Sources) -> list[str]:
     bases = {
         node.name: ([dotted(base).split(".")[-1] for base in node.bases], file)
         for file, text in sources.items()
-        for node in ast.walk(parse(text))
+        for node in walk(parse(text))
         if isinstance(node, ast.ClassDef)
     }
 
@@ -263,7 +268,7 @@ def check_statements(sources: Sources) -> list[str]:
     """`global`, a bare `except`, and promises instead of code."""
     found = []
     for file, text in sources.items():
-        for node in ast.walk(parse(text)):
+        for node in walk(parse(text)):
             if isinstance(node, ast.Global):
                 found.append(f"{file}:{node.lineno}: global {', '.join(node.names)}")
             if isinstance(node, ast.ExceptHandler) and node.type is None:
@@ -291,7 +296,7 @@ def check_unsafe(sources: Sources) -> list[str]:
         ]
         found += [
             f"{file}:{node.lineno}: calls {dotted(node.func)}"
-            for node in ast.walk(tree)
+            for node in walk(tree)
             if isinstance(node, ast.Call) and dotted(node.func) in UNSAFE_CALLS
         ]
     return [offence for offence in found if not excused("unsafe", offence.split(":")[0])]
@@ -310,7 +315,7 @@ def check_environment(sources: Sources) -> list[str]:
     for file, text in sources.items():
         if file in READS_ENVIRONMENT or excused("environment", file):
             continue
-        nodes = ast.walk(parse(text))
+        nodes = walk(parse(text))
         found += [f"{file}:{node.lineno}: {dotted(node)}" for node in nodes if dotted(node) in names]  # type: ignore[attr-defined]
         found += [f"{file}: {m}.{n}" for m, n, _ in imports(file, parse(text)) if f"{m}.{n}" in names]
     return found
@@ -323,7 +328,7 @@ def is_private(name: str) -> bool:
 def foreign_names(file: str, tree: ast.AST) -> dict[str, str]:
     """Local name -> the torch module or thing that it stands for."""
     names = {}
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             origin = next(iter(imports(file, node)))[0]
             if origin.split(".")[0] == "torch":
@@ -348,7 +353,7 @@ def check_private_torch(sources: Sources) -> list[str]:
         ]
         found += [
             f"{file}:{node.lineno}: {dotted(node)}"
-            for node in ast.walk(tree)
+            for node in walk(tree)
             if isinstance(node, ast.Attribute) and dotted(node).split(".")[0] in names and is_private(dotted(node))
             if node.attr.startswith("_")
         ]
@@ -363,7 +368,7 @@ def check_patches(sources: Sources) -> list[str]:
     found = []
     for file, text in sources.items():
         names = foreign_names(file, parse(text))
-        for node in ast.walk(parse(text)):
+        for node in walk(parse(text)):
             targets = (
                 node.targets
                 if isinstance(node, ast.Assign)
