@@ -31,7 +31,7 @@ Float8 cells (`test_typed`) are held to 1e-6 of torchao in one process, with pro
 
 Cells of `test_compiled_pairs` and `test_float8_compiled` compile for minutes each, so `make soak` runs them; so it does
 most of eight processes in `test_grid`, `test_pairs` and `test_context`, some of four in `test_grid`, and of
-`test_float8` four schedules and one that reshards to a group. All have passed.
+`test_float8` most schedules and three with shards. All have passed.
 
 Precision, tied weights, keyed randomness, parameter groups and moving averages have grids of their own:
 [precision](precision.md), [ties](ties.md), [randomness](randomness.md), [optimizers](optimizers.md).
