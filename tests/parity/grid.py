@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -157,6 +158,12 @@ def merged(ranks: list[Trace]) -> Trace:
                 assert name not in mine or torch.equal(mine[name], tensor), f"ranks disagree about {name}"
                 mine[name] = tensor
     return first
+
+
+@functools.cache
+def alone(world: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """What one process computes, once for all who compare themselves with it; not to be changed."""
+    return world(1, function, *args)[0]
 
 
 def differences(ranks: list[Trace], truth: Trace) -> dict[str, float]:

@@ -276,7 +276,7 @@ def trained(text: str, mask: str, score: str, plant: Callable[[], None] | None =
 
 def difference(world: Any, text: str, mask: str, score: str, plant: Callable[[], None] | None = None) -> float:
     ranks = world(Plan.parse(text).world, trained, text, mask, score, plant)
-    return max(grid.differences(ranks, world(1, truth, mask, score)[0]).values())
+    return max(grid.differences(ranks, grid.alone(world, truth, mask, score)).values())
 
 
 CASES = [

@@ -132,7 +132,7 @@ PLANS = ["dp2 / mb2", "fsdp2", "fsdp2 / zero1 / mb3", "tp2", "pp2 / 1f1b mb2", "
 @pytest.mark.parametrize("build", [one_group, three_groups])
 def test_own_optimizer_and_schedule(world, plan: str, build: Any) -> None:
     ranks = world(sw.Plan.parse(plan).world, own_loop, f"{plan} / fp64", build)
-    check(ranks, world(1, plain, build)[0])
+    check(ranks, grid.alone(world, plain, build))
 
 
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "tp2", "pp2 / 1f1b mb2"])
@@ -140,10 +140,10 @@ def test_clip_by_value(world, plan: str) -> None:
     options = sw.StepOptions(clip_value=0.1)
     ranks = world(2, own_loop, f"{plan} / fp64", one_group, points.Net, options)
     clip = functools.partial(nn.utils.clip_grad_value_, clip_value=0.1)
-    truth = world(1, plain, one_group, points.Net, clip)[0]
+    truth = grid.alone(world, plain, one_group, points.Net, clip)
     check(ranks, truth)
     with pytest.raises(AssertionError):  # the value was one that clips
-        check(ranks, world(1, plain, one_group)[0])
+        check(ranks, grid.alone(world, plain, one_group))
 
 
 FROZEN = functools.partial(Partly, ("first", "layers.1", "layers.3"))
@@ -207,7 +207,7 @@ def evaluated_plainly() -> list[tuple[float, float]]:
 @pytest.mark.parametrize("plan", ["dp1 / mb3", "dp4", "dp4 / mb2", "fsdp2", "fsdp4 / mb3", "tp2", "pp2 / 1f1b mb4"])
 def test_evaluate_is_exact_and_leaves_training_alone(world, plan: str) -> None:
     size = sw.Plan.parse(plan).world
-    [truth] = world(1, evaluated_plainly)
+    truth = grid.alone(world, evaluated_plainly)
     without = world(size, evaluated, f"{plan} / fp64", False)
     for (sums, params), (_, untouched) in zip(world(size, evaluated, f"{plan} / fp64", True), without, strict=True):
         torch.testing.assert_close(sums, truth, rtol=1e-12, atol=0)
