@@ -219,6 +219,14 @@ def test_no_two_slots_have_one_device(
     assert [f"found slots {beyond}, which have no device" in text for text in said] == ([True] if beyond else [])
 
 
+def test_on_rocm_the_name_that_it_reads_first_is_used() -> None:
+    least, most = parse_span("1:2")
+    elastic = Elastic(least=least, most=most, own=Plan.parse("dp2 / gbs4"), arguments=lambda p: (str(p),))
+    here = Fleet(Job(target=__file__, nproc=2), elastic, {"HIP_VISIBLE_DEVICES": "5,6", "CUDA_VISIBLE_DEVICES": "0,1"})
+    here.left_out[0] = "it died"
+    assert here.usable == [1] and team(here).job.environment == {"HIP_VISIBLE_DEVICES": "6"}
+
+
 def test_more_ranks_than_devices_start_as_those_that_there_are() -> None:
     here = fleet(None, own="dp4 / gbs8", given="4,5")
     assert here.usable == [0, 1] and team(here).job.environment == {}

@@ -18,7 +18,8 @@ from shardwise.launch.elastic_plan import Known, plan_for
 from shardwise.launch.job import Job
 from shardwise.plan.plan import Plan
 
-_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""What names a process's devices: ROCm takes the first one where both are set; CUDA knows the second."""
 """Which devices a process sees as 0, 1, ...; read by CUDA and ROCm."""
 APART = 100
 """Failures of a slot with so many finished steps between them are not counted together."""
@@ -164,8 +165,9 @@ class Fleet:
         """
         self.job, self.elastic = job, elastic
         on_cpu = elastic is not None and elastic.known.device == "cpu"
-        words = "" if on_cpu else (env or {}).get(_DEVICES, "")
-        self._given = [word for word in words.split(",") if word]
+        given = {} if on_cpu else env or {}
+        self._name = next((name for name in _DEVICES if given.get(name)), _DEVICES[-1])
+        self._given = [word for word in given.get(self._name, "").split(",") if word]
         """Names of the devices that the job may use; empty: all."""
         self._listed = frozenset(range(job.nproc))
         self._stamp: tuple[int, int, int] | None = None
@@ -257,7 +259,7 @@ class Fleet:
         beyond = [slot for slot in slots if self._given and slot >= len(self._given)]
         if beyond:
             self.elastic.note(
-                f"elastic: {path}: found slots {spell_slots(beyond)}, which have no device: {_DEVICES} is "
+                f"elastic: {path}: found slots {spell_slots(beyond)}, which have no device: {self._name} is "
                 f"{','.join(self._given)}, for slots {spell_slots(range(len(self._given)))}; only those are used"
             )
         self.left_out.clear()
@@ -267,18 +269,18 @@ class Fleet:
         if slots not in self._teams:
             job = self.job
             if self.elastic is not None and plan is not None:
-                environment = {**job.environment, **_visible(slots, self._given)}
+                environment = {**job.environment, **_visible(slots, self._name, self._given)}
                 job = replace(job, nproc=len(slots), args=self.elastic.arguments(plan), environment=environment)
             self._teams[slots] = Team(slots, job, plan)
         return self._teams[slots]
 
 
-def _visible(slots: tuple[int, ...], given: Sequence[str]) -> dict[str, str]:
+def _visible(slots: tuple[int, ...], name: str, given: Sequence[str]) -> dict[str, str]:
     """What shows a process the devices of these slots as 0, 1, ...; nothing where they are the first ones anyway.
 
-    >>> _visible((0, 2), ["4", "5", "6"]), _visible((0, 2), [])
-    ({'CUDA_VISIBLE_DEVICES': '4,6'}, {'CUDA_VISIBLE_DEVICES': '0,2'})
+    >>> _visible((0, 2), "HIP_VISIBLE_DEVICES", ["4", "5", "6"]), _visible((0, 2), "CUDA_VISIBLE_DEVICES", [])
+    ({'HIP_VISIBLE_DEVICES': '4,6'}, {'CUDA_VISIBLE_DEVICES': '0,2'})
     """
     if slots == tuple(range(len(slots))):
         return {}
-    return {_DEVICES: ",".join(given[slot] if given else str(slot) for slot in slots)}
+    return {name: ",".join(given[slot] if given else str(slot) for slot in slots)}
