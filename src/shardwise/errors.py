@@ -21,7 +21,9 @@ A message has five parts: what failed, where (name, axis, rank), what was found,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -129,9 +131,18 @@ class SpikeError(ShardwiseError):
 
 
 class OutOfMemoryError(ShardwiseError):
-    """A step that does not fit into memory, however small its micro-batch."""
+    """A step that does not fit into memory, however small its micro-batch.
+
+    With `halving` it is no end: it asks the supervisor of `--recover` for processes whose micro-batches are half as
+    large. Its keys are `step`, `ran_out` (the error), `rows_before`, `rows` and `halvings`, that one included.
+    """
 
     exit_code = ExitCode.OUT_OF_MEMORY
+
+    def __init__(self, text: str, *, halving: Mapping[str, Any] | None = None) -> None:
+        """`text` says what failed."""
+        super().__init__(text)
+        self.halving = halving
 
 
 class ReplicaError(ShardwiseError):

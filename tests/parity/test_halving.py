@@ -10,6 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import OutOfMemoryError, UsageError
 from shardwise.testing import World, fail_at
+from shardwise.train.halving import cut_rows
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -94,6 +95,47 @@ def test_only_with_the_option_and_only_for_memory(world: World) -> None:
     assert world(1, other_errors, "dp1 / fp64") == ["shapes differ"]
 
 
+def resumed(text: str) -> list[tuple[list[Any], int]]:
+    """The first events, and the rows of the last micro-batch, of a state that had halved twice, under both options."""
+    found = []
+    for options in (HALVE, sw.StepOptions()):
+        with points.placed_state(text, CASE) as state:
+            state.load_scalars(state.scalars() | {"halvings": 2})
+            rows: list[int] = []
+
+            def loss_fn(output: torch.Tensor, batch: list[torch.Tensor], rows: list[int] = rows) -> Any:
+                rows.append(len(output))
+                return points.weighted(output, batch)
+
+            events = [m.events for m in sw.steps(state, loss_fn, until=2, options=options)]
+            assert events[1] == () and ("halvings" in state.scalars()) == (options is HALVE)
+            found.append((list(events[0]), rows[-1]))
+    return found
+
+
+def test_a_resume_goes_on_halved_or_says_that_it_does_not(world: World) -> None:
+    [(kept, whole)] = world(1, resumed, "dp1 / fp64")
+    assert kept == ([{"event": "micro-batches are halved as before", "step": 1, "halvings": 2}], 2)
+    assert whole == ([{"event": "micro-batches are no longer halved", "step": 1, "halvings": 2}], 8)
+
+
+def cut(rows: list[int], zero: list[bool], parts: int, equally: bool) -> list[tuple[int, bool]]:
+    """Rows of the pieces of micro-batches of so many rows, and which are padding; nothing is lost or doubled."""
+    micro = [torch.arange(number) + 10 * i for i, number in enumerate(rows)]
+    pieces, flags = cut_rows(list(micro), tuple(zero), parts, equally=equally)
+    real = [piece for piece, is_zero in zip(pieces, flags, strict=True) if not is_zero]
+    whole = [batch for batch, is_zero in zip(micro, zero, strict=True) if not is_zero]
+    assert torch.equal(torch.cat(real), torch.cat(whole))
+    return [(len(piece), is_zero) for piece, is_zero in zip(pieces, flags, strict=True)]
+
+
+def test_pieces_are_as_many_on_every_rank_where_ranks_wait_for_one_another() -> None:
+    assert cut([5, 4], [False, False], 2, equally=True) == [(3, False), (2, False), (2, False), (2, False)]
+    assert cut([2, 2], [False, True], 4, equally=False) == [(1, False), (1, False), (1, True), (1, True)]
+    assert cut([2, 1], [False, True], 4, equally=True) == [(1, False)] * 2 + [(1, True)] * 6
+    assert cut([3], [False], 1, equally=True) == [(3, False)]
+
+
 def refused(text: str, normed: bool = False) -> str:
     plan = sw.Plan.parse(text)
     with sw.open_mesh(plan) as mesh:
@@ -105,6 +147,7 @@ def refused(text: str, normed: bool = False) -> str:
 
 
 def test_where_layers_communicate_it_is_refused(world: World) -> None:
-    assert "the axes tp" in world(2, refused, "tp2 / fp64")[0]
-    assert "fully_shard" in world(2, refused, "fsdp2 / fp64")[0]
+    for plan, found in (("tp2 / fp64", "the axes tp"), ("fsdp2 / fp64", "fully_shard")):
+        (text, _) = world(2, refused, plan)
+        assert found in text and "start with --recover" in text
     assert "batch norm" in world(1, refused, "dp1 / fp64", True)[0]

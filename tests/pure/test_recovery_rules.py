@@ -64,7 +64,7 @@ def test_a_copy_outlives_who_wrote_it(memory: Memory) -> None:
 
 def test_a_place_is_read_as_it_was_written(memory: Memory) -> None:
     for streams in (None, (3, 4)):
-        place = Place(job="ab" * 16, rank=1, world=7, order=9, memory=memory, streams=streams)
+        place = Place(job="ab" * 16, rank=1, world=7, order=9, memory=memory, streams=streams, halvings=2)
         assert Place.parse(place.dump()) == place
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.errors import ExitCode, ShardwiseError
+from shardwise.errors import ExitCode, OutOfMemoryError, ShardwiseError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,6 +82,7 @@ def _report(error: Exception, reporting: Reporting | None) -> int:
         "message": str(error),
         "exit_code": int(code),
         "known": known,
+        "halving": error.halving if isinstance(error, OutOfMemoryError) else None,
         "traceback": text,
         "time_s": time.time(),
     }

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -57,6 +57,8 @@ class Failure:
     exit_code: ExitCode
     traceback: str = ""
     """Empty for an error that Shardwise raised on purpose, and for a rank that was killed."""
+    halving: Mapping[str, Any] | None = None
+    """What the rank asks for that ran out of memory; see `OutOfMemoryError`."""
 
     def __str__(self) -> str:
         text = f"rank {self.rank} failed: {self.message}"
@@ -238,6 +240,7 @@ def first_failure(codes: dict[int, int], files: dict[int, Path]) -> Failure | No
         message=record["message"] if record["known"] else f"{record['type']}: {record['message']}",
         exit_code=ExitCode(record["exit_code"]),
         traceback="" if record["known"] else record["traceback"],
+        halving=record["halving"],
     )
 
 

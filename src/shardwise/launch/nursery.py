@@ -4,7 +4,7 @@ A process of its own, for it must stay what its ranks are forked from: one threa
 sets of ranks ("worlds"), passes orders and signals on, and says who has ended. Every message is a line of JSON:
 
     {"do": "start", "world": 1, "argv": [[...], ...], "env": [{...}, ...], "job": "...", "memory": {...},
-     "standby": false}
+     "standby": false, "halvings": 0}
     {"do": "order", "world": 1, "order": {...}}            {"do": "signal", "world": 1, "signal": 9}
     {"ended": [1, rank, exit code]}                         # from here; negative: the signal, as `subprocess` says it
 
@@ -145,6 +145,7 @@ class Nursery:
                 order=read,
                 memory=memory,
                 streams=(1, 2) if message["standby"] else None,
+                halvings=message["halvings"],
             )
             process = _fork.Process(target=self._become, args=(place, argv, env), name=f"rank {rank}")
             process.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ class Recovery:
     """Whether processes stood by; else they were forked then, and ran the script from its beginning."""
     seconds: float
     """From the failure until every rank has its state and goes on with the next step."""
+    halving: Mapping[str, Any] | None = None
+    """After a rank ran out of memory: what did, and the rows of a micro-batch before and from now on."""
 
     def __str__(self) -> str:
         back = f"went on after step {self.step}" if self.step else "began again"
@@ -31,7 +33,7 @@ class Recovery:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Bounds:
         """Nothing has happened yet."""
         self.policy = policy
         self.total = 0
+        self.halvings = 0
+        """How often micro-batches are to be halved; a rank that ran out of memory asks for one more."""
         self._in_a_row = 0
         self._copies = -1
         self._first: Failure | None = None
@@ -86,6 +90,11 @@ class Bounds:
         allowed = self.policy.killed_in_a_row if killed else self.policy.raised_in_a_row if copies else 0
         if self.total >= self.policy.limit:
             return _with(failure, f"{self.total} recoveries were made, which is the limit")
+        halvings = int(failure.halving["halvings"]) if failure.halving is not None else 0
+        if halvings > self.halvings:  # ranks ask until a micro-batch has one row: that is the limit
+            self.halvings = halvings
+            self.total += 1
+            return None
         if self._in_a_row >= allowed:
             times = "once" if self._in_a_row == 1 else f"{self._in_a_row} times"
             why = f"recovery was tried {times}, and no step was finished since" if self._in_a_row else ""

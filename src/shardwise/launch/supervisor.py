@@ -22,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.elastic import Elastic, Fleet, Team, Transition, spell_slots
@@ -62,6 +63,7 @@ class _Change:
     """Number of the copy that was taken over."""
     step: int = 0
     standby: bool = False
+    halving: Mapping[str, Any] | None = None
     ended_ns: int = 0
     """When the old ones had ended."""
     chosen_ns: int = 0
@@ -111,9 +113,12 @@ class Supervisor:
                 if refused is not None:
                     return Outcome(exit_code=refused.exit_code, failure=refused)
                 slot = active.team.slots[failure.rank]
-                if self.fleet.fail(slot, failure.message, copies):
+                if failure.halving is not None:
+                    self._drop_standby()  # its micro-batches are as large as those that did not fit
+                elif self.fleet.fail(slot, failure.message, copies):
                     self._note(f"slot {slot} is left out: {failure.message}")
                 change = _Change(since_ns=since_ns, rank=failure.rank, cause=failure.message, before=active.team)
+                change.halving = failure.halving
             elif self._is_time(active):
                 slots = f"slots {spell_slots(self.fleet.usable) or 'none'}"
                 now = time.monotonic_ns()
@@ -140,7 +145,13 @@ class Supervisor:
         return stopping.first is not None and (has_stepped or stopping.count > 1 or is_late)
 
     def _start(self, team: Team, *, stands_by: bool = False) -> World:
-        return self.worlds.start(team, stands_by=stands_by, restarts=self._bounds.total)
+        bounds = self._bounds
+        return self.worlds.start(team, stands_by=stands_by, restarts=bounds.total, halvings=bounds.halvings)
+
+    def _drop_standby(self) -> None:
+        if self._standby is not None:
+            self.worlds.drop(self._standby)
+            self._standby = None
 
     def _choose(self, team: Team) -> None:
         elastic = self.fleet.elastic
@@ -154,15 +165,18 @@ class Supervisor:
     def _cause(self, world: World) -> tuple[Failure | None, bool]:
         """The first failure, and whether a process was killed; None for what recovery does not help against.
 
-        Errors that Shardwise raises on purpose, and `sys.exit` with a status, would come again.
+        Errors that Shardwise raises on purpose, and `sys.exit` with a status, would come again; but for a rank that
+        ran out of memory, and asks for smaller micro-batches.
         """
         end = time.monotonic() + _SETTLE_S
         while True:
+            failure = first_failure(world.codes, world.files)
+            if failure is not None and failure.halving is not None:
+                return failure, False
             killed = next(((rank, code) for rank, code in world.codes.items() if code < 0), None)
             if killed is not None:
                 text = death(killed[1])
                 return Failure(rank=killed[0], message=text, exit_code=ExitCode.RANK_FAILED), True
-            failure = first_failure(world.codes, world.files)
             if failure is not None and failure.traceback and not is_echo(failure.message):
                 return failure, False
             if time.monotonic() > end:
@@ -210,6 +224,7 @@ class Supervisor:
             self._finish_change(None)
         elif self._pending is not None:  # another one died before the last change was complete
             change.since_ns, change.before = self._pending.since_ns, self._pending.before
+            change.halving = change.halving or self._pending.halving
         if newest is not None:
             change.count, change.step = newest.count, newest.step
         self._taken = change.count
@@ -236,6 +251,7 @@ class Supervisor:
                         step=pending.step,
                         standby=pending.standby,
                         seconds=(pending.trains_ns - pending.since_ns) / 1e9,
+                        halving=pending.halving,
                     )
                 )
         elif self.worlds.copies(active) > pending.count:
@@ -290,8 +306,7 @@ class Supervisor:
         """Have a second world ready once the first one trains; a failing one is replaced, a few times."""
         team, standby = self.fleet.next_team(active.team), self._standby
         if standby is not None and (standby.codes or team is None or standby.team.size != team.size):
-            self.worlds.drop(standby)
-            self._standby = None
+            self._drop_standby()
             self._standbys_failed += bool(standby.codes)
         if not self._keeps_standby or self._standby is not None or team is None or self._pending is not None:
             return
@@ -302,8 +317,7 @@ class Supervisor:
         """No recovery from here on: the ranks end in order, or within the time that the job gives them."""
         if self._pending is not None and self._pending.trains_ns:
             self._finish_change(None)
-        if self._standby is not None:
-            self.worlds.drop(self._standby)
+        self._drop_standby()
         job, stopping = self.fleet.job, self.stopping
         if stopping.first is None:
             self.worlds.signal(active, signal.SIGTERM)

@@ -71,8 +71,8 @@ class Worlds:
         self._started = 0
         self._received = b""
 
-    def start(self, team: Team, *, stands_by: bool, restarts: int) -> World:
-        """Fork a world; it waits for an order where its state is complete."""
+    def start(self, team: Team, *, stands_by: bool, restarts: int, halvings: int) -> World:
+        """Fork a world; it waits for an order where its state is complete. `halvings`: of its micro-batches."""
         self._started += 1
         job, number, here = team.job, self._started, self.folder / f"world-{self._started}"
         here.mkdir()
@@ -84,8 +84,8 @@ class Worlds:
         envs = [{**rank_environment(job, rank, ADDRESS, store.port, cores), **keep} for rank in files]
         # what stands after `python -m shardwise.launch.entry`; the fork server is the ranks' parent
         words = [job.command(reporting=(rank, path), launcher_pid=self.server_pid)[3:] for rank, path in files.items()]
-        memory = asdict(self.memory)
-        self._send("start", number, argv=words, env=envs, job=self.id, memory=memory, standby=stands_by)
+        rest = {"memory": asdict(self.memory), "standby": stands_by, "halvings": halvings}
+        self._send("start", number, argv=words, env=envs, job=self.id, **rest)
         world = self._worlds[number] = World(number, team, store, files, stands_by)
         return world
 

@@ -24,8 +24,8 @@ def follow_pipeline(part: Part, padding: Padding) -> None:
     if part.run is part.root:
         return
 
-    def mark(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        padding.now = bool(padding.flags) and padding.flags[kwargs["index"]]
+    def mark(stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        padding.now = bool(padding.flags) and padding.flags[stage.feed.number(kwargs["index"])]
 
     part.run.register_forward_pre_hook(mark, with_kwargs=True)
 

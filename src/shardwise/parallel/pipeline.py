@@ -23,7 +23,7 @@ from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy,
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch, Part, Placed
-from shardwise.parallel.stage import Cut, StageModule, Wiring, prune, signature_of
+from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
 from shardwise.parallel.transport import Transport
 from shardwise.plan.division import split_evenly
 from shardwise.plan.plan import Plan
@@ -64,16 +64,24 @@ class Pipeline:
         self._verified: set[tuple[Any, ...]] = set()
 
     def run(
-        self, micro_batches: list[Batch], loss_fn: Callable[[Any, Batch], torch.Tensor], *, backward: bool
+        self,
+        micro_batches: list[Batch],
+        loss_fn: Callable[[Any, Batch], torch.Tensor],
+        *,
+        backward: bool,
+        flushes: int = 1,
     ) -> list[torch.Tensor]:
         """Run forward, and backward if asked, over micro-batches, in the plan's schedule.
 
         Args:
             micro_batches: the same list on every rank of the pp axis; equal shapes. Their number may differ from the
                 plan's: any number in evaluation, one that the schedule takes in training.
+                With several flushes that holds for each of them.
             loss_fn: called as loss_fn(output, micro_batch) on the last stage, with what the model returns; gives the
                 0-dim tensor to back-propagate. Gradients are summed over micro-batches and divided by nothing.
             backward: False runs forward only, without graphs.
+            flushes: runs of the schedule, one after another, over every `flushes`-th micro-batch, from the first one
+                on, from the second one on, and so on: fewer micro-batches are in flight.
 
         Returns:
             One detached loss per micro-batch on the rank of the last stage, an empty list on the others.
@@ -88,13 +96,17 @@ class Pipeline:
         between stages; buffers for it are kept, one per micro-batch and boundary.
         """
         inputs = [model_inputs(batch, self.signature) for batch in micro_batches]
-        self._check_equal(inputs)
-        self._verify(inputs[0])
-        for stage in self.stages:
-            stage.feed.micro_batches, stage.feed.loss_fn = micro_batches, loss_fn
+        run = self.transport.train if backward else self.transport.evaluate
+        losses: list[torch.Tensor] = []
         try:
-            run = self.transport.train if backward else self.transport.evaluate
-            return run(inputs)
+            for first in range(flushes):
+                flush = inputs[first::flushes]
+                self._check_equal(flush)
+                self._verify(flush[0])
+                for stage in self.stages:
+                    stage.feed = Feed(micro_batches, loss_fn, first, flushes)
+                losses += run(flush)
+            return losses
         except RuntimeError as error:
             # torch wraps what a stage raised; ours is the one that says what to do
             if isinstance(error.__cause__, ShardwiseError):
@@ -102,7 +114,7 @@ class Pipeline:
             raise
         finally:
             for stage in self.stages:
-                stage.feed.micro_batches, stage.feed.loss_fn = [], None
+                stage.feed = Feed()
 
     def _check_equal(self, inputs: list[Inputs]) -> None:
         if not inputs:

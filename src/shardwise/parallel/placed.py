@@ -44,7 +44,12 @@ class PipelineRunner(Protocol):
     """What `cut_pipeline` leaves for the step."""
 
     def run(
-        self, micro_batches: list[Batch], loss_fn: Callable[[Any, Batch], torch.Tensor], *, backward: bool
+        self,
+        micro_batches: list[Batch],
+        loss_fn: Callable[[Any, Batch], torch.Tensor],
+        *,
+        backward: bool,
+        flushes: int = 1,
     ) -> list[torch.Tensor]:
         """Run the schedule over this rank's micro-batches; losses on the rank of the last stage, else empty."""
         ...

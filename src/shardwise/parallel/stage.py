@@ -59,6 +59,13 @@ class Feed:
 
     micro_batches: list[Any] = field(default_factory=list)
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    first: int = 0
+    """Number in the call of the first micro-batch of the running flush."""
+    stride: int = 1
+
+    def number(self, index: int) -> int:
+        """Number in the call of micro-batch `index` of the running flush."""
+        return self.first + self.stride * index
 
 
 class StageDone(BaseException):  # noqa: N818 - no error: it leaves a forward, past any `except Exception` in it
@@ -117,7 +124,7 @@ class StageModule(nn.Module):
 
         Args:
             received: what the stage before gave; on the first stage nothing that matters.
-            index: number of the micro-batch, for the loss.
+            index: number of the micro-batch in the running flush.
             inputs: positional and keyword arguments of the user's forward, the same on every stage.
 
         Returns:
@@ -127,7 +134,7 @@ class StageModule(nn.Module):
             self.wiring.received = tuple(_own(tensor) for tensor in received)
         try:
             randomness = self.randomness if self.training else None
-            with randomness.at(index) if randomness is not None else nullcontext():
+            with randomness.at(self.feed.number(index)) if randomness is not None else nullcontext():
                 output = self.root(*inputs[0], **inputs[1])
         except StageDone as done:
             return tuple(self._sendable(tensor) for tensor in done.tensors)
@@ -140,7 +147,7 @@ class StageModule(nn.Module):
                 "blocks in every micro-batch"
             )
         assert self.feed.loss_fn is not None
-        return _own(self.feed.loss_fn(output, self.feed.micro_batches[index]))
+        return _own(self.feed.loss_fn(output, self.feed.micro_batches[self.feed.number(index)]))
 
     def _sendable(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):

@@ -23,7 +23,10 @@ class StepOptions:
     protect: Protect | None = None
     """What to do about spikes, and in place of `on_nonfinite` about what is not finite."""
     on_oom: Literal["raise", "halve"] = "raise"
-    """A rank out of memory in forward or backward: raise there, or all ranks do the step again with half the rows."""
+    """A rank out of memory in forward or backward: raise there, or all ranks do the step again with half the rows.
+
+    Where layers communicate (all plans but one rank and replicas with zero 0) "halve" needs `--recover`.
+    """
     check_replicas: int = 0
     """Steps between comparisons of the parameters that ranks must hold alike; 0: never."""
 

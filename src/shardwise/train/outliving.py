@@ -163,12 +163,14 @@ class Place:
     memory: Memory
     streams: tuple[int, int] | None = None
     """Of a standby: the job's standard output and error, which are not connected before it is called."""
+    halvings: int = 0
+    """How often its micro-batches are to be halved at least: ranks before it ran out of memory."""
 
     def dump(self) -> str:
         """As text."""
         memory = {"board": self.memory.board, "slots": self.memory.slots}
         own = {"job": self.job, "rank": self.rank, "world": self.world, "order": self.order, "streams": self.streams}
-        return json.dumps(own | {"memory": memory})
+        return json.dumps(own | {"halvings": self.halvings, "memory": memory})
 
     @classmethod
     def parse(cls, text: str) -> Place:
@@ -177,5 +179,5 @@ class Place:
         slots: Sequence[Sequence[int]] = found["memory"]["slots"]
         memory = Memory(board=found["memory"]["board"], slots=tuple((pair[0], pair[1]) for pair in slots))
         streams = tuple(found["streams"]) if found["streams"] else None
-        numbers = {name: found[name] for name in ("job", "rank", "world", "order")}
+        numbers = {name: found[name] for name in ("job", "rank", "world", "order", "halvings")}
         return cls(**numbers, memory=memory, streams=streams)

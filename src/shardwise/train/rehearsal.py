@@ -38,6 +38,7 @@ def rejoin(step: TrainStep) -> Mirror | None:
     else:
         place = Place.parse(text)
         mirror = Mirror(place)
+        state.halvings = max(state.halvings, place.halvings)
         if place.streams is not None:  # while it stands by there is time; the step's kernels and caches are then warm
             rehearse(step)
             mirror.prepare(state)

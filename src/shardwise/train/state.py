@@ -99,6 +99,8 @@ class TrainState:
         """Whether this process has taken over what the run had reached; see `rejoin`."""
         self.guard = Guard()
         """The last good steps, where a run is protected; see `train/protect.py`."""
+        self.halvings = 0
+        """How often the rows of micro-batches were halved, for ranks ran out of memory; see `train/halving.py`."""
         self._factor = 1.0
         self._ema_updates = 0
 
@@ -147,7 +149,10 @@ class TrainState:
     def scalars(self) -> dict[str, Any]:
         """Everything that is not a tensor, as JSON."""
         scale = self.loss_scale
-        return {
+        rare: dict[str, Any] = {"halvings": self.halvings} if self.halvings else {}
+        if self.guard.losses or self.guard.hits:
+            rare["guard"] = self.guard.to_json()
+        return rare | {
             "step": self.step,
             "skipped": self.skipped,
             "weight": self.weight,
@@ -157,7 +162,7 @@ class TrainState:
             "ema_updates": self.ema.updates if self.ema is not None else None,
             "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
             "plan": str(self.placed.plan),
-        } | ({"guard": self.guard.to_json()} if self.guard.losses or self.guard.hits else {})
+        }
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.
@@ -191,6 +196,7 @@ class TrainState:
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(scalars["data"])
         self.guard.load(scalars.get("guard") or Guard().to_json())
+        self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:
             self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]
 

@@ -24,7 +24,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.train.batches import Window
-from shardwise.train.halving import Halving
+from shardwise.train.halving import Halving, communicating, cut_rows, go_on_halved, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
 from shardwise.train.losses import Losses
@@ -55,7 +55,10 @@ class TrainStep:
         placed = state.placed
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
         self._roots = [part.root for part in placed.parts]
-        self._halving = Halving(placed) if options.on_oom == "halve" else None
+        self._retry = open_halving(state) if options.on_oom == "halve" else None
+        self._halving = self._retry if isinstance(self._retry, Halving) else None
+        self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
+        self._flushes = 1
         self._sums = WorldSums(placed, after=self._halving is not None)
         self._protection: Protection | None = None
         if options.protect is not None:
@@ -96,10 +99,10 @@ class TrainStep:
             self._begin()
         if self._protection is not None:
             self._protection.begin(batch)
-        if self._halving is not None:
+        if self._retry is not None:
             run = partial(self._losses, batch)
-            micro, zero, losses = self._halving.run(run, self.state.optimizer.zero_grad, self.state.step + 1)
-            self._events += self._halving.take_notes()
+            micro, zero, losses = self._retry.run(run, self.state.optimizer.zero_grad, self.state.step + 1)
+            self._events += self._retry.take_notes()
         else:
             micro, zero, losses = self._losses(batch)
         grads, joined, sums = self._reduced(micro, zero, losses)
@@ -109,6 +112,7 @@ class TrainStep:
     def _begin(self) -> None:
         """Before the first step: of several trainers in one script the first that steps is the one verified."""
         self._is_begun = True
+        self._events += go_on_halved(self.state, halves=self._retry is not None)
         self._witness = open_witness(self.state)
         if self.state.step == 0 and self._witness is None:
             self._check_replicas()  # initial values that depend on the rank; `verify` names them itself
@@ -176,8 +180,11 @@ class TrainStep:
             micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
             zero = (False,) * len(micro)
         micro = [to_device(m, device) for m in micro]
-        if self._halving is not None:
-            micro, zero = self._halving.cut(micro, zero)
+        whole = max(1, len(micro))
+        micro, zero = cut_rows(micro, zero, 2**self.state.halvings, equally=self._is_cut_equally)
+        self._flushes = len(micro) // whole  # under a pipeline all have the same rows, and so as many pieces
+        if self._retry is not None:
+            self._retry.largest = max(map(num_rows, micro), default=1)
         self._key_randomness(batch, micro, zero)
         return [self.state.placed.share(m) for m in micro], zero
 
@@ -250,7 +257,7 @@ class TrainStep:
             seen[id(batch)] = Loss(loss.sum.detach(), loss.weight)  # a dict: a stage may run once more to learn shapes
             return self._seeded(loss)
 
-        pipeline.run(micro, loss_fn, backward=True)
+        pipeline.run(micro, loss_fn, backward=True, flushes=self._flushes)
         return list(seen.values())
 
     def _own(self, losses: list[Loss], micro: list[Any], zero: tuple[bool, ...]) -> Own:
