@@ -15,7 +15,7 @@ from shardwise.plan.division import cut, divide
 from shardwise.plan.memory import WORKSPACE, estimate_memory
 from shardwise.plan.plan import Axes, Plan, Schedule
 from shardwise.plan.stack import load_stack
-from shardwise.plan.stalls import BUFFERS, held_ahead, stalled
+from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
 from shardwise.plan.workload import Workload
 
 GPT = ModelSpec(
@@ -145,14 +145,22 @@ def test_holes_arise_in_what_comes_and_goes() -> None:
 def test_a_host_that_is_ahead_holds_whole_activations() -> None:
     nanotron, device = load_stack("nanotron"), load_cluster("h100").device
 
-    def held(plan: str, dim: int = 4096) -> float:
-        spec = ModelSpec(num_layers=32, dim=dim, num_heads=32, ffn_dim=4 * dim, vocab_size=512, max_seq_len=4096)
+    def held(plan: str, dim: int = 4096, layers: int = 32) -> float:
+        spec = ModelSpec(num_layers=layers, dim=dim, num_heads=32, ffn_dim=4 * dim, vocab_size=512, max_seq_len=4096)
         parsed = Plan.parse(plan)
         work = Workload(seq_len=4096, global_batch=parsed.axes.data * parsed.batch.micro_batches)
         return held_ahead(divide(profile_of(spec), parsed, work, "greedy"), nanotron, device) / (4096 * dim * 2)
 
-    assert held("tp8 / mb8 / bf16") == nanotron.runs_ahead == 2 * held("tp8 / bf16")
+    full = nanotron.runs_ahead
+    assert held("tp4 / mb8 / bf16") == held("tp16 / mb2 / bf16") == full
+    assert held("tp16 / bf16", layers=10) == HELD * 10, "a single micro-batch: what its forward pass leaves"
+    assert 0 < held("tp4 / bf16", layers=10) < HELD * 10, "within a node the device has done some of it by then"
+    assert held("tp4 / bf16", 1024) == 0.0, "nor is the host ahead of a device that is faster than it"
+    assert held("tp4 / mb8 / bf16", 1024) == full / 2 and held("tp4 / mb99 / bf16", 1024) == full, "but by chance"
     assert held("dp8 / mb8 / bf16") == 0.0, "no collectives inside of blocks"
+    assert held("dp64 tp8 / mb8 / bf16") == 0.0, "512 devices, and rings of 64 ranks, stall the host"
+    assert held("pp4 tp4 / mb4 / bf16", 8192) == 38.4 < held("pp4 tp4 / mb8 / bf16", 8192) == full, "the warm-up alone"
+    assert held("pp4 tp4 / bf16", 8192, layers=8) == 9.6 < held("pp2 tp4 / bf16", 8192) == HELD * 16
     assert held("pp2 tp8 / mb8 / bf16") == BUFFERS, "the host waits for the ranks of tp, the device for the host"
     assert held("pp2 dp64 tp4 / mb8 / bf16", 8192) == BUFFERS, "512 devices stall"
     assert held_ahead(divide(profile_of(LLAMA), Plan.parse("tp4 / mb8 bf16"), WORK, "even"), MEGATRON, device) == 0.0
@@ -165,6 +173,33 @@ def test_what_is_given_back_before_memory_runs_out_does_not_count() -> None:
     assert replace(memory, limit=needed + 1).fits
 
 
+def test_a_full_device_gets_back_what_streams_hold() -> None:
+    nanotron, device = load_stack("nanotron"), load_cluster("h100").device
+    spec = ModelSpec(num_layers=8, dim=4096, num_heads=32, ffn_dim=16384, vocab_size=512, max_seq_len=4096)
+    work, plan = Workload(seq_len=4096, global_batch=16), Plan.parse("tp8 / mb2 / bf16 / seq")
+    memory = estimate_memory(profile_of(spec), plan, work, stack=nanotron, device=device)
+    assert memory.held > 5e9
+    small = replace(device, memory=memory.device - 1e9)
+    full = estimate_memory(profile_of(spec), plan, work, stack=nanotron, device=small)
+    assert full.held == 0.0 and full.fits and full.allocated == memory.allocated
+
+
+def test_buckets_hold_a_gradient_where_data_ranks_reduce_it() -> None:
+    nanotron = load_stack("nanotron")
+    alone, many = _terms("bf16", stack=nanotron), _terms("dp8 bf16", stack=nanotron)
+    assert many["gradients"] == 1.5 * alone["gradients"]
+    assert _terms("bf16", stack=replace(nanotron, bucket_grads=False))["gradients"] == many["gradients"]
+
+
+def test_frozen_weights_are_gathered_without_a_gradient() -> None:
+    def gathered(trained: float) -> float:
+        work = replace(WORK, trained=trained)
+        memory = estimate_memory(profile_of(LLAMA), Plan.parse("fsdp8 bf16"), work, stack=TORCH)
+        return memory.worst.terms["gathered"]
+
+    assert gathered(1.0) - gathered(0.01) == max(block.params for block in profile_of(LLAMA).blocks) * 2
+
+
 def test_large_jobs_stall_sooner_with_large_messages() -> None:
     def stalls(plan: str, dim: int) -> bool:
         spec = ModelSpec(num_layers=32, dim=dim, num_heads=32, ffn_dim=4 * dim, vocab_size=512, max_seq_len=4096)
@@ -174,3 +209,4 @@ def test_large_jobs_stall_sooner_with_large_messages() -> None:
 
     assert stalls("pp2 dp256 bf16", 2048) and not stalls("pp2 dp128 bf16", 2048) and stalls("pp2 dp128 bf16", 8192)
     assert stalls("pp2 tp32 bf16", 2048) and not stalls("pp2 tp16 bf16", 2048)
+    assert stalls("pp2 fsdp32 tp4 zero1 bf16", 2048) and not stalls("pp2 fsdp16 tp8 zero1 bf16", 2048), "rings of 32"

@@ -17,6 +17,7 @@ from published.models import _entries
 from published.page import page
 from published.rows import row_of
 from published.score import Result, chosen, oom, predict, predict_all, printed, quantile, ranking, report, spread
+from published.stacks import CHUNKED
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import device_names, load_cluster
 from shardwise.model.spec import ModelSpec
@@ -108,6 +109,9 @@ def test_stacks_and_kernels(rows: dict[str, Row]) -> None:
     assert stacks["nano-1"][0] == "nanotron" and stacks["foundry-1"][0] == "fsdp1"
     assert stacks["zero-1"][:2] == ("deepspeed", "flash3") and rows["zero-1"].stack.logit_bytes < 1
     assert stacks["tune-1"][0] == "eager" and stacks["jax-1"][0] == "jax"
+    assert rows["tune-1"].stack.logit_bytes == variant("tune-1", source="litgpt").stack.logit_bytes == CHUNKED
+    assert variant("tune-1", activation_checkpoint="none").stack.logit_bytes > 10, "step by step: not yet"
+    assert variant("tune-1", activation_checkpoint="none", notes="+chunked CE").stack.logit_bytes == CHUNKED
     assert stacks["new-1"][0] == "torchtitan" and stacks["new-2"][0] == "eager"
     assert all(stacks[f"core-{i}"][0] in ("megatron-core", "megatron-bridge") for i in range(1, 9))
 
@@ -255,10 +259,19 @@ def test_precision_and_optimizer(rows: dict[str, Row]) -> None:
     work = {name: (row.workload.compute, row.workload.optimizer) for name, row in rows.items()}
     assert work["core-1"] == ("fp8", "adamw") and work["core-2"] == ("fp4", "adamw")
     assert work["tune-1"] == ("", "adamw-8bit") and work["new-2"] == ("", "lion")
+    assert work["core-3"] == ("", "adamw-bf16") and variant("core-3", optimizer="Adam").workload.optimizer == "adamw"
     assert 0 < rows["core-6"].workload.trained < 0.01
     assert variant("new-2", precision="tf32").workload.compute == "tf32"
     assert variant("new-2", precision="bf16-true", optimizer="").workload.optimizer == "adamw-bf16"
     assert variant("old-2").plan.precision == "fp16"
+
+
+def test_weights_that_stay_gathered_between_micro_batches() -> None:
+    sharded = {"source": "litgpt", "n_gpus": "2", "dp_shard": "2", "zero_stage": "3"}
+    many = variant("tune-1", **sharded, global_batch="32")
+    assert not many.plan.reshards and any("stay gathered" in sentence for sentence in many.assumed)
+    assert variant("tune-1", **sharded, global_batch="4").plan.reshards, "one micro-batch"
+    assert variant("tune-1", **{**sharded, "source": "torchtune"}, global_batch="32").plan.reshards
 
 
 def test_batches() -> None:

@@ -47,7 +47,7 @@ def tables() -> str:
         "Numbers that hold for every device and stack.",
         table(("where", "name", "value", "what it is"), formula_constants(ESTIMATORS)),
         "Numbers that act only where a stack has `stall` or `runs_ahead`, as nanotron has; read off one sweep. The "
-        "first two are a threshold: jobs near it are the worst rows above.",
+        "first three are a threshold: jobs near it are the worst rows above.",
         table(("where", "name", "value", "what it is"), formula_constants(("stalls",))),
     ]
     return "\n\n".join(parts)

@@ -204,7 +204,7 @@ def precision_of(cells: Cells, stack: str) -> tuple[str, str]:
     return ("bf16-pure" if pure else "bf16"), ""
 
 
-def optimizer_of(cells: Cells, precision: str) -> str:
+def optimizer_of(cells: Cells, spec: ModelSpec, stack: str, precision: str) -> str:
     """Name of the optimizer among those that `Workload` knows."""
     text = f"{cells['optimizer'].lower()} ; {cells.notes}"
     if re.search(r"8-?bit (adam|optim)|adam\w*[ -]8-?bit|8bit", text):
@@ -214,6 +214,9 @@ def optimizer_of(cells: Cells, precision: str) -> str:
             return name
     if re.search(r"\bsgd\b", cells["optimizer"].lower()):
         return "sgd-momentum"
+    if stack == "megatron-bridge" and spec.kv_rank and not cells["optimizer"]:
+        cells.assume("moments of Adam in bf16, as in Megatron-Bridge's recipes of models with latent attention")
+        return "adamw-bf16"
     return "adamw-bf16" if precision == "bf16-pure" or "bf16 states" in text else "adamw"
 
 
@@ -251,7 +254,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     work = Workload(
         seq_len=seq_len,
         global_batch=total,
-        optimizer=optimizer_of(cells, precision),
+        optimizer=optimizer_of(cells, spec, stack.name, precision),
         compute=compute,
         trained=trained_share(cells, spec),
     )
@@ -264,7 +267,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         float8=_float8(cells, compute),
         recompute=recompute_of(cells, spec, stack, sizes.pp),
         offload=_offload(cells, zero),
-        communication=_communication(cells, stack.name, precision),
+        communication=_communication(cells, stack.name, precision, accumulates=zero == 3 and count > 1),
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
         ),
@@ -328,8 +331,11 @@ def _offload(cells: Cells, zero: int) -> Offload:
     return Offload(state=(state or noted is not None) and zero > 0, activations=saved)
 
 
-def _communication(cells: Cells, stack: str, precision: str) -> Communication:
-    """Gradients on the wire: in 16 bits where the stack reduces them so."""
+def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool) -> Communication:
+    """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
+    if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
+        cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
+        return Communication(reshard_after_forward=False)
     if cells.noted(r"mode pure") or stack == "deepspeed":
         return Communication(reduce_dtype="fp16" if precision == "fp16" else "bf16")
     if stack == "megatron-2021" and precision == "fp16":

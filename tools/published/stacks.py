@@ -38,6 +38,8 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
 )
 
 
+CHUNKED = 2.5
+"""Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
 COMPILED_LOSS = 2025.4
 """Year from which torchtitan's compile takes in the loss, so that no fp32 copy of the logits is kept."""
 
@@ -59,15 +61,21 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
         stack = replace(stack, fused=True)
     elif cells["compile"].lower() in ("n", "no", "false", "0") and name in ("torchtitan", "fsdp1", "eager"):
         stack = replace(stack, fused=False)
-    if cells.noted(r"liger|fused ce\b|chunked (ce|cross|loss)|cut cross"):
+    if _chunks(cells):
+        stack = replace(stack, logit_bytes=CHUNKED)
+        cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
+    elif cells.noted(r"liger|fused ce\b|chunked (ce|cross|loss)|cut cross"):
         stack = replace(stack, logit_bytes=0.5, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
-    elif name == "eager" and cells.has(r"torchtune") and cells["activation_checkpoint"].lower() != "none":
-        stack = replace(stack, logit_bytes=2.5)
-        cells.assume("the loss works in chunks of an eighth of the logits, torchtune's default")
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
     return stack
+
+
+def _chunks(cells: Cells) -> bool:
+    """The recipes of litgpt and torchtune cut the logits; torchtune's not where a row tries what each of them saves."""
+    stepwise = cells["activation_checkpoint"].lower() == "none" and not cells.noted(r"chunked")
+    return cells.has(r"lit-?gpt") or (cells.has(r"torchtune") and not stepwise)
 
 
 @cache

@@ -128,7 +128,7 @@ def estimate_memory(
     groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
     context = (device.context if device else 0.0) + stack.context
     context += COMMUNICATOR * (groups + (1 if plan.world > 1 else 0))
-    return Memory(
+    memory = Memory(
         stages=tuple(rank for rank, _ in ranks),
         fragmentation=stack.fragmentation,
         context=context,
@@ -137,6 +137,9 @@ def estimate_memory(
         held=held_ahead(division, stack, device),
         workspace=0.0 if stack.eager else WORKSPACE,
     )
+    if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
+        return replace(memory, held=0.0)
+    return memory
 
 
 def _rank_memory(
@@ -201,9 +204,14 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         "weights": kept * (width if master else max(width, 4.0)),
         "master": owned * 4.0 if master else 0.0,
         "gradients": (owned if plan.zero >= 2 else whole) * (stack.grad_bytes if low else width)
-        + (whole * width if stack.spare_grads and low else 0.0),
+        + (whole * width if low and _spares(plan, stack) else 0.0),
         "optimizer": owned * state,
     }
+
+
+def _spares(plan: Plan, stack: Stack) -> bool:
+    """Whether a gradient in the compute dtype lives beside the accumulated one."""
+    return stack.spare_grads and (plan.axes.data > 1 or not stack.bucket_grads)
 
 
 def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
@@ -218,7 +226,8 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     blocks = [division.dense(block) + division.experts(block) for stage in stages for block, _ in stage.counts]
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
-    return (max(blocks, default=0.0) * (2 + plan.communication.prefetch) + ends) * width
+    whole = 2 if division.workload.trained == 1 else 1  # frozen weights have no gradient
+    return (max(blocks, default=0.0) * (whole + plan.communication.prefetch) + ends) * width
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

@@ -42,6 +42,8 @@ class Stack:
     """Bytes of a gradient that is accumulated."""
     spare_grads: bool = False
     """A gradient in the compute dtype lives beside the accumulated one."""
+    bucket_grads: bool = False
+    """That gradient is in the buckets that data ranks reduce, and not there without them."""
     logit_bytes: float = 10.0
     """Bytes per token and vocabulary entry at the peak of the loss (logits, fp32 copy, gradient, ...)."""
     keeps_shards: bool = False
