@@ -178,7 +178,7 @@ def test_bad_data_is_one_message_with_file_and_line(text: Path, tmp_path: Path) 
 
 
 def test_a_tokenizer_that_exceeds_the_vocabulary(text: Path, tmp_path: Path) -> None:
-    ran = train(text, tmp_path / "run", "--steps", "1", "--vocab", "100")
+    ran = train(text, tmp_path / "run", "--steps", "1", "--vocab", "100", "--nproc", "1")
     assert ran.returncode == ExitCode.USAGE
     assert "vocab_size >= 256" in ran.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -32,7 +32,8 @@ MOE = {**LLAMA, "num_experts": 4, "experts_per_token": 2, "init_std": 0.2}
 class Drawable:
     """A model, and the sizes that say which plans fit it."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[int], nn.Module]
+    """From the number of layers."""
     spec: dict[str, Any] | None = None
     """None: told by rules, and without a spec."""
     has_experts: bool = False
@@ -40,18 +41,29 @@ class Drawable:
 
 
 def _decoder(**changes: Any) -> Drawable:
-    return Drawable(functools.partial(Decoder, DecoderConfig(**LLAMA | changes)), LLAMA | changes)
+    return Drawable(lambda layers: Decoder(DecoderConfig(**LLAMA | changes | {"num_layers": layers})), LLAMA | changes)
 
 
 def _gpt(**changes: Any) -> Drawable:
-    build = functools.partial(GPT, GPTConfig(**SIZES | changes))
-    return Drawable(build, SIZES | changes | {"ffn_dim": 64, "kind": "gpt"})
+    sizes = SIZES | changes
+    return Drawable(
+        lambda layers: GPT(GPTConfig(**sizes | {"num_layers": layers})), sizes | {"ffn_dim": 64, "kind": "gpt"}
+    )
 
 
 def _moe(*axes: str, **changes: Any) -> Drawable:
     spec = LLAMA | {"kind": "moe", "num_experts": 4, "experts_per_token": changes.get("experts_per_token", 2)}
-    build = functools.partial(MoEDecoder, MoEConfig(**MOE | changes))
-    return Drawable(build, spec, has_experts=True, axes=axes or AXES)
+    sizes = MOE | changes
+    return Drawable(
+        lambda layers: MoEDecoder(MoEConfig(**sizes | {"num_layers": layers})),
+        spec,
+        has_experts=True,
+        axes=axes or AXES,
+    )
+
+
+def _drawing(fused: bool, layers: int) -> nn.Module:
+    return Net(fused=fused, layers=layers)
 
 
 MODELS = {
@@ -64,8 +76,10 @@ MODELS = {
     "moe top1 tied": _moe(experts_per_token=1, normalise=False, tie_embeddings=True),
     "moe bias": _moe(score="sigmoid", bias_rate=0.05, num_shared_experts=1),
     "moe capacity": _moe("pp", "dp", "fsdp", capacity_factor=0.75),  # its rows stay whole
-    "dropout": Drawable(Net, axes=("pp", "dp", "fsdp", "tp")),  # its attention is no torch call: it cannot be divided
-    "dropout fused": Drawable(functools.partial(Net, fused=True)),
+    "dropout": Drawable(
+        functools.partial(_drawing, False), axes=("pp", "dp", "fsdp", "tp")
+    ),  # its attention is no torch call: it cannot be divided
+    "dropout fused": Drawable(functools.partial(_drawing, True)),
 }
 
 
@@ -80,6 +94,7 @@ class Options:
     frozen: bool = False
     """The first block is not trained."""
     ema: bool = False
+    layers: int = 4
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,8 @@ def draw(random: Random, world: int) -> Case:
         )
         case = Case(model, _plan(random, world, MODELS[model]), options)
         if not _refusals(case):
-            return Case(model, str(sw.Plan.parse(case.plan)), options)
+            plan = sw.Plan.parse(case.plan)
+            return Case(model, str(plan), replace(options, layers=4 if plan.axes.pp > 1 else 2))
 
 
 def _refusals(case: Case) -> bool:
@@ -210,7 +226,7 @@ def _run(case: Case) -> grid.Trace:
 
 def _factory(case: Case) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        model = MODELS[case.model].build()
+        model = MODELS[case.model].build(case.options.layers)
         if case.options.frozen:
             blocks = next(module for module in model.children() if isinstance(module, nn.ModuleList))
             blocks[0].requires_grad_(False)

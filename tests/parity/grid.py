@@ -44,6 +44,7 @@ def decoder(num_layers: int, num_heads: int = 4, num_kv_heads: int = 2) -> Calla
 
 MODELS = {
     "decoder": decoder(4),
+    "decoder-flat": decoder(2),
     "decoder-deep": decoder(8),
     "decoder-tp4": decoder(2, num_heads=8, num_kv_heads=4),
     "gpt": functools.partial(GPT, GPTConfig(vocab_size=VOCAB, dim=32, num_layers=4, num_heads=4, max_seq_len=SEQ)),

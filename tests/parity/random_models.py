@@ -105,11 +105,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Token ids (batch, seq) -> logits (batch, seq, vocabulary)."""
 
-    def __init__(self, p: float = 0.2, fused: bool = False) -> None:
+    def __init__(self, p: float = 0.2, fused: bool = False, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
         self.drop = nn.Dropout(p)
-        self.blocks = nn.ModuleList(Block(p, fused) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(p, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 

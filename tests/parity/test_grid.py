@@ -138,8 +138,9 @@ def truth(world, model: str, precision: str) -> grid.Trace:
 
 def check(world, plan: str, model: str, precision: str, run=grid.run_plan) -> dict[str, float]:
     text = f"{plan} / {precision}"
-    if model == "decoder" and Plan.parse(text).axes.pp * Plan.parse(text).schedule.stages > 4:
-        model = "decoder-deep"
+    if model == "decoder":
+        pp, stages = Plan.parse(text).axes.pp, Plan.parse(text).schedule.stages
+        model = "decoder-flat" if pp == 1 else "decoder" if pp * stages <= 4 else "decoder-deep"
     ranks = world(Plan.parse(text).world, run, text, model, GLOBAL_BATCH, timeout_s=300)
     worst = grid.differences(ranks, truth(world, model, precision))
     assert max(worst.values()) <= TOLERANCE[precision], worst

@@ -73,6 +73,8 @@ def test_places_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--checkpoints .*file is a file"):
         check_places(run, start(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="memory://nothing: found no checkpoint"):
+        check_places(run, start(None, "memory://nothing"))
     with pytest.raises(CheckpointError, match="a password"):
         check_places(run, start("s3://me:secret@bucket/run"))
     with pytest.raises(UsageError, match="--checkpoints .*below lies below .*file, which is a file"):
