@@ -23,7 +23,7 @@ class ShapeCache:
     """Results of calls on meta tensors, by function, shapes, strides, types and plain arguments.
 
     A remembered result is a new tensor of the same shape, stride and type: no view of an operand, which only matters
-    to who follows storages.
+    to who follows storages. Where gradients are on, nothing is remembered.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,8 @@ class ShapeCache:
 
         Cost: of a remembered call about 10 microseconds.
         """
-        if getattr(func, "__name__", "") == "__get__":  # `x.grad`, `x.data`: what the tensor is now
+        is_state = getattr(func, "__name__", "") == "__get__"  # `x.grad`, `x.data`: what the tensor is now
+        if is_state or torch.is_grad_enabled():  # a forward that differentiates needs the graph of its calls
             return func(*args, **kwargs)
         try:
             key = (func, torch.get_default_dtype(), _key(args), _key(kwargs))
@@ -80,6 +81,8 @@ def _form(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forms = [_form(part, args, kwargs) for part in result]
         return (type(result), forms) if forms and None not in forms else None
     if type(result) is not torch.Tensor or not result.is_meta or result.layout is not torch.strided:
+        return None
+    if result.is_quantized:
         return None
     if any(result is value for value in (*args, *kwargs.values())):  # in place: it may have changed its shape
         return None
