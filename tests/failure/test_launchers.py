@@ -35,6 +35,7 @@ try:
         sys.stdout.write("total %d rank %d of %d\\n" % (total, mesh.rank, mesh.world))  # ranks share it: one write
         sys.stdout.flush()
     assert not torch.distributed.is_initialized()
+    assert not {"torch.distributed.fsdp", "torch.distributed.pipelining"} & set(sys.modules)  # half of an import
 except ShardwiseError as error:
     print(type(error).__name__, error, flush=True)
     sys.exit(error.exit_code)

@@ -66,6 +66,10 @@ def test_a_run_does_not_begin_again_because_its_checkpoints_are_looked_for_elsew
     check_places(run, start(new))  # copied
 
 
+def test_a_run_that_has_saved_nothing_may_move(tmp_path: Path) -> None:
+    check_places(was(tmp_path, None), start(tmp_path / "new"))
+
+
 def test_places_that_are_none(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     with pytest.raises(UsageError, match="the memory of one process"):

@@ -33,15 +33,15 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
             f"--checkpoints {place}: found the memory of one process, needed a place that outlives it; give a "
             "directory, or a URL such as s3://bucket/run"
         )
-    before = _place_before(run)
-    is_empty = place is not None and not has_checkpoints(run, settings)
-    if settings.resume == "never" and place is not None and not is_empty:
+    holds = has_checkpoints(run, settings)
+    if settings.resume == "never" and place is not None and holds:
         raise UsageError(
             f"--checkpoints {place} holds checkpoints, and --resume never would overwrite them; choose another place, "
             "or leave --resume out to continue"
         )
-    moved = before != place if run.identity() is not None else False
-    if settings.resume == "auto" and moved and (is_empty or (place is None and not run.has_checkpoints)):
+    before = _place_before(run)
+    has_begun = before is not None or run.has_checkpoints
+    if settings.resume == "auto" and has_begun and before != place and not holds:
         raise UsageError(
             f"--checkpoints {place or run.checkpoints}: found none there, but the run in {run.path} kept them at "
             f"{before or run.checkpoints}, and would begin again; copy them there, give --checkpoints as it was, or "

@@ -16,7 +16,7 @@ from shardwise.cli.config import Configuration, Given, Origin, read_configuratio
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
-from shardwise.cli.kept import check_places, has_checkpoints
+from shardwise.cli.kept import check_places
 from shardwise.cli.output import (
     configuration_json,
     configuration_table,
@@ -48,9 +48,8 @@ FLAGS = {
     "batch": "train.global_batch", "accumulation": "train.micro_batches", "nonfinite": "train.nonfinite",
     "seed": "train.seed", "deterministic": "train.deterministic", "eval_every": "train.eval_every",
     "checkpoint_every": "train.checkpoint_every", "checkpoints": "train.checkpoints", "resume": "train.resume",
-    "out": "train.out",
-    "sample": "train.sample", "nproc": "train.nproc", "port": "train.port", "device": "train.device",
-    "name": "train.name", "tensorboard": "train.tensorboard", "grace": "train.grace_s",
+    "out": "train.out", "sample": "train.sample", "nproc": "train.nproc", "port": "train.port",
+    "device": "train.device", "name": "train.name", "tensorboard": "train.tensorboard", "grace": "train.grace_s",
     "spike": "train.spike", "oom": "train.on_oom", "check_replicas": "train.check_replicas",
 }  # fmt: skip
 """Parameter of `train` -> setting; `model`, `plan` and `clip` mean different settings by their form."""
@@ -330,7 +329,8 @@ def _finish(run: RunDir, derived: Derived, code: ExitCode, *, json: bool) -> Non
         return
     if code != ExitCode.OK:
         asked = code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
-        if asked and has_checkpoints(run, derived.settings.train):
+        # another place is not asked now: where it cannot be reached, this code is still what schedulers wait for
+        if asked and (derived.settings.train.checkpoints is not None or run.has_checkpoints):
             typer.echo(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}", err=True)
         return
     if summary["sample"]:

@@ -80,8 +80,8 @@ def find_sites(module: nn.Module, inputs: Inputs, rows: int) -> Sites:
     Raises:
         ModelError: the forward does not run without data.
 
-    Cost: one forward without arithmetic, two where it draws: about 10 ms per block each (torch's operations on meta are
-    written in Python), no memory.
+    Cost: one forward without arithmetic, two where it draws: about 10 ms for the first block (torch's operations on
+    meta are written in Python), less for those that make the same calls, no memory.
     """
     module.train()
     shapes = ShapeCache()
