@@ -1,6 +1,10 @@
-"""`make gpu`: what only a GPU can show. Parity and precisions on the device, then speed and memory beside plain torch.
+"""`make gpu`: what only a GPU can show, in sections (`--only parity,speed`).
 
-One process: `make gpu`. Several GPUs of one machine: `torchrun --nproc-per-node N tools/gpu.py`.
+ranks: plans of several ranks that share the devices which are there, against one process. parity: precisions against
+plain torch. speed: time and memory beside plain torch. predict: the planner's numbers beside those of real steps.
+state: checkpoints and running out of memory.
+
+One process: `make gpu`. Several GPUs of one machine: `torchrun --nproc-per-node N tools/gpu.py --only parity,speed`.
 `--device cpu --size tiny` runs the same code without a GPU, to test the script itself; its speed means nothing.
 """
 
@@ -10,14 +14,18 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
+from gpu_predict import predict
+from gpu_ranks import check_ranks
+from gpu_state import check_state
 from shardwise.launch.environment import read_environment
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token
 
@@ -27,9 +35,11 @@ TINY = DecoderConfig(vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_h
 LARGE = DecoderConfig(
     vocab_size=32_000, dim=1024, num_layers=24, num_heads=16, num_kv_heads=8, ffn_dim=2816, max_seq_len=2048
 )
+SAVED = replace(LARGE, num_layers=6)
 # Dense bf16 peaks in flop/s, from the vendors' data sheets (without sparsity); a name that is not here gives no MFU.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
 LR, CLIP = 3e-4, 1.0
+SECTIONS = ("ranks", "parity", "speed", "predict", "state")
 
 
 @dataclass(frozen=True)
@@ -133,28 +143,30 @@ def measure(step: Step, batch: Batch, setting: Setting) -> tuple[float, int]:
     return sorted(times)[len(times) // 2], torch.cuda.max_memory_allocated() if cuda else 0
 
 
-def speed(setting: Setting, world: int) -> list[str]:
-    """bf16 on this rank's rows: time, tokens/s, MFU and peak memory, one after the other in this process."""
-    plan = plan_for("bf16", world)
-    lines = []
-    with sw.open_mesh(plan, device=setting.device) as mesh:
-        own, _ = batches(setting, mesh.rank, mesh.world)
-        step, placed = shardwise_step(setting.config, mesh, plan)
-        counted = sum(parameter.numel() for parameter in placed.parameters())
-        results = {f"Shardwise {plan}": measure(step, own, setting)}
-        if world == 1:  # several plain replicas would need a wrapper and compare two libraries' sharding instead
+def speed(setting: Setting, world: int) -> Iterator[str]:
+    """This rank's rows as they are and compiled, each beside plain torch in this process; float8 alone."""
+    for text in ("bf16", "bf16 / compile", "bf16 / fp8=rowwise / compile") if setting.device == "cuda" else ("bf16",):
+        plan = sw.Plan.parse(f"fsdp{world} / {text}" if world > 1 else text)
+        with sw.open_mesh(plan, device=setting.device) as mesh:
+            own, _ = batches(setting, mesh.rank, mesh.world)
+            step, placed = shardwise_step(setting.config, mesh, plan)
+            yield result(f"Shardwise {plan}", *measure(step, own, setting), setting)
             del step, placed
-            plain = plain_step(Decoder(setting.config).to(setting.device), "bf16", setting.device)
-            results["plain torch, autocast bf16"] = measure(plain, own, setting)
-    peak = peak_flops(setting.device)
-    for name, (seconds, peak_bytes) in results.items():
-        rate = setting.tokens / seconds
-        mfu = f", MFU {rate * flops_per_token(setting.config, setting.config.max_seq_len) / peak:.1%}" if peak else ""
-        lines.append(
-            f"{name}: {counted / 1e6:.0f} M parameters, {seconds * 1e3:.1f} ms/step, "
-            f"{rate:,.0f} tokens/s per device{mfu}, peak {peak_bytes / 2**30:.2f} GiB"
-        )
-    return lines
+        if world == 1 and "fp8" not in text:  # several plain replicas would compare two libraries' sharding instead
+            model = Decoder(setting.config).to(setting.device)
+            for block in model.layers if plan.compile else ():
+                block.compile()
+            found = measure(plain_step(model, "bf16", setting.device), own, setting)
+            yield result(f"plain torch, autocast bf16{', blocks compiled' * plan.compile}", *found, setting)
+            del model
+
+
+def result(name: str, seconds: float, peak_bytes: int, setting: Setting) -> str:
+    """One line of `speed`."""
+    peak, rate = peak_flops(setting.device), setting.tokens / seconds
+    mfu = f", MFU {rate * flops_per_token(setting.config, setting.config.max_seq_len) / peak:.1%}" if peak else ""
+    shown = f"{seconds * 1e3:.1f} ms/step, {rate:,.0f} tokens/s per device{mfu}"
+    return f"     {name}: {shown}, peak {peak_bytes / 2**30:.2f} GiB"
 
 
 def peak_flops(device: str) -> float | None:
@@ -164,28 +176,52 @@ def peak_flops(device: str) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--size", choices=("tiny", "large"), default="large", help="of the model whose speed is measured"
-    )
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    options = read_options()
+    if options.device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")):
         print(f"make gpu: needs a CUDA device; torch {torch.__version__} sees none here. Nothing was checked.")
         return 1
-    world = read_environment(os.environ).world
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for a fixed order of sums
+    world, few = read_environment(os.environ).world, options.size == "tiny"
+    lines: list[str] = []
+
+    def say(section: Iterable[str]) -> None:
+        for line in section:
+            lines.append(line)
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(line, flush=True)
+
+    if "ranks" in options.only and world == 1:
+        say(check_ranks(options.device, few=few))
     parity = Setting(options.device, TINY, rows=4, steps=0)
-    timed = Setting(options.device, TINY if options.size == "tiny" else LARGE, rows=8, steps=20)
-    with sw.open_mesh(plan_for("fp32", world), device=options.device) as mesh:  # the process group of all checks
-        # bf16 and fp16: autocast keeps some operations in fp32 that fully_shard's policy runs in the half type.
-        tolerances = {"fp64": 1e-11, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
-        if options.device == "cpu":
-            del tolerances["fp16"]  # the plain loop's scaler is made for accelerators
-        lines = [check_parity(parity, precision, tolerance, world) for precision, tolerance in tolerances.items()]
-        lines += speed(timed, world)
-        if mesh.is_first:
-            print("\n".join(lines))
+    timed = Setting(options.device, TINY if few else LARGE, rows=8, steps=20)
+    with sw.open_mesh(plan_for("fp32", world), device=options.device):  # the process group of all checks
+        if "parity" in options.only:
+            # bf16 and fp16: autocast keeps some operations in fp32 that fully_shard's policy runs in the half type.
+            tolerances = {"fp64": 1e-11, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+            if options.device == "cpu":
+                del tolerances["fp16"]  # the plain loop's scaler is made for accelerators
+            say(check_parity(parity, precision, tolerance, world) for precision, tolerance in tolerances.items())
+        if "speed" in options.only:
+            say(speed(timed, world))
+        if "predict" in options.only and world == 1:
+            say(predict(options.device, few=few, out=options.out))
+        if "state" in options.only and world == 1:
+            say(check_state(options.device, TINY if few else SAVED))
     return 1 if any(line.startswith("FAIL") for line in lines) else 0
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=("tiny", "large"), default="large", help="of the models that are timed")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--out", type=Path, help="a JSON file for the numbers of predict")
+    options = parser.parse_args()
+    unknown = set(options.only) - set(SECTIONS)
+    if unknown:
+        parser.error(f"--only: no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    return options
 
 
 if __name__ == "__main__":

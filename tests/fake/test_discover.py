@@ -183,7 +183,7 @@ def test_a_known_machine_is_told_back(nodes: int) -> None:
     truth = truth.with_(device=device, local=replace(truth.local, bandwidth=200e9), host_bandwidth=33e9)
     measured = fitted(readings_of(truth, found(), ("fp32", "tf32", "bf16", "fp16", "fp8")))
     cluster = measured.cluster
-    assert (cluster.nodes, cluster.per_node, measured.nearest, measured.launch) == (nodes, 8, "h100", 7e-6)
+    assert (cluster.nodes, cluster.per_node, measured.nearest, cluster.launch) == (nodes, 8, "h100", 7e-6)
     assert cluster.device.curve.best == pytest.approx(0.55, rel=0.05)
     assert cluster.device.curve.depth == pytest.approx(300.0, rel=0.05)
     assert cluster.device.stream == pytest.approx(0.6, rel=0.05)

@@ -23,6 +23,7 @@ from shardwise.train.settings import KEYS, OptimizerName, OptimizerSettings, Run
 CPU = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2, 3, 4, 5))
 H100S = load_cluster("h100:4")
 GPUS = Surroundings(device="cuda", num_devices=4, device_reason="4 seen", now=datetime(2026, 1, 2), cluster=H100S)
+COMPILERS = replace(GPUS, compiles=True)
 
 
 def read(tmp_path: Path, text: str, *sets: str) -> Configuration:
@@ -137,7 +138,9 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
         (("train.nproc=3",), CPU, "dp3 / gbs6 / fp32"),
         (("train.nproc=1",), CPU, "dp1 / gbs4 / fp32"),
         ((), GPUS, "dp4 / gbs64 / bf16"),
-        (("model.preset=llama-8b",), GPUS, "fsdp4 zero2 / mb4 gbs64 / bf16"),
+        ((), COMPILERS, "dp4 / gbs64 / bf16"),
+        (("model.preset=llama-8b",), GPUS, "fsdp4 / mb4 gbs64 / bf16"),
+        (("model.preset=llama-8b",), COMPILERS, "fsdp4 / mb2 gbs64 / bf16 / recompute=ops compile"),
         (("plan.shorthand=auto", "train.nproc=1"), CPU, "dp1 / gbs4 / fp32"),
         (("plan.shorthand=tp2",), CPU, "tp2 / gbs4 / fp32"),
         (("plan.shorthand=dp2 mb3",), CPU, "dp2 / mb3 gbs6 / fp32"),
@@ -149,10 +152,10 @@ def test_plans(sets: tuple[str, ...], around: Surroundings, plan: str) -> None:
 
 
 def test_a_plan_has_room_for_the_state_of_the_optimizer_that_is_used() -> None:
-    sizes, adamw = "model.preset=llama-3b", "fsdp4 / mb2 gbs64 / bf16"
-    assert str(resolve(sizes, "optimizer.name=adamw", around=GPUS).plan) == adamw
-    assert str(resolve(sizes, "optimizer.name=lamb", around=GPUS).plan) == adamw
-    assert str(resolve(sizes, "optimizer.name=sgd", around=GPUS).plan) == "fsdp4 / gbs64 / bf16"
+    sizes, adamw = "model.preset=llama-3b", "fsdp4 / mb2 gbs64 / bf16 / compile"
+    assert str(resolve(sizes, "optimizer.name=adamw", around=COMPILERS).plan) == adamw
+    assert str(resolve(sizes, "optimizer.name=lamb", around=COMPILERS).plan) == adamw
+    assert str(resolve(sizes, "optimizer.name=sgd", around=COMPILERS).plan) == "fsdp4 / gbs64 / bf16 / compile"
 
 
 @pytest.mark.parametrize("name", get_args(OptimizerName))

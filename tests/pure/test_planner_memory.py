@@ -14,7 +14,7 @@ from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
 from shardwise.plan.memory import WORKSPACE, estimate_memory
 from shardwise.plan.plan import Axes, Plan, Schedule
-from shardwise.plan.stack import load_stack
+from shardwise.plan.stack import load_stack, stack_of
 from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
 from shardwise.plan.workload import Workload
 
@@ -79,10 +79,29 @@ def test_megatron_keeps_18_bytes_per_parameter_and_divides_12_by_zero_1() -> Non
 
 def test_one_f_one_b_keeps_as_many_micro_batches_as_stages_follow() -> None:
     stages = estimate_memory(profile_of(LLAMA), Plan.parse("pp4 / mb8"), WORK, stack=TORCH).stages
-    block = saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("pp4"), TORCH, 128)) * 128
+    block = (
+        saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("pp4"), stack_of(Plan.parse("pp4")), 128)) * 128
+    )
     held = [rank.terms["activations"] for rank in stages[:3]]
     counts = [len(part) for part in cut(profile_of(LLAMA).blocks, 4, profile_of(LLAMA).head.params, "balanced")]
     assert held == [pytest.approx(block * counts[rank] * (4 - rank)) for rank in range(3)]
+
+
+def test_what_a_plan_does_not_compile_keeps_more() -> None:
+    apart, fused = _terms("bf16"), _terms("bf16 / compile")
+    assert apart["activations"] > 1.2 * fused["activations"]
+    assert {**apart, "activations": 0.0} == {**fused, "activations": 0.0}
+    assert _terms("bf16", stack=MEGATRON) == _terms("bf16 / compile", stack=MEGATRON)
+
+
+def test_gradients_of_the_step_before_hold_memory_of_their_own() -> None:
+    work, large = Workload(seq_len=128, global_batch=512), profile_of(LLAMA)
+    memory = estimate_memory(large, Plan.parse("bf16"), work)
+    assert "gradients" not in memory.worst.terms  # they are not there yet at the loss
+    assert memory.held == pytest.approx(4 * LLAMA.num_params)
+    assert memory.fits_in(memory.device - memory.held)
+    for text in ("fp32", "bf16-pure", "bf16 / mb2"):  # no shards; gradients that are there already
+        assert estimate_memory(large, Plan.parse(text), work).held == 0.0
 
 
 def test_gpipe_keeps_all_micro_batches() -> None:
@@ -93,7 +112,11 @@ def test_gpipe_keeps_all_micro_batches() -> None:
 
 def test_recompute_keeps_inputs_and_one_block() -> None:
     none, blocks = _terms("bf16"), _terms("bf16 / recompute=blocks")
-    block = saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("bf16"), TORCH, 128)) * 128 * 8
+    block = (
+        saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("bf16"), stack_of(Plan.parse("bf16")), 128))
+        * 128
+        * 8
+    )
     assert none["activations"] == 8 * block
     assert blocks["activations"] == 8 * 64 * 2 * 128 * 8 + block
 

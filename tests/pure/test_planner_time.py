@@ -13,7 +13,7 @@ from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes, Plan
-from shardwise.plan.stack import load_stack
+from shardwise.plan.stack import load_stack, stack_of
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
 
@@ -103,13 +103,34 @@ def test_recompute_adds_a_forward() -> None:
     assert 0.25 < added < 0.34
 
 
+def test_a_slow_host_slows_what_waits_for_it() -> None:
+    small, work = profile_of(preset("gpt2-small")), Workload(seq_len=128, global_batch=1)
+    one = load_cluster("h100:1")
+    bare, probed = (estimate_time(small, c, Plan.parse("fp32"), work).total for c in (one, one.with_(launch=5e-5)))
+    assert probed > 1.3 * bare
+    sharded, compiled = (estimate_time(small, one, Plan.parse(p), work).total for p in ("bf16", "bf16 / compile"))
+    assert sharded > bare and sharded >= compiled > 12 * 2.2 * load_stack("shardwise").shard_host
+    large = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16"), WORK).terms["compute"]
+    assert estimate_time(EIGHT, H100.with_(launch=8e-6), Plan.parse("fsdp32 bf16"), WORK).terms["compute"] == large
+
+
+def test_recompute_by_operator_costs_the_host_a_look_at_each() -> None:
+    small, one = profile_of(preset("gpt2-medium")), load_cluster("h100:1")
+    work = Workload(seq_len=1024, global_batch=8)
+
+    def recompute(text: str) -> float:
+        return estimate_time(small, one, Plan.parse(text), work).terms["recompute"]
+
+    assert recompute("bf16 / recompute=ops") > 1.5 * recompute("bf16 / recompute=ops compile")
+
+
 def test_offloaded_activations_cost_what_the_host_link_cannot_hide() -> None:
     plan, slow = Plan.parse("fsdp32 bf16 / offload=activations"), H100.with_(host_bandwidth=1e9)
     without = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16"), WORK)
     assert "offload" not in without.terms
     fast = estimate_time(EIGHT, H100.with_(host_bandwidth=1e15), plan, WORK)
     assert fast.terms.get("offload", 0.0) == 0.0
-    kept = saved_bytes(EIGHT.blocks[0], saving_of(plan, load_stack("shardwise"), 8192)) * 8192 * 2 * 32
+    kept = saved_bytes(EIGHT.blocks[0], saving_of(plan, stack_of(plan), 8192)) * 8192 * 2 * 32
     assert estimate_time(EIGHT, slow, plan, WORK).terms["offload"] == pytest.approx(2 * kept / 1e9, rel=0.05)
 
 

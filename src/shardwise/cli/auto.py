@@ -25,8 +25,12 @@ def this_machine(found: Cluster | None, num_ranks: int) -> Cluster:
     return cluster.with_(nodes=1, per_node=num_ranks, domain=num_ranks)
 
 
-def auto_plan(spec: ModelSpec, cluster: Cluster, workload: Workload) -> tuple[Plan, Mapping[str, str]]:
+def auto_plan(
+    spec: ModelSpec, cluster: Cluster, workload: Workload, *, compiles: bool = False
+) -> tuple[Plan, Mapping[str, str]]:
     """The fastest plan that fits with some memory to spare, and why each field is what it is.
+
+    `compiles`: this machine can compile blocks.
 
     Raises:
         PlanError: no plan fits, with what the smallest needs; or no legal plan at all.
@@ -37,7 +41,9 @@ def auto_plan(spec: ModelSpec, cluster: Cluster, workload: Workload) -> tuple[Pl
     >>> str(auto_plan(preset("tiny"), load_cluster("cpu:2"), Workload(seq_len=64, global_batch=4))[0])
     'dp2 / fp32'
     """
-    found = find_plan(profile_of(spec), spec, cluster, workload, top=1, stack=stack_on(cluster.device.name))
+    forbid = () if compiles else ("compile",)
+    stack = stack_on(cluster.device.name)
+    found = find_plan(profile_of(spec), spec, cluster, workload, top=1, stack=stack, forbid=forbid)
     if found.best is None:
         least = found.nearest
         needs = f"; `{least.plan}` needs the least, {least.memory.device / GIB:.1f} GiB" if least else ""

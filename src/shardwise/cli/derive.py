@@ -41,6 +41,10 @@ LEARNING_RATES: Mapping[str, tuple[float, str]] = {
 }
 
 
+COMPILED = 100_000_000
+"""Parameters from which compiling is worth its minute at the start."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """What the machine says: facts that choices follow from."""
@@ -51,6 +55,8 @@ class Surroundings:
     now: datetime
     cluster: Cluster | None = None
     """The devices of this machine, where they could be named."""
+    compiles: bool = False
+    """Blocks can be compiled for its devices."""
     launched_world: int | None = None
     """Processes that torchrun, srun or mpirun have started already; None: none of them."""
 
@@ -173,7 +179,8 @@ def _choose_plan(
         return plan, {"axes.dp_replicate": "data parallel: the simplest layout"}
     seq_len, batch = _lengths(configuration, spec, device, nproc)
     workload = Workload(seq_len=seq_len, global_batch=batch, optimizer=workload_optimizer(settings.optimizer))
-    plan, reasons = auto_plan(spec, this_machine(around.cluster, nproc), workload)
+    compiles = around.compiles and spec.num_params >= COMPILED
+    plan, reasons = auto_plan(spec, this_machine(around.cluster, nproc), workload, compiles=compiles)
     chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; the planner's choice")
     if given == AUTO:
         chosen["plan.shorthand"] = (AUTO, str(configuration.origin("plan.shorthand")))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -71,9 +73,16 @@ def surroundings(device: str | None, launch: Launch | None) -> Surroundings:
         cluster=_named_devices() if kind != "cpu" else None,
         num_devices=count,
         device_reason=reason,
+        compiles=kind != "cpu" and _can_compile(),
         now=datetime.now(),
         launched_world=launch.world if launch else None,
     )
+
+
+def _can_compile() -> bool:
+    """Whether `torch.compile` finds what it needs for an accelerator: Triton, and a C compiler."""
+    compilers = (variables().get("CC") or "cc", "gcc", "clang")
+    return find_spec("triton") is not None and any(shutil.which(name) for name in compilers)
 
 
 def _named_devices() -> Cluster | None:

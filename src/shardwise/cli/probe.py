@@ -181,7 +181,7 @@ def show(out: Console, found: Measured, path: Path) -> None:
     out.print(table)
     off = ", ".join(f"{name} {error:.0%}" for name, error in found.errors.items())
     out.print(f"the planner's formulas with these constants are off by (median): {off}")
-    out.print(f"host per kernel: {seconds(found.launch)} (a stack's `launch`)")
+    out.print(f"host per kernel: {seconds(found.launch)} (`launch` of the file)")
     for line in found.cluster.origins:
         out.print(f"not measured: {line}", style="dim", markup=False)
     out.print(f"written: {path}", markup=False)

@@ -36,7 +36,7 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Accumulation windows and updates to compare.")] = 2,
     shrink: Annotated[bool, typer.Option("--shrink", help="Shrink the model (large ones are without asking).")] = False,
     dtype: Annotated[Literal["fp64", "fp32"], typer.Option(help="What everything runs in.")] = "fp64",
-    device: Annotated[str, typer.Option(help="cpu: gloo processes; cuda: one process per GPU.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu: gloo processes; cuda: a process per GPU, or several.")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Every legal plan of --world ranks, as a matrix.")] = False,
     world: Annotated[int | None, typer.Option(min=1, max=64, help="Ranks, with --all.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Most plans to run, with --all.")] = 40,

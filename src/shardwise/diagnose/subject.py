@@ -18,9 +18,9 @@ from shardwise.diagnose.trace import Trace, read_trace
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.launch.entry import main as run_entry
-from shardwise.launch.environment import WITNESS
+from shardwise.launch.environment import BACKEND, HOST, WITNESS
 from shardwise.launch.forked import World, WorldError
-from shardwise.launch.variables import variables
+from shardwise.launch.variables import set_variables, variables
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.train.witness import Request, write_request
@@ -104,7 +104,7 @@ def record(subject: Subject, run: Run, directory: Path, world: World) -> Trace |
     directory.mkdir(parents=True)
     write_request(run.request, directory)
     words = subject.words_for(run.plan, directory)
-    call = _Call(subject.target, subject.is_module, subject.function, run.plan, words, str(directory), run.threads)
+    call = _Call(subject.target, subject.is_module, subject.function, run, words, str(directory))
     variables = {**subject.environment, WITNESS: str(directory)}
     if run.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""  # scripts take the accelerator that they see
@@ -127,10 +127,9 @@ class _Call:
     target: str
     is_module: bool
     function: Callable[[Plan], object] | None
-    plan: Plan
+    run: Run
     words: tuple[str, ...]
     directory: str
-    threads: int
 
 
 def _run(call: _Call) -> None:
@@ -143,7 +142,9 @@ def _run(call: _Call) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
-        torch.set_num_threads(call.threads)
+        torch.set_num_threads(call.run.threads)
+        if call.run.device != "cpu" and torch.accelerator.device_count() < call.run.plan.world:
+            set_variables({BACKEND: HOST})  # asked here: a process that has counted devices cannot fork ranks
         try:
             code: object = _called(call, rank) if call.function else _entered(call, rank)
         except SystemExit as stop:
@@ -161,7 +162,7 @@ def _entered(call: _Call, rank: int) -> int:
 def _called(call: _Call, rank: int) -> int:
     assert call.function is not None
     try:
-        call.function(call.plan)
+        call.function(call.run.plan)
     except Exception as error:
         record = {
             "rank": rank,

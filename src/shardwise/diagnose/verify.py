@@ -36,6 +36,7 @@ from shardwise.diagnose.report import Row as Row
 from shardwise.diagnose.subject import Failed, Run, Subject, record
 from shardwise.diagnose.trace import Trace
 from shardwise.findings import Finding, errors_in
+from shardwise.launch.environment import HOST
 from shardwise.launch.forked import World
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import Batch, Float8, Plan
@@ -115,6 +116,11 @@ class Verifier:
         trace = self._record(tested, Request(steps=self.options.steps))
         if isinstance(trace, Failed):
             return replace(draft, findings=(_finding(trace, f"`{tested}`"),))
+        if trace.first.record["backend"] == HOST and self.options.device != "cpu":
+            said = (
+                f"{tested.world} ranks share this machine's {self.options.device} devices: messages go through the host"
+            )
+            draft = replace(draft, notes=(*notes, f"{said}, nccl carries none of them"))
         return _judge(tested, trace, base, draft, self.options.steps)
 
     def _refusals(self, plan: Plan, global_batch: int | None) -> tuple[Finding, ...]:

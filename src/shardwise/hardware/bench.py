@@ -68,7 +68,7 @@ class Measured:
     nearest: str
     """The preset that it is nearest to: what was not measured is from there."""
     launch: float
-    """Seconds of the host per kernel, for `Stack.launch`."""
+    """Seconds of the host per kernel."""
     errors: Mapping[str, float]
     """Median |predicted / measured - 1| of products, streams, attention and the tiers of links."""
     readings: Readings
@@ -191,7 +191,7 @@ def fitted(readings: Readings) -> Measured:
         "nodes: read, from the ranks",
     )
     name = f"{nearest if preset else device.name}:{readings.per_node}x{readings.nodes}, measured"
-    cluster = cluster.with_(name=name, host_bandwidth=readings.host, origins=origins)
+    cluster = cluster.with_(name=name, host_bandwidth=readings.host, launch=readings.launch, origins=origins)
     return Measured(
         cluster=cluster, nearest=nearest, launch=readings.launch, errors=errors, readings=readings, seconds=0.0
     )

@@ -141,6 +141,8 @@ class Cluster:
     """Bytes per second between a device and its host's memory, one way."""
     host_memory: float = 0.0
     """Bytes per node; 0: not known."""
+    launch: float = 0.0
+    """Seconds of the host per kernel, as a probe found it; 0: as the software stack says."""
     origins: tuple[str, ...] = ()
     """`name: measured|read|table|assumed, how`, a line for each number that has another origin than its record says."""
 

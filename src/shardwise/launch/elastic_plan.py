@@ -176,8 +176,11 @@ def _planned(own: Plan, world: int, known: Known) -> Plan | None:
     cluster = known.cluster.with_(nodes=1, per_node=world, domain=world)
     stack = stack_on(known.device)
     allow = (own.precision,) if own.precision in ("fp32", "fp16", "bf16-pure") else ()
+    forbid = () if own.compile else ("compile",)
     try:
-        found = find_plan(profile_of(known.spec), known.spec, cluster, known.workload, stack=stack, allow=allow)
+        found = find_plan(
+            profile_of(known.spec), known.spec, cluster, known.workload, stack=stack, allow=allow, forbid=forbid
+        )
     except PlanError:  # a batch that so many ranks do not divide evenly: the nearest plan may be uneven
         return None
     batch = own.batch.global_size

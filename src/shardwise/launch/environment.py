@@ -54,6 +54,21 @@ def witness_directory(env: Mapping[str, str]) -> str | None:
     return env.get(WITNESS) or None
 
 
+BACKEND = "SHARDWISE_BACKEND"
+"""The back-end of an `open_mesh` that names none; set by `shardwise verify` where ranks share a device."""
+HOST = "host"
+"""The back-end whose messages pass through the host's memory: ranks may share a device."""
+
+
+def asked_backend(env: Mapping[str, str]) -> str | None:
+    """The back-end that the environment asks for; None: the device's own.
+
+    >>> asked_backend({"SHARDWISE_BACKEND": "host"}), asked_backend({})
+    ('host', None)
+    """
+    return env.get(BACKEND) or None
+
+
 RECOVER = "SHARDWISE_RECOVER"
 """Who a rank is to the supervisor that keeps copies of its state; set by `--recover`."""
 

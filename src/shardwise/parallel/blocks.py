@@ -66,7 +66,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         forward: Callable[..., Any] = block.forward
         if name in chosen:
             _check_no_running_statistics(name, block)
-            if placed.randomness is not None:
+            # a compiled block does not draw itself; its name in the code would compile each block apart
+            if placed.randomness is not None and not plan.compile:
                 placed.randomness.inside(name, block)
                 forward = block.forward
             options: dict[str, Any] = {"use_reentrant": False}

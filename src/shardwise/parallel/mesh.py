@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
-from shardwise.launch.environment import LOCAL_INIT, Launch, read_environment
-from shardwise.parallel.mesh_torch_private import HashStore, Store, flatten_mesh, release_groups
+from shardwise.launch.environment import HOST, LOCAL_INIT, Launch, asked_backend, read_environment
+from shardwise.parallel import host_torch_private
+from shardwise.parallel.mesh_torch_private import HashStore, Store, flatten_mesh, grow_segments, release_groups
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import AXES, Plan
 
@@ -133,7 +134,8 @@ def open_mesh(
 
     Args:
         plan: its axes give the mesh; their product must be the number of processes.
-        backend: `nccl`, `gloo`, `mpi`, ...; None: what torch prefers for the device.
+        backend: `nccl`, `gloo`, `mpi`, ...; `host`: messages pass through the host's memory, so that ranks may share a
+            device, slowly; None: what SHARDWISE_BACKEND says, else what torch prefers for the device.
         init: `env://`, `tcp://host:port`, `file://path`, or a torch `Store`; None: what the launcher left.
         timeout_s: seconds after which a collective that does not complete is an error.
         device: `cpu`, `cuda`, ...; None: the accelerator that torch sees, else the CPU.
@@ -146,6 +148,7 @@ def open_mesh(
     >>> with open_mesh(Plan()) as mesh:  # doctest: +SKIP
     ...     print(mesh.rank, mesh.batch)
     """
+    backend = asked_backend(os.environ) if backend is None else backend
     _check_arguments(plan, backend, timeout_s)
     own = not dist.is_initialized()
     pretended = not own and dist.get_backend() == "fake"  # launcher's variables are not about its ranks
@@ -157,9 +160,9 @@ def open_mesh(
             f"open_mesh: the plan `{plan}` needs {plan.world} processes, found {world} "
             f"({'an initialised process group' if not own else f'launcher: {launch.launcher}'}); {fix}"
         )
-    here = _device(device, launch.local_rank)
+    here = _device(device, launch.local_rank, may_share=backend == HOST)
     if here.type != "cpu":
-        torch.accelerator.set_device_index(here)
+        _take(here)
     if own:
         _join(launch, backend or _backend(here), init, timeout_s)
     try:
@@ -187,20 +190,25 @@ def _check_arguments(plan: object, backend: str | None, timeout_s: object) -> No
             f"open_mesh: timeout_s: found {timeout_s!r}, needed a number of seconds above 0 and at most {_LONGEST_S:g}"
         )
     known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake") and dist.is_backend_available(b)]
+    if backend == HOST:
+        host_torch_private.register()
+        return
     for part in (backend or known[0]).lower().split(","):
         name = part.rpartition(":")[2]
         if name not in known:
             raise LaunchError(
                 f"open_mesh: backend={backend!r}: this build of torch has no back-end {name!r}; "
-                f"{nearest(name, known)}; leave backend= out to take the device's own"
+                f"{nearest(name, [*known, HOST])}; leave backend= out to take the device's own"
             )
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where a user says how the allocator shall work; who says nothing gets segments that grow."""
 _LONGEST_S = 1e8
 """Three years; torch counts the nanoseconds of a timeout in 64 bits."""
 
 
-def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
+def _device(device: str | torch.device | None, local_rank: int, *, may_share: bool) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kinds = ["cpu", *([accelerator.type] if accelerator else [])]
     if device is None:
@@ -216,12 +224,21 @@ def _device(device: str | torch.device | None, local_rank: int) -> torch.device:
         return here
     count = torch.accelerator.device_count() if here.type in kinds else 0
     index = here.index if here.index is not None else local_rank
+    if may_share and count:
+        index %= count
     if index >= count:
         raise LaunchError(
             f"open_mesh: local rank {local_rank} has no device {here.type}:{index}, this machine shows {count} of that "
-            f"kind; {f'start at most {count} processes here, or ' if count else ''}pass device='cpu'"
+            f"kind; {f'start at most {count} processes here, share them (backend={HOST!r}), or ' if count else ''}pass "
+            "device='cpu'"
         )
     return torch.device(here.type, index)
+
+
+def _take(device: torch.device) -> None:
+    torch.accelerator.set_device_index(device)
+    if device.type == "cuda" and torch.version.cuda and not any(os.environ.get(name) for name in _ALLOCATOR):
+        grow_segments()
 
 
 def _backend(device: torch.device) -> str:

@@ -6,9 +6,18 @@ import as the rest of torch.
 
 from __future__ import annotations
 
+import torch
 from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed.device_mesh import DeviceMesh
+
+
+def grow_segments() -> None:
+    """Let CUDA's caching allocator grow what it holds in place of asking for another piece beside it.
+
+    Of a step with large logits it then holds some per cent more than is alive, and a fifth more otherwise (measured).
+    """
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:

@@ -65,6 +65,11 @@ def compute_width(plan: Plan) -> float:
     return _WIDTHS[plan.precision]
 
 
+def is_gathered(plan: Plan) -> bool:
+    """Whether `fully_shard` holds the parameters: zero 1 to 3, and mixed precision."""
+    return plan.zero > 0 or plan.precision in ("bf16", "fp16", "fp8")
+
+
 @lru_cache(maxsize=4096)
 def saved_bytes(block: Block, how: Saving) -> float:
     """Bytes per token that a block keeps for its backward pass, without recompute.

@@ -140,7 +140,7 @@ class Bounds:
         space = self.space
         plain = "bf16" if core.precision == "bf16-pure" else core.precision
         dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
-        setting = Setting(space.cluster, space.stack, _axes(core), dtype, core.sequence, core.context)
+        setting = Setting(space.cluster, space.stack_for(core), _axes(core), dtype, core.sequence, core.context)
         shape = (core.samples, space.workload.seq_len)
         times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
         one = {key: time.forward + time.backward for key, time in times.items()}
@@ -345,7 +345,7 @@ class Bounds:
         if core not in self._saved:
             space = self.space
             plan = Plan(axes=_axes(core), zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))
-            how = saving_of(plan, space.stack, space.workload.seq_len)
+            how = saving_of(plan, space.stack_for(core), space.workload.seq_len)
             tokens = core.samples * space.workload.seq_len / core.cp
             full = {id(block): saved_bytes(block, how) * tokens for block, _ in self._blocks}
             less = {

@@ -13,12 +13,12 @@ from operator import mul
 
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, kept_in, saved_bytes, saving_of, working_bytes
+from shardwise.plan.activations import compute_width, is_gathered, kept_in, saved_bytes, saving_of, working_bytes
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
-from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stalls import held_ahead
 from shardwise.plan.workload import STATE_BYTES, Workload
 
@@ -121,9 +121,10 @@ def estimate_memory(
     >>> 60e9 < memory.allocated < 110e9
     True
     """
-    stack = stack or load_stack("shardwise")
+    stack = stack_of(plan, stack)
     division = replace(divide(profile, plan, workload, stack.cut), splits_experts=stack.splits_experts)
     ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
+    worst = max(range(len(ranks)), key=lambda rank: ranks[rank][0].allocated)
     axes = plan.axes
     groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
     context = (device.context if device else 0.0) + stack.context
@@ -134,12 +135,19 @@ def estimate_memory(
         context=context,
         limit=device.memory if device else 0.0,
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
-        held=held_ahead(division, stack, device),
+        held=held_ahead(division, stack, device) + held_apart(division, ranks[worst][0], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
     )
     if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
         return replace(memory, held=0.0)
     return memory
+
+
+def held_apart(division: Division, rank: RankMemory, stack: Stack) -> float:
+    """Bytes that the gradients of the step before had, where the peak is reached before there are new ones."""
+    if not stack.grads_apart or not is_gathered(division.plan) or "gradients" in rank.terms:
+        return 0.0
+    return states_of(division, division.ranks[rank.rank], stack)["gradients"]
 
 
 def _rank_memory(

@@ -68,6 +68,8 @@ def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple
         other = not plan.tensor.sequence
         label = "with seq" if other else "without seq"
         yield "tensor.sequence", str(plan.tensor.sequence).lower(), [(label, change(plan, tensor__sequence=other))]
+    if plan.compile:
+        yield "compile", "true", [("without compile", plan.with_(compile=False))]
     if plan.zero:
         state = not plan.offload.state
         label = "with states offloaded" if state else "with states on the device"
@@ -103,6 +105,8 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     """What a neighbour would do; empty where it is the same plan."""
     if plan == best.plan or plan.world != best.plan.world:
         return ""
+    if "compile" not in label:
+        plan = plan.with_(compile=space.compiles(plan))
     row = space.broken(plan)
     if row:
         return f"{label}: refused ({row})"

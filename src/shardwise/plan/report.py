@@ -25,6 +25,7 @@ _ZERO_MEANING = {
     2: "optimizer state and gradients sharded",
     3: "optimizer state, gradients and parameters sharded",
 }
+_MEANING = {"compile": "each block by torch.compile, once for all alike: the first step takes a minute"}
 _PICTURE_ROWS = 16
 
 
@@ -49,7 +50,7 @@ def plan_rows(plan: Plan, spec: ModelSpec | None = None) -> list[tuple[str, str,
         how = " (emulated in fp32: slow)" if plan.float8.emulate else ""
         layers = f"linear layers of the blocks, dims multiples of 16, without routers, multiply in float8{how}"
         rows.append(("float8.recipe", plan.float8.recipe, layers))
-    return rows + [(name, value, "") for name, value in _other_rows(plan)]
+    return rows + [(name, value, _MEANING.get(name, "")) for name, value in _other_rows(plan)]
 
 
 def _precision_meaning(plan: Plan) -> str:

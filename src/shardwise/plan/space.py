@@ -37,7 +37,7 @@ from shardwise.plan.plan import (
     Tensor,
 )
 from shardwise.plan.repair import Case, divisors
-from shardwise.plan.stack import Stack
+from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.workload import Workload
 
 STAGES_PER_RANK = (2, 4, 8)
@@ -56,7 +56,7 @@ OPT_IN: dict[str, str] = {
 FEATURES: tuple[str, ...] = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero1", "zero2", "zero3", "sequence", "loss-parallel",
     "recompute", "recompute=ops", "recompute=blocks", "recompute=every", "recompute=ratio", "offload", "offload-state",
-    "accumulation", "ring", "gather", "ulysses", *SCHEDULES,
+    "accumulation", "compile", "ring", "gather", "ulysses", *SCHEDULES,
 )  # fmt: skip
 """What `forbid` may name, beside what `allow` may."""
 
@@ -166,13 +166,34 @@ class Space:
 
     def broken(self, plan: Plan) -> str:
         """Id of the first row of the table that refuses a plan; empty: none does."""
+        return next(self._refusals(plan), "")
+
+    def _refusals(self, plan: Plan) -> Iterator[str]:
         batch = Batch(global_size=self.workload.global_batch, micro_batches=plan.batch.micro_batches)
         case = Case(plan=plan.with_(batch=batch), spec=self.spec, device=self.device, seq_len=self.workload.seq_len)
         for row in ROWS.values():
             hit = row.test(case)
             if hit is not None and hit.severity == "error":
-                return row.id
-        return ""
+                yield row.id
+
+    def compiles(self, plan: Plan) -> bool:
+        """Whether the blocks of a plan are compiled: wherever the stack does that, and no row refuses it."""
+        if not self.stack.compiles or not self.has("compile"):
+            return False
+        asked = (plan.axes.cp > 1, plan.axes.pp > 1, plan.schedule.kind, plan.recompute.mode, plan.float8.recipe)
+        if asked not in self._compiles:
+            rows = (set(self._refusals(plan.with_(compile=compile))) for compile in (True, False))
+            self._compiles[asked] = not next(rows) - next(rows)
+        return self._compiles[asked]
+
+    def stack_for(self, core: Core) -> Stack:
+        """The stack as it runs the blocks of a core: no plan of that core is faster."""
+        plan = Plan(axes=Axes(cp=core.cp), float8=Float8(recipe=core.float8))
+        return stack_of(plan.with_(compile=self.compiles(plan)), self.stack)
+
+    @cached_property
+    def _compiles(self) -> dict[tuple[object, ...], bool]:
+        return {}
 
     def workload_of(self, plan: Plan) -> Workload:
         """The workload with the type that products run in."""
@@ -307,7 +328,7 @@ class Space:
     def plan(self, flow: Flow, spread: Spread) -> Plan:
         """The plan that all choices make."""
         core = flow.pipe.core
-        return Plan(
+        plan = Plan(
             axes=spread.axes,
             zero=spread.zero,  # type: ignore[arg-type]  # 0 to 3 by construction
             batch=Batch(micro_batches=flow.pipe.micro_batches),
@@ -319,6 +340,7 @@ class Space:
             tensor=Tensor(sequence=core.sequence, loss=core.loss),
             context=Context(kind=core.context),
         )
+        return plan.with_(compile=True) if self.compiles(plan) else plan
 
 
 def worlds_of(cluster: Cluster, goal: str) -> list[int]:

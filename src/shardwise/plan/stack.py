@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
 from shardwise.errors import UsageError
 from shardwise.findings import nearest
+from shardwise.plan.plan import Plan
 from shardwise.records import from_dict, hash_of
 
 AttentionKernel = Literal["unfused", "fused-softmax", "flash1", "flash2", "flash3"]
@@ -29,6 +30,8 @@ class Stack:
     attention: AttentionKernel = "flash2"
     fused: bool = True
     """Element-wise chains run as one kernel (compiled, or hand-written)."""
+    compiles: bool = False
+    """They do so in the blocks of a plan with `compile`; those of others run operator by operator."""
     fused_norms: bool = False
     """Norms and rotations are one pass over memory each, though the rest is not fused."""
     cut: Literal["even", "balanced", "greedy"] = "balanced"
@@ -69,6 +72,9 @@ class Stack:
     context: float = 0.0
     """Bytes of the device that its kernels and communicators take beside the allocator, over what any stack does (CUDA
     before 11.7 loaded every kernel of every library at start)."""
+    grads_apart: bool = False
+    """`fully_shard` reduces gradients on a stream of their own: what they leave there at the end of a step is not given
+    to the activations of the next, until memory runs out."""
     offloads_weights: bool = True
     """Offloaded states include the shards of the weights; False: those stay on the device."""
     runs_ahead: float = 0.0
@@ -79,10 +85,17 @@ class Stack:
     """Seconds of the host per kernel; a block cannot run faster than its kernels are launched."""
     block_host: float = 0.0
     """Seconds of the host per block and forward pass outside launches: the interpreter, hooks, autograd's records."""
+    shard_host: float = 0.0
+    """The same for a block that `fully_shard` holds (zero 1 to 3, and mixed precision): a copy, a cast and a hook per
+    parameter; in the backward pass, which reduces too, 1.2 times as long."""
+    expert_host: float = 0.0
+    """The same for each expert of a rank, where each has kernels of its own."""
     route_host: float = 0.0
     """The same for a block's routing of tokens to experts: sorting, counts that the host waits for."""
     micro_host: float = 0.0
     """Seconds per micro-batch outside the blocks: fetching, scheduling, synchronising with the host."""
+    fill_host: float = 0.0
+    """The same of a micro-batch on each rank that a pipeline fills before its last."""
     efficiency: float = 1.0
     """Matrix products against the device's curve: library, layouts, tile choice of the era."""
     overlap_data: float = 0.9
@@ -130,6 +143,21 @@ def load_stack(name: str) -> Stack:
     if name not in _table():
         raise UsageError(f"stack {name!r}: unknown; {nearest(name, stacks())}")
     return from_dict(Stack, {"name": name, **_table()[name]})
+
+
+def stack_of(plan: Plan, stack: Stack | None = None) -> Stack:
+    """What a stack does under a plan; None: Shardwise's own.
+
+    >>> stack_of(Plan.parse("bf16")).fused, stack_of(Plan.parse("bf16 / compile")).fused
+    (False, True)
+    """
+    stack = stack or load_stack("shardwise")
+    return _uncompiled(stack) if stack.compiles and not plan.compile else stack
+
+
+@cache
+def _uncompiled(stack: Stack) -> Stack:
+    return replace(stack, fused=False)
 
 
 def stack_on(device: str | None) -> Stack:

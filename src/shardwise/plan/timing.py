@@ -8,7 +8,7 @@ from math import log2
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes, saving_of
+from shardwise.plan.activations import compute_width, is_gathered, is_recomputed, kept_bytes, saving_of
 from shardwise.plan.blocktime import BlockTime, Setting, block_time
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.kernels import pointwise_time
@@ -17,7 +17,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.simulate import Costs, pipeline_time
-from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stalls import stalled
 from shardwise.plan.workload import STATE_BYTES, Workload
 
@@ -84,7 +84,7 @@ def estimate_time(
     >>> 0.2 < step.mfu < 0.6
     True
     """
-    stack = stack or load_stack("shardwise")
+    stack = stack_of(plan, stack)
     division = divide(profile, plan, workload, stack.cut)
     ranks = [_rank_costs(division, stages, cluster, stack) for stages in division.ranks]
     pipeline = _pipeline(division, ranks, cluster, stack)
@@ -100,7 +100,8 @@ def estimate_time(
     }
     data, hidden = _data(division, cluster, stack, max(ranks, key=lambda rank: rank.params))
     terms["data"] = data
-    terms["host"] = stack.micro_host * count * plan.schedule.stages if plan.axes.pp > 1 else stack.micro_host * count
+    passes = count * plan.schedule.stages if plan.axes.pp > 1 else count
+    terms["host"] = stack.micro_host * passes + stack.fill_host * (plan.axes.pp - 1)
     if stack.stall and stalled(division, cluster.nodes, cluster.domain):  # in full with two neighbours, half with one
         terms["stall"] = stack.stall * (count * (1 - 1 / plan.axes.pp) if plan.axes.pp > 1 else 0.5)
     terms["optimizer"], terms["offload"] = _update(division, cluster, stack)
@@ -157,7 +158,10 @@ def _dtype(division: Division) -> str:
 def _rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> _RankCosts:
     plan = division.plan
     frozen = division.workload.trained < 1
-    setting = Setting(cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen)
+    held = is_gathered(plan)
+    setting = Setting(
+        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held
+    )
     shape = (division.micro_batch, division.workload.seq_len)
     times: dict[int, BlockTime] = {}
     forward, backward, weight = [], [], []

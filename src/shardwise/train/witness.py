@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -160,6 +161,7 @@ class Witness:
         record = {
             "plan": str(placed.plan),
             "device": mesh.device.type,
+            "backend": dist.get_backend(),
             "axes": {axis: mesh.size(axis) for axis in AXES},
             "index": {axis: mesh.index(axis) for axis in AXES},
             "first_step": self._first_step,
