@@ -1,14 +1,20 @@
-"""What `parallel/torch_private.py` takes from torch's pipelines is still there, and still means what it meant."""
+"""What `parallel` takes from torch's pipelines is still there, and still means what it meant."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime
 
-from shardwise.parallel.torch_private import SCHEDULE_CLASSES, schedule_order
+from shardwise.parallel.backward_torch_private import backward_to_inputs, backward_to_weights
+from shardwise.parallel.torch_private import SCHEDULE_CLASSES, hook_first, schedule_order
 from shardwise.plan.plan import LOOPED, SCHEDULES
 
 
@@ -38,3 +44,69 @@ def test_schedule_order_reads_every_action(kind: str) -> None:
     rows = [row for rank in schedule_order(kind, 2, stages, 4) for row in rank]
     assert {work for work, _, _ in rows} in ({"F", "B"}, {"F", "I", "W"}, {"F", "B", "I", "W"})
     assert sum(work == "F" for work, _, _ in rows) == 2 * stages * 4
+
+
+class Twofold(torch.autograd.Function):
+    """Two results of an input and a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x @ weight, 3 * (x @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return (first + 3 * second) @ weight.T, x.T @ (first + 3 * second)
+
+
+def one_after_the_other(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (F.linear(torch.tanh(F.linear(x, w, a)), w, b).sin(),)
+
+
+def two_results(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = Twofold.apply(x + a, w)  # type: ignore[no-untyped-call]
+    return first.sin() + (second * b).cos(), x.detach() * 2
+
+
+def on_top(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return Twofold.apply((x * a).sin() + b, w.tanh())  # type: ignore[no-untyped-call, no-any-return]
+
+
+def without_input(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x @ w + a.exp(), (a * b).sin()
+
+
+@pytest.mark.parametrize("forward", [one_after_the_other, two_results, on_top, without_input])
+def test_a_divided_backward_is_the_whole_one(forward: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    torch.manual_seed(0)
+    x, w, *biases = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (4, 4), (4,), (4,)))
+    weights = [nn.Parameter(t) for t in (*biases, w)]  # a weight after its biases: torch joins their groups wrongly
+    x.requires_grad_()
+    outputs = forward(x, weights[2], weights[0], weights[1])
+    gradients = [torch.randn_like(tensor) for tensor in outputs]
+    torch.autograd.backward(
+        *zip(*((t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad), strict=True)
+    )
+    expected = [tensor.grad for tensor in (x, *weights)]
+    for tensor in (x, *weights):
+        tensor.grad = None
+    outputs = forward(x, weights[2], weights[0], weights[1])
+    found, groups = backward_to_inputs(outputs, gradients, [torch.ones(1), x, 3], weights)
+    assert found[0] is None and found[1] is x.grad and found[2] is None and len(found) == 3
+    assert all(weight.grad is None for weight in weights) and not any(tensor.requires_grad for tensor in outputs)
+    del outputs
+    backward_to_weights(weights, groups)
+    for tensor, gradient in zip((x, *weights), expected, strict=True):
+        assert torch.allclose(tensor.grad, gradient, rtol=1e-12, atol=0)
+
+
+def test_a_hook_that_is_put_first_runs_first() -> None:
+    linear, seen = nn.Linear(2, 2), []
+    second = linear.register_forward_pre_hook(lambda *_: seen.append("second"))
+    hook_first(linear, lambda *_: seen.append("first"))
+    linear(torch.ones(2))
+    second.remove()
+    linear(torch.ones(2))
+    assert seen == ["first", "second", "first"]
+    assert list(linear._forward_pre_hooks) == list(dict.keys(linear._forward_pre_hooks))

@@ -92,6 +92,35 @@ class PairTower(nn.Module):
         return {"logits": self.head(hidden), "memory": (memory.mean(),)}
 
 
+class TwiceBlock(nn.Module):
+    """One weight in two layers of two biases, one of them after the other; what it returns second has no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(DIM)), nn.Parameter(torch.randn(DIM))
+        self.weight, self.shift = nn.Parameter(torch.randn(DIM, DIM) / 4), nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(F.linear(x + shift, self.weight, self.first))
+        return x + F.linear(y, self.weight, self.second), torch.sin(self.shift)
+
+
+class TwiceTower(nn.Module):
+    """Layers that use their weights twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(TwiceBlock() for _ in range(8))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        shift = x.new_zeros(DIM)
+        for layer in self.layers:
+            x, shift = layer(x, shift)
+        return self.head(x)
+
+
 class Pyramid(nn.Module):
     """A stem with running statistics and blocks of changing shapes, as a Sequential of a convolutional net."""
 
@@ -121,6 +150,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tower8": lambda: Tower(8),
     "tower-awkward": lambda: Tower(4, awkward=True),
     "pair": PairTower,
+    "twice": TwiceTower,
     "pyramid": Pyramid,
 }
 

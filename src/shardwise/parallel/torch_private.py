@@ -12,6 +12,7 @@ from types import FrameType, FunctionType
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.autograd.graph import _engine_run_backward
@@ -29,6 +30,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.parallel.backward_torch_private import Gradients, backward_to_inputs, backward_to_weights
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -74,9 +77,57 @@ def refresh(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
+def hook_first(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a pre-hook of forward that runs before those that are there: `_forward_pre_hooks`.
+
+    Torch's `prepend` turns the order of that dict round in a way that the compiler of torch 2.11 does not see: it looks
+    one hook up in the place of another. So they are put in anew.
+    """
+    module.register_forward_pre_hook(hook, prepend=True)
+    hooks = list(module._forward_pre_hooks.items())
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks.update(hooks)
+
+
 def strided_shard_factor(placement: Placement) -> int | None:
     """`split_factor` of a `_StridedShard` (sharded after the placements to its right), None for any other placement."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
+class Stage(PipelineStage):
+    """A stage as torch 2.13 has it, on torch 2.11 too, that divides its backward right."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Torch 2.11 keeps every argument for the backward, which then asks numbers for their gradients."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, torch.Tensor)])
+        return output
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Gradients, Any]:
+        """Torch's own, and for the two parts of a divided backward `backward_torch_private`."""
+        weights = self.submod.parameters()
+        if backward_type != "full" and isinstance(self.submod, FSDPModule):
+            # as torch does: schedules reduce at the end
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "input":
+            outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
+            return backward_to_inputs(outputs, gradients, inputs, weights)
+        if backward_type == "weight":
+            backward_to_weights(weights, bwd_kwargs["param_groups"])
+            return (), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Torch 2.11 holds them against the examples; that of the loss has another type than the loss."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 begins with messages to neighbours; V-shaped schedules have their own rank among them."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 SCHEDULE_CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -93,7 +144,7 @@ SCHEDULE_CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineSchedule
 
 def run_schedule(
     schedule: PipelineScheduleSingle | PipelineScheduleMulti,
-    stages: list[PipelineStage],
+    stages: list[Stage],
     arguments: list[tuple[torch.Tensor, ...]],
     keywords: list[dict[str, object]],
 ) -> list[torch.Tensor]:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from shardwise.errors import PlanError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.stage import StageModule, signature_of
-from shardwise.parallel.torch_private import SCHEDULE_CLASSES, run_schedule
+from shardwise.parallel.torch_private import SCHEDULE_CLASSES, Stage, run_schedule
 from shardwise.plan.schedule import stages_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,7 +36,7 @@ class Transport:
             stage: rank for rank in range(num_ranks) for stage in stages_of(kind, rank, num_ranks, len(self.stages))
         }
         self._boundaries: dict[tuple[Any, ...], dict[int, Boundary]] = {}
-        self._schedules: dict[tuple[Any, ...], tuple[Any, list[PipelineStage]]] = {}
+        self._schedules: dict[tuple[Any, ...], tuple[Any, list[Stage]]] = {}
 
     def train(self, inputs: list[Inputs]) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches; their losses on the rank of the last stage."""
@@ -131,12 +130,12 @@ class Transport:
 
     def _make_schedule(
         self, num_micro_batches: int, boundary: dict[int, Boundary]
-    ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[PipelineStage]]:
+    ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
         stages = []
         for module in self.stages:
             cut = module.cut
             stages.append(
-                PipelineStage(
+                Stage(
                     module,
                     cut.stage,
                     cut.num_stages,

@@ -205,6 +205,9 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
     ) -> Any:
         """Run one operation on the meta device and pass marks on from its operands to its results."""
         kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "embedding" and args[1].is_floating_point():  # torch 2.11 refuses it with data only
+            raise TypeError(f"an embedding takes integers, found {args[1].dtype}")
         operands = [tensor for _, tensor in tensors_in((args, kwargs))]
         marks = [self._mark(t) for t in operands]
         result = func(*args, **kwargs)
@@ -212,7 +215,6 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             return result
         results = [tensor for _, tensor in tensors_in(result)]
         self.alive += [*operands, *results]
-        name = func.overloadpacket.__name__
         taken = any(_storage(t) in self.is_input for t in operands)
         if results and any(marks):
             self._pass_on(func, name, (args, kwargs), (operands, marks), results)
