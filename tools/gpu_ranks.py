@@ -16,7 +16,7 @@ import shardwise as sw
 from gpu_predict import loss_fn
 from shardwise.cli.subjects import subject_for
 from shardwise.diagnose.verify import Options, Verifier
-from shardwise.launch.environment import HOST
+from shardwise.launch.environment import BACKEND, HOST
 from shardwise.launch.forked import World
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.moe import MoEConfig, MoEDecoder
@@ -68,7 +68,7 @@ def _low(kind: str, texts: tuple[str, ...], device: str, world: World) -> Iterat
     truth = world(1, losses, kind, "dp1 / bf16", device)[0]
     for text in texts:
         plan = sw.Plan.parse(f"{text} / bf16")
-        shared = {"SHARDWISE_BACKEND": HOST} if device != "cpu" else {}
+        shared = {BACKEND: HOST} if device != "cpu" else {}
         found = world(plan.world, losses, kind, str(plan), device, timeout_s=120, **shared)[0]
         worst = max(abs(ours - theirs) / theirs for ours, theirs in zip(found, truth, strict=True))
         word = "ok  " if worst <= ALLOWED and found[-1] < found[0] else "FAIL"

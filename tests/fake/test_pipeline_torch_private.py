@@ -65,12 +65,12 @@ def one_after_the_other(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: to
 
 
 def two_results(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    first, second = Twofold.apply(x + a, w)  # type: ignore[no-untyped-call]
+    first, second = Twofold.apply(x + a, w)
     return first.sin() + (second * b).cos(), x.detach() * 2
 
 
 def on_top(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return Twofold.apply((x * a).sin() + b, w.tanh())  # type: ignore[no-untyped-call, no-any-return]
+    return Twofold.apply((x * a).sin() + b, w.tanh())
 
 
 def without_input(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,7 @@ was written. `torch.futures` carry the results, since DDP asks for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]  # not in its stubs
 
+from shardwise.launch.environment import HOST
+from shardwise.parallel.history import substitute, tensors_in
 from shardwise.parallel.mesh_torch_private import Store
-
-NAME = "host"
 
 
 class HostGroup(dist.ProcessGroup):
@@ -39,9 +39,9 @@ class HostGroup(dist.ProcessGroup):
         """The name that torch gave it."""
         return self._gloo.group_name
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         """As torch lists it."""
-        return NAME
+        return HOST
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """All are here; work that was issued to a device goes on."""
@@ -85,7 +85,7 @@ def _collective(*names: str) -> Callable[..., dist.Work]:
         landing = _on_host(written)
         getattr(self._gloo, name)(landing, *(_on_host(other) for other in others)).wait()
         _copy_back(written, landing)
-        return _done(list(_tensors(written)))
+        return _done(list(tensors_in(written)))
 
     return run
 
@@ -105,28 +105,18 @@ for names in _NAMES:
 
 def register() -> None:
     """Make torch know the back-end; again is no harm."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, HostGroup, devices=["cpu", "cuda", "xpu"])
+    if HOST not in dist.Backend.backend_list:
+        dist.Backend.register_backend(HOST, HostGroup, devices=["cpu", "cuda", "xpu"])
 
 
 def _on_host(value: Any) -> Any:
     """Tensors of nested lists on the CPU; a tensor that is there already, and what is no tensor, is itself."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    return [_on_host(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    return substitute(value, torch.Tensor, lambda tensor: tensor.detach().cpu())
 
 
 def _copy_back(written: Any, landing: Any) -> None:
     with torch.no_grad():
-        for tensor, arrived in zip(_tensors(written), _tensors(landing), strict=True):
+        for tensor, arrived in zip(tensors_in(written), tensors_in(landing), strict=True):
             if tensor.device.type != "cpu":
                 tensor.copy_(arrived)
 

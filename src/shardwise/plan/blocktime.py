@@ -106,7 +106,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         expert=expert,
         hidden=hidden,
         weight=weight,
-        light=_again_light(light, forward, host[0], (kernels, setting)),
+        light=_again_light(light, forward, host[0], kernels, setting),
     )
 
 
@@ -154,9 +154,8 @@ SELECTIVE = 5.0
 looks at each, in the forward pass and when it is repeated (measured: 16 blocks of Llama-3.2-1B on an H100)."""
 
 
-def _again_light(light: float, forward: float, host: float, rest: tuple[int, Setting]) -> float:
+def _again_light(light: float, forward: float, host: float, kernels: int, setting: Setting) -> float:
     """Seconds that per-operator recompute adds to a block, in both passes."""
-    kernels, setting = rest
     if setting.stack.fused or not setting.stack.compiles:
         return max(light, host / 2)
     looks = SELECTIVE * setting.launch * kernels

@@ -31,6 +31,8 @@ def decisions(candidate: Candidate, space: Space) -> tuple[Decision, ...]:
     """
     found = []
     for name, value, others in _neighbours(candidate.plan, space):
+        if name != "compile":  # else a neighbour is compiled where it may be, as the search would
+            others = [(label, plan.with_(compile=space.compiles(plan))) for label, plan in others]
         outcomes = [_outcome(label, plan, candidate, space) for label, plan in others]
         found.append(Decision(name, value, "; ".join(outcome for outcome in outcomes if outcome) or "nothing else is"))
     return tuple(found)
@@ -105,8 +107,6 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     """What a neighbour would do; empty where it is the same plan."""
     if plan == best.plan or plan.world != best.plan.world:
         return ""
-    if "compile" not in label:
-        plan = plan.with_(compile=space.compiles(plan))
     row = space.broken(plan)
     if row:
         return f"{label}: refused ({row})"
