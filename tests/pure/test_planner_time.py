@@ -10,6 +10,7 @@ from shardwise.hardware.cluster import Link, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.blocktime import _passes
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes, Plan
@@ -153,3 +154,30 @@ def test_reductions_behind_the_last_backward_pass_hide_behind_nothing() -> None:
     step = estimate_time(EIGHT, SLOW, plan, WORK, stack=late)
     assert step.hidden["data"] == 0.0
     assert step.total > estimate_time(EIGHT, SLOW, plan, WORK).total
+
+
+def test_collectives_of_tp_run_while_a_slow_host_launches() -> None:
+    stack = replace(load_stack("shardwise"), launch=1e-3, fused=True, compiles=False)  # the host binds by far
+    work, plan = Workload(seq_len=2048, global_batch=8), Plan.parse("dp4 tp8 / mb2 / bf16")
+    hidden = estimate_time(EIGHT, H100, plan, work, stack=stack)
+    added = estimate_time(EIGHT, H100, plan, work, stack=replace(stack, launches_hide=False))
+    assert "tensor" not in hidden.terms
+    assert added.total - hidden.total == pytest.approx(added.terms["tensor"], rel=0.02)  # and its share of stragglers
+    assert hidden.hidden["tensor"] > 0
+
+
+def test_a_repeated_forward_pass_is_launched_in_one_go_with_the_backward_pass() -> None:
+    device, host = (1.0, 2.0), (1.5, 1.0)
+    stack = load_stack("shardwise")
+    assert _passes(device, host, 0.2, stack) == pytest.approx((1.5, 2.1, 3.2))
+    assert _passes(device, host, 0.2, replace(stack, launches_hide=False)) == pytest.approx((1.6, 2.1, 3.2))
+
+
+def test_a_loss_moves_what_its_stack_says() -> None:
+    plan, work = Plan.parse("dp32"), Workload(seq_len=8192, global_batch=64)
+    plain, tokens = load_stack("shardwise"), work.tokens / 32
+    per_logit = 2 * tokens * EIGHT.vocab / (H100.device.bandwidth * H100.device.stream)
+    times = [
+        estimate_time(EIGHT, H100, plan, work, stack=replace(plain, loss_bytes=b)).terms["compute"] for b in (8, 40)
+    ]
+    assert times[1] - times[0] == pytest.approx(per_logit * 16)

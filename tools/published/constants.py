@@ -29,7 +29,9 @@ def tables() -> str:
         _devices(data),
         "### Links",
         "Bandwidth that a long message reaches, per device and one way, and the latency of a step of a collective. "
-        "nvlink3 to 5 and efa are fitted; InfiniBand is what its adapters carry; the others are estimates.",
+        "nvlink3 to 5 and efa are fitted; InfiniBand is what its adapters carry; the others are estimates. The latency "
+        "of nvlink3 was fitted to two stacks apart: 26 µs by vTrain and BLOOM, 20 µs by the study of Aleph Alpha. It "
+        "holds what ranks wait for each other.",
         table(
             ("link", "GB/s", "µs"),
             [(k, f"{v['bandwidth'] / 1e9:g}", f"{v['latency'] * 1e6:g}") for k, v in links.items()],
@@ -41,7 +43,9 @@ def tables() -> str:
         "`context` of the Megatron stacks before 2024, and the logits of megatron-flash, follow which runs ran out of "
         "memory and what nvidia-smi showed; nanotron's `tensor_wait`, `runs_ahead` and `stall` are read off one "
         "sweep's times per micro-batch and reserved bytes, where they are the same for both of its models, whatever "
-        "the stages.",
+        "the stages; so is its `launches_hide`: its small blocks take the time of their launches and of their "
+        "collectives together, those of the Megatron stacks the longer of both. `loss_bytes` of megatron-2021 are the "
+        "passes of its cross entropy over the logits, counted one by one (a free fit gives 48).",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

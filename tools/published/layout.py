@@ -327,7 +327,7 @@ def _offload(cells: Cells, zero: int) -> Offload:
     noted = cells.noted(r"optimizer (state )?(cpu )?offload|offload(ed|ing)? (of )?(the )?optimizer|zero-offload")
     saved = cells.noted(r"activations? (cpu )?offload") is not None
     if saved and cells.noted(r"offload of \d+ layers"):
-        cells.assume("activations of every layer are offloaded")
+        cells.assume("memory as if activations of every layer were offloaded")
     return Offload(state=(state or noted is not None) and zero > 0, activations=saved)
 
 

@@ -61,6 +61,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
         stack = replace(stack, fused=True)
     elif cells["compile"].lower() in ("n", "no", "false", "0") and name in ("torchtitan", "fsdp1", "eager"):
         stack = replace(stack, fused=False)
+    layers = cells.noted(r"activations? (?:cpu )?offload of (\d+) layers")
+    if layers:
+        stack = replace(stack, offloads_blocks=min(int(layers.group(1)) / spec.num_layers, 1.0))
     if _chunks(cells):
         stack = replace(stack, logit_bytes=CHUNKED)
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")

@@ -83,6 +83,9 @@ class Stack:
     # time
     launch: float = 5e-6
     """Seconds of the host per kernel; a block cannot run faster than its kernels are launched."""
+    launches_hide: bool = True
+    """Collectives of the tp axis run while a host that is slower than its device launches what follows; False: it
+    launches nothing meanwhile, and both add up."""
     block_host: float = 0.0
     """Seconds of the host per block and forward pass outside launches: the interpreter, hooks, autograd's records."""
     shard_host: float = 0.0
@@ -92,6 +95,8 @@ class Stack:
     """The same for each expert of a rank, where each has kernels of its own."""
     route_host: float = 0.0
     """The same for a block's routing of tokens to experts: sorting, counts that the host waits for."""
+    loss_bytes: float = 0.0
+    """Bytes that the loss reads and writes per logit, forward and backward; 0: 1.4 times `logit_bytes`."""
     micro_host: float = 0.0
     """Seconds per micro-batch outside the blocks: fetching, scheduling, synchronising with the host."""
     fill_host: float = 0.0
@@ -111,6 +116,9 @@ class Stack:
     """Share of the links' bandwidth that its collectives reach while kernels run."""
     step: float = 0.01
     """Seconds per step outside the model: data, logging, clipping's synchronisation."""
+    offloads_blocks: float = 1.0
+    """Share of the blocks whose saved tensors move where a plan offloads them (recipes of Megatron-Bridge name a number
+    of layers); memory is that of a plan which offloads all."""
     stall: float = 0.0
     """Seconds that an exchange between nodes stalls once a job is large: see `stalls.stalled`."""
     tensor_wait: float = 0.0

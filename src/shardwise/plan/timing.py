@@ -198,7 +198,8 @@ def _loss(division: Division, cluster: Cluster, stack: Stack) -> float:
     """Cross entropy: half of the passes over the logits, each way."""
     plan = division.plan
     shard = plan.axes.tp if plan.tensor.loss else 1
-    return pointwise_time(division.tokens * division.profile.vocab / shard, cluster.device, stack.logit_bytes * 0.7)
+    moved = stack.loss_bytes / 2 or stack.logit_bytes * 0.7
+    return pointwise_time(division.tokens * division.profile.vocab / shard, cluster.device, moved)
 
 
 def _pipeline(division: Division, ranks: list[_RankCosts], cluster: Cluster, stack: Stack) -> float:
@@ -278,7 +279,7 @@ def _offloaded(division: Division, rank: _RankCosts, cluster: Cluster, stack: St
     how = saving_of(plan, stack, division.workload.seq_len, division.workload.compute)
     blocks = [(block, stage.start + i) for stage in rank.stages for i, block in enumerate(stage.blocks)]
     moved = sum(kept_bytes(block, index, plan, how) for block, index in blocks) * division.tokens
-    one_way = moved / cluster.host_bandwidth
+    one_way = moved * stack.offloads_blocks / cluster.host_bandwidth
     return sum(max(0.0, one_way - stack.overlap_data * sum(work)) for work in (rank.forward, rank.backward))
 
 
