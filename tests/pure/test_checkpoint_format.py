@@ -14,11 +14,12 @@ import pytest
 from safetensors import safe_open
 
 from shardwise.checkpoint.checksum import MASK, contribution
+from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, check_name, cut, whole
 from shardwise.checkpoint.reading import Reader
-from shardwise.checkpoint.shardfile import BLOCK, Part, ShardFile, arrange, write_shard_file
+from shardwise.checkpoint.shardfile import Part, ShardFile, arrange, write_shard_file
 from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoints import IDENTITY, SPLITS, content, contributions, write_checkpoint
 

@@ -99,7 +99,7 @@ def header(change: Callable[[dict[str, Any], int], Any], length: int | None = No
         path.write_bytes(head + data[8 + size :])
         manifest = json.loads((checkpoint / "manifest.json").read_bytes())
         manifest["files"][0]["size_bytes"] = path.stat().st_size
-        manifest["files"][0]["seal"] = hashlib.sha256(head + data[-32:]).hexdigest()
+        manifest["files"][0]["seal"] = hashlib.sha256(head + data[-16:]).hexdigest()
         (checkpoint / "manifest.json").write_bytes(signed(manifest))
 
     return act
@@ -195,7 +195,7 @@ def hostile() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "header extra key", header(entry("model.ids", __reduce__="x"))
     yield "header without a tensor", header(lambda found, _: void(found.pop("model.ids")))
     yield "header without a table", header(lambda found, _: void(found.pop("shardwise.digests")))
-    yield "header table", header(entry("shardwise.digests", shape=[32, 1]))
+    yield "header table", header(entry("shardwise.digests", shape=[16, 1]))
     yield "header metadata", header(lambda found, _: void(found.pop("__metadata__")))
     for key in ("run", "save", "step", "rank", "format"):
         yield f"header {key}", header(lambda found, _, k=key: found["__metadata__"].update({k: "0" * 32}))  # type: ignore[misc]

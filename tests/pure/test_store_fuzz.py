@@ -116,7 +116,7 @@ def case(valid: Contents, draw: random.Random) -> tuple[Contents, bool]:
         return held, False
     head = mutated(head, draw)
     held[name] = len(head).to_bytes(8, "little") + head + rest
-    seal = hashlib.sha256(held[name][: 8 + len(head)] + rest[-32:]).hexdigest().encode()
+    seal = hashlib.sha256(held[name][: 8 + len(head)] + rest[-16:]).hexdigest().encode()
     body = valid["manifest.json"][:-78]
     for old, new in zip(listed(valid, name), (str(len(held[name])).encode(), seal), strict=True):
         body = body.replace(old, new)

@@ -21,7 +21,7 @@ from shardwise.checkpoint.format import DTYPES, Box, cut
 
 Words = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 MASK = 2**64 - 1
-_CHUNK = 1 << 16
+_CHUNK = 1 << 17
 """Words at a time: their 64-bit copies stay in the cache."""
 
 
@@ -66,15 +66,17 @@ def contribution(words: Words, box: Box) -> int:
     total = 0
     if box.num_elements == 0:
         return 0
+    room = np.empty(min(_CHUNK, box.num_elements), dtype=np.uint64)
     for part in cut(box, _CHUNK):
-        sums = words[part.slices(box)].astype(np.uint64)
-        for dim in reversed(range(sums.ndim)):
-            sums = sums @ _keys(dim, part.offsets[dim], part.sizes[dim])
+        sums = room[: part.num_elements].reshape(part.sizes)
+        sums[...] = words[part.slices(box)]
+        for dim in reversed(range(len(part.sizes))):  # for integers `einsum` takes two thirds of the time of `@`
+            sums = np.einsum("...i,i", sums, _keys(dim, part.offsets[dim], part.sizes[dim]))
         total += int(sums)
     return total & MASK
 
 
-@lru_cache(maxsize=8)  # of 64 Ki keys or fewer: those of a row are the same for all of its rows
+@lru_cache(maxsize=8)  # of 128 Ki keys or fewer: those of a row are the same for all of its rows
 def _keys(dim: int, start: int, count: int) -> NDArray[np.uint64]:
     """k(dim, start), ..., odd."""
     seed = np.uint64((dim + 1) * 0xD1342543DE82EF95 & MASK)

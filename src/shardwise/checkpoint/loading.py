@@ -115,6 +115,8 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
 def fill(path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor]) -> None:
     """Read this rank's elements into its tensors, and nothing else.
 
+    The tensors are fresh ones, and no part of the state yet: bytes are read into them, and checked there.
+
     Cost: reads the blocks in which they lie, once; memory of a few MiB, and of one tensor at a time where it is not
     on the CPU.
 

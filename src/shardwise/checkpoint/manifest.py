@@ -35,7 +35,7 @@ SCHEMA = 2
 FILE = "manifest.json"
 MAX_BYTES = 2**30
 MAX_FILE = 2**40
-"""Bytes of one rank's file: its table of digests, 1/8192 of it, is held in memory."""
+"""Bytes of one rank's file: its table of digests, at most 1/8192 of it, is held in memory."""
 MAX_CUTS = 6
 """Dims along which one tensor is divided: a mesh has fewer axes."""
 FORMAT = "shardwise-checkpoint"

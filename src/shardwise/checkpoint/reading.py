@@ -95,7 +95,7 @@ class Reader(Closing):
         Cost: reads the blocks in which the wanted elements lie, and for a cut inside short rows the rows.
 
         Raises:
-            DamagedError: naming file, tensor and offset.
+            DamagedError: naming file, tensor and offset; what is in the array then is not to be used.
         """
         entry = self.manifest.tensors[name]
         for piece in sorted(entry.pieces, key=lambda p: (p.file, p.start)):
@@ -127,7 +127,7 @@ class Reader(Closing):
     def verify(self) -> int:
         """Check every bit: files, headers, blocks, checksums. The number of bytes that were read.
 
-        Cost: reads all data once, at the speed of SHA-256; memory of 4 MiB and the largest header.
+        Cost: reads all data once, at the speed of the checksum; memory of 4 MiB and the largest header.
 
         Raises:
             DamagedError: the first thing that is wrong, by file, tensor and offset.

@@ -3,33 +3,30 @@
     8 bytes      length of the header, little-endian
     header       {"__metadata__": {...}, "<tensor>[4:7,0:6]": {"dtype", "shape", "data_offsets"}, ...}
     data         the parts of tensors, one after the other, without holes
-    digests      SHA-256 of each block of 256 KiB of the data, as a U8 tensor of shape (blocks, 32)
+    digests      of each block of 256 KiB of the data, as a U8 tensor of shape (blocks, bytes of a digest)
 
-The manifest holds the file's size and its *seal*, the SHA-256 of header and table. So a reader that needs a few bytes
-checks the blocks they lie in and no others, and what is wrong is named by tensor and offset.
+Which digests they are is said by the format in the header (`digests.py`). The manifest holds the file's size and its
+*seal*, the SHA-256 of header and table. So a reader that needs a few bytes checks the blocks they lie in and no others,
+and what is wrong is named by tensor and offset.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.checkpoint.digests import BLOCK, DIGEST, DIGESTS, FORMAT, BlockDigests, Digest, table_size
 from shardwise.checkpoint.files import Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 
-BLOCK = 256 * 1024
-"""Bytes of data with a digest of their own."""
-DIGEST = 32
 TABLE = "shardwise.digests"
 _WRITE = 4 * 1024 * 1024
-_FORMAT = "shardwise 2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ def arrange(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 def write_shard_file(
     files: Files, directory: Path, identity: Identity, arranged: Sequence[tuple[Part, int]], data: memoryview
 ) -> FileEntry:
-    """Write and flush a rank's file; digests are taken while the disk works.
+    """Write and flush a rank's file; digests are taken of what is about to be written, while the disk works.
 
     Args:
         files: where to.
@@ -97,35 +94,38 @@ def write_shard_file(
     Raises:
         OSError: as the disk said.
     """
-    blocks = -(-len(data) // BLOCK)
-    header = header_bytes(identity, arranged, len(data), blocks)
-    path, size = directory / file_name(identity.rank), len(header) + len(data) + blocks * DIGEST
-    with ThreadPoolExecutor(1, thread_name_prefix="shardwise-digest") as pool:
-        digesting = pool.submit(_digests, data)
-        descriptor = files.create(path, size)
-        try:
-            files.write(descriptor, path, memoryview(header))
-            for start in range(0, len(data), _WRITE):
-                files.write(descriptor, path, data[start : start + _WRITE])
-                files.begin_writeback(descriptor, len(header) + start, _WRITE)
-            table = digesting.result()
-            files.write(descriptor, path, memoryview(table))
-            files.sync(descriptor, path)
-        finally:
-            files.close(descriptor, path)
-    seal = hashlib.sha256(header + table).hexdigest()
-    return FileEntry(path.name, size, seal)
+    header, digests = header_bytes(identity, arranged, len(data)), BlockDigests()
+    path, size = directory / file_name(identity.rank), len(header) + len(data) + table_size(len(data))
+    descriptor = files.create(path, size)
+    try:
+        files.write(descriptor, path, memoryview(header))
+        for start in range(0, len(data), _WRITE):
+            part = data[start : start + _WRITE]
+            digests.add(part)
+            files.write(descriptor, path, part)
+            files.begin_writeback(descriptor, len(header) + start, _WRITE)
+        table = digests.table()
+        files.write(descriptor, path, memoryview(table))
+        files.sync(descriptor, path)
+    finally:
+        files.close(descriptor, path)
+    return FileEntry(path.name, size, seal_of(header, table))
 
 
-def _digests(data: memoryview) -> bytes:
-    return b"".join(hashlib.sha256(data[i : i + BLOCK]).digest() for i in range(0, len(data), BLOCK))
+def seal_of(*parts: bytes) -> str:
+    """What the manifest holds of a file's header and table of digests, given in the order in which they lie there."""
+    seal = hashlib.sha256()
+    for part in parts:
+        seal.update(part)
+    return seal.hexdigest()
 
 
-def header_bytes(identity: Identity, arranged: Sequence[tuple[Part, int]], size: int, blocks: int) -> bytes:
-    """Length and header of a file of `size` bytes of data in so many blocks."""
-    metadata = {"format": _FORMAT, "run": identity.run, "save": identity.save}
+def header_bytes(identity: Identity, arranged: Sequence[tuple[Part, int]], size: int) -> bytes:
+    """Length and header of a new file of `size` bytes of data."""
+    metadata = {"format": FORMAT, "run": identity.run, "save": identity.save}
     metadata |= {"step": str(identity.step), "rank": str(identity.rank)}
-    table = Entry(TABLE, "uint8", (blocks, DIGEST), size, size + blocks * DIGEST)
+    stop = size + table_size(size)
+    table = Entry(TABLE, "uint8", ((stop - size) // DIGEST.size, DIGEST.size), size, stop)
     return encode_header(metadata, [*(entry_at(part, start) for part, start in arranged), table])
 
 
@@ -135,8 +135,20 @@ def entry_at(part: Part, start: int) -> Entry:
     return Entry(key, part.dtype, part.box.sizes, start, start + part.num_bytes)
 
 
-def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, list[Entry], int]:
-    """Identity, entries in the order of their bytes, and length of the data before the table of digests.
+class Header(NamedTuple):
+    """What the header of a file says."""
+
+    identity: Identity
+    entries: list[Entry]
+    """In the order of their bytes."""
+    num_bytes: int
+    """Of the data before the table of digests."""
+    digest: Digest
+    """What the table holds."""
+
+
+def parse_header(text: bytes, num_bytes: int, where: str) -> Header:
+    """A file's header, checked.
 
     Args:
         text: the JSON, without the length before it.
@@ -149,8 +161,9 @@ def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, lis
     found = parse_json(text, where)
     meta = Fields(found.pop("__metadata__", None), f"{where}: __metadata__")
     meta.only(("format", "run", "save", "step", "rank"))
-    if meta.text("format") != _FORMAT:
-        raise meta.wrong("format", meta.text("format"), repr(_FORMAT))
+    digest = DIGESTS.get(meta.text("format"))
+    if digest is None:
+        raise meta.wrong("format", meta.text("format"), " or ".join(map(repr, DIGESTS)))
     step, rank = meta.text("step", most=20), meta.text("rank", most=10)
     if not (step.isascii() and step.isdigit() and rank.isascii() and rank.isdigit()):
         raise meta.wrong("step, rank", (step, rank), "integers")
@@ -160,9 +173,9 @@ def parse_header(text: bytes, num_bytes: int, where: str) -> tuple[Identity, lis
         raise DamagedError(f"{where}: found {entries[-1].key[:80] if entries else 'no part'} last, needed {TABLE}")
     table = entries.pop()
     blocks = -(-table.start // BLOCK)
-    if table.sizes != (blocks, DIGEST) or table.dtype != "uint8":
-        raise DamagedError(f"{where}: {TABLE} has shape {table.sizes}, needed {(blocks, DIGEST)}")
-    return identity, entries, table.start
+    if table.sizes != (blocks, digest.size) or table.dtype != "uint8":
+        raise DamagedError(f"{where}: {TABLE} has shape {table.sizes}, needed {(blocks, digest.size)}")
+    return Header(identity, entries, table.start, digest)
 
 
 class ShardFile(Closing):
@@ -211,18 +224,17 @@ class ShardFile(Closing):
             raise self.damaged(f"a header of {length} bytes at offset 0, in a file of {size}")
         text = self._get(8, length)
         self._data = 8 + length
-        found, self.entries, self.num_bytes = parse_header(text, size - self._data, f"{self.path}: header")
+        header = parse_header(text, size - self._data, f"{self.path}: header")
+        self.entries, self.num_bytes, self._digest = header.entries, header.num_bytes, header.digest
         self._table = self._get(self._data + self.num_bytes, size - self._data - self.num_bytes)
-        digest = hashlib.sha256(start)
-        digest.update(text)
-        digest.update(self._table)
+        found = header.identity
         if found != identity:
             kind = "run" if found.run != identity.run else "save"
             raise self.damaged(
                 f"belongs to another {kind} (step {found.step}, rank {found.rank}), needed step {identity.step}, rank "
                 f"{identity.rank}"
             )
-        if digest.hexdigest() != entry.seal:
+        if seal_of(start, text, self._table) != entry.seal:
             raise self.damaged("its header or table of digests changed after it was written (offset 0, or the end)")
 
     def _get(self, start: int, count: int) -> bytes:
@@ -267,16 +279,38 @@ class ShardFile(Closing):
             self._last = (0, 0)
             if len(self._buffer) < end - begin:
                 self._buffer = bytearray(end - begin)
-            view = memoryview(self._buffer)[: end - begin]
-            self._fill(self._data + begin, view)
-            for block in range(first, last):
-                at = block * BLOCK - begin
-                digest = hashlib.sha256(view[at : at + BLOCK]).digest()
-                if digest != self._table[block * DIGEST : (block + 1) * DIGEST]:
-                    raise self._changed(block)
+            self._fill_blocks(first, memoryview(self._buffer)[: end - begin])
             self._last = (first, last)
         base = self._last[0] * BLOCK
         return memoryview(self._buffer)[start - base : stop - base]
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill a buffer with the bytes of the data from `start` on, blocks that lie in it whole without a copy.
+
+        Cost: as `read`.
+
+        Raises:
+            DamagedError: as `read`; what is in the buffer then may be damaged.
+        """
+        stop = start + len(target)
+        first, last = -(-start // BLOCK), -(-stop // BLOCK) if stop == self.num_bytes else stop // BLOCK
+        if last <= first:
+            target[:] = self.read(start, stop)
+            return
+        before, after = first * BLOCK - start, min(last * BLOCK, stop) - start
+        if before:
+            target[:before] = self.read(start, start + before)
+        self._fill_blocks(first, target[before:after])
+        if after < len(target):
+            target[after:] = self.read(start + after, stop)
+
+    def _fill_blocks(self, first: int, target: memoryview) -> None:
+        """Read blocks from one on, and check them where they are."""
+        self._fill(self._data + first * BLOCK, target)
+        of, size = self._digest
+        for block, at in enumerate(range(0, len(target), BLOCK), first):
+            if of(target[at : at + BLOCK]).digest() != self._table[block * size : (block + 1) * size]:
+                raise self._changed(block)
 
     def _changed(self, block: int) -> DamagedError:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
@@ -309,6 +343,8 @@ class ShardFile(Closing):
 def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any) -> None:
     """Read the elements that a stored part and a wanted box share, in slabs of bounded size.
 
+    What lies in one run of bytes in the file and in the target is read straight into it.
+
     Args:
         file: that holds the part.
         piece: the part's box, and the start of its bytes in the data.
@@ -325,10 +361,14 @@ def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, t
     for slab in _slabs(box, wanted, size):
         lead = [a - b for a, b in zip(slab.offsets, box.offsets, strict=True)]
         begin = start + size * int(np.ravel_multi_index(lead, box.sizes))
-        held = np.frombuffer(file.read(begin, begin + slab.num_elements * size), dtype=kind).reshape(slab.sizes)
         shared = slab.overlap(wanted)
         assert shared is not None
-        target[shared.slices(wanted)] = held[shared.slices(slab)]
+        inside = target[shared.slices(wanted)]
+        if shared == slab and inside.flags.c_contiguous:
+            file.read_into(begin, memoryview(inside.reshape(-1)).cast("B"))
+            continue
+        held = np.frombuffer(file.read(begin, begin + slab.num_elements * size), dtype=kind).reshape(slab.sizes)
+        inside[...] = held[shared.slices(slab)]
 
 
 def _slabs(box: Box, wanted: Box, size: int) -> Iterator[Box]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import uuid
@@ -11,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
+from shardwise.checkpoint.digests import BlockDigests
 from shardwise.checkpoint.files import LOCAL, LocalFiles
 from shardwise.checkpoint.foreign.state import shown
 from shardwise.checkpoint.foreign.views import Cast, Source, num_bytes, slabs
 from shardwise.checkpoint.format import whole
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.shardfile import BLOCK, FileEntry, Identity, Part, arrange, file_name, header_bytes
+from shardwise.checkpoint.shardfile import FileEntry, Identity, Part, arrange, file_name, header_bytes, seal_of
 from shardwise.errors import CheckpointError, UsageError
 
 _STEP = r"step-[0-9]{8,18}"
@@ -127,33 +127,6 @@ def check_room(directory: Path, needed: int, what: str) -> None:
         )
 
 
-class _Digests:
-    """SHA-256 of each block of what is added."""
-
-    def __init__(self) -> None:
-        self.done: list[bytes] = []
-        self._current, self._filled = hashlib.sha256(), 0
-
-    def add(self, data: memoryview) -> None:
-        while data:
-            part = data[: BLOCK - self._filled]
-            self._current.update(part)
-            self._filled += len(part)
-            data = data[len(part) :]
-            if self._filled == BLOCK:
-                self._close()
-
-    def _close(self) -> None:
-        self.done.append(self._current.digest())
-        self._current, self._filled = hashlib.sha256(), 0
-
-    def table(self) -> bytes:
-        """Of all blocks."""
-        if self._filled:
-            self._close()
-        return b"".join(self.done)
-
-
 def write_streamed(
     files: LocalFiles, directory: Path, identity: Identity, sources: Mapping[str, Source]
 ) -> tuple[FileEntry, dict[str, int], dict[str, int]]:
@@ -170,9 +143,9 @@ def write_streamed(
     parts = [Part(n, s.dtype, s.shape, whole(s.shape)) for n, s in sources.items() if whole(s.shape).num_elements]
     arranged = arrange(parts)
     size = sum(part.num_bytes for part in parts)
-    header = header_bytes(identity, arranged, size, -(-size // BLOCK))
+    header = header_bytes(identity, arranged, size)
     path = directory / file_name(identity.rank)
-    digests, sums = _Digests(), dict.fromkeys(sources, 0)
+    digests, sums = BlockDigests(), dict.fromkeys(sources, 0)
     descriptor = files.create(path)
     try:
         files.write(descriptor, path, memoryview(header))
@@ -188,9 +161,8 @@ def write_streamed(
         files.sync(descriptor, path)
     finally:
         files.close(descriptor, path)
-    seal = hashlib.sha256(header + table).hexdigest()
     starts = {part.name: start for part, start in arranged}
-    return FileEntry(path.name, len(header) + size + len(table), seal), sums, starts
+    return FileEntry(path.name, len(header) + size + len(table), seal_of(header, table)), sums, starts
 
 
 def total_bytes(sources: Mapping[str, Source]) -> int:
