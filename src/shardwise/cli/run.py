@@ -19,6 +19,8 @@ from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job
+from shardwise.launch.server import server_for
+from shardwise.launch.stopping import catching
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 
@@ -83,14 +85,16 @@ def run(
 
 def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
     """Run a job here; the first failure goes to stderr."""
-    if recovering is not None:
-        from shardwise.launch.supervisor import run_recovering
+    with catching() as stopping:
+        if recovering is not None:
+            from shardwise.launch.supervisor import run_recovering
 
-        outcome = run_recovering(job, recovering)
-    else:
-        from shardwise.launch.local import run_local
+            outcome = run_recovering(job, recovering, stopping)
+        else:
+            with server_for(job) as server:  # it imports what the ranks need, while this process imports its own
+                from shardwise.launch.local import run_local
 
-        outcome = run_local(job)
+                outcome = run_local(job, server, stopping)
     if outcome.failure is not None:
         typer.echo(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure), err=True)
     return outcome.exit_code

@@ -43,9 +43,10 @@ def main(argv: list[str]) -> int:
     reporting = None
     if argv[0] == "--report":
         reporting, argv = Reporting(int(argv[1]), Path(argv[2]), int(argv[3])), argv[4:]
-        _prepare(reporting)
     kind, target, args = argv[0], argv[1], argv[2:]
     try:
+        if reporting is not None:
+            _prepare(reporting)
         sys.argv = [target, *args]
         if kind == "--module":
             runpy.run_module(target, run_name="__main__", alter_sys=True)

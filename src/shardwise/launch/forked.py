@@ -26,21 +26,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import UsageError
+from shardwise.launch.warm import WARM
 
 _fork = mp.get_context("fork")
 
 
 class WorldError(AssertionError):
     """A function failed on some rank; the message holds that rank's traceback."""
-
-
-WARM = (
-    *(f"torch.distributed.{name}" for name in ("checkpoint", "fsdp", "pipelining", "tensor.parallel")),
-    *(f"shardwise.{name}" for name in ("checkpoint.store", "model.rules_file", "parallel.compose", "train.probe")),
-    *(f"shardwise.train.{name}" for name in ("loop", "losses", "optimizers", "rehearsal", "rounding", "several")),
-    *(f"shardwise.models.{name}" for name in ("decoder", "gpt", "moe")),
-)
-"""What every worker needs: imported before the fork, so that none imports it again."""
 
 
 @dataclass(frozen=True)

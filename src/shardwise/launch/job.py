@@ -10,6 +10,9 @@ from pathlib import Path
 
 from shardwise.errors import UsageError
 
+ADDRESS = "127.0.0.1"
+"""Where the ranks of one machine meet."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

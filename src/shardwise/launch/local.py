@@ -1,7 +1,8 @@
-"""`run_local`: the ranks of a job on this machine, started by torch elastic, ended by one policy.
+"""`run_local`: the ranks of a job on this machine, ended by one policy.
 
-Torch elastic's process contexts start, redirect and close the ranks. Its agent is not used: on a signal it ends
-ranks within its own time limit and exits with 1, and on a failure it waits 30 s for ranks that hang. Here:
+Several ranks are forked from a server that has imported torch once (Linux); others are programs of their own, started
+and closed by torch elastic's process contexts. Its agent is not used: on a signal it ends ranks within its own time
+limit and exits with 1, and on a failure it waits 30 s for ranks that hang. Here:
 
 - the first failure (by time, echoes of lost connections last) is the one reported; the others end within seconds;
 - a first Ctrl-C, SIGTERM or SIGUSR1 is passed to the ranks, which finish their step and save; a second one, or the
@@ -18,34 +19,30 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shardwise.errors import ExitCode, LaunchError
-from shardwise.launch.job import Job, rank_environment
-from shardwise.launch.variables import variables
+from shardwise.launch.forks import POLL_S, Forks, environments
+from shardwise.launch.job import ADDRESS, Job
+from shardwise.launch.server import Server
+from shardwise.launch.stopping import STOP_SIGNALS, Stopping, catching
 
-ADDRESS = "127.0.0.1"
-_POLL_S = 0.05
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTED}
 _ASKED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
 _ECHO = re.compile(r"onnection (?:was )?(?:closed|reset)|roken pipe|gloo/transport|remote (?:process|peer)|Abort", re.I)
 """Texts of a rank that lost a peer: true, but not the cause."""
-_Process = subprocess.Popen[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,38 +70,28 @@ class Outcome:
     failure: Failure | None = None
 
 
-@dataclass
-class Stopping:
-    """Signals that a launcher has got so far; the handler only counts and forwards."""
+class _Ranks(Protocol):
+    """Processes that run, one per rank."""
 
-    first: signal.Signals | None = None
-    at: float = 0.0
-    """When it came."""
-    count: int = 0
-    killed: bool = False
-    """Ranks were ended before they had saved."""
-    processes: list[_Process] = field(default_factory=list)
+    def codes(self, wait_s: float) -> dict[int, int]:
+        """Exit codes of those that have ended, after at most so long; negative: the signal, as `subprocess` says it."""
+        ...
 
-    @property
-    def forward(self) -> signal.Signals:
-        """What the ranks get of it."""
-        again = self.count > 1
-        return signal.SIGKILL if again else signal.SIGTERM if self.first in (None, signal.SIGHUP) else self.first
-
-    def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
-        self.count += 1
-        if self.first is None:
-            self.first, self.at = signal.Signals(number), time.monotonic()
-        self.killed = self.killed or self.count > 1
-        _send(self.processes, self.forward)
+    def send(self, number: signal.Signals) -> None:
+        """Signal those that run; only SIGKILL goes to their children too: data workers must outlive a save."""
+        ...
 
 
-def run_local(job: Job) -> Outcome:
+def run_local(job: Job, server: Server | None = None, stopping: Stopping | None = None) -> Outcome:
     """Run a job's ranks on this machine until all have ended.
 
-    Cost: importing torch here and in each rank (about a second), a poll every 50 ms. Must be called from the main
-    thread (signals). Output of the ranks goes to this process's own streams.
+    Cost: importing torch here and in the server, or in each rank (one to three seconds of a core), a poll every 50 ms.
+    Must be called from the main thread (signals). Output of the ranks goes to this process's own streams.
+
+    Args:
+        job: what they run.
+        server: where they are forked (`server_for(job)`); None: each one is started as any program is.
+        stopping: of a caller that is `catching` signals already.
 
     Raises:
         LaunchError: the port is in use, or processes cannot be started.
@@ -116,14 +103,51 @@ def run_local(job: Job) -> Outcome:
     store = _host_store(job)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         files = {rank: Path(folder, f"error-{rank}.json") for rank in range(job.nproc)}
-        stopping = Stopping()
-        with catching(stopping), _quiet_elastic():
-            context = _start(job, store.port, files, folder, stopping)
-            try:
-                codes = _wait(job, context, stopping)
-            finally:
-                context.close(signal.SIGKILL, timeout=2)
+        with catching(stopping) as stopping:
+            if stopping.first is not None:
+                return outcome_of({}, files, stopping)
+            if server is not None:
+                codes = _wait(job, _Forked(job, server, store.port, files), stopping)
+            else:
+                with _quiet_elastic(), _started(job, store.port, files, folder) as programs:
+                    codes = _wait(job, programs, stopping)
         return outcome_of(codes, files, stopping)
+
+
+class _Forked:
+    """Ranks that the fork server forks."""
+
+    def __init__(self, job: Job, server: Server, port: int, files: Mapping[int, Path]) -> None:
+        self._forks, self._codes = Forks(server), dict[int, int]()
+        self._forks.start(1, job, environments(job, port), files)
+
+    def codes(self, wait_s: float) -> dict[int, int]:
+        self._codes |= {rank: code for _, rank, code in self._forks.poll(wait_s)}
+        return self._codes
+
+    def send(self, number: signal.Signals) -> None:
+        self._forks.signal(1, number)
+
+
+class _Programs:
+    """Ranks that are programs of their own."""
+
+    def __init__(self, context: SubprocessContext) -> None:
+        self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+
+    def codes(self, wait_s: float) -> dict[int, int]:
+        time.sleep(wait_s)
+        return {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
+
+    def send(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            if process.returncode is not None:
+                continue
+            with suppress(ProcessLookupError, PermissionError):
+                if number == signal.SIGKILL:
+                    os.killpg(process.pid, number)  # elastic made each rank the leader of a group
+                else:
+                    os.kill(process.pid, number)
 
 
 def _host_store(job: Job) -> TCPStore:
@@ -147,54 +171,55 @@ def _host_store(job: Job) -> TCPStore:
         ) from None
 
 
-def _start(job: Job, port: int, files: dict[int, Path], folder: str, stopping: Stopping) -> SubprocessContext:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
-    envs = {rank: {**rank_environment(job, rank, ADDRESS, port, cores), **keep} for rank in files}
-    previous = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGQUIT)}
+@contextmanager
+def _started(job: Job, port: int, files: dict[int, Path], folder: str) -> Iterator[_Programs]:
+    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
     # Elastic installs handlers that raise: held back until ours are in place again, or ranks started so far would
     # be lost. The ranks inherit the mask; our entry point opens it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         context = start_processes(
             name="shardwise",
             entrypoint=sys.executable,
             args={rank: job.command(reporting=(rank, path))[1:] for rank, path in files.items()},
-            envs=envs,
+            envs=dict(enumerate(environments(job, port))),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         assert isinstance(context, SubprocessContext)
-        stopping.processes.extend(handler.proc for handler in context.subprocess_handlers.values())
     except OSError as error:
         raise LaunchError(f"cannot start {job.nproc} processes of {sys.executable}: {error}") from error
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-    return context
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        yield _Programs(context)
+    finally:
+        context.close(signal.SIGKILL, timeout=2)
 
 
-def _wait(job: Job, context: SubprocessContext, stopping: Stopping) -> dict[int, int]:
-    """Exit code of every rank; negative: the signal that ended it, as `subprocess` says it."""
-    processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+def _wait(job: Job, ranks: _Ranks, stopping: Stopping) -> dict[int, int]:
+    """Exit code of every rank."""
     deadline: float | None = None
-    told = False
+    told, forwarded = False, 0
     while True:
-        codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
-        if len(codes) == len(processes):
+        codes = ranks.codes(POLL_S)
+        if len(codes) == job.nproc:
             return codes
+        if stopping.count > forwarded:
+            forwarded = stopping.count
+            ranks.send(stopping.forward)
         if stopping.first and job.signal_grace_s and time.monotonic() - stopping.at > job.signal_grace_s:
             stopping.killed = True
-            _send(processes.values(), signal.SIGKILL)
+            ranks.send(signal.SIGKILL)
         if codes and deadline is None and stopping.first is not None:
             deadline = time.monotonic() + job.stop_grace_s
         if any(code != 0 for code in codes.values()) and not told and stopping.first is None:
             told, deadline = True, time.monotonic() + job.grace_s
-            time.sleep(_POLL_S)  # a rank that fails by itself at the same time says why; give it the chance
-            _send(processes.values(), signal.SIGTERM)
+            codes = ranks.codes(POLL_S)  # a rank that fails by itself at the same time says why; give it the chance
+            ranks.send(signal.SIGTERM)
         if deadline is not None and time.monotonic() > deadline:
-            _send(processes.values(), signal.SIGKILL)
-        time.sleep(_POLL_S)
+            ranks.send(signal.SIGKILL)
 
 
 def outcome_of(codes: dict[int, int], files: dict[int, Path], stopping: Stopping) -> Outcome:
@@ -262,29 +287,6 @@ def death(code: int) -> str:
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = {"SIGKILL": " (often the kernel, out of memory: see `dmesg`)", "SIGSEGV": " (a crash in native code)"}
     return f"the process was killed by {name}{hint.get(name, '')}"
-
-
-def _send(processes: Iterable[_Process], number: signal.Signals) -> None:
-    """Signal the ranks that run; only SIGKILL goes to their children too: data workers must outlive a save."""
-    for process in processes:
-        if process.returncode is not None:
-            continue
-        with suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGKILL:
-                os.killpg(process.pid, number)  # elastic made each rank the leader of a group
-            else:
-                os.kill(process.pid, number)
-
-
-@contextmanager
-def catching(stopping: Stopping) -> Iterator[None]:
-    """Within it the signals that ask a launcher to stop go to `stopping`."""
-    previous = {number: signal.signal(number, stopping.on_signal) for number in _STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,21 +1,22 @@
-"""The warm fork server of a supervisor: `python -m shardwise.launch.nursery SOCKET`. It imports torch once.
+"""The fork server of a job: `python -m shardwise.launch.nursery SOCKET MODULE...`. It imports the modules once.
 
 A process of its own, for it must stay what its ranks are forked from: one thread, no accelerator opened. It starts
 sets of ranks ("worlds"), passes orders and signals on, and says who has ended. Every message is a line of JSON:
 
-    {"do": "start", "world": 1, "argv": [[...], ...], "env": [{...}, ...], "job": "...", "memory": {...},
-     "standby": false, "halvings": 0}
+    {"do": "start", "world": 1, "argv": [[...], ...], "env": [{...}, ...], "outliving": null}
     {"do": "order", "world": 1, "order": {...}}            {"do": "signal", "world": 1, "signal": 9}
     {"ended": [1, rank, exit code]}                         # from here; negative: the signal, as `subprocess` says it
 
-When the supervisor is gone the ranks get SIGTERM (they finish the step, save and end), and seconds later SIGKILL.
+`outliving` is what ranks need whose state outlives them: {"job": "...", "memory": {...}, "standby": false,
+"halvings": 0}. When the launcher is gone the ranks get SIGTERM (they finish the step, save and end), and seconds later
+SIGKILL.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
-import multiprocessing as mp
 import os
 import selectors
 import signal
@@ -26,23 +27,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from shardwise.launch.entry import main as enter
 from shardwise.launch.environment import RECOVER
-from shardwise.launch.forked import WARM
+from shardwise.launch.stopping import STOP_SIGNALS
 from shardwise.launch.variables import set_variables
 from shardwise.train.outliving import Memory, Place, call_process
 
-MODULES = (
-    *WARM,
-    *(f"shardwise.{name}" for name in ("parallel.compose", "launch.resuming", "parallel.pipeline", "parallel.tensor")),
-    *(f"shardwise.train.{name}" for name in ("build", "metrics", "picture", "probe", "progress", "sampling")),
-)
 GRACE_S = 20.0
-"""After the supervisor's death: seconds for the step and the save."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_fork = mp.get_context("fork")
+"""After the launcher's death: seconds for the step and the save."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +43,9 @@ class _Rank:
 
     world: int
     rank: int
-    process: mp.process.BaseProcess
+    pid: int
     watch: int
     """Becomes readable when the process ends (`pidfd_open`)."""
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid or 0)
 
 
 class Nursery:
@@ -73,7 +61,7 @@ class Nursery:
         self._received = b""
 
     def serve(self) -> None:
-        """Work until the supervisor is gone, and end what is left."""
+        """Work until the launcher is gone, and end what is left."""
         while True:
             ready = {key.fd for key, _ in self._selector.select()}
             self.reap(ready)
@@ -92,16 +80,14 @@ class Nursery:
         for rank in [rank for rank in self.ranks if rank.watch in ready]:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
-            rank.process.join()
+            code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
             self._selector.unregister(rank.watch)
             os.close(rank.watch)
             self.ranks.remove(rank)
             if not any(other.world == rank.world for other in self.ranks):
                 self._close_orders(rank.world)
             with suppress(OSError):  # nobody listens any more
-                self.line.sendall(
-                    json.dumps({"ended": [rank.world, rank.rank, rank.process.exitcode]}).encode() + b"\n"
-                )
+                self.line.sendall(json.dumps({"ended": [rank.world, rank.rank, code]}).encode() + b"\n")
 
     def _receive(self) -> bool:
         """Do what came in; False at the end."""
@@ -132,44 +118,39 @@ class Nursery:
             os.close(pipe)
 
     def _start(self, world: int, message: dict[str, Any]) -> None:
-        slots = tuple((first, second) for first, second in message["memory"]["slots"])
-        memory = Memory(board=message["memory"]["board"], slots=slots)
         self.orders[world] = []
         for rank, (argv, env) in enumerate(zip(message["argv"], message["env"], strict=True)):
             read, write = os.pipe()
             self.orders[world].append(write)
-            place = Place(
-                job=message["job"],
-                rank=rank,
-                world=world,
-                order=read,
-                memory=memory,
-                streams=(1, 2) if message["standby"] else None,
-                halvings=message["halvings"],
-            )
-            process = _fork.Process(target=self._become, args=(place, argv, env), name=f"rank {rank}")
-            process.start()
+            place = _place(world, rank, read, message["outliving"]) if message["outliving"] else None
+            pid = os.fork()
+            if not pid:
+                self._become(rank, argv, env, place)
             with suppress(PermissionError, ProcessLookupError):  # it does the same; whoever is first
-                os.setpgid(int(process.pid or 0), int(process.pid or 0))
+                os.setpgid(pid, pid)
             os.close(read)
-            watch = os.pidfd_open(int(process.pid or 0))
+            watch = os.pidfd_open(pid)
             self._selector.register(watch, selectors.EVENT_READ)
-            self.ranks.append(_Rank(world, rank, process, watch))
+            self.ranks.append(_Rank(world, rank, pid, watch))
 
-    def _become(self, place: Place, argv: list[str], env: dict[str, str]) -> None:
-        """In the new process: a rank. Ends by SystemExit, after which multiprocessing runs the exit handlers."""
+    def _become(self, rank: int, argv: list[str], env: dict[str, str], place: Place | None) -> None:
+        """In the new process: a rank. Ends by SystemExit, as a program does: exit handlers run."""
         os.setpgid(0, 0)  # SIGKILL goes to the whole group: to data workers too
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._selector.close()
         self.line.close()
         for pipe in (pipe for pipes in self.orders.values() for pipe in pipes):
             os.close(pipe)
-        call_process(f"{'standby' if place.streams is not None else 'rank'} {place.rank}")
-        if place.streams is not None:
-            place = _silenced(place)
-        set_variables(env | {RECOVER: place.dump()})
-        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        call_process(f"{'standby' if place is not None and place.streams is not None else 'rank'} {rank}")
+        if place is not None:
+            place = _silenced(place) if place.streams is not None else place
+            env = env | {RECOVER: place.dump()}
+        set_variables(env)
+        if "torch" in sys.modules:  # it read its variables when it was imported
+            sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
+        if "numpy.random" in sys.modules:  # it drew its seed when it was imported: all ranks would draw the same
+            sys.modules["numpy.random"].seed()
         sys.exit(enter(argv))
 
     def _send_signal(self, world: int | None, number: signal.Signals) -> None:
@@ -180,6 +161,19 @@ class Nursery:
                         os.killpg(rank.pid, number)
                     else:
                         os.kill(rank.pid, number)
+
+
+def _place(world: int, rank: int, order: int, told: dict[str, Any]) -> Place:
+    slots = tuple((first, second) for first, second in told["memory"]["slots"])
+    return Place(
+        job=told["job"],
+        rank=rank,
+        world=world,
+        order=order,
+        memory=Memory(board=told["memory"]["board"], slots=slots),
+        streams=(1, 2) if told["standby"] else None,
+        halvings=told["halvings"],
+    )
 
 
 def _silenced(place: Place) -> Place:
@@ -195,16 +189,20 @@ def _silenced(place: Place) -> Place:
 
 
 def main(argv: list[str]) -> None:
-    """Serve one supervisor.
+    """Serve one launcher.
 
     Args:
-        argv: number of the socket that leads to it.
+        argv: number of the socket that leads to it, then the modules that all ranks need.
     """
-    for number in _SIGNALS:  # a terminal's Ctrl-C reaches this process too; the supervisor decides what it means
-        signal.signal(number, signal.SIG_IGN)
-    for name in MODULES:
-        importlib.import_module(name)
-    Nursery(socket.socket(fileno=int(argv[0]))).serve()
+    # a terminal's Ctrl-C reaches this process too; the launcher decides what it means. Held back and not ignored: a
+    # rank that is just being forked keeps what comes for it until its handlers are set
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    for name in argv[1:]:
+        with suppress(Exception):  # a rank imports it as well, and says what is wrong, with its line
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with this process
+    Nursery(socket.socket(fileno=int(argv[0]))).serve()  # ranks leave it by SystemExit
+    os._exit(0)  # nothing is to be put in order here, and taking torch apart takes a while
 
 
 if __name__ == "__main__":

@@ -15,26 +15,26 @@ Nothing here is for several nodes: the memory is that of one host.
 from __future__ import annotations
 
 import math
-import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.elastic import Elastic, Fleet, Team, Transition, spell_slots
+from shardwise.launch.forks import POLL_S
 from shardwise.launch.job import Job
-from shardwise.launch.local import Failure, Outcome, Stopping, catching, death, first_failure, is_echo, outcome_of
+from shardwise.launch.local import Failure, Outcome, death, first_failure, is_echo, outcome_of
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
+from shardwise.launch.server import can_fork, fork_server
+from shardwise.launch.stopping import Stopping, catching
 from shardwise.launch.variables import variables
-from shardwise.launch.worlds import POLL_S, World, Worlds
+from shardwise.launch.warm import TRAINING
+from shardwise.launch.worlds import World, Worlds
 from shardwise.train.outliving import Header, Memory
 
 _SETTLE_S = 0.3
@@ -75,9 +75,8 @@ class _Change:
 class Supervisor:
     """Runs worlds through a fork server; made by `run_recovering`."""
 
-    def __init__(self, policy: Recovering, fleet: Fleet, worlds: Worlds) -> None:
-        self.policy, self.fleet, self.worlds = policy, fleet, worlds
-        self.stopping = Stopping()
+    def __init__(self, policy: Recovering, fleet: Fleet, worlds: Worlds, stopping: Stopping) -> None:
+        self.policy, self.fleet, self.worlds, self.stopping = policy, fleet, worlds, stopping
         self._bounds = Bounds(policy)
         self._standby: World | None = None
         self._standbys_failed = 0
@@ -92,7 +91,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Until the job has ended."""
         team = self._await_team("the start")
-        if team is None:
+        if team is None or self.stopping.first is not None:
             return outcome_of({}, {}, self.stopping)
         self._choose(team)
         active = self._start(team)
@@ -354,11 +353,16 @@ def _too_few(fleet: Fleet, elastic: Elastic, cause: str, wait_s: float) -> str:
     )
 
 
-def run_recovering(job: Job, policy: Recovering) -> Outcome:
+def run_recovering(job: Job, policy: Recovering, stopping: Stopping | None = None) -> Outcome:
     """Run a job's ranks on this machine until all have ended, and go on when some of them die.
 
     Cost: memory of two copies of the state, in all; with `policy.standby` a second set of processes, idle after its
     start; per step a copy of the state, divided among the ranks. Must be called from the main thread (signals).
+
+    Args:
+        job: what the ranks run.
+        policy: when it goes on.
+        stopping: of a caller that is `catching` signals already.
 
     Raises:
         LaunchError: not on Linux, or the fork server cannot be started or has died; under `policy.elastic` fewer
@@ -369,7 +373,7 @@ def run_recovering(job: Job, policy: Recovering) -> Outcome:
         >>> run_recovering(job, Recovering()).exit_code  # doctest: +SKIP
         <ExitCode.OK: 0>
     """
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+    if not can_fork():
         raise LaunchError(
             f"--recover on {sys.platform}: found no memfd_create and pidfd_open, needed Linux 5.3 or newer; start "
             "without --recover: the job then goes on from its last checkpoint when it is started again"
@@ -377,23 +381,11 @@ def run_recovering(job: Job, policy: Recovering) -> Outcome:
     fleet = Fleet(job, policy.elastic, variables())
     memory = Memory.create(fleet.most)
     try:
-        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _server(memory) as (line, pid):
-            supervisor = Supervisor(policy, fleet, Worlds(line, memory, Path(folder), pid))
-            with catching(supervisor.stopping):
-                return supervisor.run()
+        with (
+            tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
+            fork_server(TRAINING, memory.files) as server,
+            catching(stopping) as stopping,
+        ):
+            return Supervisor(policy, fleet, Worlds(server, memory, Path(folder)), stopping).run()
     finally:
         memory.close()
-
-
-@contextmanager
-def _server(memory: Memory) -> Iterator[tuple[socket.socket, int]]:
-    """The fork server, and the line to it; closing the line ends it and what it has started."""
-    here, there = socket.socketpair()
-    command = [sys.executable, "-m", "shardwise.launch.nursery", str(there.fileno())]
-    process = subprocess.Popen(command, pass_fds=(there.fileno(), *memory.files))
-    there.close()
-    try:
-        yield here, process.pid
-    finally:
-        here.close()
-        process.wait()

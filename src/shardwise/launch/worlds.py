@@ -1,29 +1,21 @@
-"""`Worlds`: sets of processes on this machine, started, ordered, signalled and waited for through the fork server."""
+"""`Worlds`: sets of ranks on this machine, started, ordered, signalled and waited for through the fork server."""
 
 from __future__ import annotations
 
-import json
-import os
-import select
 import signal
-import socket
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
 
-from shardwise.errors import LaunchError
 from shardwise.launch.elastic import Team
-from shardwise.launch.job import rank_environment
-from shardwise.launch.local import ADDRESS
-from shardwise.launch.variables import variables
+from shardwise.launch.forks import POLL_S, Forks, environments
+from shardwise.launch.job import ADDRESS
+from shardwise.launch.server import Server
 from shardwise.train.outliving import Board, Header, Memory
-
-POLL_S = 0.05
 
 
 @dataclass
@@ -56,20 +48,19 @@ class Worlds:
     """Those of one job.
 
     Args:
-        line: to the fork server.
+        server: the fork server, which is the ranks' parent.
         memory: what outlives all of them.
         folder: where ranks leave their errors.
-        server_pid: the fork server's, which is the ranks' parent.
     """
 
-    def __init__(self, line: socket.socket, memory: Memory, folder: Path, server_pid: int) -> None:
+    def __init__(self, server: Server, memory: Memory, folder: Path) -> None:
         """See the class."""
-        self.line, self.memory, self.folder, self.server_pid = line, memory, folder, server_pid
+        self.memory, self.folder = memory, folder
         self.id = uuid.uuid4().hex
+        self._forks = Forks(server)
         self._board = Board(memory.board)
         self._worlds: dict[int, World] = {}
         self._started = 0
-        self._received = b""
 
     def start(self, team: Team, *, stands_by: bool, restarts: int, halvings: int) -> World:
         """Fork a world; it waits for an order where its state is complete. `halvings`: of its micro-batches."""
@@ -78,37 +69,25 @@ class Worlds:
         here.mkdir()
         store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         files = {rank: here / f"error-{rank}.json" for rank in range(team.size)}
-        cores = len(os.sched_getaffinity(0))
-        keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
-        keep["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
-        envs = [{**rank_environment(job, rank, ADDRESS, store.port, cores), **keep} for rank in files]
-        # what stands after `python -m shardwise.launch.entry`; the fork server is the ranks' parent
-        words = [job.command(reporting=(rank, path), launcher_pid=self.server_pid)[3:] for rank, path in files.items()]
-        rest = {"memory": asdict(self.memory), "standby": stands_by, "halvings": halvings}
-        self._send("start", number, argv=words, env=envs, job=self.id, **rest)
+        told = {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        envs = [env | told for env in environments(job, store.port)]
+        outliving = {"job": self.id, "memory": asdict(self.memory), "standby": stands_by, "halvings": halvings}
+        self._forks.start(number, job, envs, files, outliving)
         world = self._worlds[number] = World(number, team, store, files, stands_by)
         return world
 
     def order(self, world: World, newest: Header | None) -> None:
         """Let a world train from the newest copy, or from the beginning."""
-        told = {"count": newest.count, "ranks": newest.ranks} if newest else {"count": 0}
-        self._send("order", world.number, order=told)
+        self._forks.order(world.number, {"count": newest.count, "ranks": newest.ranks} if newest else {"count": 0})
 
     def signal(self, world: World, number: signal.Signals) -> None:
         """Send it to all ranks."""
         if not world.has_ended:
-            self._send("signal", world.number, signal=int(number))
+            self._forks.signal(world.number, number)
 
     def poll(self, wait_s: float = POLL_S) -> None:
         """Take what the fork server says."""
-        if not select.select([self.line], [], [], wait_s)[0]:
-            return
-        piece = self.line.recv(1 << 16)
-        if not piece:
-            raise LaunchError(_SERVER_GONE)
-        *lines, self._received = (self._received + piece).split(b"\n")
-        for line in lines:
-            number, rank, code = json.loads(line)["ended"]
+        for number, rank, code in self._forks.poll(wait_s):
             world = self._worlds[number]
             world.codes[rank] = code
             if world.is_dropped and world.has_ended:
@@ -148,15 +127,3 @@ class Worlds:
     def copies(self, world: World) -> int:
         """Number of the newest copy of the state that all ranks have made: one more after each step."""
         return self.memory.count(world.team.size)
-
-    def _send(self, kind: str, world: int, **rest: Any) -> None:
-        try:
-            self.line.sendall(json.dumps({"do": kind, "world": world, **rest}).encode() + b"\n")
-        except OSError:
-            raise LaunchError(_SERVER_GONE) from None
-
-
-_SERVER_GONE = (
-    "the fork server of --recover has ended, so no process can be started or waited for, and the ranks end after their "
-    "step; look above for its error and at `dmesg` for the kernel's; start again: the job loads its last checkpoint"
-)

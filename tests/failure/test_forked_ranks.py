@@ -1,0 +1,143 @@
+"""Ranks that are forked from one process which has imported torch: each is what it would be if it had been started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise.errors import ExitCode
+from tests.failure.test_run_verb import ONE_DIES, PATIENT, alive, finish, start
+
+TORCH = "import torch\n"
+SAYS = """
+import atexit, multiprocessing, os, random, sys, __main__
+import numpy, torch
+import shardwise.train.mirror  # all that training needs is imported before the fork: numpy.random too
+import torch.distributed as dist
+dist.init_process_group("gloo")
+ones = torch.ones(1)
+dist.all_reduce(ones)
+drawn = [None, None]
+dist.all_gather_object(drawn, (random.random(), numpy.random.rand()))
+apart = all(len(set(numbers)) == 2 for numbers in zip(*drawn))
+atexit.register(print, "ended", os.environ["RANK"])
+mine = __name__ == "__main__" and __main__.__file__ == __file__ and sys.path[0] == os.path.dirname(__file__)
+alone = multiprocessing.parent_process() is None and not [t for t in __import__("threading").enumerate() if t.daemon]
+print(os.environ["RANK"], ones.item(), sys.argv[1:], mine, alone, apart, torch.get_num_threads(), sys.stdin.fileno())
+dist.destroy_process_group()
+if os.environ["RANK"] == "1":
+    sys.exit("a word")
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_a_rank_is_what_it_would_be_if_it_had_been_started(tmp_path: Path, how: str) -> None:
+    process = start(tmp_path, SAYS, "--nproc", "2", "--", "--fast", SHARDWISE_START=how, OMP_NUM_THREADS="1")
+    code, out, err = finish(process)
+    assert code == ExitCode.RANK_FAILED
+    assert err.splitlines() == ["a word", "shardwise: rank 1 failed: the script ended with status 1"]
+    said = [f"{rank} 2.0 ['--fast'] True True True 1 0" for rank in (0, 1)]
+    assert sorted(out.splitlines()) == sorted([*said, "ended 0", "ended 1"])
+
+
+def test_how_ranks_start_is_one_of_two(tmp_path: Path) -> None:
+    code, _, err = finish(start(tmp_path, TORCH, "--nproc", "2", SHARDWISE_START="spoon"))
+    assert code == ExitCode.LAUNCH and "SHARDWISE_START='spoon': needed `fork`" in err
+
+
+@pytest.mark.parametrize(
+    ("death", "text"),
+    [
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("raise ValueError('bad tide')", "ValueError: bad tide"),
+        ("import torch.no_such_module", "No module named 'torch.no_such_module'"),
+    ],
+)
+def test_the_rank_that_dies_is_named(tmp_path: Path, death: str, text: str) -> None:
+    code, _, err = finish(start(tmp_path, TORCH + ONE_DIES.format(death=death), "--nproc", "2"))
+    assert code == ExitCode.RANK_FAILED
+    assert "rank 1 failed" in err.splitlines()[-1] and text in err.splitlines()[-1] and "nursery" not in err
+
+
+def ranks_of(process: subprocess.Popen[str], folder: Path) -> list[int]:
+    end = time.monotonic() + 60
+    while not all((folder / f"ready{rank}").exists() for rank in (0, 1)):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.1)
+    return [int((folder / f"ready{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture
+def begun(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    script = TORCH + PATIENT.format(stubborn=getattr(request, "param", False))
+    process = start(tmp_path, script, "--nproc", "2", "--", str(tmp_path))
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_signal_lets_ranks_save(begun: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks_of(begun, tmp_path)
+    begun.send_signal(signal.SIGINT)
+    code, _, err = finish(begun)
+    assert (code, err) == (ExitCode.INTERRUPTED, "")
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
+@pytest.mark.parametrize("begun", [True], indirect=True)
+def test_a_second_signal_ends_at_once(begun: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks = ranks_of(begun, tmp_path)
+    begun.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert begun.poll() is None
+    begun.send_signal(signal.SIGTERM)
+    assert finish(begun)[0] == ExitCode.KILLED
+    assert not any(alive(rank) for rank in ranks) and not (tmp_path / "saved0").exists()
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(begun: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks = ranks_of(begun, tmp_path)
+    begun.kill()
+    end = time.monotonic() + 20
+    while any(alive(rank) for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(alive(rank) for rank in ranks)
+
+
+def test_a_server_that_dies_is_an_error_with_its_code(begun: subprocess.Popen[str], tmp_path: Path) -> None:
+    ranks = ranks_of(begun, tmp_path)
+    (server,) = psutil.Process(begun.pid).children()
+    assert {child.pid for child in server.children()} == set(ranks)
+    server.kill()
+    code, _, err = finish(begun)
+    assert code == ExitCode.LAUNCH and err.startswith("shardwise: the process that ranks are forked from has ended")
+    end = time.monotonic() + 20
+    while any(alive(rank) for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(alive(rank) for rank in ranks)
+
+
+@pytest.mark.parametrize("words", [(), ("--recover",)], ids=["plain", "recover"])
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The terminal sends it to every process of the group: to the server too, which must not die of it."""
+    (tmp_path / "script.py").write_text(TORCH + PATIENT.format(stubborn=False))
+    command = [sys.executable, "-m", "shardwise", "run", *words, "script.py", "--nproc", "2", "--", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    end = time.monotonic() + 60
+    while not any(child.name().startswith("python") for child in psutil.Process(process.pid).children()):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INTERRUPTED, err
+    assert "Traceback" not in err
