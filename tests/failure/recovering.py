@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 
 VOCAB, SEQ, ROWS = 32, 8, 512
+FOR_EVER = 10**6
 
 
 class Rows:
@@ -65,18 +66,20 @@ def main(plan_text: str, out: str, until: int) -> None:
         sample = {"input_ids": data.tokens[:2, :-1]}
         placed = sw.apply(model, plan, mesh, seed=1, sample=sample)
         batches = sw.loader(data, plan.batch, mesh, global_size=8)
-        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), batches, schedule=sw.warmup_cosine(3, until))
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), batches, schedule=sw.warmup_cosine(3, 100))
         store = sw.Store(folder / "checkpoints", keep=2)
         store.load_latest(state)
-        for m in sw.steps(state, loss_fn, until=until, clip=1.0):
-            drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
-            if mesh.is_first:
-                with (folder / "log").open("a") as log:
-                    log.write(f"{m.step} {m.loss!r} {m.grad_norm!r} {drawn}\n")
-            if m.step % 5 == 0:
-                store.save(state)
-            time.sleep(pace_s)
-        (folder / f"digest-{mesh.rank}").write_text(digest(state))
+        try:
+            for m in sw.steps(state, loss_fn, until=until, clip=1.0):
+                drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+                if mesh.is_first:
+                    with (folder / "log").open("a") as log:
+                        log.write(f"{m.step} {m.loss!r} {m.grad_norm!r} {drawn}\n")
+                if m.step % 5 == 0:
+                    store.save(state)
+                time.sleep(pace_s)
+        finally:  # asked to end, all ranks stop after the same step
+            (folder / f"digest-{mesh.rank}").write_text(digest(state))
 
 
 if __name__ == "__main__":

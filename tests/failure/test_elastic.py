@@ -485,8 +485,11 @@ def test_many_changes(world: World, tmp_path: Path, plan: str) -> None:
     words = ("--elastic", "1:5", "--slot-failures", "2", str(SCRIPT), f"{plan} / fp64", "--", str(out), str(until))
     process = start(out, *words, PACE_S="0.3")
     wait_for_step(process, out, 2, 4)
-    while process.poll() is None and rows_of(out)[-1]["step"] < until - 20:
-        time.sleep(draw.expovariate(1 / 2))
+    while process.poll() is None and (step := rows_of(out)[-1]["step"]) < until - 20:
+        following = step + draw.randrange(10)  # by steps: on a slow machine deaths by the clock would use up every slot
+        while process.poll() is None and rows_of(out)[-1]["step"] < following:
+            time.sleep(0.02)
+        time.sleep(draw.random())
         ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)]
         if draw.random() < 0.5 and ranks:
             draw.choice(ranks).kill()

@@ -44,6 +44,7 @@ LAYERS = {
     "launch.environment": 1,  # pure: it reads variables, and open_mesh needs what it read
     "launch.variables": 1,  # hands them over; a training step asks whether somebody verifies it
     "launch.entry": 4,  # one rank: a script as __main__; who verifies runs them too
+    "launch.warm": 4,  # names of modules
     "launch.forked": 4,  # processes that run a function; knows nothing of jobs
     "launch": 5,
     "diagnose": 5,

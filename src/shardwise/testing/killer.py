@@ -35,9 +35,13 @@ class Killer:
     blows: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
     """Time of the monotonic clock, and who was hit: `rank 3`, `standby 0`."""
 
+    def __post_init__(self) -> None:
+        """A later `run` goes on with the draws of the one before."""
+        self._draw = random.Random(self.seed)
+
     def run(self, count: int, *, while_true: Callable[[], bool] = lambda: True) -> int:
         """Strike until so many blows have fallen, the job has ended, or `while_true` says no; how many fell."""
-        draw = random.Random(self.seed)
+        draw = self._draw
         while len(self.blows) < count and while_true():
             time.sleep(draw.expovariate(1 / self.mean_pause_s))
             who = "standby " if draw.random() < self.standbys else "rank "
