@@ -93,9 +93,9 @@ class Result:
     counts: dict[str, torch.Tensor]
 
 
-def reference(model: str, precision: str, global_batch: int) -> Result:
-    """Plain PyTorch, one process, one forward per step."""
-    module = init_model(MODELS[model], seed=grid.SEED, dtype=DTYPES[precision])
+def reference(model: str, precision: str, global_batch: int, dtype: torch.dtype | None = None) -> Result:
+    """Plain PyTorch, one process, one forward per step; `dtype`: computed in another one than the precision's."""
+    module = init_model(MODELS[model], seed=grid.SEED, dtype=dtype or DTYPES[precision])
     kind = torch.optim.AdamW if precision == "fp64" else functools.partial(torch.optim.SGD, momentum=0.9)
     optimizer = kind(module.parameters(), lr=grid.LR)
     trace, parts, data = grid.Trace(), [], grid.Rows()

@@ -73,7 +73,16 @@ def test_experts_train_as_in_one_process(world: Any, plan: str, model: str) -> N
 
 @pytest.mark.parametrize("plan", ["fsdp4 ep2", "tp2 ep2 / seq"])
 def test_experts_in_fp32(world: Any, plan: str) -> None:
-    check(world, plan, "softmax", "fp32")
+    """No gradient is farther from the exact one than that of one process.
+
+    Both round, each in its own order, by some 9e-7 of a gradient: the difference of the two is on some processors over
+    1e-6 of it, on others below.
+    """
+    exact = world(1, moe_models.reference, "softmax", "fp32", BATCH, torch.float64)[0]
+    ranks = world(Plan.parse(plan).world, moe_models.run_plan, f"{plan} / fp32", "softmax", BATCH, timeout_s=120)
+    worst, own = worst_of(ranks, exact), worst_of([truth(world, "softmax", "fp32")], exact)
+    assert worst.pop("grad") <= 1.25 * own["grad"] < 2e-6
+    assert max(worst.values()) <= TOLERANCE["fp32"], worst
 
 
 def test_padding_of_uneven_windows_counts_in_no_load(world: Any) -> None:

@@ -161,8 +161,15 @@ def elastic_policy(
     )
 
 
-def plan_here(asked: Asked, plan: Plan, known: Known, launch: Launch) -> Plan:
+def plan_here(asked: Asked, plan: Plan, known: Known, launch: Launch, *, ranks: bool = True) -> Plan:
     """The plan for the processes that a launcher has started, in place of the run's own.
+
+    Args:
+        asked: the bounds.
+        plan: the run's own.
+        known: model, devices and workload.
+        launch: who has started them, and how many ranks there are.
+        ranks: they are the ranks themselves; else each starts those of its host, which meet in a store of theirs.
 
     Raises:
         LaunchError: see `shardwise.launch.elastic_nodes.plan_of_world`.
@@ -175,7 +182,7 @@ def plan_here(asked: Asked, plan: Plan, known: Known, launch: Launch) -> Plan:
         "processes started here, by `shardwise`: slots are of one host; start without a launcher",
     )
     elastic = Elastic(least=asked.least, most=asked.most, own=plan, known=known, arguments=lambda _: ())
-    return plan_of_world(elastic, launch, variables())
+    return plan_of_world(elastic, launch, variables() if ranks else {})
 
 
 def known_of(derived: Derived, cluster: Cluster | None) -> Known:

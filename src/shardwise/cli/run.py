@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -14,11 +15,12 @@ import typer
 
 from shardwise.cli.devices import launched, local_devices
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, plan_here
+from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import plan_json, print_json
 from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
-from shardwise.launch.job import Job
+from shardwise.launch.job import Job, Nodes
 from shardwise.launch.server import server_for
 from shardwise.launch.stopping import catching
 from shardwise.plan.constraints import check, refuse
@@ -54,26 +56,32 @@ def run(
     given, after = list(words or ()), tuple(ctx.obj or ())
     plan = _plan(given[0]) if given else None
     launch = launched(nproc_given=nproc is not None, command=shlex.join(["shardwise", "run", script, *given]))
+    nodes = supervised(launch) if recover and launch is not None else Nodes()
     asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait, devices=devices)
-    world = nproc or (launch.world if launch else None) or (plan.world if plan else max(1, local_devices()[1]))
+    world = _world(nproc, plan, launch if not recover else None, nodes)
     if asked is not None and plan is not None and launch is not None:
-        plan = plan_here(asked, plan, Known(device=local_devices()[0]), launch)
-        given[0], world = str(plan), launch.world
+        if recover and nproc is None:
+            raise UsageError(
+                f"--recover --elastic {elastic}: found {launch.world} hosts and no --nproc, needed how many ranks each "
+                "host has: the plan is for all hosts, who are not always there; add --nproc RANKS_PER_HOST"
+            )
+        plan = plan_here(asked, plan, Known(device=local_devices()[0]), replace(launch, world=world), ranks=not recover)
+        given[0] = str(plan)
     if plan is not None:
-        refuse(check(plan, world=launch.world if launch else world))
-    job = Job(target=script, args=(*given, *after), nproc=world, port=port)
-    tell = partial(_append, events, "recovery") if events is not None else None
-    recovering = None
+        refuse(check(plan, world=world))
     if asked is not None:
         asked.check(world, plan)
+    job = Job(target=script, args=(*given, *after), nproc=ranks_per_host(nodes, world), nodes=nodes, port=port)
+    tell = partial(_append, events, "recovery") if events is not None else None
+    recovering = None
     if recover or (asked is not None and launch is None):
-        recovering = recovery(launch, port=port, limit=max_recoveries, tell=tell)
-    if asked is not None and plan is not None and recovering is not None:
+        recovering = recovery(port=port, limit=max_recoveries, tell=tell)
+    if asked is not None and plan is not None and recovering is not None and launch is None:
         recovering = _elastic(asked, recovering, plan, job, events=events)
     if dry_run:
         _show(job, plan, json=json)
         return
-    if launch is not None:
+    if launch is not None and not recover:
         from shardwise.launch.entry import main as become
 
         sys.exit(become(["--script", script, *job.args]))
@@ -87,7 +95,7 @@ def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
     """Run a job here; the first failure goes to stderr."""
     with catching() as stopping:
         if recovering is not None:
-            from shardwise.launch.supervisor import run_recovering
+            from shardwise.launch.recovering import run_recovering
 
             outcome = run_recovering(job, recovering, stopping)
         else:
@@ -100,26 +108,26 @@ def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
     return outcome.exit_code
 
 
-def recovery(
-    launch: Launch | None, *, port: int, limit: int = 1000, tell: Callable[..., None] | None = None
-) -> Recovering:
+def _world(nproc: int | None, plan: Plan | None, launch: Launch | None, nodes: Nodes) -> int:
+    """Ranks on all hosts; `launch`: who has started them."""
+    if nproc is not None and launch is None:
+        return nproc * nodes.count
+    if launch is not None:
+        return launch.world
+    return plan.world if plan is not None else max(1, local_devices()[1]) * nodes.count
+
+
+def recovery(*, port: int, limit: int = 1000, tell: Callable[..., None] | None = None) -> Recovering:
     """What `--recover` asks for.
 
     Args:
-        launch: who else has started the processes.
         port: of the rendezvous, as it was given.
         limit: recoveries in all.
         tell: gets the fields of each recovery.
 
     Raises:
-        UsageError: another launcher has started the processes, or a port is given.
+        UsageError: a port is given.
     """
-    if launch is not None:
-        raise UsageError(
-            f"--recover: found {launch.world} processes that {launch.launcher} started, needed processes started here: "
-            "copies of the state are kept in this host's memory, and whoever recovers must be able to fork; use "
-            "`shardwise run` on one host, or the launcher's own restart, which goes on from the last checkpoint"
-        )
     if port:
         raise UsageError(
             f"--recover with --port {port}: every set of processes meets on a port of its own, and one stands by while "

@@ -17,6 +17,7 @@ from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
 from shardwise.cli.kept import check_places
+from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import (
     configuration_json,
     configuration_table,
@@ -29,7 +30,7 @@ from shardwise.cli.output import (
 from shardwise.cli.run import recovery, start
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.launch.environment import Launch
-from shardwise.launch.job import Job
+from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.train.changes import check_allowed, find_changes
@@ -106,7 +107,7 @@ def train(
     oom: Annotated[str | None, typer.Option(help="Out of memory in a step: raise or halve.")] = None,
     check_replicas: Annotated[int | None, typer.Option(help="Steps between comparisons of replicas; 0: never.")] = None,
     allow: Annotated[list[str] | None, typer.Option(help="A change of the maths at resume; or all.")] = None,
-    recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; on one host.")] = False,
+    recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies.")] = False,
     elastic: ElasticOption = None,
     slot_failures: FailuresOption = None,
     elastic_wait: WaitOption = None,
@@ -128,6 +129,18 @@ class How:
     asked: Asked | None = None
     """Of `--elastic`."""
     json: bool = False
+    nodes: Nodes | None = None
+    """Under `--recover`, where a launcher has started a process for each host: which one this is."""
+
+
+def _supervised(launch: Launch, how: How) -> Nodes:
+    if how.asked is not None:
+        raise UsageError(
+            f"--recover --elastic: found {launch.world} hosts, needed one: how many processes a host has is said "
+            "nowhere here; use `shardwise run --recover --elastic MIN:MAX --nproc RANKS_PER_HOST`, or leave "
+            "--recover out: a change of hosts goes on from the last checkpoint either way"
+        )
+    return supervised(launch)
 
 
 def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode:
@@ -135,6 +148,9 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
     asked, json = configuration.settings.train, how.json
     launch = launched(nproc_given=asked.nproc is not None or dry_run, command="shardwise train")
     around = surroundings(asked.device, launch)
+    if how.recover and launch is not None:
+        how = replace(how, nodes=_supervised(launch, how))
+        around = replace(around, launched_world=launch.world * max(1, around.num_devices))
     derived = derive(how.asked.start(configuration, around) if how.asked else configuration, around)
     if how.asked is not None and launch is not None:
         plan = plan_here(how.asked, derived.plan, known_of(derived, around.cluster), launch)
@@ -229,7 +245,7 @@ def _count(text: str) -> int:
 def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: Launch | None, how: How) -> None:
     """Everything that can be refused before a process starts."""
     settings = derived.settings
-    world = launch.world if launch else int(settings.train.nproc or 1)
+    world = launch.world if launch and how.nodes is None else int(settings.train.nproc or 1)
     refuse(
         check(
             derived.plan,
@@ -283,7 +299,7 @@ def _recovering(
     if how.asked is not None:
         how.asked.check(derived.plan.world, derived.plan)
     port = derived.settings.train.port
-    recovering = recovery(launch, port=port, tell=partial(run.add_event, "recovery"))
+    recovering = recovery(port=port, tell=partial(run.add_event, "recovery"))
     if how.asked is None:
         return recovering
     return elastic_policy(
@@ -301,7 +317,8 @@ def _recovering(
 def _start(derived: Derived, run: RunDir, launch: Launch | None, recovering: Recovering | None, how: How) -> ExitCode:
     """The ranks: started here, or this process as one of those that a launcher has started."""
     settings = derived.settings.train
-    if launch is not None:
+    nodes = how.nodes or Nodes()
+    if launch is not None and how.nodes is None:
         from shardwise.launch.elastic_nodes import run_agreed
         from shardwise.launch.worker import run_session
 
@@ -312,7 +329,8 @@ def _start(derived: Derived, run: RunDir, launch: Launch | None, recovering: Rec
         target="shardwise.launch.worker",
         is_module=True,
         args=RunJob.words(run, quiet=how.json, allow=how.allow),
-        nproc=int(settings.nproc or 1),
+        nproc=ranks_per_host(nodes, derived.plan.world),
+        nodes=nodes,
         port=settings.port,
         signal_grace_s=settings.grace_s,
         # what cuBLAS asks for; read when its first handle is made, so it must be there from the start

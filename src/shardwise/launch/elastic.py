@@ -181,7 +181,7 @@ class Fleet:
 
     @property
     def most(self) -> int:
-        """The most processes that there can be."""
+        """The most processes that there can be on this host."""
         return self.elastic.most if self.elastic is not None else self.job.nproc
 
     @property
@@ -196,7 +196,7 @@ class Fleet:
         Cost: a look at the file's time; the first time for a number of processes, `plan_for`.
         """
         if self.elastic is None:
-            return self._team(tuple(range(self.job.nproc)), None)
+            return self._team(tuple(range(self.job.world)), None)
         self._look()
         return self._largest(self.elastic, self.usable[: self.elastic.most])
 

@@ -220,6 +220,11 @@ def _read_torchrun(env: Mapping[str, str], command: str) -> Launch:
     )
 
 
+def master_place(env: Mapping[str, str]) -> tuple[str, bool]:
+    """`tcp://host:port` for `env://`, and whether an agent of torch elastic has opened a store there."""
+    return f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}", env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _read_openmpi(env: Mapping[str, str], command: str) -> Launch:
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
     _need(env, names, "OMPI_COMM_WORLD_RANK", f"mpirun -n 2 {command}")

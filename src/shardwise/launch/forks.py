@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch.job import ADDRESS, Job, rank_environment
+from shardwise.launch.job import Job, rank_environment
+from shardwise.launch.lines import Line
 from shardwise.launch.server import Server
 from shardwise.launch.variables import variables
 
@@ -20,10 +19,10 @@ POLL_S = 0.05
 
 
 def environments(job: Job, port: int) -> list[dict[str, str]]:
-    """The variables of every rank of a job, whose rendezvous is on this port of this machine."""
+    """The variables of every rank of a job on this machine, whose rendezvous is on this port of the first one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
-    return [{**rank_environment(job, rank, ADDRESS, port, cores), **keep} for rank in range(job.nproc)]
+    return [{**rank_environment(job, rank, port, cores), **keep} for rank in job.ranks]
 
 
 class Forks:
@@ -32,7 +31,7 @@ class Forks:
     def __init__(self, server: Server) -> None:
         """See the class."""
         self.server = server
-        self._received = b""
+        self.line = Line(server.line)
 
     def start(
         self,
@@ -53,7 +52,7 @@ class Forks:
         """
         # what stands after `python -m shardwise.launch.entry`; the fork server is the ranks' parent
         argv = [job.command((rank, path), self.server.pid)[3:] for rank, path in files.items()]
-        self._send("start", number, argv=argv, env=environments, outliving=outliving)
+        self._send("start", number, first=min(files), argv=argv, env=environments, outliving=outliving)
 
     def order(self, number: int, order: Mapping[str, Any]) -> None:
         """Tell a set that waits what to go on with."""
@@ -64,23 +63,23 @@ class Forks:
         self._send("signal", number, signal=int(kind))
 
     def poll(self, wait_s: float = POLL_S) -> list[tuple[int, int, int]]:
-        """Who has ended since: number of the set, rank, exit code (negative: the signal).
+        """Who has ended, after at most so long: see `receive`."""
+        return self.receive() if select.select([self.line.socket], [], [], wait_s)[0] else []
+
+    def receive(self) -> list[tuple[int, int, int]]:
+        """Who has ended since: number of the set, rank, exit code (negative: the signal); blocks.
 
         Raises:
             LaunchError: the server is gone.
         """
-        line: socket.socket = self.server.line
-        if not select.select([line], [], [], wait_s)[0]:
-            return []
-        piece = line.recv(1 << 16)
-        if not piece:
-            raise LaunchError(_SERVER_GONE)
-        *lines, self._received = (self._received + piece).split(b"\n")
-        return [tuple(json.loads(text)["ended"]) for text in lines]
+        try:
+            return [tuple(message["ended"]) for message in self.line.receive()]
+        except (OSError, EOFError):
+            raise LaunchError(_SERVER_GONE) from None
 
     def _send(self, kind: str, number: int, **rest: Any) -> None:
         try:
-            self.server.line.sendall(json.dumps({"do": kind, "world": number, **rest}).encode() + b"\n")
+            self.line.send({"do": kind, "world": number, **rest})
         except OSError:
             raise LaunchError(_SERVER_GONE) from None
 

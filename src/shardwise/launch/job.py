@@ -15,8 +15,23 @@ ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The hosts of a job, each with a launcher and as many ranks as the others."""
+
+    index: int = 0
+    """Of this one."""
+    count: int = 1
+    address: str = ADDRESS
+    """Of the first one: where all ranks meet."""
+    init: str = ""
+    """How the launchers find each other: `tcp://host:port` or `file:///path`; empty: there is one."""
+    has_store: bool = False
+    """Whether somebody has opened a store at `init`: an agent of torch elastic."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command to run as the ranks of one world on this machine.
+    """A command to run as the ranks of one world on this machine, or as those of this machine in a larger one.
 
     Example:
         >>> Job(target="shardwise.launch.worker", args=("runs/a",), is_module=True).command()[1:]
@@ -27,6 +42,8 @@ class Job:
     """A script's path, or a module's dotted name when `is_module`."""
     args: tuple[str, ...] = ()
     nproc: int = 1
+    """Ranks on this machine."""
+    nodes: Nodes = Nodes()
     is_module: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables added to those of this process."""
@@ -49,6 +66,16 @@ class Job:
             kind = "is a directory" if Path(self.target).is_dir() else "does not exist"
             raise UsageError(f"cannot run {self.target!r}: it {kind}; give the path of a Python script")
 
+    @property
+    def world(self) -> int:
+        """Ranks on all machines."""
+        return self.nproc * self.nodes.count
+
+    @property
+    def ranks(self) -> range:
+        """Those of this machine."""
+        return range(self.nodes.index * self.nproc, (self.nodes.index + 1) * self.nproc)
+
     def command(self, reporting: tuple[int, Path] | None = None, launcher_pid: int | None = None) -> tuple[str, ...]:
         """What a rank executes: this interpreter, our entry point, the target and its arguments.
 
@@ -62,23 +89,23 @@ class Job:
         return (sys.executable, "-m", "shardwise.launch.entry", *report, kind, self.target, *self.args)
 
 
-def rank_environment(job: Job, rank: int, address: str, port: int, num_cores: int) -> dict[str, str]:
+def rank_environment(job: Job, rank: int, port: int, num_cores: int) -> dict[str, str]:
     """The variables of one rank: those that torchrun sets, so that any torch script reads them.
 
     `OMP_NUM_THREADS` is the machine's cores shared among the ranks, unless the caller set it. SHARDWISE_INIT is
     set to what torchrun's readers do anyway: one inherited from an outer world would send ranks there.
     """
-    world = str(job.nproc)
+    world, local_world = str(job.world), str(job.nproc)
     names = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank - job.ranks.start),
         "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
+        "GROUP_RANK": str(job.nodes.index),
         "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": local_world,
         "ROLE_WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": address,
+        "GROUP_WORLD_SIZE": str(job.nodes.count),
+        "MASTER_ADDR": job.nodes.address,
         "MASTER_PORT": str(port),
         "SHARDWISE_INIT": "env://",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -3,13 +3,13 @@
 A process of its own, for it must stay what its ranks are forked from: one thread, no accelerator opened. It starts
 sets of ranks ("worlds"), passes orders and signals on, and says who has ended. Every message is a line of JSON:
 
-    {"do": "start", "world": 1, "argv": [[...], ...], "env": [{...}, ...], "outliving": null}
+    {"do": "start", "world": 1, "first": 0, "argv": [[...], ...], "env": [{...}, ...], "outliving": null}
     {"do": "order", "world": 1, "order": {...}}            {"do": "signal", "world": 1, "signal": 9}
     {"ended": [1, rank, exit code]}                         # from here; negative: the signal, as `subprocess` says it
 
-`outliving` is what ranks need whose state outlives them: {"job": "...", "memory": {...}, "standby": false,
-"halvings": 0}. When the launcher is gone the ranks get SIGTERM (they finish the step, save and end), and seconds later
-SIGKILL.
+`first` is the first rank; `outliving` is what ranks need whose state outlives them: {"job": "...", "memory": {...},
+"standby": false, "halvings": 0}. When the launcher is gone the ranks get SIGTERM (they finish the step, save and end),
+and seconds later SIGKILL.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 from shardwise.launch.entry import main as enter
 from shardwise.launch.environment import RECOVER
+from shardwise.launch.lines import Line
 from shardwise.launch.stopping import STOP_SIGNALS
 from shardwise.launch.variables import set_variables
 from shardwise.train.outliving import Memory, Place, call_process
@@ -51,28 +52,27 @@ class _Rank:
 class Nursery:
     """Forks, and waits for, the ranks."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: Line) -> None:
         self.line = line
         self.ranks: list[_Rank] = []
         self.orders: dict[int, list[int]] = {}
         """World -> the pipes on which its ranks wait for what to do."""
         self._selector = selectors.DefaultSelector()
-        self._selector.register(line, selectors.EVENT_READ)
-        self._received = b""
+        self._selector.register(line.socket, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Work until the launcher is gone, and end what is left."""
         while True:
             ready = {key.fd for key, _ in self._selector.select()}
             self.reap(ready)
-            if self.line.fileno() in ready and not self._receive():
+            if self.line.socket.fileno() in ready and not self._receive():
                 break
         self._send_signal(None, signal.SIGTERM)
         end = time.monotonic() + GRACE_S
         while self.ranks and (left := end - time.monotonic()) > 0:
-            self.reap({key.fd for key, _ in self._selector.select(left) if key.fd != self.line.fileno()})
-            if self.line.fileno() in self._selector.get_map():
-                self._selector.unregister(self.line)
+            self.reap({key.fd for key, _ in self._selector.select(left) if key.fileobj is not self.line.socket})
+            if self.line.socket.fileno() in self._selector.get_map():
+                self._selector.unregister(self.line.socket)
         self._send_signal(None, signal.SIGKILL)
 
     def reap(self, ready: set[int]) -> None:
@@ -87,18 +87,17 @@ class Nursery:
             if not any(other.world == rank.world for other in self.ranks):
                 self._close_orders(rank.world)
             with suppress(OSError):  # nobody listens any more
-                self.line.sendall(json.dumps({"ended": [rank.world, rank.rank, code]}).encode() + b"\n")
+                self.line.send({"ended": [rank.world, rank.rank, code]})
 
     def _receive(self) -> bool:
         """Do what came in; False at the end."""
         try:
-            piece = self.line.recv(1 << 16)
-        except OSError:
+            messages = self.line.receive()
+        except (OSError, EOFError):
             return False
-        *lines, self._received = (self._received + piece).split(b"\n")
-        for line in lines:
-            self._do(json.loads(line))
-        return bool(piece)
+        for message in messages:
+            self._do(message)
+        return True
 
     def _do(self, message: dict[str, Any]) -> None:
         kind, world = message["do"], int(message["world"])
@@ -119,7 +118,7 @@ class Nursery:
 
     def _start(self, world: int, message: dict[str, Any]) -> None:
         self.orders[world] = []
-        for rank, (argv, env) in enumerate(zip(message["argv"], message["env"], strict=True)):
+        for rank, (argv, env) in enumerate(zip(message["argv"], message["env"], strict=True), message["first"]):
             read, write = os.pipe()
             self.orders[world].append(write)
             place = _place(world, rank, read, message["outliving"]) if message["outliving"] else None
@@ -139,7 +138,7 @@ class Nursery:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._selector.close()
-        self.line.close()
+        self.line.socket.close()
         for pipe in (pipe for pipes in self.orders.values() for pipe in pipes):
             os.close(pipe)
         call_process(f"{'standby' if place is not None and place.streams is not None else 'rank'} {rank}")
@@ -164,13 +163,12 @@ class Nursery:
 
 
 def _place(world: int, rank: int, order: int, told: dict[str, Any]) -> Place:
-    slots = tuple((first, second) for first, second in told["memory"]["slots"])
     return Place(
         job=told["job"],
         rank=rank,
         world=world,
         order=order,
-        memory=Memory(board=told["memory"]["board"], slots=slots),
+        memory=Memory.from_json(told["memory"]),
         streams=(1, 2) if told["standby"] else None,
         halvings=told["halvings"],
     )
@@ -201,7 +199,7 @@ def main(argv: list[str]) -> None:
         with suppress(Exception):  # a rank imports it as well, and says what is wrong, with its line
             importlib.import_module(name)
     gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with this process
-    Nursery(socket.socket(fileno=int(argv[0]))).serve()  # ranks leave it by SystemExit
+    Nursery(Line(socket.socket(fileno=int(argv[0])))).serve()  # ranks leave it by SystemExit
     os._exit(0)  # nothing is to be put in order here, and taking torch apart takes a while
 
 

@@ -30,6 +30,11 @@ class Stopping:
         again = self.count > 1
         return signal.SIGKILL if again else signal.SIGTERM if self.first in (None, signal.SIGHUP) else self.first
 
+    def hear(self, first: signal.Signals, count: int) -> None:
+        """Count signals of the same job's launcher on another host; what was sent to all hosts counts once."""
+        while self.count < count:
+            self.on_signal(first, None)
+
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal."""
         self.count += 1

@@ -1,4 +1,4 @@
-"""`run_recovering`: the ranks of a job on this machine, which goes on when some die, or when their number changes.
+"""`Supervisor`: the ranks of a job, which goes on when some die, or when their number changes.
 
 After each step every rank copies its part of the state into memory that this process holds (`train/mirror.py`). When a
 rank dies the others are ended too: what they were doing cannot be finished, and groups, wrappers and kernels of an
@@ -9,33 +9,27 @@ while the old one trained, has run the script up to its first step, with process
 Under `--elastic` the new set may have another number of processes and another plan (`elastic.py`): the copy says where
 each part lies in its whole tensor, so any set can take it over.
 
-Nothing here is for several nodes: the memory is that of one host.
+On several hosts each has its memory and its fork server; the first one decides (`node.py`, `there.py`). A host that is
+lost takes its part of the state with it, and ends the job.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.elastic import Elastic, Fleet, Team, Transition, spell_slots
 from shardwise.launch.forks import POLL_S
-from shardwise.launch.job import Job
 from shardwise.launch.local import Failure, Outcome, death, first_failure, is_echo, outcome_of
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
-from shardwise.launch.server import can_fork, fork_server
-from shardwise.launch.stopping import Stopping, catching
-from shardwise.launch.variables import variables
-from shardwise.launch.warm import TRAINING
+from shardwise.launch.stopping import Stopping
 from shardwise.launch.worlds import World, Worlds
-from shardwise.train.outliving import Header, Memory
+from shardwise.train.outliving import Copy
 
 _SETTLE_S = 0.3
 """After an error that may be the echo of another rank's death: how long that one has to be told."""
@@ -73,7 +67,7 @@ class _Change:
 
 
 class Supervisor:
-    """Runs worlds through a fork server; made by `run_recovering`."""
+    """Runs worlds through fork servers; made by `run_recovering`."""
 
     def __init__(self, policy: Recovering, fleet: Fleet, worlds: Worlds, stopping: Stopping) -> None:
         self.policy, self.fleet, self.worlds, self.stopping = policy, fleet, worlds, stopping
@@ -207,7 +201,7 @@ class Supervisor:
             raise LaunchError(_too_few(self.fleet, elastic, cause, wait_s))
         return team
 
-    def _go_on(self, change: _Change, team: Team, newest: Header | None) -> World:
+    def _go_on(self, change: _Change, team: Team, newest: Copy | None) -> World:
         """Let a new world take over the newest copy: the one that stands by, if it is of this team."""
         change.chosen_ns = time.monotonic_ns()
         world, self._standby = self._standby, None
@@ -351,41 +345,3 @@ def _too_few(fleet: Fleet, elastic: Elastic, cause: str, wait_s: float) -> str:
         f"--elastic {elastic.least}:{elastic.most} with the plan `{elastic.own}`: found {found}; {out}; {waited}start "
         "again where more can be used, or with a lower minimum: the job goes on from its last checkpoint"
     )
-
-
-def run_recovering(job: Job, policy: Recovering, stopping: Stopping | None = None) -> Outcome:
-    """Run a job's ranks on this machine until all have ended, and go on when some of them die.
-
-    Cost: memory of two copies of the state, in all; with `policy.standby` a second set of processes, idle after its
-    start; per step a copy of the state, divided among the ranks. Must be called from the main thread (signals).
-
-    Args:
-        job: what the ranks run.
-        policy: when it goes on.
-        stopping: of a caller that is `catching` signals already.
-
-    Raises:
-        LaunchError: not on Linux, or the fork server cannot be started or has died; under `policy.elastic` fewer
-            processes than its least.
-
-    Example:
-        >>> job = Job(target="train.py", args=("dp2",), nproc=2)  # doctest: +SKIP
-        >>> run_recovering(job, Recovering()).exit_code  # doctest: +SKIP
-        <ExitCode.OK: 0>
-    """
-    if not can_fork():
-        raise LaunchError(
-            f"--recover on {sys.platform}: found no memfd_create and pidfd_open, needed Linux 5.3 or newer; start "
-            "without --recover: the job then goes on from its last checkpoint when it is started again"
-        )
-    fleet = Fleet(job, policy.elastic, variables())
-    memory = Memory.create(fleet.most)
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
-            fork_server(TRAINING, memory.files) as server,
-            catching(stopping) as stopping,
-        ):
-            return Supervisor(policy, fleet, Worlds(server, memory, Path(folder)), stopping).run()
-    finally:
-        memory.close()

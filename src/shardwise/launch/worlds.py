@@ -1,21 +1,24 @@
-"""`Worlds`: sets of ranks on this machine, started, ordered, signalled and waited for through the fork server."""
+"""`Worlds`: sets of ranks on the hosts of a job, started, ordered, signalled and waited for."""
 
 from __future__ import annotations
 
+import select
 import signal
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
 
+from shardwise.errors import ExitCode
 from shardwise.launch.elastic import Team
-from shardwise.launch.forks import POLL_S, Forks, environments
-from shardwise.launch.job import ADDRESS
-from shardwise.launch.server import Server
-from shardwise.train.outliving import Board, Header, Memory
+from shardwise.launch.forks import POLL_S
+from shardwise.launch.node import Node, NodeLost, Start
+from shardwise.train.outliving import Copy, newest
 
 
 @dataclass
@@ -43,22 +46,23 @@ class World:
         """Some rank has ended, and not well."""
         return any(self.codes.values())
 
+    def on(self, node: Node) -> range:
+        """Its ranks on a host."""
+        return range(node.ranks.start, min(node.ranks.stop, len(self.files)))
+
 
 class Worlds:
     """Those of one job.
 
     Args:
-        server: the fork server, which is the ranks' parent.
-        memory: what outlives all of them.
+        nodes: the hosts, in the order of their ranks.
         folder: where ranks leave their errors.
     """
 
-    def __init__(self, server: Server, memory: Memory, folder: Path) -> None:
+    def __init__(self, nodes: Sequence[Node], folder: Path) -> None:
         """See the class."""
-        self.memory, self.folder = memory, folder
+        self.nodes, self.folder = nodes, folder
         self.id = uuid.uuid4().hex
-        self._forks = Forks(server)
-        self._board = Board(memory.board)
         self._worlds: dict[int, World] = {}
         self._started = 0
 
@@ -67,31 +71,39 @@ class Worlds:
         self._started += 1
         job, number, here = team.job, self._started, self.folder / f"world-{self._started}"
         here.mkdir()
-        store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store = TCPStore(job.nodes.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         files = {rank: here / f"error-{rank}.json" for rank in range(team.size)}
-        told = {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
-        envs = [env | told for env in environments(job, store.port)]
-        outliving = {"job": self.id, "memory": asdict(self.memory), "standby": stands_by, "halvings": halvings}
-        self._forks.start(number, job, envs, files, outliving)
+        told = Start(id=self.id, port=store.port, standby=stands_by, restarts=restarts, halvings=halvings)
         world = self._worlds[number] = World(number, team, store, files, stands_by)
+        for node in self.nodes:
+            node.start(number, job, told, files)
         return world
 
-    def order(self, world: World, newest: Header | None) -> None:
-        """Let a world train from the newest copy, or from the beginning."""
-        self._forks.order(world.number, {"count": newest.count, "ranks": newest.ranks} if newest else {"count": 0})
+    def order(self, world: World, copy: Copy | None) -> None:
+        """Let a world train from a copy of the state, or from the beginning."""
+        for node in self.nodes:
+            node.order(world.number, copy)
 
     def signal(self, world: World, number: signal.Signals) -> None:
         """Send it to all ranks."""
         if not world.has_ended:
-            self._forks.signal(world.number, number)
+            for node in self.nodes:
+                node.signal(world.number, number)
 
     def poll(self, wait_s: float = POLL_S) -> None:
-        """Take what the fork server says."""
-        for number, rank, code in self._forks.poll(wait_s):
-            world = self._worlds[number]
-            world.codes[rank] = code
-            if world.is_dropped and world.has_ended:
-                del self._worlds[number]
+        """Take what the hosts say.
+
+        Raises:
+            LaunchError: a fork server, or a host, is gone.
+        """
+        ready = select.select([node.socket for node in self.nodes], [], [], wait_s)[0]
+        for node in self.nodes:
+            for number, rank, code in node.receive() if node.socket in ready else ():
+                world = self._worlds[number]
+                world.codes[rank] = code
+                if world.is_dropped and world.has_ended:
+                    del self._worlds[number]
+            node.watch()
 
     def wait(self, world: World, seconds: float) -> bool:
         """Until all of its ranks have ended; False: not in time."""
@@ -100,13 +112,16 @@ class Worlds:
             self.poll(min(left, POLL_S))
         return world.has_ended
 
-    def bury(self, world: World) -> Header | None:
+    def bury(self, world: World) -> Copy | None:
         """End what is left of a world; the newest copy of the state that all ranks of a world had made."""
         self.signal(world, signal.SIGKILL)
         while not self.wait(world, 10):
             self.signal(world, signal.SIGKILL)
         del self._worlds[world.number]
-        return self.memory.newest()
+        copy = newest({rank: copies for node in self.nodes for rank, copies in node.made().items()})
+        for node in self.nodes:
+            node.keep(copy)
+        return copy
 
     def drop(self, world: World) -> None:
         """End a world that stands by, and forget it."""
@@ -115,15 +130,28 @@ class Worlds:
         if world.has_ended:
             del self._worlds[world.number]
 
+    def kill(self) -> None:
+        """End all ranks that can be reached."""
+        for world in self._worlds.values():
+            for node in self.nodes:
+                with suppress(NodeLost):
+                    node.signal(world.number, signal.SIGKILL)
+
+    def end(self, code: ExitCode) -> None:
+        """The job is over: tell the hosts."""
+        for node in self.nodes:
+            node.end(code)
+
     def trains_since(self, world: World) -> list[int] | None:
         """Since when each rank of a world trains, in ns; None: not all do."""
-        found = [self._board.read(rank) for rank in world.files]
+        found = [words for node in self.nodes for words in node.board(world.on(node)).values()]
         return [since for _, _, since in found] if all(trains == world.number for _, trains, _ in found) else None
 
     def is_ready(self, world: World) -> bool:
         """Whether all ranks of a world that stands by wait for an order."""
-        return not world.codes and all(self._board.read(rank)[0] == world.number for rank in world.files)
+        boards = [node.board(world.on(node)) for node in self.nodes]
+        return not world.codes and all(joined == world.number for board in boards for joined, _, _ in board.values())
 
     def copies(self, world: World) -> int:
         """Number of the newest copy of the state that all ranks have made: one more after each step."""
-        return self.memory.count(world.team.size)
+        return min(node.count(world.on(node)) for node in self.nodes)

@@ -1,8 +1,8 @@
 """`Mirror`: after every step a copy of the state in memory that outlives the ranks; under `--recover` only.
 
-Each part of the state is kept once: ranks that hold the same elements (replicas) share the work, by bytes. So a job
-keeps two copies of the whole state in the host's memory, whatever the number of ranks, and a step pays for copying
-`bytes of the state / ranks` per rank. Two, as a rank may die while it makes one. A copy says where each part lies in
+Each part of the state is kept once per host: ranks of a host that hold the same elements (replicas) share the work, by
+bytes. So a job keeps two copies of what a host's ranks hold in its memory, whatever their number, and a step pays for
+copying `bytes of that / ranks` per rank. Two, as a rank may die while it makes one. A copy says where each part lies in
 its whole tensor, so that another number of ranks under another plan can take it over.
 """
 
@@ -27,7 +27,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
-from shardwise.train.outliving import DATA, Board, Header, Place, Slot, call_process
+from shardwise.train.outliving import DATA, Board, Header, Place, call_process
 from shardwise.train.torch_private import copy_all
 
 Key = tuple[str, Box]
@@ -103,7 +103,7 @@ class Mirror:
         self.recovered_step: int | None = None
         """The step that this process went on from; None: it began, or loaded a checkpoint."""
         self._count = 0
-        self._slots = [Slot(file) for file in place.memory.slots[place.rank]]
+        self._slots = place.memory.pair(place.rank)
         self._signature: tuple[Any, ...] = ()
         self._parts: list[Part] = []
         self._sources: list[Held] = []
@@ -146,8 +146,8 @@ class Mirror:
         Their values are those of no step; `join` brings the right ones.
         """
         names: set[str] = set()
-        for pair in self.place.memory.slots:
-            for slot in map(Slot, pair):
+        for rank in self.place.memory.ranks:
+            for slot in self.place.memory.pair(rank):
                 # the rank that writes it trains on: what was described is sure only while the same copy is there
                 while (before := slot.header()).count:
                     text = slot.text(before)
@@ -192,7 +192,8 @@ class Mirror:
             dist.all_gather_object(everyones, mine)
         self._parts, self._sources, self._targets, self._end = [], [], {}, DATA
         sizes = dict(mine)
-        for key in keepers(everyones)[state.mesh.rank]:
+        here = [rank for rank in self.place.memory.ranks if rank < state.mesh.world]
+        for key in keepers([everyones[rank] for rank in here])[here.index(state.mesh.rank)]:
             part = held[key].part
             self._parts.append(Part(key, part.dtype, part.shape, self._end))
             self._sources.append(held[key])
@@ -216,8 +217,8 @@ class Mirror:
     def _load(self, state: State, count: int, ranks: int) -> None:
         found: dict[str, list[tuple[Part, Tensor]]] = {}
         own: dict[str, Any] = {}
-        for rank, pair in enumerate(self.place.memory.slots[:ranks]):
-            slot = next(slot for slot in map(Slot, pair) if slot.header().count == count)
+        for rank in (rank for rank in self.place.memory.ranks if rank < ranks):
+            slot = next(slot for slot in self.place.memory.pair(rank) if slot.header().count == count)
             header = slot.header()
             description, memory = json.loads(slot.text(header)), slot.data(header.end)
             for part in map(Part.from_json, description["parts"]):

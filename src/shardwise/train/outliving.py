@@ -10,8 +10,9 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 DATA = 4096
 """Where a slot's tensors begin: a page, so that they are aligned."""
@@ -93,49 +94,90 @@ class Board:
         os.pwrite(self.file, _WORDS.pack(joined, trains, since_ns), rank * _RANK_BYTES)
 
 
+@dataclass(frozen=True, order=True)
+class Copy:
+    """A copy of the whole state, of which every rank has made its part."""
+
+    count: int
+    """Number of it."""
+    ranks: int
+    step: int
+
+
+def newest(made: Mapping[int, Collection[Copy]]) -> Copy | None:
+    """The newest copy that every rank of its set has made; None: there is none.
+
+    Args:
+        made: what lies in the slots of each rank.
+
+    >>> newest({0: [Copy(2, 2, 2), Copy(3, 2, 3)], 1: [Copy(2, 2, 2), Copy(1, 2, 1)]})
+    Copy(count=2, ranks=2, step=2)
+    """
+    whole = [copy for copy in {*made.get(0, ())} if all(copy in made.get(rank, ()) for rank in range(copy.ranks))]
+    return max(whole, default=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The files of a job, by number: the same numbers in the supervisor and in all ranks."""
+    """The files of a job on one host, by number: the same numbers in the supervisor and in all ranks."""
 
     board: int
     slots: tuple[tuple[int, int], ...]
-    """The two slots of each rank. A copy goes where the last but one was."""
+    """The two slots of each rank of this host. A copy goes where the last but one was."""
+    first: int = 0
+    """The first rank of this host."""
 
     @classmethod
-    def create(cls, world: int) -> Memory:
+    def create(cls, ranks: range) -> Memory:
         """Make the files; bytes are taken when copies are made.
 
         Raises:
             OSError: no more files can be opened.
         """
-        names = [f"shardwise-rank{rank}-{which}" for rank in range(world) for which in (0, 1)]
+        names = [f"shardwise-rank{rank}-{which}" for rank in ranks for which in (0, 1)]
         files = [os.memfd_create(name, 0) for name in names]
-        return cls(board=os.memfd_create("shardwise-board", 0), slots=tuple(zip(files[::2], files[1::2], strict=True)))
+        slots = tuple(zip(files[::2], files[1::2], strict=True))
+        return cls(board=os.memfd_create("shardwise-board", 0), slots=slots, first=ranks.start)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Memory:
+        """The inverse of `asdict`."""
+        slots = tuple((first, second) for first, second in found["slots"])
+        return cls(board=found["board"], slots=slots, first=found["first"])
 
     @property
     def files(self) -> tuple[int, ...]:
         """All of them."""
         return (self.board, *(file for pair in self.slots for file in pair))
 
-    def newest(self) -> Header | None:
-        """The newest copy that every rank of its set has made; None: there is none. Every other slot is cleared.
+    @property
+    def ranks(self) -> range:
+        """Those of this host."""
+        return range(self.first, self.first + len(self.slots))
 
-        No rank may be running. Ranks are never more than one copy apart: each step has collectives of all.
+    def pair(self, rank: int) -> tuple[Slot, Slot]:
+        """The slots of a rank of this host."""
+        one, other = self.slots[rank - self.first]
+        return Slot(one), Slot(other)
+
+    def made(self) -> dict[int, list[Copy]]:
+        """Of which copies each rank of this host has made its part, at most two.
+
+        Ranks are never more than one copy apart: each step has collectives of all.
         """
-        found = [[(file, Slot(file).header()) for file in pair] for pair in self.slots]
-        made = [{(header.count, header.ranks) for _, header in pair} for pair in found]
-        whole = [
-            key for key in set[tuple[int, int]]().union(*made) if key[0] and all(key in made[r] for r in range(key[1]))
-        ]
-        newest = max(whole, default=(0, 0))
-        for file, header in (each for pair in found for each in pair):
-            if (header.count, header.ranks) != newest:
-                Slot(file).clear()
-        return next((header for _, header in found[0] if header.count and header.count == newest[0]), None)
+        found = {rank: [slot.header() for slot in self.pair(rank)] for rank in self.ranks}
+        return {rank: [Copy(h.count, h.ranks, h.step) for h in pair if h.count] for rank, pair in found.items()}
 
-    def count(self, ranks: int) -> int:
-        """Number of the newest copy that each of the first `ranks` has made; they may be running."""
-        return min(max(Slot(file).header().count for file in pair) for pair in self.slots[:ranks])
+    def keep(self, copy: Copy | None) -> None:
+        """Clear every slot that is not part of a copy. No rank may be running."""
+        for slot in (slot for rank in self.ranks for slot in self.pair(rank)):
+            header = slot.header()
+            if copy is None or (header.count, header.ranks) != (copy.count, copy.ranks):
+                slot.clear()
+
+    def count(self, ranks: range) -> int:
+        """Number of the newest copy that each of these ranks has made; they may be running."""
+        return min(max(slot.header().count for slot in self.pair(rank)) for rank in ranks)
 
     def close(self) -> None:
         """Close this process's files."""
@@ -168,16 +210,11 @@ class Place:
 
     def dump(self) -> str:
         """As text."""
-        memory = {"board": self.memory.board, "slots": self.memory.slots}
-        own = {"job": self.job, "rank": self.rank, "world": self.world, "order": self.order, "streams": self.streams}
-        return json.dumps(own | {"halvings": self.halvings, "memory": memory})
+        return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> Place:
         """The inverse of `dump`."""
         found = json.loads(text)
-        slots: Sequence[Sequence[int]] = found["memory"]["slots"]
-        memory = Memory(board=found["memory"]["board"], slots=tuple((pair[0], pair[1]) for pair in slots))
         streams = tuple(found["streams"]) if found["streams"] else None
-        numbers = {name: found[name] for name in ("job", "rank", "world", "order", "halvings")}
-        return cls(**numbers, memory=memory, streams=streams)
+        return cls(**(found | {"memory": Memory.from_json(found["memory"]), "streams": streams}))
