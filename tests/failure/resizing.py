@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from shardwise.train.windows import shares
+from shardwise.train.windows import WindowSpec, divide, shares
 
 VOCAB, SEQ, ROWS, BATCH = 32, 8, 97, 10
 """97 is prime, and 10 is divided by neither 3 nor 4: no window is even, and no epoch ends with one."""
@@ -50,6 +50,22 @@ class Noisy(torch.nn.Module):
         return self.drop(self.gpt(input_ids))
 
 
+def real_rows(plan: sw.Plan, mesh: sw.Mesh, seen: list[int]) -> list[int]:
+    """Those of the step, of all that the loss has seen: without what was rehearsed before, and what only fills up."""
+    piped = mesh.size("pp") > 1
+    spec = WindowSpec(
+        global_size=BATCH,
+        micro_batches=plan.batch.micro_batches,
+        rank=mesh.batch.rank,
+        ranks=mesh.batch.size,
+        equal_rows=piped,
+    )
+    (layout,) = divide(shares(BATCH, mesh.batch.size), spec)
+    padding = sum(chunk.rows for chunk in layout.chunks if chunk.zero) if piped or mesh.batch.size > 1 else 0
+    stop = len(seen) - padding
+    return seen[max(stop - layout.rows, 0) : max(stop, 0)]  # none but on the last stage of a pipeline
+
+
 def main(plan_text: str, out: str, until: int) -> None:
     plan, folder, pace_s = sw.Plan.load(plan_text), Path(out), float(os.environ.get("PACE_S", "0"))
     torch.manual_seed(0)
@@ -72,9 +88,8 @@ def main(plan_text: str, out: str, until: int) -> None:
         store.load_latest(state)
         with (folder / f"rank-{mesh.rank}").open("a") as log:
             for m in sw.steps(state, loss_fn, until=until, clip=1.0, store=store):
-                own = shares(BATCH, mesh.batch.size)[mesh.batch.rank]  # what was rehearsed before is not trained on
                 facts: dict[str, Any] = {"step": m.step, "world": mesh.world, "share": mesh.batch.rank}
-                facts["seen"] = seen[-own:]  # nothing but on the last stage of a pipeline
+                facts["seen"] = real_rows(plan, mesh, seen)
                 seen.clear()
                 if mesh.is_first:
                     facts |= {"loss": m.loss, "norm": m.grad_norm, "lr": m.lr}

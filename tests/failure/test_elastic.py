@@ -105,18 +105,19 @@ def check_as_undisturbed(world: World, out: Path, until: int) -> None:
 
 def faults(out: Path) -> Iterator[tuple[Path, bytes]]:
     """Files of a run in which one number is another."""
-    path = out / "rank-0"
-    *before, line = path.read_text().splitlines(keepends=True)
-    row = json.loads(line)
-    first, *seen = row["seen"]
-    for fault in (
-        {"loss": row["loss"] * (1 + 1e-9)},
-        {"norm": row["norm"] * (1 + 1e-9)},
-        {"lr": row["lr"] * (1 + 1e-9)},
-        {"seen": [(first + 1) % resizing.ROWS, *seen]},
-        {"step": row["step"] - 1},
+    row = rows_of(out)[-1]
+    sees = next(rank for rank in range(row["world"]) if rows_of(out, rank)[-1]["seen"])  # under pp not the first one
+    first, *seen = rows_of(out, sees)[-1]["seen"]
+    for rank, fault in (
+        (0, {"loss": row["loss"] * (1 + 1e-9)}),
+        (0, {"norm": row["norm"] * (1 + 1e-9)}),
+        (0, {"lr": row["lr"] * (1 + 1e-9)}),
+        (sees, {"seen": [(first + 1) % resizing.ROWS, *seen]}),
+        (0, {"step": row["step"] - 1}),
     ):
-        yield path, "".join([*before, json.dumps(row | fault), "\n"]).encode()
+        path = out / f"rank-{rank}"
+        *before, line = path.read_text().splitlines(keepends=True)
+        yield path, "".join([*before, json.dumps(json.loads(line) | fault), "\n"]).encode()
     state = torch.load(out / "state.pt")
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         largest = max((t for name, t in state.items() if kind_of(name) == kind), key=lambda t: float(t.abs().max()))

@@ -162,8 +162,8 @@ def test_a_second_signal_ends_at_once(stubborn: tuple[subprocess.Popen[str], lis
 def test_when_the_grace_period_is_over_ranks_are_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PATIENT.format(stubborn=True))
     job = f"Job(target={str(tmp_path / 'script.py')!r}, args=({str(tmp_path)!r},), nproc=2, signal_grace_s=1.0)"
-    code = "import sys; from shardwise.launch.job import Job; from shardwise.launch.local import run_local; "
-    process = subprocess.Popen([sys.executable, "-c", code + f"sys.exit(run_local({job}).exit_code)"])
+    code = "import sys; from shardwise.launch.job import Job; from shardwise.launch.programs import run_programs; "
+    process = subprocess.Popen([sys.executable, "-c", code + f"sys.exit(run_programs({job}).exit_code)"])
     end = time.monotonic() + 60
     while not (tmp_path / "ready1").exists() or not (tmp_path / "ready0").exists():
         assert process.poll() is None and time.monotonic() < end

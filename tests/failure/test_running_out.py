@@ -14,8 +14,8 @@ import torch
 from shardwise.errors import ExitCode
 from shardwise.launch.job import Job
 from shardwise.launch.local import Failure, Outcome
-from shardwise.launch.recovery import Bounds, Recovering, Recovery
 from shardwise.launch.recovering import run_recovering
+from shardwise.launch.recovery import Bounds, Recovering, Recovery
 from shardwise.testing.world import World
 from tests.failure import running_out
 

@@ -9,23 +9,23 @@ import sys
 import pytest
 
 from shardwise.errors import ExitCode
-from shardwise.train.outliving import DATA, Board, Header, Memory, Place, Slot
+from shardwise.train.outliving import DATA, Board, Copy, Header, Memory, Place, Slot, newest
 
 
 @pytest.fixture
 def memory() -> Memory:
-    return Memory.create(2)
+    return Memory.create(range(2))
 
 
 def copy(memory: Memory, rank: int, count: int) -> None:
-    slot = Slot(memory.slots[rank][count % 2])
+    slot = memory.pair(rank)[count % 2]
     slot.clear()
     slot.data(DATA + 8)[DATA : DATA + 8] = bytes([count] * 8)
     slot.commit(Header(count, 10 * count, DATA + 8, 0, 2), '{"of": "é"}')
 
 
 def test_a_copy_is_there_when_it_is_complete(memory: Memory) -> None:
-    slot = Slot(memory.slots[0][1])
+    slot = memory.pair(0)[1]
     assert slot.header() == Header(0, 0, 0, 0, 0)
     copy(memory, 0, 1)
     assert slot.header() == Header(1, 10, DATA + 8, 12, 2)
@@ -36,17 +36,33 @@ def test_a_copy_is_there_when_it_is_complete(memory: Memory) -> None:
 
 
 def test_the_newest_copy_is_that_which_all_ranks_have(memory: Memory) -> None:
-    assert memory.newest() is None
+    assert newest(memory.made()) is None
     for rank, count in ((0, 1), (1, 1), (0, 2), (1, 2), (0, 3)):
         copy(memory, rank, count)
-    assert memory.newest() == Header(2, 20, DATA + 8, 12, 2)
+    assert newest(memory.made()) == Copy(count=2, ranks=2, step=20)
+    memory.keep(Copy(count=2, ranks=2, step=20))
     assert [Slot(file).header().count for pair in memory.slots for file in pair] == [2, 0, 2, 0]
 
 
 def test_one_rank_without_a_copy_means_none(memory: Memory) -> None:
     copy(memory, 0, 1)
-    assert memory.newest() is None
-    assert Slot(memory.slots[0][1]).header().count == 0
+    assert newest(memory.made()) is None
+    memory.keep(None)
+    assert memory.pair(0)[1].header().count == 0
+
+
+def test_hosts_have_the_newest_copy_that_all_of_their_ranks_have() -> None:
+    """Each host knows of its own ranks; a copy of half as many ranks does not count for all."""
+    hosts = [Memory.create(range(2)), Memory.create(range(2, 4))]
+    for host in hosts:
+        for rank in host.ranks:
+            for count in (4, 5):
+                host.pair(rank)[count % 2].commit(Header(count, 10 * count, DATA, 0, 4), "")
+    assert hosts[1].ranks == range(2, 4) and hosts[1].count(hosts[1].ranks) == 5
+    hosts[1].pair(3)[1].clear()  # it died while it made the newest
+    made = {rank: copies for host in hosts for rank, copies in host.made().items()}
+    assert newest(made) == Copy(count=4, ranks=4, step=40)
+    assert newest(hosts[0].made()) is None and newest(hosts[1].made()) is None
 
 
 def test_a_copy_outlives_who_wrote_it(memory: Memory) -> None:
@@ -57,8 +73,7 @@ def test_a_copy_outlives_who_wrote_it(memory: Memory) -> None:
         Board(memory.board).write(1, 4, 5, 6)
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    newest = memory.newest()
-    assert newest is not None and newest.count == 1
+    assert newest(memory.made()) == Copy(count=1, ranks=2, step=10)
     assert Board(memory.board).read(1) == (4, 5, 6) and Board(memory.board).read(0) == (0, 0, 0)
 
 

@@ -21,6 +21,7 @@ from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
+from shardwise.launch.local import run_local
 from shardwise.launch.server import server_for
 from shardwise.launch.stopping import catching
 from shardwise.plan.constraints import check, refuse
@@ -99,10 +100,13 @@ def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
 
             outcome = run_recovering(job, recovering, stopping)
         else:
-            with server_for(job) as server:  # it imports what the ranks need, while this process imports its own
-                from shardwise.launch.local import run_local
+            with server_for(job) as server:
+                if server is not None:
+                    outcome = run_local(job, server, stopping)
+                else:
+                    from shardwise.launch.programs import run_programs
 
-                outcome = run_local(job, server, stopping)
+                    outcome = run_programs(job, stopping)
     if outcome.failure is not None:
         typer.echo(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure), err=True)
     return outcome.exit_code

@@ -32,6 +32,8 @@ class Forks:
         """See the class."""
         self.server = server
         self.line = Line(server.line)
+        self._ports: dict[int, int] = {}
+        self._ended: list[tuple[int, int, int]] = []
 
     def start(
         self,
@@ -40,6 +42,7 @@ class Forks:
         environments: list[dict[str, str]],
         files: Mapping[int, Path],
         outliving: Mapping[str, Any] | None = None,
+        opens: bool = False,
     ) -> None:
         """Fork a set of ranks.
 
@@ -49,10 +52,23 @@ class Forks:
             environments: of each rank.
             files: where each rank leaves its error.
             outliving: what ranks need whose state outlives them.
+            opens: have the store opened in which the ranks meet, at the job's port or a free one.
         """
         # what stands after `python -m shardwise.launch.entry`; the fork server is the ranks' parent
         argv = [job.command((rank, path), self.server.pid)[3:] for rank, path in files.items()]
-        self._send("start", number, first=min(files), argv=argv, env=environments, outliving=outliving)
+        store = [job.nodes.address, job.port] if opens else None
+        self._send("start", number, first=min(files), argv=argv, env=environments, store=store, outliving=outliving)
+
+    def port(self, number: int) -> int:
+        """Where the ranks of a set meet whose store was opened here; waits until it is."""
+        while number not in self._ports:
+            self._ended += self.receive()
+        return self._ports[number]
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether there is something to receive that the line does not show."""
+        return bool(self._ended)
 
     def order(self, number: int, order: Mapping[str, Any]) -> None:
         """Tell a set that waits what to go on with."""
@@ -64,18 +80,26 @@ class Forks:
 
     def poll(self, wait_s: float = POLL_S) -> list[tuple[int, int, int]]:
         """Who has ended, after at most so long: see `receive`."""
-        return self.receive() if select.select([self.line.socket], [], [], wait_s)[0] else []
+        return self.receive() if self.has_kept or select.select([self.line.socket], [], [], wait_s)[0] else []
 
     def receive(self) -> list[tuple[int, int, int]]:
         """Who has ended since: number of the set, rank, exit code (negative: the signal); blocks.
 
         Raises:
-            LaunchError: the server is gone.
+            LaunchError: the server is gone, or the store cannot be opened.
         """
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return ended
         try:
-            return [tuple(message["ended"]) for message in self.line.receive()]
+            messages = self.line.receive()
         except (OSError, EOFError):
             raise LaunchError(_SERVER_GONE) from None
+        for number, port, problem in (message["store"] for message in messages if "store" in message):
+            if problem is not None:
+                raise LaunchError(f"cannot open the rendezvous of the ranks: {problem}; choose another port")
+            self._ports[number] = port
+        return [tuple(message["ended"]) for message in messages if "ended" in message]
 
     def _send(self, kind: str, number: int, **rest: Any) -> None:
         try:

@@ -1,43 +1,31 @@
-"""`run_local`: the ranks of a job on this machine, ended by one policy.
+"""`run_local`: the ranks of a job on this machine, ended by one policy. No torch.
 
-Several ranks are forked from a server that has imported torch once (Linux); others are programs of their own, started
-and closed by torch elastic's process contexts. Its agent is not used: on a signal it ends ranks within its own time
-limit and exits with 1, and on a failure it waits 30 s for ranks that hang. Here:
+- The first failure (by time, echoes of lost connections last) is the one reported; the others end within seconds.
+- A first Ctrl-C, SIGTERM or SIGUSR1 is passed to the ranks, which finish their step and save; a second one, or the end
+  of the grace period, kills them.
 
-- the first failure (by time, echoes of lost connections last) is the one reported; the others end within seconds;
-- a first Ctrl-C, SIGTERM or SIGUSR1 is passed to the ranks, which finish their step and save; a second one, or the
-  end of the grace period, kills them.
-
-The rendezvous store lives in this process, on a port that it holds from the start: no race for a free port.
+They are forked from a server that has imported torch once (Linux, several ranks), and meet in a store that it opens;
+or they are programs of their own (`programs.py`), with the same policy.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.forks import POLL_S, Forks, environments
 from shardwise.launch.job import ADDRESS, Job
 from shardwise.launch.server import Server
-from shardwise.launch.stopping import STOP_SIGNALS, Stopping, catching
+from shardwise.launch.stopping import Stopping, catching
 
 _CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTED}
 _ASKED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
@@ -70,7 +58,7 @@ class Outcome:
     failure: Failure | None = None
 
 
-class _Ranks(Protocol):
+class Ranks(Protocol):
     """Processes that run, one per rank."""
 
     def codes(self, wait_s: float) -> dict[int, int]:
@@ -82,44 +70,61 @@ class _Ranks(Protocol):
         ...
 
 
-def run_local(job: Job, server: Server | None = None, stopping: Stopping | None = None) -> Outcome:
-    """Run a job's ranks on this machine until all have ended.
+def run_local(job: Job, server: Server, stopping: Stopping | None = None) -> Outcome:
+    """Fork a job's ranks on this machine, and wait until all have ended. Linux only.
 
-    Cost: importing torch here and in the server, or in each rank (one to three seconds of a core), a poll every 50 ms.
-    Must be called from the main thread (signals). Output of the ranks goes to this process's own streams.
+    Cost: importing torch in the server, once; a poll every 50 ms. Must be called from the main thread (signals). Output
+    of the ranks goes to this process's own streams.
 
     Args:
         job: what they run.
-        server: where they are forked (`server_for(job)`); None: each one is started as any program is.
+        server: where they are forked: `server_for(job)`; without one see `shardwise.launch.programs.run_programs`.
         stopping: of a caller that is `catching` signals already.
 
     Raises:
-        LaunchError: the port is in use, or processes cannot be started.
+        LaunchError: the port is in use, or the server is gone.
 
     Example:
-        >>> run_local(Job(target="train.py", args=("dp2",), nproc=2)).exit_code  # doctest: +SKIP
+        >>> job = Job(target="train.py", args=("dp2",), nproc=2)  # doctest: +SKIP
+        >>> with server_for(job) as server:  # doctest: +SKIP
+        ...     run_local(job, server).exit_code
         <ExitCode.OK: 0>
     """
-    store = _host_store(job)
+    check_port(job)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         files = {rank: Path(folder, f"error-{rank}.json") for rank in range(job.nproc)}
         with catching(stopping) as stopping:
             if stopping.first is not None:
                 return outcome_of({}, files, stopping)
-            if server is not None:
-                codes = _wait(job, _Forked(job, server, store.port, files), stopping)
-            else:
-                with _quiet_elastic(), _started(job, store.port, files, folder) as programs:
-                    codes = _wait(job, programs, stopping)
+            codes = wait_for(job, _Forked(job, server, files), stopping)
         return outcome_of(codes, files, stopping)
+
+
+def check_port(job: Job) -> None:
+    """Refuse a port that is in use: asked first, for torch's own error is a page of C++ frames.
+
+    Raises:
+        LaunchError: it is.
+    """
+    if not job.port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ADDRESS, job.port))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot open the rendezvous on {ADDRESS}:{job.port}: {error.strerror or error}; "
+                f"choose another port, or leave --port out and a free one is taken"
+            ) from None
 
 
 class _Forked:
     """Ranks that the fork server forks."""
 
-    def __init__(self, job: Job, server: Server, port: int, files: Mapping[int, Path]) -> None:
+    def __init__(self, job: Job, server: Server, files: Mapping[int, Path]) -> None:
         self._forks, self._codes = Forks(server), dict[int, int]()
-        self._forks.start(1, job, environments(job, port), files)
+        self._forks.start(1, job, environments(job, job.port), files, opens=True)
 
     def codes(self, wait_s: float) -> dict[int, int]:
         self._codes |= {rank: code for _, rank, code in self._forks.poll(wait_s)}
@@ -129,76 +134,7 @@ class _Forked:
         self._forks.signal(1, number)
 
 
-class _Programs:
-    """Ranks that are programs of their own."""
-
-    def __init__(self, context: SubprocessContext) -> None:
-        self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-
-    def codes(self, wait_s: float) -> dict[int, int]:
-        time.sleep(wait_s)
-        return {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
-
-    def send(self, number: signal.Signals) -> None:
-        for process in self._processes.values():
-            if process.returncode is not None:
-                continue
-            with suppress(ProcessLookupError, PermissionError):
-                if number == signal.SIGKILL:
-                    os.killpg(process.pid, number)  # elastic made each rank the leader of a group
-                else:
-                    os.kill(process.pid, number)
-
-
-def _host_store(job: Job) -> TCPStore:
-    if job.port:
-        # Asked first: torch's own error is a page of C++ frames, and its store may share a port with another one.
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((ADDRESS, job.port))
-            except OSError as error:
-                raise LaunchError(
-                    f"cannot open the rendezvous on {ADDRESS}:{job.port}: {error.strerror or error}; "
-                    f"choose another port, or leave --port out and a free one is taken"
-                ) from None
-    try:
-        return TCPStore(ADDRESS, job.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    except RuntimeError as error:
-        raise LaunchError(
-            f"cannot open the rendezvous on {ADDRESS}:{job.port or 'a free port'}: {str(error).splitlines()[0]}; "
-            f"choose another port"
-        ) from None
-
-
-@contextmanager
-def _started(job: Job, port: int, files: dict[int, Path], folder: str) -> Iterator[_Programs]:
-    previous = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
-    # Elastic installs handlers that raise: held back until ours are in place again, or ranks started so far would
-    # be lost. The ranks inherit the mask; our entry point opens it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        context = start_processes(
-            name="shardwise",
-            entrypoint=sys.executable,
-            args={rank: job.command(reporting=(rank, path))[1:] for rank, path in files.items()},
-            envs=dict(enumerate(environments(job, port))),
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        assert isinstance(context, SubprocessContext)
-    except OSError as error:
-        raise LaunchError(f"cannot start {job.nproc} processes of {sys.executable}: {error}") from error
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    try:
-        yield _Programs(context)
-    finally:
-        context.close(signal.SIGKILL, timeout=2)
-
-
-def _wait(job: Job, ranks: _Ranks, stopping: Stopping) -> dict[int, int]:
+def wait_for(job: Job, ranks: Ranks, stopping: Stopping) -> dict[int, int]:
     """Exit code of every rank."""
     deadline: float | None = None
     told, forwarded = False, 0
@@ -287,15 +223,3 @@ def death(code: int) -> str:
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = {"SIGKILL": " (often the kernel, out of memory: see `dmesg`)", "SIGSEGV": " (a crash in native code)"}
     return f"the process was killed by {name}{hint.get(name, '')}"
-
-
-@contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Elastic logs each signal that it sends as a warning on the user's terminal."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

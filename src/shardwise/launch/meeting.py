@@ -130,8 +130,12 @@ def meeting_place(job: Job, stopping: Stopping) -> Store:
 
 def _introduce(job: Job, said: dict[str, Any]) -> Line:
     line = Line(socket.create_connection((said["host"], said["port"]), timeout=_TRY_S))
-    line.send({"word": said["word"], "node": job.nodes.index, **_identity(job)})
-    answer = line.first()
+    try:
+        line.send({"word": said["word"], "node": job.nodes.index, **_identity(job)})
+        answer = line.first()
+    except (OSError, EOFError, ValueError):
+        line.socket.close()
+        raise
     if "refused" in answer:
         raise LaunchError(_unlike(f"node {job.nodes.index}", answer["refused"]))
     line.socket.settimeout(SILENT_S)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.errors import ExitCode, LaunchError
+from shardwise.errors import ExitCode
 from shardwise.launch.forks import Forks, environments
 from shardwise.launch.job import Job
 from shardwise.launch.server import Server
@@ -25,16 +25,12 @@ class Start:
 
     id: str
     """Of the job: 32 hexadecimal digits."""
-    port: int
-    """Where they meet."""
+    port: int = 0
+    """Where they meet; 0: the host that is told so opens the store."""
     standby: bool
     restarts: int
     halvings: int
     """How often micro-batches are to be halved at least."""
-
-
-class NodeLost(LaunchError):
-    """A host of the job is gone, or cannot be reached."""
 
 
 class Node(Protocol):
@@ -50,8 +46,13 @@ class Node(Protocol):
         """All that there can be here."""
         ...
 
-    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
-        """Fork those of a new set.
+    @property
+    def has_kept(self) -> bool:
+        """Whether there is something to `receive` that the socket does not show."""
+        ...
+
+    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> int:
+        """Fork those of a new set; where they meet, if there are several hosts.
 
         Args:
             number: of the set.
@@ -77,12 +78,12 @@ class Node(Protocol):
         """Called often: see whether the host is still there.
 
         Raises:
-            NodeLost: it is not.
+            LaunchError: it is not.
         """
         ...
 
-    def end(self, code: ExitCode) -> None:
-        """The job is over, with this exit code."""
+    def end(self, code: ExitCode, why: str) -> None:
+        """The job is over, with this exit code; why, if it was ended here."""
         ...
 
     def board(self, ranks: Iterable[int]) -> Mapping[int, tuple[int, int, int]]:
@@ -116,13 +117,20 @@ class Here:
         self._forks, self._board = Forks(server), Board(memory.board)
         self.socket = self._forks.line.socket
 
-    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
+    @property
+    def has_kept(self) -> bool:
+        """See `Node`."""
+        return self._forks.has_kept
+
+    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> int:
         """See `Node`."""
         more = {"TORCHELASTIC_RESTART_COUNT": str(told.restarts)}
         envs = [env | more for env in environments(job, told.port)]
         outliving: dict[str, Any] = {"job": told.id, "standby": told.standby, "halvings": told.halvings}
         own = {rank: files[rank] for rank in job.ranks}
-        self._forks.start(number, job, envs, own, outliving | {"memory": asdict(self.memory)})
+        outliving["memory"] = asdict(self.memory)
+        self._forks.start(number, job, envs, own, outliving, opens=not told.port)
+        return told.port or (self._forks.port(number) if job.nodes.count > 1 else 0)
 
     def order(self, number: int, copy: Copy | None) -> None:
         """See `Node`."""
@@ -139,7 +147,7 @@ class Here:
     def watch(self) -> None:
         """See `Node`: it is."""
 
-    def end(self, code: ExitCode) -> None:
+    def end(self, code: ExitCode, why: str) -> None:
         """See `Node`: its supervisor knows."""
 
     def board(self, ranks: Iterable[int]) -> Mapping[int, tuple[int, int, int]]:

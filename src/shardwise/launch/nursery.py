@@ -3,11 +3,13 @@
 A process of its own, for it must stay what its ranks are forked from: one thread, no accelerator opened. It starts
 sets of ranks ("worlds"), passes orders and signals on, and says who has ended. Every message is a line of JSON:
 
-    {"do": "start", "world": 1, "first": 0, "argv": [[...], ...], "env": [{...}, ...], "outliving": null}
+    {"do": "start", "world": 1, "first": 0, "argv": [[...], ...], "env": [{...}, ...], "store": null, "outliving": null}
     {"do": "order", "world": 1, "order": {...}}            {"do": "signal", "world": 1, "signal": 9}
     {"ended": [1, rank, exit code]}                         # from here; negative: the signal, as `subprocess` says it
+    {"store": [1, port, problem]}
 
-`first` is the first rank; `outliving` is what ranks need whose state outlives them: {"job": "...", "memory": {...},
+`first` is the first rank; `store` is [address, port]: where the store shall be opened in which the ranks meet, by a
+process of its own; `outliving` is what ranks need whose state outlives them: {"job": "...", "memory": {...},
 "standby": false, "halvings": 0}. When the launcher is gone the ranks get SIGTERM (they finish the step, save and end),
 and seconds later SIGKILL.
 """
@@ -29,6 +31,7 @@ from typing import Any
 
 from shardwise.launch.entry import main as enter
 from shardwise.launch.environment import RECOVER
+from shardwise.launch.keeper import keep_store
 from shardwise.launch.lines import Line
 from shardwise.launch.stopping import STOP_SIGNALS
 from shardwise.launch.variables import set_variables
@@ -57,6 +60,8 @@ class Nursery:
         self.ranks: list[_Rank] = []
         self.orders: dict[int, list[int]] = {}
         """World -> the pipes on which its ranks wait for what to do."""
+        self.stores: dict[int, int] = {}
+        """World -> the process that keeps the store in which its ranks meet."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(line.socket, selectors.EVENT_READ)
 
@@ -74,6 +79,8 @@ class Nursery:
             if self.line.socket.fileno() in self._selector.get_map():
                 self._selector.unregister(self.line.socket)
         self._send_signal(None, signal.SIGKILL)
+        for world in list(self.stores):
+            self._close_store(world)
 
     def reap(self, ready: set[int]) -> None:
         """Say which ranks have ended, with what they had started themselves: data workers."""
@@ -86,6 +93,7 @@ class Nursery:
             self.ranks.remove(rank)
             if not any(other.world == rank.world for other in self.ranks):
                 self._close_orders(rank.world)
+                self._close_store(rank.world)
             with suppress(OSError):  # nobody listens any more
                 self.line.send({"ended": [rank.world, rank.rank, code]})
 
@@ -118,19 +126,41 @@ class Nursery:
 
     def _start(self, world: int, message: dict[str, Any]) -> None:
         self.orders[world] = []
+        told = self._open_store(world, *message["store"]) if message["store"] else {}
         for rank, (argv, env) in enumerate(zip(message["argv"], message["env"], strict=True), message["first"]):
             read, write = os.pipe()
             self.orders[world].append(write)
             place = _place(world, rank, read, message["outliving"]) if message["outliving"] else None
             pid = os.fork()
             if not pid:
-                self._become(rank, argv, env, place)
+                self._become(rank, argv, env | told, place)
             with suppress(PermissionError, ProcessLookupError):  # it does the same; whoever is first
                 os.setpgid(pid, pid)
             os.close(read)
             watch = os.pidfd_open(pid)
             self._selector.register(watch, selectors.EVENT_READ)
             self.ranks.append(_Rank(world, rank, pid, watch))
+
+    def _open_store(self, world: int, address: str, port: int) -> dict[str, str]:
+        """Have a process open a set's store, and say where it is; the variable that its ranks read."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(read)
+            keep_store(address, port, write, os.getppid())
+        os.close(write)
+        self.stores[world] = pid
+        with os.fdopen(read) as file:
+            found = json.loads(file.readline() or '{"port": 0, "problem": "its process has ended"}')
+        with suppress(OSError):  # nobody listens any more
+            self.line.send({"store": [world, found["port"], found["problem"]]})
+        return {"MASTER_PORT": str(found["port"])}
+
+    def _close_store(self, world: int) -> None:
+        pid = self.stores.pop(world, None)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _become(self, rank: int, argv: list[str], env: dict[str, str], place: Place | None) -> None:
         """In the new process: a rank. Ends by SystemExit, as a program does: exit handlers run."""

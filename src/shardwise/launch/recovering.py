@@ -6,12 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardwise.errors import ExitCode, LaunchError
+from shardwise.errors import LaunchError
 from shardwise.launch.elastic import Fleet
 from shardwise.launch.job import Job
 from shardwise.launch.local import Outcome, outcome_of
 from shardwise.launch.meeting import Asked, gather, join, meeting_place
-from shardwise.launch.node import Here, NodeLost
+from shardwise.launch.node import Here
 from shardwise.launch.recovery import Recovering
 from shardwise.launch.server import can_fork, fork_server
 from shardwise.launch.stopping import Stopping, catching
@@ -75,13 +75,11 @@ def run_recovering(job: Job, policy: Recovering, stopping: Stopping | None = Non
 
 def _lead(supervisor: Supervisor) -> Outcome:
     """Run the job, and tell the other hosts how it ended."""
-    code = ExitCode.LAUNCH
     try:
         outcome = supervisor.run()
-        code = outcome.exit_code
-        return outcome
-    except NodeLost:
+    except LaunchError as error:
         supervisor.worlds.kill()  # what they are doing cannot be finished
+        supervisor.worlds.end(error.exit_code, str(error))
         raise
-    finally:
-        supervisor.worlds.end(code)
+    supervisor.worlds.end(outcome.exit_code)
+    return outcome

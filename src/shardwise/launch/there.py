@@ -4,7 +4,7 @@ The first host decides; the others do what `Node` says and tell what happens, a 
 
     {"do": "start", "world": 1, "told": {...}}     {"do": "order", "world": 1, "copy": [count, ranks, step]}
     {"do": "signal", "world": 1, "signal": 9}      {"do": "made"}      {"do": "keep", "copy": null}
-    {"do": "end", "code": 0}                       {"do": "alive"}     # nothing else to say
+    {"do": "end", "code": 0, "why": ""}            {"do": "alive"}     # nothing else to say
 
     {"ended": [world, rank, exit code, error]}     {"made": {rank: [[count, ranks, step]]}}
     {"board": {rank: [joined, trains]}, "count": 3}     {"asked": [signal, how often]}     {"lost": "why"}
@@ -28,7 +28,7 @@ from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.job import Job
 from shardwise.launch.lines import Line
 from shardwise.launch.local import Outcome
-from shardwise.launch.node import Ended, Here, NodeLost, Start
+from shardwise.launch.node import Ended, Here, Start
 from shardwise.launch.stopping import Stopping
 from shardwise.train.outliving import Copy
 
@@ -61,10 +61,16 @@ class There:
         self._made: list[dict[int, list[Copy]]] = []
         self._heard = self._spoke = time.monotonic()
 
-    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
+    @property
+    def has_kept(self) -> bool:
+        """See `Node`."""
+        return bool(self._ended)
+
+    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> int:
         """See `Node`. What runs there is that host's own job."""
         self._files[number] = files
         self._send(do="start", world=number, told=asdict(told))
+        return told.port
 
     def order(self, number: int, copy: Copy | None) -> None:
         """See `Node`."""
@@ -78,8 +84,10 @@ class There:
         """See `Node`.
 
         Raises:
-            NodeLost: the connection has ended, or the host says that it must end.
+            LaunchError: the connection has ended, or the host says that it must end.
         """
+        if self._ended:
+            return self._taken()
         try:
             messages = self._line.receive()
         except (OSError, EOFError, ValueError) as error:
@@ -87,6 +95,9 @@ class There:
         self._heard = time.monotonic()
         for message in messages:
             self._take(message)
+        return self._taken()
+
+    def _taken(self) -> list[Ended]:
         ended, self._ended = self._ended, []
         return ended
 
@@ -121,10 +132,10 @@ class There:
         self._count = copy.count if copy is not None else 0
         self._send(do="keep", copy=_words(copy))
 
-    def end(self, code: ExitCode) -> None:
-        """The job is over: the supervisor there exits with this code. Best effort."""
-        with suppress(NodeLost):
-            self._send(do="end", code=int(code))
+    def end(self, code: ExitCode, why: str) -> None:
+        """See `Node`: the supervisor there exits with this code, if it can still be reached."""
+        with suppress(LaunchError):
+            self._send(do="end", code=int(code), why=why)
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ended" in message:
@@ -152,9 +163,9 @@ class There:
         except OSError as error:
             raise self._lost(f"its connection has ended ({error})") from None
 
-    def _lost(self, why: str) -> NodeLost:
+    def _lost(self, why: str) -> LaunchError:
         ranks = f"ranks {self.ranks.start} to {self.ranks.stop - 1}"
-        return NodeLost(
+        return LaunchError(
             f"node {self.index} ({self.name}, {ranks}) is lost: {why}; needed every host, for its part of the state "
             "is nowhere else; the ranks of all hosts are ended; start again: the job goes on from its last checkpoint "
             "(torchrun does so with --max-restarts, and with fewer hosts where --nnodes and --elastic allow them)"
@@ -194,6 +205,8 @@ class _Following:
             here.keep(copy)
         elif kind == "end":
             self.kill()
+            if message["why"]:
+                raise LaunchError(f"node {self.job.nodes.index}: the first host has ended the job: {message['why']}")
             return ExitCode(message["code"])
         return None
 
@@ -233,8 +246,7 @@ def follow(job: Job, here: Here, line: Line, folder: Path, stopping: Stopping) -
         stopping: signals that have come here; the first host hears of them.
 
     Raises:
-        NodeLost: the first host is gone, or cannot be reached.
-        LaunchError: the fork server has died.
+        LaunchError: the first host is gone, cannot be reached, or has ended the job; or the fork server has died.
     """
     following = _Following(job, here, line, folder)
     try:
@@ -255,7 +267,7 @@ def follow(job: Job, here: Here, line: Line, folder: Path, stopping: Stopping) -
         raise
     except (OSError, EOFError, ValueError) as error:
         following.kill()
-        raise NodeLost(
+        raise LaunchError(
             f"node {job.nodes.index}: the first host of the job ({job.nodes.address}) is lost: "
             f"{error or 'it has closed its connection'}; the ranks of this host are ended: none trains on alone; look "
             "there for the cause, and start again: the job goes on from its last checkpoint"

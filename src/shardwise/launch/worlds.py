@@ -8,16 +8,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
-
-from shardwise.errors import ExitCode
+from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.elastic import Team
 from shardwise.launch.forks import POLL_S
-from shardwise.launch.node import Node, NodeLost, Start
+from shardwise.launch.node import Node, Start
 from shardwise.train.outliving import Copy, newest
 
 
@@ -27,7 +24,6 @@ class World:
 
     number: int
     team: Team
-    store: TCPStore
     files: dict[int, Path]
     """Where each rank leaves its error."""
     stands_by: bool
@@ -71,12 +67,11 @@ class Worlds:
         self._started += 1
         job, number, here = team.job, self._started, self.folder / f"world-{self._started}"
         here.mkdir()
-        store = TCPStore(job.nodes.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         files = {rank: here / f"error-{rank}.json" for rank in range(team.size)}
-        told = Start(id=self.id, port=store.port, standby=stands_by, restarts=restarts, halvings=halvings)
-        world = self._worlds[number] = World(number, team, store, files, stands_by)
-        for node in self.nodes:
-            node.start(number, job, told, files)
+        told = Start(id=self.id, standby=stands_by, restarts=restarts, halvings=halvings)
+        world = self._worlds[number] = World(number, team, files, stands_by)
+        for node in self.nodes:  # the first one opens the store in which all meet
+            told = replace(told, port=node.start(number, job, told, files))
         return world
 
     def order(self, world: World, copy: Copy | None) -> None:
@@ -96,9 +91,11 @@ class Worlds:
         Raises:
             LaunchError: a fork server, or a host, is gone.
         """
+        if any(node.has_kept for node in self.nodes):
+            wait_s = 0.0
         ready = select.select([node.socket for node in self.nodes], [], [], wait_s)[0]
         for node in self.nodes:
-            for number, rank, code in node.receive() if node.socket in ready else ():
+            for number, rank, code in node.receive() if node.has_kept or node.socket in ready else ():
                 world = self._worlds[number]
                 world.codes[rank] = code
                 if world.is_dropped and world.has_ended:
@@ -134,13 +131,13 @@ class Worlds:
         """End all ranks that can be reached."""
         for world in self._worlds.values():
             for node in self.nodes:
-                with suppress(NodeLost):
+                with suppress(LaunchError):
                     node.signal(world.number, signal.SIGKILL)
 
-    def end(self, code: ExitCode) -> None:
-        """The job is over: tell the hosts."""
+    def end(self, code: ExitCode, why: str = "") -> None:
+        """The job is over, with this exit code; tell the hosts, and why it was ended here."""
         for node in self.nodes:
-            node.end(code)
+            node.end(code, why)
 
     def trains_since(self, world: World) -> list[int] | None:
         """Since when each rank of a world trains, in ns; None: not all do."""

@@ -1,0 +1,43 @@
+"""`keep_store`: the process that holds the store in which a set of ranks meets; forked where torch is imported already.
+
+So the launcher needs no torch, and the port is held from the moment on that it is known: no race for a free one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+from datetime import timedelta
+from typing import NoReturn
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
+
+from shardwise.train.outliving import call_process
+
+_PR_SET_PDEATHSIG = 1
+
+
+def keep_store(address: str, port: int, told: int, parent: int) -> NoReturn:
+    """Open a store, say where, and hold it until this process is ended, or its parent is gone.
+
+    Args:
+        address: where ranks look for it.
+        port: the wanted one; 0: a free one.
+        told: file that gets a line of JSON: the port, and the problem, if there is one.
+        parent: the process without which it ends.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    problem = None
+    try:
+        call_process("store")
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        port = store.port
+    except Exception as error:  # whatever it is, the launcher says it
+        problem = f"{address}:{port or 'a free port'}: {str(error).splitlines()[0]}"
+    os.write(told, json.dumps({"port": port, "problem": problem}).encode() + b"\n")
+    os.close(told)
+    if problem is None and os.getppid() == parent:
+        signal.pause()  # its threads serve
+    os._exit(0)

@@ -1,0 +1,252 @@
+"""`--recover` over several hosts, played by launchers on this one: each has its own ranks, memory and fork server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from shardwise.cli.nodes import ranks_per_host
+from shardwise.errors import ExitCode, LaunchError, UsageError
+from shardwise.launch import meeting
+from shardwise.launch.job import Job, Nodes
+from shardwise.launch.lines import Line
+from shardwise.launch.stopping import Stopping
+from shardwise.testing.killer import Killer
+from shardwise.testing.world import World
+from tests.failure import recovering
+from tests.failure.test_recovery import SCRIPT, events_of, finish, last_step, log_of, wait_for_new_step, wait_for_steps
+
+HOSTS = 2
+CONF = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def place_of(host: int, port: int) -> dict[str, str]:
+    """What a launcher says to the one process that it starts on a host."""
+    names = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(HOSTS)}
+    return {**os.environ, **names, "MASTER_PORT": str(port), "RANK": str(host), "PACE_S": "0.02"}
+
+
+def start_host(host: int, port: int, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardwise", *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=place_of(host, port))
+
+
+def start_run(out: Path, plan: str) -> list[subprocess.Popen[str]]:
+    out.mkdir(exist_ok=True)
+    words = ("run", "--recover", "--events", str(out / "events"), str(SCRIPT), plan, "--", str(out), "1000000")
+    port = free_port()
+    return [start_host(host, port, *words) for host in range(HOSTS)]
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return [c for c in psutil.Process(process.pid).children(recursive=True) if c.name().startswith("rank ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "blows"),
+    [
+        ("fsdp4", 6),
+        pytest.param("dp4", 40, marks=pytest.mark.soak),
+        pytest.param("dp2 tp2", 40, marks=pytest.mark.soak),
+        pytest.param("pp2 fsdp2 / 1f1b mb2", 40, marks=pytest.mark.soak),
+    ],
+)
+def test_kills_on_all_hosts_change_no_bit(world: World, tmp_path: Path, plan: str, blows: int) -> None:
+    here, there = tmp_path / "undisturbed", tmp_path / "killed"
+    here.mkdir()
+    hosts = start_run(there, plan)
+    wait_for_steps(hosts[0], there, 2)
+    assert [sorted(c.name() for c in ranks_of(host)) for host in hosts] == [["rank 0", "rank 1"], ["rank 2", "rank 3"]]
+    killers = [Killer(host.pid, seed=7 + host.pid % 2, mean_pause_s=0.3) for host in hosts]
+    draw = random.Random(7)
+    while sum(len(killer.blows) for killer in killers) < blows:
+        killer = draw.choice(killers)
+        killer.run(len(killer.blows) + draw.randint(1, 3), while_true=lambda: hosts[0].poll() is None)
+        wait_for_new_step(hosts[0], there)
+    hosts[1].send_signal(signal.SIGTERM)  # whichever host is asked to end
+    ended = [finish(host) for host in hosts]
+    assert [code for code, _ in ended] == [ExitCode.TERMINATED] * HOSTS, ended
+    assert "recovery 1: rank " in ended[0][1] and ended[1][1] == ""  # the first host speaks for all
+    last = last_step(there)
+    world(4, recovering.main, plan, str(here), last, timeout_s=60 + last)
+    assert sorted(set(log_of(there)), key=lambda line: int(line.split()[0])) == log_of(here)
+    for rank in range(4):
+        assert (there / f"digest-{rank}").read_text() == (here / f"digest-{rank}").read_text()
+
+
+def test_a_host_that_is_silent_or_gone_ends_the_job_on_all(tmp_path: Path) -> None:
+    """Nobody trains on alone: neither those that hear nothing, nor the one that was not heard."""
+    silent, gone = start_run(tmp_path / "silent", "fsdp4"), start_run(tmp_path / "gone", "fsdp4")
+    wait_for_steps(silent[0], tmp_path / "silent", 2)
+    wait_for_steps(gone[0], tmp_path / "gone", 2)
+    everyone = [rank for host in (*silent, *gone) for rank in ranks_of(host)]
+    silent[1].send_signal(signal.SIGSTOP)
+    gone[1].kill()
+    for hosts, why in ((gone, "its connection has ended"), (silent, "nothing was heard of it for 15 s")):
+        code, err = finish(hosts[0], 40)
+        assert code == ExitCode.LAUNCH, err
+        assert f"node 1 (127.0.0.1, ranks 2 to 3) is lost: {why}" in err and "from its last checkpoint" in err
+    silent[1].send_signal(signal.SIGCONT)
+    code, err = finish(silent[1])
+    assert code == ExitCode.LAUNCH, err
+    assert "node 1: the first host has ended the job: node 1 (127.0.0.1" in err
+    finish(gone[1])
+    assert not psutil.wait_procs(everyone, timeout=25)[1]
+
+
+@pytest.mark.soak  # in every run: what it is made of, above and below
+def test_torchrun_starts_supervisors_that_recover_and_starts_them_again(tmp_path: Path) -> None:
+    port = free_port()
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=5"]
+    agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", f"--rdzv-conf={CONF}"]
+    run = ["-m", "shardwise", "run", "--recover", "--events", str(tmp_path / "events"), str(SCRIPT), "dp4"]
+    env = {**os.environ, "PACE_S": "0.05", "OMP_NUM_THREADS": "1"}
+    command = [*agent, *run, "--", str(tmp_path), "1000000"]
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) for _ in range(HOSTS)]
+    wait_for_steps(agents[0], tmp_path, 8)
+    ranks_of(agents[1])[0].kill()
+    wait_for_new_step(agents[0], tmp_path)
+    assert len(events_of(tmp_path)) == 1
+    before = len(log_of(tmp_path))
+    psutil.Process(agents[1].pid).children()[0].kill()  # a host's supervisor: its copies are gone with it
+    wait_for_steps(agents[0], tmp_path, before + 8)
+    for process in agents:
+        process.send_signal(signal.SIGTERM)
+    for process in agents:
+        finish(process)
+    steps = [int(line.split()[0]) for line in log_of(tmp_path)]
+    (again,) = (now for last, now in itertools.pairwise(steps) if now < last)
+    assert again % 5 == 1 and steps[-1] >= again + 8  # after the newest checkpoint
+
+
+def test_the_train_verb_recovers_over_hosts(tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "a"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    sizes = "--model tiny --layers 2 --dim 32 --heads 2 --ffn 48 --seq 32 --batch 4 --plan fsdp2 --steps 60 --no-sample"
+    words = [
+        "train",
+        "--recover",
+        "--data",
+        str(text),
+        *sizes.split(),
+        "--eval-every",
+        "0",
+        "--json",
+        "--out",
+        str(out),
+    ]
+    port, metrics = free_port(), out / "metrics.jsonl"
+    hosts = [start_host(host, port, *words) for host in range(HOSTS)]
+    end = time.monotonic() + 100
+    while not metrics.exists() or metrics.read_text().count("grad_norm") < 4:
+        assert hosts[0].poll() is None and time.monotonic() < end, [finish(host, 5) for host in hosts]
+        time.sleep(0.01)
+    ranks_of(hosts[1])[0].kill()
+    ended = [finish(host) for host in hosts]
+    assert [code for code, _ in ended] == [ExitCode.OK] * HOSTS, ended
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert max(row["step"] for row in rows) == 60
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "recovery"]
+    assert event["rank"] == 1 and event["step"] >= 3
+
+
+def test_hosts_that_do_not_run_the_same_refuse(tmp_path: Path) -> None:
+    port = free_port()
+    hosts = [
+        start_host(host, port, "run", "--recover", str(SCRIPT), "dp2", "--", str(tmp_path), steps)
+        for host, steps in enumerate(("5", "6"))
+    ]
+    for code, err in (finish(host) for host in hosts):
+        assert code == ExitCode.LAUNCH
+        assert "node 1" in err and "'6'], needed ['dp2'" in err and "the same command" in err
+
+
+def test_what_cannot_be_divided_over_hosts_is_refused() -> None:
+    with pytest.raises(UsageError, match="a plan of 3 processes for 2 hosts, needed as many on each; give a plan of 4"):
+        ranks_per_host(Nodes(count=2), 3)
+    port = free_port()
+    code, err = finish(start_host(0, port, "run", "--recover", "--elastic", "1:4", str(SCRIPT), "dp4"))
+    assert code == ExitCode.USAGE and "found 2 hosts and no --nproc" in err
+    code, err = finish(start_host(0, port, "train", "--recover", "--elastic", "1:4", "--plan", "dp4"))
+    assert code == ExitCode.USAGE and "needed one: how many processes a host has" in err
+
+
+def job_of(host: int) -> Job:
+    return Job(target=str(SCRIPT), args=("dp4",), nproc=2, nodes=Nodes(index=host, count=HOSTS, init="tcp://x:1"))
+
+
+def test_hosts_meet_though_the_store_has_the_place_of_a_start_before() -> None:
+    store, found = HashStore(), list[Line]()
+    store.set("shardwise/supervisors", json.dumps({"host": "127.0.0.1", "port": free_port(), "word": "ab"}))
+    joins = threading.Thread(target=lambda: found.append(meeting.join(job_of(1), store, Stopping())))
+    joins.start()
+    time.sleep(0.3)
+    (there,) = meeting.gather(job_of(0), store, Stopping())
+    joins.join()
+    assert (there.index, there.ranks, there.name) == (1, range(2, 4), "127.0.0.1")
+    there.order(3, None)
+    assert found[0].first() == {"do": "order", "world": 3, "copy": None}
+    there.socket.close()
+    found[0].socket.close()
+
+
+def test_who_does_not_know_the_word_is_sent_away() -> None:
+    store, found = HashStore(), list[Any]()
+    gathers = threading.Thread(target=lambda: found.extend(meeting.gather(job_of(0), store, Stopping())))
+    gathers.start()
+    place = json.loads(store.get("shardwise/supervisors"))
+    for said in (b'{"word": "guess", "node": 1}\n', b'{"node": 1}\n', b"[1]\n", b"GET / HTTP/1.1\r\n\r\n", b""):
+        with socket.create_connection((place["host"], place["port"]), timeout=5) as connection:
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+    assert not found
+    line = meeting.join(job_of(1), store, Stopping())
+    gathers.join()
+    assert [there.index for there in found] == [1] and not line.has_kept
+    found[0].socket.close()
+    line.socket.close()
+
+
+def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEET_S", 0.5)
+    with pytest.raises(LaunchError, match="found 1 of 2 hosts, without node 1; waited 0.5 s"):
+        meeting.gather(job_of(0), HashStore(), Stopping())
+    with pytest.raises(LaunchError, match="node 1: found no supervisor of the first host"):
+        meeting.join(job_of(1), HashStore(), Stopping())
+    asked = Stopping()
+    asked.on_signal(signal.SIGTERM, None)
+    for wait in (meeting.gather, meeting.join):
+        with pytest.raises(meeting.Asked):
+            wait(job_of(0), HashStore(), asked)
+
+
+def test_what_all_hosts_are_sent_counts_once() -> None:
+    stopping = Stopping()
+    stopping.on_signal(signal.SIGTERM, None)
+    stopping.hear(signal.SIGTERM, 1)
+    assert (stopping.count, stopping.killed) == (1, False)
+    stopping.hear(signal.SIGTERM, 2)
+    assert (stopping.count, stopping.killed, stopping.forward) == (2, True, signal.SIGKILL)
