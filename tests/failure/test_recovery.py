@@ -71,17 +71,17 @@ def events_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "events").read_text().splitlines()]
 
 
-def survives(world: World, folder: Path, plan: str, *, blows: int) -> None:
+def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
     """Kill ranks of one run, end it, and compare it with one that nobody disturbs, started by another launcher."""
     ranks, here, there = sw.Plan.parse(plan).world, folder / "undisturbed", folder / "killed"
     here.mkdir()
     there.mkdir()
     process = start(there, SCRIPT, plan, "--", str(there), str(recovering.FOR_EVER), PACE_S="0.02")
-    killer = Killer(process.pid, seed=7, mean_pause_s=0.4)
+    killer = Killer(process.pid, seed=7, mean_pause_s=0.3, double=0.5)
     wait_for_steps(process, there, 2)
     draw = random.Random(7)
-    while len(killer.blows) < blows:  # ten deaths without a step end a job: a slow machine gets one in between
-        killer.run(min(blows, len(killer.blows) + draw.randint(1, 6)), while_true=lambda: process.poll() is None)
+    while killer.kills < kills:  # ten deaths without a step end a job: a slow machine gets one in between
+        killer.run(len(killer.blows) + draw.randint(1, 6), while_true=lambda: process.poll() is None)
         wait_for_new_step(process, there)
     wait_for_new_step(process, there)
     process.send_signal(signal.SIGTERM)
@@ -91,7 +91,7 @@ def survives(world: World, folder: Path, plan: str, *, blows: int) -> None:
     world(ranks, recovering.main, plan, str(here), last, timeout_s=60 + last)
     expected, events = log_of(here), events_of(there)
     seconds = [event["seconds"] for event in events]
-    told = f"{len(killer.blows)} blows, {len(events)} recoveries, {last} steps"
+    told = f"{killer.kills} kills in {len(killer.blows)} blows, {len(events)} recoveries, {last} steps"
     print(f"{plan}: {told}, median {statistics.median(seconds):.3f} s")
     assert [(there / f"digest-{rank}").read_text() for rank in range(ranks)] == [
         (here / f"digest-{rank}").read_text() for rank in range(ranks)
@@ -102,21 +102,21 @@ def survives(world: World, folder: Path, plan: str, *, blows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plan", "blows"),
+    ("plan", "kills"),
     [
         ("dp4", 200),
         pytest.param("fsdp2 tp2", 10, marks=pytest.mark.soak),
         pytest.param("pp2 fsdp2 / 1f1b mb2", 10, marks=pytest.mark.soak),
         *(
-            pytest.param(plan, blows, marks=pytest.mark.soak)
-            for plan, blows in [
+            pytest.param(plan, kills, marks=pytest.mark.soak)
+            for plan, kills in [
                 ("dp4", 1000), ("fsdp4", 200), ("tp4", 200), ("pp4 / 1f1b mb4", 200), ("dp2 fsdp2", 200)
             ]
         ),
     ],
 )  # fmt: skip
-def test_kills_change_no_bit(world: World, tmp_path: Path, plan: str, blows: int) -> None:
-    survives(world, tmp_path, plan, blows=blows)
+def test_kills_change_no_bit(world: World, tmp_path: Path, plan: str, kills: int) -> None:
+    survives(world, tmp_path, plan, kills=kills)
 
 
 def test_all_ranks_at_once_lose_nothing(world: World, tmp_path: Path) -> None:

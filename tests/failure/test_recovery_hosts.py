@@ -6,12 +6,14 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,56 @@ def test_what_all_hosts_are_sent_counts_once() -> None:
     assert (stopping.count, stopping.killed) == (1, False)
     stopping.hear(signal.SIGTERM, 2)
     assert (stopping.count, stopping.killed, stopping.forward) == (2, True, signal.SIGKILL)
+
+
+def can_have_networks() -> bool:
+    """Whether network namespaces can be made here."""
+    probe = ["ip", "netns", "exec", "shardwise-probe", "true"]
+    try:
+        made = subprocess.run(["ip", "netns", "add", "shardwise-probe"], capture_output=True).returncode == 0
+        return made and subprocess.run(probe, capture_output=True).returncode == 0
+    except OSError:
+        return False
+    finally:
+        if shutil.which("ip"):
+            subprocess.run(["ip", "netns", "del", "shardwise-probe"], capture_output=True)
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two hosts' networks, joined by a wire: 10.79.0.1 and 10.79.0.2."""
+    if not can_have_networks():
+        pytest.skip("needs network namespaces: root and `ip`")
+    names = [f"shardwise-{os.getpid()}-{host}" for host in range(HOSTS)]
+    words = [f"netns add {name}" for name in names]
+    words += [f"-n {names[0]} link add eth0 type veth peer name eth0 netns {names[1]}"]
+    for host, name in enumerate(names):
+        words += [f"-n {name} addr add 10.79.0.{host + 1}/24 dev eth0"]
+        words += [f"-n {name} link set {device} up" for device in ("eth0", "lo")]
+    try:
+        for line in words:
+            subprocess.run(["ip", *line.split()], check=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_hosts_recover_over_a_network_and_end_when_it_is_cut(networks: list[str], tmp_path: Path) -> None:
+    run = ["shardwise", "run", "--recover", "--events", str(tmp_path / "events"), str(SCRIPT), "fsdp4"]
+    hosts = []
+    for host, name in enumerate(networks):
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", *run, "--", str(tmp_path), "1000000"]
+        env = place_of(host, 29500) | {"MASTER_ADDR": "10.79.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+        hosts.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env))
+    wait_for_steps(hosts[0], tmp_path, 3)
+    ranks_of(hosts[1])[0].kill()
+    wait_for_new_step(hosts[0], tmp_path)
+    (event,) = events_of(tmp_path)
+    assert event["rank"] == 2 and event["step"] >= 1
+    everyone = [rank for host in hosts for rank in ranks_of(host)]
+    subprocess.run(["ip", "-n", networks[1], "link", "set", "eth0", "down"], check=True)
+    for host, said in zip(hosts, ("node 1 (10.79.0.2, ranks 2 to 3) is lost", "(10.79.0.1) is lost"), strict=True):
+        code, err = finish(host, 40)
+        assert code == ExitCode.LAUNCH and f"{said}: nothing was heard of it for 15 s" in err, err
+    assert not psutil.wait_procs(everyone, timeout=25)[1]

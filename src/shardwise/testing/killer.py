@@ -39,6 +39,11 @@ class Killer:
         """A later `run` goes on with the draws of the one before."""
         self._draw = random.Random(self.seed)
 
+    @property
+    def kills(self) -> int:
+        """Processes that were hit."""
+        return sum(len(hit) for _, hit in self.blows)
+
     def run(self, count: int, *, while_true: Callable[[], bool] = lambda: True) -> int:
         """Strike until so many blows have fallen, the job has ended, or `while_true` says no; how many fell."""
         draw = self._draw
