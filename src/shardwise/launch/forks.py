@@ -32,8 +32,8 @@ class Forks:
         """See the class."""
         self.server = server
         self.line = Line(server.line)
-        self._ports: dict[int, int] = {}
-        self._ended: list[tuple[int, int, int]] = []
+        self.ports: dict[int, int] = {}
+        """Where the ranks of a set meet whose store was opened."""
 
     def start(
         self,
@@ -59,17 +59,6 @@ class Forks:
         store = [job.nodes.address, job.port] if opens else None
         self._send("start", number, first=min(files), argv=argv, env=environments, store=store, outliving=outliving)
 
-    def port(self, number: int) -> int:
-        """Where the ranks of a set meet whose store was opened here; waits until it is."""
-        while number not in self._ports:
-            self._ended += self.receive()
-        return self._ports[number]
-
-    @property
-    def has_kept(self) -> bool:
-        """Whether there is something to receive that the line does not show."""
-        return bool(self._ended)
-
     def order(self, number: int, order: Mapping[str, Any]) -> None:
         """Tell a set that waits what to go on with."""
         self._send("order", number, order=order)
@@ -80,7 +69,7 @@ class Forks:
 
     def poll(self, wait_s: float = POLL_S) -> list[tuple[int, int, int]]:
         """Who has ended, after at most so long: see `receive`."""
-        return self.receive() if self.has_kept or select.select([self.line.socket], [], [], wait_s)[0] else []
+        return self.receive() if select.select([self.line.socket], [], [], wait_s)[0] else []
 
     def receive(self) -> list[tuple[int, int, int]]:
         """Who has ended since: number of the set, rank, exit code (negative: the signal); blocks.
@@ -88,9 +77,6 @@ class Forks:
         Raises:
             LaunchError: the server is gone, or the store cannot be opened.
         """
-        if self._ended:
-            ended, self._ended = self._ended, []
-            return ended
         try:
             messages = self.line.receive()
         except (OSError, EOFError):
@@ -98,7 +84,7 @@ class Forks:
         for number, port, problem in (message["store"] for message in messages if "store" in message):
             if problem is not None:
                 raise LaunchError(f"cannot open the rendezvous of the ranks: {problem}; choose another port")
-            self._ports[number] = port
+            self.ports[number] = port
         return [tuple(message["ended"]) for message in messages if "ended" in message]
 
     def _send(self, kind: str, number: int, **rest: Any) -> None:

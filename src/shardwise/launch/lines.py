@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
+from socket import AF_UNIX, IPPROTO_TCP, TCP_NODELAY, socket
 from typing import Any
 
 LONGEST = 64 << 20
@@ -14,15 +14,18 @@ LONGEST = 64 << 20
 class Line:
     """One end of a connection.
 
-    >>> here, there = map(Line, socket.socketpair())
+    >>> from socket import socketpair
+    >>> here, there = map(Line, socketpair())
     >>> here.send({"do": "order"})
     >>> there.receive()
     [{'do': 'order'}]
     """
 
-    def __init__(self, socket: socket.socket) -> None:
+    def __init__(self, connection: socket) -> None:
         """See the class."""
-        self.socket = socket
+        self.socket = connection
+        if connection.family != AF_UNIX:  # what is said is short, and waited for
+            connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
         self._received, self._kept = b"", list[dict[str, Any]]()
 
     def send(self, message: Mapping[str, Any]) -> None:

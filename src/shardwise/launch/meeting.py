@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import select
 import socket
 import time
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from shardwise.errors import LaunchError
 from shardwise.launch.job import Job
 from shardwise.launch.lines import Line
+from shardwise.launch.local import outcome_of
 from shardwise.launch.stopping import Stopping
 from shardwise.launch.there import SILENT_S, There
 from shardwise.version import __version__
@@ -27,6 +29,7 @@ MEET_S = 300.0
 """How long hosts wait for each other."""
 _KEY = "shardwise/supervisors"
 _TRY_S = 5.0
+_HELLO_S = 2.0
 _PAUSE_S = 0.2
 
 
@@ -47,30 +50,43 @@ def gather(job: Job, store: Store, stopping: Stopping) -> list[There]:
         Asked: a signal has come.
     """
     word, found = secrets.token_hex(16), dict[int, There]()
-    with _listen(job.nodes.address) as listener:
-        port = listener.getsockname()[1]
-        store.set(_KEY, json.dumps({"host": job.nodes.address, "port": port, "word": word}))
-        end = time.monotonic() + MEET_S
-        while len(found) < job.nodes.count - 1:
-            _refuse_late(end, stopping, _missing(job, found))
-            try:
-                there, address = listener.accept()
-            except TimeoutError:
-                continue
-            line = Line(there)
-            said = _hello(line, word)
-            if said is None:
-                there.close()
-                continue
-            index = int(said["node"])
-            problem = _differs(job, said) or (f"two hosts that are node {index}" if index in found else "")
-            if problem:
-                line.send({"refused": problem})
-                raise LaunchError(_unlike(f"node {index} ({address[0]})", problem))
-            line.send({"welcome": True})
-            ranks = range(index * job.nproc, (index + 1) * job.nproc)
-            found[index] = There(index, address[0], line, ranks, stopping)
+    try:
+        with _listen(job.nodes.address) as listener:
+            port = listener.getsockname()[1]
+            store.set(_KEY, json.dumps({"host": job.nodes.address, "port": port, "word": word}))
+            end = time.monotonic() + MEET_S
+            while len(found) < job.nodes.count - 1:
+                _refuse_late(end, stopping, _missing(job, found))
+                ready = select.select([listener, *(there.socket for there in found.values())], [], [], _PAUSE_S)[0]
+                for waiting in found.values():  # it must hear that this host is still there
+                    if waiting.socket in ready:
+                        waiting.receive()
+                    waiting.watch()
+                there = _admit(job, listener, word, stopping) if listener in ready else None
+                if there is not None and found.setdefault(there.index, there) is not there:
+                    raise LaunchError(_unlike(f"node {there.index} ({there.name})", "two hosts of that number"))
+    except (LaunchError, Asked) as error:
+        code = error.exit_code if isinstance(error, LaunchError) else outcome_of({}, {}, stopping).exit_code
+        for there in found.values():
+            there.end(code, str(error))
+        raise
     return [found[index] for index in sorted(found)]
+
+
+def _admit(job: Job, listener: socket.socket, word: str, stopping: Stopping) -> There | None:
+    """Who has connected; None: nobody of this job."""
+    connection, address = listener.accept()
+    line = Line(connection)
+    said = _hello(line, word)
+    if said is None:
+        connection.close()
+        return None
+    index, problem = int(said["node"]), _differs(job, said)
+    if problem:
+        line.send({"refused": problem})
+        raise LaunchError(_unlike(f"node {index} ({address[0]})", problem))
+    line.send({"welcome": True})
+    return There(index, address[0], line, range(index * job.nproc, (index + 1) * job.nproc), stopping)
 
 
 def join(job: Job, store: Store, stopping: Stopping) -> Line:
@@ -162,7 +178,7 @@ def _differs(job: Job, said: dict[str, Any]) -> str:
 
 def _hello(line: Line, word: str) -> dict[str, Any] | None:
     """What a host says of itself; None of whoever does not know the word."""
-    line.socket.settimeout(_TRY_S)
+    line.socket.settimeout(_HELLO_S)
     try:
         said = line.first()
         if secrets.compare_digest(str(said["word"]), word):
@@ -177,11 +193,9 @@ def _listen(address: str) -> socket.socket:
     """On the address at which the other hosts look for this one; on all, where it is that of a gateway."""
     family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
     try:
-        listener = socket.create_server((address, 0), family=family)
+        return socket.create_server((address, 0), family=family)
     except OSError:
-        listener = socket.create_server(("", 0))
-    listener.settimeout(_PAUSE_S)
-    return listener
+        return socket.create_server(("", 0))
 
 
 def _refuse_late(end: float, stopping: Stopping, problem: str) -> None:

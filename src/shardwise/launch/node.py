@@ -46,13 +46,8 @@ class Node(Protocol):
         """All that there can be here."""
         ...
 
-    @property
-    def has_kept(self) -> bool:
-        """Whether there is something to `receive` that the socket does not show."""
-        ...
-
-    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> int:
-        """Fork those of a new set; where they meet, if there are several hosts.
+    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
+        """Fork those of a new set.
 
         Args:
             number: of the set.
@@ -60,6 +55,10 @@ class Node(Protocol):
             told: what they are told.
             files: where each rank of the set leaves its error.
         """
+        ...
+
+    def port(self, number: int) -> int | None:
+        """Where the ranks of a set meet whose store was opened here; None: it is not known yet."""
         ...
 
     def order(self, number: int, copy: Copy | None) -> None:
@@ -94,8 +93,12 @@ class Node(Protocol):
         """Number of the newest copy that these ranks have made."""
         ...
 
-    def made(self) -> Mapping[int, list[Copy]]:
-        """Which copies each rank has made. None may be running."""
+    def ask(self) -> None:
+        """Have it found out which copies each rank has made. None may be running."""
+        ...
+
+    def made(self) -> Mapping[int, list[Copy]] | None:
+        """What was asked for; None: there is no answer yet."""
         ...
 
     def keep(self, copy: Copy | None) -> None:
@@ -117,12 +120,7 @@ class Here:
         self._forks, self._board = Forks(server), Board(memory.board)
         self.socket = self._forks.line.socket
 
-    @property
-    def has_kept(self) -> bool:
-        """See `Node`."""
-        return self._forks.has_kept
-
-    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> int:
+    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
         """See `Node`."""
         more = {"TORCHELASTIC_RESTART_COUNT": str(told.restarts)}
         envs = [env | more for env in environments(job, told.port)]
@@ -130,7 +128,10 @@ class Here:
         own = {rank: files[rank] for rank in job.ranks}
         outliving["memory"] = asdict(self.memory)
         self._forks.start(number, job, envs, own, outliving, opens=not told.port)
-        return told.port or (self._forks.port(number) if job.nodes.count > 1 else 0)
+
+    def port(self, number: int) -> int | None:
+        """See `Node`."""
+        return self._forks.ports.get(number)
 
     def order(self, number: int, copy: Copy | None) -> None:
         """See `Node`."""
@@ -157,6 +158,9 @@ class Here:
     def count(self, ranks: range) -> int:
         """See `Node`."""
         return self.memory.count(ranks)
+
+    def ask(self) -> None:
+        """See `Node`."""
 
     def made(self) -> Mapping[int, list[Copy]]:
         """See `Node`."""

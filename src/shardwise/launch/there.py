@@ -55,22 +55,19 @@ class There:
         self.index, self.name, self.ranks, self.stopping = index, name, ranks, stopping
         self._line, self.socket = line, line.socket
         self._files: dict[int, Mapping[int, Path]] = {}
-        self._ended: list[Ended] = []
         self._board: dict[int, tuple[int, int, int]] = {}
         self._count = 0
-        self._made: list[dict[int, list[Copy]]] = []
+        self._made: dict[int, list[Copy]] | None = None
         self._heard = self._spoke = time.monotonic()
 
-    @property
-    def has_kept(self) -> bool:
-        """See `Node`."""
-        return bool(self._ended)
-
-    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> int:
+    def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
         """See `Node`. What runs there is that host's own job."""
         self._files[number] = files
         self._send(do="start", world=number, told=asdict(told))
-        return told.port
+
+    def port(self, number: int) -> int | None:
+        """See `Node`: stores are opened by the first host."""
+        return None
 
     def order(self, number: int, copy: Copy | None) -> None:
         """See `Node`."""
@@ -86,20 +83,15 @@ class There:
         Raises:
             LaunchError: the connection has ended, or the host says that it must end.
         """
-        if self._ended:
-            return self._taken()
         try:
             messages = self._line.receive()
         except (OSError, EOFError, ValueError) as error:
             raise self._lost(f"its connection has ended ({error or 'closed there'})") from None
         self._heard = time.monotonic()
-        for message in messages:
-            self._take(message)
-        return self._taken()
-
-    def _taken(self) -> list[Ended]:
-        ended, self._ended = self._ended, []
-        return ended
+        try:
+            return [ended for message in messages for ended in self._take(message)]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._lost(f"it said what is not understood here ({type(error).__name__}: {error})") from None
 
     def watch(self) -> None:
         """See `Node`."""
@@ -117,15 +109,14 @@ class There:
         """See `Node`."""
         return self._count
 
-    def made(self) -> Mapping[int, list[Copy]]:
-        """See `Node`; waits for the answer."""
-        self._made.clear()
+    def ask(self) -> None:
+        """See `Node`."""
+        self._made = None
         self._send(do="made")
-        while not self._made:
-            if select.select([self.socket], [], [], _POLL_S)[0]:
-                self._ended += self.receive()
-            self.watch()
-        return self._made.pop()
+
+    def made(self) -> Mapping[int, list[Copy]] | None:
+        """See `Node`."""
+        return self._made
 
     def keep(self, copy: Copy | None) -> None:
         """See `Node`."""
@@ -137,24 +128,24 @@ class There:
         with suppress(LaunchError):
             self._send(do="end", code=int(code), why=why)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any]) -> list[Ended]:
         if "ended" in message:
             number, rank, code, error = message["ended"]
             if error is not None:
                 self._files[number][rank].write_text(error, encoding="utf-8")
-            self._ended.append((number, rank, code))
-        elif "board" in message:
+            return [(number, rank, code)]
+        if "board" in message:
             for rank, (joined, trains) in ((int(rank), words) for rank, words in message["board"].items()):
                 _, before, since = self._board.get(rank, (0, 0, 0))
                 self._board[rank] = (joined, trains, since if trains == before else time.monotonic_ns())
             self._count = int(message["count"])
         elif "made" in message:
-            made = message["made"].items()
-            self._made.append({int(rank): [Copy(*copy) for copy in copies] for rank, copies in made})
+            self._made = {int(rank): [Copy(*copy) for copy in copies] for rank, copies in message["made"].items()}
         elif "asked" in message:
             self.stopping.hear(signal.Signals(message["asked"][0]), int(message["asked"][1]))
         elif "lost" in message:
             raise self._lost(str(message["lost"]))
+        return []
 
     def _send(self, **message: Any) -> None:
         self._spoke = time.monotonic()

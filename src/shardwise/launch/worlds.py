@@ -70,8 +70,12 @@ class Worlds:
         files = {rank: here / f"error-{rank}.json" for rank in range(team.size)}
         told = Start(id=self.id, standby=stands_by, restarts=restarts, halvings=halvings)
         world = self._worlds[number] = World(number, team, files, stands_by)
-        for node in self.nodes:  # the first one opens the store in which all meet
-            told = replace(told, port=node.start(number, job, told, files))
+        first, *others = self.nodes
+        first.start(number, job, told, files)  # it opens the store in which all meet
+        for node in others:
+            while not (port := first.port(number)):
+                self.poll()
+            node.start(number, job, replace(told, port=port), files)
         return world
 
     def order(self, world: World, copy: Copy | None) -> None:
@@ -91,11 +95,9 @@ class Worlds:
         Raises:
             LaunchError: a fork server, or a host, is gone.
         """
-        if any(node.has_kept for node in self.nodes):
-            wait_s = 0.0
         ready = select.select([node.socket for node in self.nodes], [], [], wait_s)[0]
         for node in self.nodes:
-            for number, rank, code in node.receive() if node.has_kept or node.socket in ready else ():
+            for number, rank, code in node.receive() if node.socket in ready else ():
                 world = self._worlds[number]
                 world.codes[rank] = code
                 if world.is_dropped and world.has_ended:
@@ -115,7 +117,11 @@ class Worlds:
         while not self.wait(world, 10):
             self.signal(world, signal.SIGKILL)
         del self._worlds[world.number]
-        copy = newest({rank: copies for node in self.nodes for rank, copies in node.made().items()})
+        for node in self.nodes:
+            node.ask()
+        while any(node.made() is None for node in self.nodes):
+            self.poll()
+        copy = newest({rank: copies for node in self.nodes for rank, copies in (node.made() or {}).items()})
         for node in self.nodes:
             node.keep(copy)
         return copy
