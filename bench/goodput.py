@@ -1,4 +1,6 @@
-"""`make bench`: how much of a run is training while a rank is killed every 15 s for 10 minutes (SIGKILL, at random).
+"""`make bench`: how much of a run is training while a rank is killed every 15 s for 10 minutes (SIGKILL).
+
+Which rank, and at which instant of its 15 s, is drawn.
 
 Goodput is the time that the steps which count would have taken undisturbed, over the time that passed. The undisturbed
 step is the median step of the same run: a fault makes one step in a hundred long, and the machine's own changes of
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -41,10 +44,14 @@ def run(folder: Path, seconds: float, every_s: float | None) -> tuple[int, dict[
             if process.poll() is not None:
                 raise SystemExit(f"bench: the run ended at its start\n{process.communicate()[1]}")
             time.sleep(0.2)
-        end = time.time() + seconds
-        killer = Killer(process.pid, seed=7, mean_pause_s=every_s or seconds, double=0.0, standbys=0.0)
-        if every_s is not None:
-            killer.run(10**6, while_true=lambda: time.time() < end)
+        begin = time.time()
+        end = begin + seconds
+        killer = Killer(process.pid, seed=7, mean_pause_s=1e-6, double=0.0, standbys=0.0)
+        draw = random.Random(7)
+        falls = [(at + draw.random()) * every_s for at in range(int(seconds / every_s))] if every_s is not None else []
+        for number, after in enumerate(falls, 1):
+            time.sleep(max(0.0, begin + after - time.time()))
+            killer.run(number)
         time.sleep(max(0.0, end - time.time()))
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
@@ -77,7 +84,7 @@ def goodput(done: dict[int, float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--every", type=float, default=15.0, help="mean seconds between two kills")
+    parser.add_argument("--every", type=float, default=15.0, help="seconds in which one kill falls")
     parser.add_argument("--print", action="store_true", help="leave the page as it is")
     options = parser.parse_args()
     load = os.getloadavg()[0]
@@ -100,7 +107,7 @@ def main() -> None:
         rows.append(f"| {' | '.join(map(str, cells))} |")
     lines = [
         f"Measured {date.today()}: `{PLAN}` on {os.cpu_count()} cores, load average {load:.2f} before; a rank is "
-        f"killed every {options.every:g} s in the mean.",
+        f"killed in every {options.every:g} s, at a random instant of them.",
         "",
         f"| | time | kills | steps, median | a recovery, median | goodput | at least {TARGET:.0%} |",
         "|---|---|---|---|---|---|---|",

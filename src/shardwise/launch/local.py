@@ -11,6 +11,7 @@ or they are programs of their own (`programs.py`), with the same policy.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -94,9 +95,13 @@ def run_local(job: Job, server: Server, stopping: Stopping | None = None) -> Out
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         files = {rank: Path(folder, f"error-{rank}.json") for rank in range(job.nproc)}
         with catching(stopping) as stopping:
-            if stopping.first is not None:
-                return outcome_of({}, files, stopping)
-            codes = wait_for(job, _Forked(job, server, files), stopping)
+            ranks = _Forked(job, server, files)
+            while not ranks.are_there:
+                if stopping.first is not None:  # the server still imports: nobody has begun, and nothing is to be saved
+                    os.kill(server.pid, signal.SIGKILL)
+                    return outcome_of({}, files, stopping)
+                ranks.codes(POLL_S)
+            codes = wait_for(job, ranks, stopping)
         return outcome_of(codes, files, stopping)
 
 
@@ -125,6 +130,11 @@ class _Forked:
     def __init__(self, job: Job, server: Server, files: Mapping[int, Path]) -> None:
         self._forks, self._codes = Forks(server), dict[int, int]()
         self._forks.start(1, job, environments(job, job.port), files, opens=True)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the store was opened in which they meet: from then on they are forked."""
+        return 1 in self._forks.ports
 
     def codes(self, wait_s: float) -> dict[int, int]:
         self._codes |= {rank: code for _, rank, code in self._forks.poll(wait_s)}
