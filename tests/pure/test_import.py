@@ -57,6 +57,12 @@ def test_a_plan_takes_no_torch() -> None:
     assert run("import sys, shardwise; shardwise.Plan(); print('torch' in sys.modules)").strip() == "False"
 
 
+@pytest.mark.parametrize("launcher", ["cli.run", "cli.train", "launch.local", "launch.recovering"])
+def test_a_launcher_takes_no_torch(launcher: str) -> None:
+    """The server that it starts imports it once, for all ranks."""
+    assert run(f"import sys, shardwise.{launcher}; print('torch' in sys.modules)").strip() == "False"
+
+
 def test_negative_control_torch_is_seen_when_a_name_needs_it() -> None:
     assert run("import sys, shardwise; shardwise.Mesh; print('torch' in sys.modules)").strip() == "True"
 

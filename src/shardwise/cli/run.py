@@ -21,9 +21,9 @@ from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
-from shardwise.launch.local import run_local
+from shardwise.launch.local import Outcome, run_local
 from shardwise.launch.server import server_for
-from shardwise.launch.stopping import catching
+from shardwise.launch.stopping import Stopping, catching
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 
@@ -95,21 +95,28 @@ def run(
 def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
     """Run a job here; the first failure goes to stderr."""
     with catching() as stopping:
-        if recovering is not None:
+        if recovering is not None and job.nodes.count > 1:
+            from shardwise.launch.hosts import run_on_hosts
+
+            outcome = run_on_hosts(job, recovering, stopping)
+        elif recovering is not None:
             from shardwise.launch.recovering import run_recovering
 
             outcome = run_recovering(job, recovering, stopping)
         else:
-            with server_for(job) as server:
-                if server is not None:
-                    outcome = run_local(job, server, stopping)
-                else:
-                    from shardwise.launch.programs import run_programs
-
-                    outcome = run_programs(job, stopping)
+            outcome = _run_once(job, stopping)
     if outcome.failure is not None:
         typer.echo(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure), err=True)
     return outcome.exit_code
+
+
+def _run_once(job: Job, stopping: Stopping) -> Outcome:
+    with server_for(job) as server:
+        if server is not None:
+            return run_local(job, server, stopping)
+        from shardwise.launch.programs import run_programs
+
+        return run_programs(job, stopping)
 
 
 def _world(nproc: int | None, plan: Plan | None, launch: Launch | None, nodes: Nodes) -> int:
