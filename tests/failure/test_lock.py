@@ -20,6 +20,22 @@ from shardwise.train import lock as lock_module
 from shardwise.train.lock import RunLock
 
 fork = get_context("fork")
+TINY = [
+    "--steps",
+    "1",
+    "--batch",
+    "2",
+    "--model",
+    "tiny",
+    "--dim",
+    "32",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--seq",
+    "16",
+]
 
 
 def lost(text: str) -> None:
@@ -182,13 +198,28 @@ def test_a_lock_that_is_none_of_ours(tmp_path: Path) -> None:
 def test_train_refuses_a_directory_in_use(tmp_path: Path) -> None:
     """Through the command line: exit code 7, before a process is started or a file is written."""
     (tmp_path / "text.txt").write_text("some text\n" * 400)
-    words = ["train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--steps", "1", "--batch",
-             "2", "--model", "tiny", "--dim", "32", "--layers", "1", "--heads", "2", "--seq", "16"]  # fmt: skip
+    words = ["train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), *TINY]
     with RunLock.take(tmp_path / "run" / "lock", lost):
         ran = subprocess.run([sys.executable, "-m", "shardwise", *words], capture_output=True, text=True, timeout=60)
     assert ran.returncode == ExitCode.LOCKED, ran.stderr
     assert f"{tmp_path / 'run'}: it is in use by" in ran.stderr and "Traceback" not in ran.stderr
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_the_place_of_the_checkpoints_is_held_too(tmp_path: Path) -> None:
+    """Another run's `--out` is free; the directory where both would save is not."""
+    place = tmp_path / "kept"
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    words = ["train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--checkpoints", str(place)]
+    words += [*TINY, "--no-sample"]
+    with RunLock.take(place / "lock", lost):
+        ran = subprocess.run([sys.executable, "-m", "shardwise", *words], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == ExitCode.LOCKED, ran.stderr
+    assert f"{place}: it is in use by" in ran.stderr and "another --out or --checkpoints" in ran.stderr
+    ran = subprocess.run([sys.executable, "-m", "shardwise", *words], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == ExitCode.OK and (place / "step-00000001").is_dir(), ran.stderr
+    (holder,) = (place / "lock").iterdir()
+    assert json.loads(holder.read_text())["released"]
 
 
 def test_signals_reach_python_while_the_heart_beats(tmp_path: Path) -> None:

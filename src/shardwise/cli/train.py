@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 import shlex
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.train.changes import check_allowed, find_changes
-from shardwise.train.lock import RunLock, end_at_once
+from shardwise.train.lock import Owner, RunLock, end_at_once
 from shardwise.train.rundir import RunDir, write_text
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
         if json:
             print_json({"out": str(run.path), "plan": plan_json(derived.plan), **configuration_json(derived)})
         return ExitCode.OK
-    with _lock(run, launch, how) if is_first else nullcontext() as lock:
+    with _held(run, derived, launch, how) if is_first else nullcontext(()) as dead:
         if is_first:
             changes = find_changes(run, configuration_json(derived), derived.plan) if _goes_on(derived) else []
             check_allowed(run, changes, how.allow)
@@ -176,9 +177,9 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
                 typer.echo(f"changed since the last start: {change}", err=True)
             if changes:
                 run.add_event("changed", changes=[str(change) for change in changes], allowed=list(how.allow))
-        if lock is not None and lock.taken_over is not None:
-            typer.echo(f"{run.path}: taken over from {lock.taken_over}, which is dead", err=True)
-            run.add_event("taken over", owner=str(lock.taken_over))
+        for owner in dead:
+            typer.echo(f"{run.path}: taken over from {owner}, which is dead", err=True)
+            run.add_event("taken over", owner=str(owner))
         code = _start(derived, run, launch, recovering, how)
         if is_first:
             _finish(run, derived, code, json=json)
@@ -271,13 +272,26 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
         check_places(run, settings.train)
 
 
-def _lock(run: RunDir, launch: Launch | None, how: How) -> RunLock:
-    """Hold the run's directory; where a node may have been lost, after its lock has gone stale."""
+@contextmanager
+def _held(run: RunDir, derived: Derived, launch: Launch | None, how: How) -> Iterator[tuple[Owner, ...]]:
+    """Hold the run's directory and that of its checkpoints; the dead owners before.
+
+    Where a node may have been lost, after its lock has gone stale.
+    """
+    with ExitStack() as stack:
+        dead = list[Owner]()
+        for folder in run.locks(derived.settings.train.checkpoints):
+            lock = stack.enter_context(_lock(folder, launch, how))
+            dead += [lock.taken_over] if lock.taken_over is not None and lock.taken_over not in dead else []
+        yield tuple(dead)
+
+
+def _lock(folder: Path, launch: Launch | None, how: How) -> RunLock:
     if launch is None or how.asked is None:
-        return RunLock.take(run.lock, end_at_once)
+        return RunLock.take(folder, end_at_once)
     from shardwise.launch.elastic_nodes import take_when_free
 
-    return take_when_free(run, end_at_once)
+    return take_when_free(folder, end_at_once)
 
 
 def _goes_on(derived: Derived) -> bool:

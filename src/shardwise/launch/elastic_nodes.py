@@ -23,7 +23,6 @@ from shardwise.launch.worker import Summary, run_session
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Axes, Plan
 from shardwise.train.lock import STALE_S, RunLock
-from shardwise.train.rundir import RunDir
 
 _SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -94,8 +93,8 @@ def _note_change(job: RunJob) -> None:
     )
 
 
-def take_when_free(run: RunDir, on_lost: Callable[[str], None], wait_s: float = STALE_S + 15) -> RunLock:
-    """Become the owner of a run's directory; wait for the one before, whose node may be gone without a word.
+def take_when_free(folder: Path, on_lost: Callable[[str], None], wait_s: float = STALE_S + 15) -> RunLock:
+    """Become the owner of a directory by its lock; wait for the one before, whose node may be gone without a word.
 
     Raises:
         LockedError: it is still in use.
@@ -103,7 +102,7 @@ def take_when_free(run: RunDir, on_lost: Callable[[str], None], wait_s: float = 
     end = time.monotonic() + wait_s
     while True:
         try:
-            return RunLock.take(Path(run.lock), on_lost)
+            return RunLock.take(folder, on_lost)
         except LockedError:
             if time.monotonic() > end:
                 raise

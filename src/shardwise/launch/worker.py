@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from typing import Any
@@ -266,8 +266,9 @@ def run_session(job: RunJob) -> Summary:
         if held is not None:
             check_vocab(text.tokenizer, held)
         # who started this process may die before it does: the directory is free when both are gone
-        joined = RunLock.join(job.run.lock, end_at_once) if mesh.is_first else None
-        with joined or nullcontext():
+        with ExitStack() as stack:
+            for folder in job.run.locks(settings.train.checkpoints) if mesh.is_first else ():
+                stack.enter_context(RunLock.join(folder, end_at_once) or nullcontext())
             return _in_mesh(job, text, mesh)
 
 

@@ -108,7 +108,7 @@ class RunLock:
         except OSError as error:
             raise UsageError(
                 f"cannot lock {folder.parent}: {error.strerror or error} ({error.filename}); needed: a directory that "
-                "this user can write, on a file system with hard links; choose another --out"
+                "this user can write, on a file system with hard links; choose another --out or --checkpoints"
             ) from error
         return lock
 
@@ -168,7 +168,7 @@ def end_at_once(text: str) -> None:
 def _refusal(folder: Path, owner: Owner | None) -> LockedError:
     return LockedError(
         f"cannot start in {folder.parent}: it is in use by {owner or 'a run that has just begun'}; needed: one run per "
-        "directory; wait for it, end it, or choose another --out"
+        "directory; wait for it, end it, or choose another --out or --checkpoints"
     )
 
 

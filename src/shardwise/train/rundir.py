@@ -99,6 +99,14 @@ class RunDir:
         """Who uses the directory; see `shardwise.train.lock`."""
         return self.path / "lock"
 
+    def locks(self, checkpoints: str | None) -> tuple[Path, ...]:
+        """Who uses the directory, and the one where its checkpoints are kept, if that is another.
+
+        An object store has nothing that can be locked: two runs must not be given the same URL.
+        """
+        elsewhere = checkpoints is not None and "://" not in checkpoints
+        return (self.lock, Path(str(checkpoints)) / "lock") if elsewhere else (self.lock,)
+
     def add_event(self, event: str, **facts: Any) -> None:
         """Append a record to `events`, with the time. One process per run calls it."""
         record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
