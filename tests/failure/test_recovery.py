@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,12 +72,22 @@ def events_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "events").read_text().splitlines()]
 
 
+def read_all(process: subprocess.Popen[str], lines: list[str]) -> None:
+    """A pipe that nobody reads is full after some 400 recoveries, and whoever writes to it waits."""
+    assert process.stderr is not None
+    with process.stderr as said:
+        lines.extend(said)
+
+
 def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
     """Kill ranks of one run, end it, and compare it with one that nobody disturbs, started by another launcher."""
     ranks, here, there = sw.Plan.parse(plan).world, folder / "undisturbed", folder / "killed"
     here.mkdir()
     there.mkdir()
     process = start(there, SCRIPT, plan, "--", str(there), str(recovering.FOR_EVER), PACE_S="0.02")
+    lines: list[str] = []
+    reader = threading.Thread(target=read_all, args=(process, lines))
+    reader.start()
     killer = Killer(process.pid, seed=7, mean_pause_s=0.3, double=0.5)
     wait_for_steps(process, there, 2)
     draw = random.Random(7)
@@ -85,8 +96,8 @@ def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
         wait_for_new_step(process, there)
     wait_for_new_step(process, there)
     process.send_signal(signal.SIGTERM)
-    code, err = finish(process)
-    assert code == ExitCode.TERMINATED, err
+    assert process.wait(120) == ExitCode.TERMINATED, "".join(lines)
+    reader.join()
     done, last = log_of(there), last_step(there)
     world(ranks, recovering.main, plan, str(here), last, timeout_s=60 + last)
     expected, events = log_of(here), events_of(there)
