@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,11 +248,22 @@ def test_a_host_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         meeting.gather(job_of(0), HashStore(), Stopping())
     with pytest.raises(LaunchError, match="node 1: found no supervisor of the first host"):
         meeting.join(job_of(1), HashStore(), Stopping())
+    place = f"tcp://127.0.0.1:{free_port()}"
+    last = replace(job_of(1), nodes=replace(job_of(1).nodes, init=place))
+    with pytest.raises(LaunchError, match=r"node 1: cannot meet at 127.0.0.1:\d+ \(.*Connection refused\)"):
+        meeting.meeting_place(last, Stopping())
     asked = Stopping()
     asked.on_signal(signal.SIGTERM, None)
     for wait in (meeting.gather, meeting.join):
         with pytest.raises(meeting.Asked):
             wait(job_of(0), HashStore(), asked)
+
+
+def test_a_port_that_is_in_use_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        first = replace(job_of(0), nodes=Nodes(count=HOSTS, init=f"tcp://127.0.0.1:{other.getsockname()[1]}"))
+        with pytest.raises(LaunchError, match="node 0 cannot open 127.0.0.1:.*give another MASTER_PORT"):
+            meeting.meeting_place(first, Stopping())
 
 
 def test_what_all_hosts_are_sent_counts_once() -> None:

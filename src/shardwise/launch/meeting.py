@@ -136,11 +136,16 @@ def meeting_place(job: Job, stopping: Stopping) -> Store:
     while True:
         _refuse_late(end, stopping, f"node {job.nodes.index}: cannot meet at {host}:{port} ({problem})")
         try:
+            if not opens:  # asked first: torch's own errors are pages of C++ frames
+                socket.create_connection((host, port), timeout=_HELLO_S).close()
             return TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timedelta(seconds=_TRY_S))
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             problem = str(error).splitlines()[0]
-            if opens:
-                end = 0.0  # the port is in use, and will be
+        if opens:
+            raise LaunchError(
+                f"--recover: node {job.nodes.index} cannot open {host}:{port}, where the hosts shall meet: {problem}; "
+                "free the port, or give another MASTER_PORT on every host"
+            )
         time.sleep(_PAUSE_S)
 
 
