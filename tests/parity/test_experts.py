@@ -73,7 +73,7 @@ def test_experts_train_as_in_one_process(world: Any, plan: str, model: str) -> N
 
 @pytest.mark.parametrize("plan", ["fsdp4 ep2", "tp2 ep2 / seq"])
 def test_experts_in_fp32(world: Any, plan: str) -> None:
-    """No gradient is farther from the exact one than that of one process.
+    """No gradient is farther from the exact one than the tolerance, or than that of one process where it is at it too.
 
     Both round, each in its own order, by some 9e-7 of a gradient: the difference of the two is on some processors over
     1e-6 of it, on others below.
@@ -81,7 +81,7 @@ def test_experts_in_fp32(world: Any, plan: str) -> None:
     exact = world(1, moe_models.reference, "softmax", "fp32", BATCH, torch.float64)[0]
     ranks = world(Plan.parse(plan).world, moe_models.run_plan, f"{plan} / fp32", "softmax", BATCH, timeout_s=120)
     worst, own = worst_of(ranks, exact), worst_of([truth(world, "softmax", "fp32")], exact)
-    assert worst.pop("grad") <= 1.25 * own["grad"] < 2e-6
+    assert own["grad"] < 1.6e-6 and worst.pop("grad") <= max(TOLERANCE["fp32"], 1.25 * own["grad"])
     assert max(worst.values()) <= TOLERANCE["fp32"], worst
 
 
