@@ -66,7 +66,7 @@ def _prepare(reporting: Reporting) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal
-    _die_with_parent(reporting.launcher_pid)
+    die_with_parent(reporting.launcher_pid, signal.SIGTERM)
 
 
 def _report(error: Exception, reporting: Reporting | None) -> int:
@@ -103,12 +103,12 @@ def _below_runpy(error: Exception) -> TracebackType | None:
     return frame or error.__traceback__
 
 
-def _die_with_parent(parent: int) -> None:
-    """A launcher that is killed without a chance to clean up takes its ranks with it (Linux)."""
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Get a signal when the parent ends: one that is killed cannot clean up (Linux)."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

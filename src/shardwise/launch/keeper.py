@@ -5,7 +5,6 @@ So the launcher needs no torch, and the port is held from the moment on that it 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -14,9 +13,8 @@ from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
 
+from shardwise.launch.entry import die_with_parent
 from shardwise.train.outliving import call_process
-
-_PR_SET_PDEATHSIG = 1
 
 
 def keep_store(address: str, port: int, told: int, parent: int) -> NoReturn:
@@ -28,7 +26,7 @@ def keep_store(address: str, port: int, told: int, parent: int) -> NoReturn:
         told: file that gets a line of JSON: the port, and the problem, if there is one.
         parent: the process without which it ends.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(parent, signal.SIGKILL)
     problem = None
     try:
         call_process("store")
@@ -38,6 +36,6 @@ def keep_store(address: str, port: int, told: int, parent: int) -> NoReturn:
         problem = f"{address}:{port or 'a free port'}: {str(error).splitlines()[0]}"
     os.write(told, json.dumps({"port": port, "problem": problem}).encode() + b"\n")
     os.close(told)
-    if problem is None and os.getppid() == parent:
+    if problem is None:
         signal.pause()  # its threads serve
     os._exit(0)

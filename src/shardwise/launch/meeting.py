@@ -1,4 +1,4 @@
-"""`meet`: the supervisors of a job's hosts find each other through their launcher's rendezvous.
+"""`gather` and `join`: the supervisors of a job's hosts find each other through their launcher's rendezvous.
 
 The first host listens on a port of its own and leaves its number, with a random word, in the launcher's store (that of
 torch elastic, or one at the address that srun's or mpirun's variables give). The others connect and say who they are.
@@ -196,8 +196,8 @@ def _hello(line: Line, word: str) -> dict[str, Any] | None:
 
 def _listen(address: str) -> socket.socket:
     """On the address at which the other hosts look for this one; on all, where it is that of a gateway."""
-    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
     try:
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, 0), family=family)
     except OSError:
         return socket.create_server(("", 0))
