@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from safetensors import safe_open
 from shardwise.checkpoint.checksum import MASK, contribution
 from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.directory import Retention
-from shardwise.checkpoint.files import LOCAL
+from shardwise.checkpoint.files import ALIGNED, LOCAL, LocalFiles
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, check_name, cut, whole
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part, ShardFile, arrange, write_shard_file
@@ -143,6 +147,42 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
         target = np.empty((64, 4), dtype=np.uint32)
         reader.read("w", Box((0, 8), (64, 4)), target)
         assert max(read) <= 4 * 1024 * 1024 and (target == array[:, 8:12]).all()
+
+
+class Refusing(LocalFiles):
+    """Writes around the page cache are refused, as by some file systems."""
+
+    refuse = False
+
+    def stream(self, descriptor: int, path: Path, data: memoryview) -> None:
+        self.refuse = len(data) >= ALIGNED
+        super().stream(descriptor, path, data)
+
+    def call(self, name: str, path: Path, act: Callable[[], Any]) -> Any:
+        if name == "write" and self.refuse:
+            self.refuse = False
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return super().call(name, path, act)
+
+
+@pytest.mark.parametrize("files", [LOCAL, Refusing()], ids=["as it is", "refused"])
+@pytest.mark.parametrize("before", [b"", b"x", bytes(4096)])
+@pytest.mark.parametrize("skip", [0, 1, 4096])
+def test_what_is_streamed_arrives(tmp_path: Path, files: LocalFiles, before: bytes, skip: int) -> None:
+    """From any address, to any place in the file, of any length."""
+    data = mmap.mmap(-1, 3 * 4096)
+    data[:] = np.random.default_rng(0).bytes(len(data))
+    for count in (0, 1, 4096, 4097, 2 * 4096 - skip % 4096):
+        path = tmp_path / str(count)
+        descriptor = files.create(path)
+        files.write(descriptor, path, memoryview(before))
+        part = memoryview(data)[skip : skip + count]
+        files.stream(descriptor, path, part)
+        files.stream(descriptor, path, part)
+        files.write(descriptor, path, memoryview(b"end"))
+        files.sync(descriptor, path)
+        files.close(descriptor, path)
+        assert path.read_bytes() == before + bytes(part) * 2 + b"end"
 
 
 def test_the_file_is_safetensors(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from shardwise.checkpoint.format import DTYPES, Box, cut
 
 Words = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 MASK = 2**64 - 1
-_CHUNK = 1 << 17
+_CHUNK = 1 << 16
 """Words at a time: their 64-bit copies stay in the cache."""
+_SLAB = 1 << 20
+"""Words at a time: a sum for each row of them is held."""
 
 
 def words_of(data: NDArray[np.uint8], sizes: tuple[int, ...], dtype: str) -> Words:
@@ -54,7 +56,7 @@ def contribution(words: Words, box: Box) -> int:
         words: of the part, with the sizes of `box`.
         box: its place among the words of the whole tensor.
 
-    Cost: one pass, about 3 GB/s and core for types of 4 bytes.
+    Cost: one pass, 4 to 11 GB/s and core for types of 4 bytes, half of it for those of 2.
 
     >>> import numpy as np
     >>> w = np.arange(12, dtype=np.uint32).reshape(3, 4)
@@ -63,20 +65,32 @@ def contribution(words: Words, box: Box) -> int:
     >>> total == parts % 2**64
     True
     """
-    total = 0
     if box.num_elements == 0:
         return 0
-    room = np.empty(min(_CHUNK, box.num_elements), dtype=np.uint64)
-    for part in cut(box, _CHUNK):
-        sums = room[: part.num_elements].reshape(part.sizes)
-        sums[...] = words[part.slices(box)]
-        for dim in reversed(range(len(part.sizes))):  # for integers `einsum` takes two thirds of the time of `@`
-            sums = np.einsum("...i,i", sums, _keys(dim, part.offsets[dim], part.sizes[dim]))
-        total += int(sums)
-    return total & MASK
+    return sum(_weighted(words[slab.slices(box)], slab) for slab in cut(box, _SLAB)) & MASK
 
 
-@lru_cache(maxsize=8)  # of 128 Ki keys or fewer: those of a row are the same for all of its rows
+def _weighted(words: Words, box: Box) -> int:
+    """The sum over the words of a box: first along rows, a chunk at a time, then along the dims before them."""
+    *lead, width = range(len(box.sizes))
+    rows = words.reshape(-1, box.sizes[width])
+    sums, across = np.zeros(len(rows), dtype=np.uint64), min(rows.shape[1], _CHUNK)
+    down = max(1, _CHUNK // across)
+    room = np.empty((min(down, len(rows)), across), dtype=np.uint64)
+    for start in range(0, rows.shape[1], across):
+        keys = _keys(width, box.offsets[width] + start, min(across, rows.shape[1] - start))
+        for at in range(0, len(rows), down):
+            chunk = rows[at : at + down, start : start + across]
+            wide = room[: chunk.shape[0], : chunk.shape[1]]
+            wide[...] = chunk
+            sums[at : at + down] += np.einsum("ij,j", wide, keys)  # for integers in two thirds of the time of `@`
+    sums = sums.reshape(box.sizes[:-1])
+    for dim in reversed(lead):
+        sums = np.einsum("...i,i", sums, _keys(dim, box.offsets[dim], box.sizes[dim]))
+    return int(sums)
+
+
+@lru_cache(maxsize=8)  # those of a row are the same for all rows
 def _keys(dim: int, start: int, count: int) -> NDArray[np.uint64]:
     """k(dim, start), ..., odd."""
     seed = np.uint64((dim + 1) * 0xD1342543DE82EF95 & MASK)

@@ -105,11 +105,11 @@ def convert(peers: Peers, doing: str, manifest: Manifest, reading: Reading) -> t
     sources = {name for names in peers.gather(sorted(reading.sources)) for name in names}
     if not sources:
         return manifest, ()
-    found = checksums(peers, {name: filled[name] for name in reading.sources})
+    found = checksums(peers, manifest, {name: filled[name] for name in reading.sources}, {})
     _check_sources(doing, manifest, found)
     moved = peers.together(doing, lambda: list(conversion.run(filled)) if conversion is not None else [])
     made = {name: filled[name] for name in conversion.targets} if conversion is not None else {}
-    sums = checksums(peers, made)
+    sums = checksums(peers, manifest, made, {})
     entries = {name: entry for name, entry in manifest.tensors.items() if name not in sources}
     for kinds in peers.gather({name: (tuple(t.shape), str(t.dtype)) for name, t in made.items()}):
         for name, (shape, dtype) in kinds.items():

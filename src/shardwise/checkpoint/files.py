@@ -6,6 +6,7 @@ No link is followed in the last component of a path; what is opened is a regular
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -17,6 +18,8 @@ from typing import Literal, Protocol, Self, TypeVar
 
 T = TypeVar("T")
 Identity = tuple[int, int, int, int]
+ALIGNED = 4096
+"""Bytes: what is written around the page cache begins and ends at multiples of it, in memory and in the file."""
 
 
 class Closing(ABC):
@@ -56,8 +59,8 @@ class Files(Protocol):
         """Write all of it at the end."""
         ...
 
-    def begin_writeback(self, descriptor: int, start: int, count: int) -> None:
-        """What was just written may begin its way to the disk."""
+    def stream(self, descriptor: int, path: Path, data: memoryview) -> None:
+        """Write all of it at the end; it begins its way to the disk at once."""
         ...
 
     def sync(self, descriptor: int, path: Path) -> None:
@@ -171,6 +174,31 @@ class LocalFiles:
             written = self.call("write", path, partial(os.write, descriptor, data))
             data = data[written:]
 
+    def stream(self, descriptor: int, path: Path, data: memoryview) -> None:
+        """Write all of it at the end, around the page cache: no copy, and nothing else is driven out of it.
+
+        Where the file system can, and address, place in the file and length are multiples of `ALIGNED`. What remains
+        goes through the cache, and the kernel is asked to begin writing it to the disk.
+        """
+        data = data[self._write_around(descriptor, path, data[: len(data) - len(data) % ALIGNED]) :]
+        if data:
+            self.write(descriptor, path, data)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # what is dirty stays cached
+
+    def _write_around(self, descriptor: int, path: Path, data: memoryview) -> int:
+        """How many of the bytes could be written so."""
+        done = 0
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, getattr(os, "O_DIRECT", 0))
+            while done < len(data):
+                done += self.call("write", path, partial(os.write, descriptor, data[done:]))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # not here, or not from this address
+                raise
+        finally:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
+        return done
+
     def sync(self, descriptor: int, path: Path) -> None:
         """Flush a file to the disk."""
         self.call("fsync", path, lambda: os.fsync(descriptor))
@@ -222,10 +250,6 @@ class LocalFiles:
     def release(self, descriptor: int) -> None:
         """Close a file that was opened for reading: nothing is lost when that fails."""
         os.close(descriptor)
-
-    def begin_writeback(self, descriptor: int, start: int, count: int) -> None:
-        """Ask the kernel to begin writing what was just written to the disk, and not to wait for the flush."""
-        os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_DONTNEED)  # what is dirty stays cached
 
     def forget(self, descriptor: int) -> None:
         """Ask the kernel to drop what it caches of a file, so that it is next read from the disk."""

@@ -22,13 +22,13 @@ class Entry(NamedTuple):
     stop: int
 
 
-def encode_header(metadata: Mapping[str, str], entries: Sequence[Entry]) -> bytes:
-    """Length and header of a safetensors file; the data after it starts at a multiple of 8."""
+def encode_header(metadata: Mapping[str, str], entries: Sequence[Entry], aligned: int = 8) -> bytes:
+    """Length and header of a safetensors file; the data after it starts at a multiple of `aligned` bytes."""
     table: dict[str, Any] = {"__metadata__": metadata}
     for key, dtype, sizes, start, stop in entries:
         table[key] = {"dtype": DTYPES[dtype].code, "shape": list(sizes), "data_offsets": [start, stop]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % aligned)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
+from shardwise.checkpoint.digests import DIGEST
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.shardfile import Part
 from shardwise.errors import CheckpointError
 from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
@@ -112,31 +114,71 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
             )
 
 
-def fill(path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor]) -> None:
+Arrivals = dict[tuple[str, Box], bytes]
+"""Stored parts that were read whole, after the digests of their blocks had agreed in place; a digest of each."""
+
+
+def as_stored(manifest: Manifest, template: Mapping[str, Tensor]) -> set[str]:
+    """Names of those tensors of which every part that is here is a stored one, and is read in place."""
+    found = set(template) & set(manifest.tensors)
+    for item in held_by(template):
+        name, target = item.part.name, item.of(template[item.part.name])
+        pieces = manifest.tensors[name].pieces if name in found else ()
+        if not (_in_place(target) and any(piece.box == item.part.box for piece in pieces)):
+            found.discard(name)
+    return found
+
+
+def _in_place(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def fill(
+    path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor], whole: Container[str]
+) -> Arrivals:
     """Read this rank's elements into its tensors, and nothing else.
 
     The tensors are fresh ones, and no part of the state yet: bytes are read into them, and checked there.
 
-    Cost: reads the blocks in which they lie, once; memory of a few MiB, and of one tensor at a time where it is not
-    on the CPU.
+    Args:
+        path: of the checkpoint.
+        manifest: of it.
+        files: where from.
+        template: this rank's tensors.
+        whole: names of those that are `as_stored` on every rank; what is returned are their parts.
+
+    Cost: reads the blocks in which they lie, once, and takes digests; memory of a few MiB, and of one tensor at a time
+    where it is not on the CPU.
 
     Raises:
         DamagedError: naming file, tensor and offset.
     """
+    arrived = Arrivals()
     with Reader(path, manifest, files) as reader, torch.no_grad():
         held = held_by(template)
         held.sort(key=lambda item: reader.place(item.part.name, item.part.box))
         for item in held:
             target, size = item.of(template[item.part.name]), DTYPES[item.part.dtype].size
-            direct = target.is_cpu and target.is_contiguous()
+            direct = _in_place(target)
             place = target if direct else torch.empty(item.part.box.sizes, dtype=target.dtype)
             data = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
             reader.read(item.part.name, item.part.box, data.reshape(item.part.box.sizes))
             if not direct:
                 target.copy_(place)
+            if item.part.name in whole:
+                arrived[item.part.name, item.part.box] = _digest(target)
+    return arrived
 
 
-def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Proof:
+def _contribution(part: Part, tensor: Tensor) -> int:
+    return contribution(words_of(numpy_bytes(tensor), part.box.sizes, part.dtype), word_box(part.box, part.dtype))
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return DIGEST.of(numpy_bytes(tensor)).digest()
+
+
+def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], arrived: Arrivals) -> Proof:
     """Compare live tensors with what was stored: names both ways, and checksums; copies with each other.
 
     Cost: that of `checksums`.
@@ -144,7 +186,7 @@ def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Pr
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
     """
-    live, stored = checksums(peers, tensors), manifest.tensors
+    live, stored = checksums(peers, manifest, tensors, arrived), manifest.tensors
     odd = sorted(live.keys() ^ stored.keys())
     wrong = [name for name in stored if name in live and live[name] != stored[name].checksum]
     if odd or wrong:
@@ -156,32 +198,50 @@ def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Pr
     return Proof(matched=len(live), stored=len(stored))
 
 
-def checksums(peers: Peers, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], arrived: Arrivals) -> dict[str, int]:
     """The checksum of every tensor that any rank holds, of what is in memory now. Every rank calls it.
 
-    Cost: one pass over this rank's tensors, and a gather of one number for each part.
+    It is the stored one where all stored parts of a tensor arrived and are in the state, byte by byte.
+
+    Args:
+        peers: the ranks.
+        manifest: of what was read.
+        tensors: of this rank.
+        arrived: from `fill`.
+
+    Cost: a pass of digests over parts that arrived, one of sums, which take several times as long, over all others;
+    and a gather of one number for each part.
 
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
     """
-    mine: list[tuple[str, Box, int]] = []
+    mine: list[tuple[str, Box, int | None]] = []  # None: as it is stored
     for held in held_by(tensors):
-        part = held.part
-        words = words_of(numpy_bytes(held.of(tensors[part.name])), part.box.sizes, part.dtype)
-        mine.append((part.name, part.box, contribution(words, word_box(part.box, part.dtype))))
+        part, tensor = held.part, held.of(tensors[held.part.name])
+        read = arrived.get((part.name, part.box))
+        value = None if read is not None and read == _digest(tensor) else _contribution(part, tensor)
+        mine.append((part.name, part.box, value))
     totals: dict[str, int] = {}
-    first: dict[tuple[str, Box], tuple[int, int]] = {}
+    first: dict[tuple[str, Box], tuple[int, int | None]] = {}
     for rank, (names, parts) in enumerate(peers.gather((list(tensors), mine))):
         totals |= {name: totals.get(name, 0) for name in names}
         for name, box, value in parts:
-            known = first.setdefault((name, box), (rank, value))
-            if known[1] != value:
+            known_rank, known_value = first.setdefault((name, box), (rank, value))
+            if known_value != value:
                 raise CheckpointError(
-                    f"{name}{box}: the copies on ranks {known[0]} and {rank} differ after loading; one of them is not "
-                    "what was stored: check the memory of these machines"
+                    f"{name}{box}: the copies on ranks {known_rank} and {rank} differ after loading; one of them is "
+                    "not what was stored: check the memory of these machines"
                 )
-            if known[0] == rank:
-                totals[name] = (totals[name] + value) & MASK
+            if known_rank == rank:
+                totals[name] = (totals[name] + (value or 0)) & MASK
+    boxes: dict[str, set[Box]] = {}
+    for (name, box), (_, value) in first.items():
+        if value is None:
+            boxes.setdefault(name, set()).add(box)
+    for name, found in boxes.items():
+        entry = manifest.tensors[name]
+        if found == {piece.box for piece in entry.pieces}:
+            totals[name] = entry.checksum
     return totals
 
 

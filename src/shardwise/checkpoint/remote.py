@@ -214,8 +214,8 @@ class RemoteFiles:
         writer = self._open[descriptor].writer
         self.call("write", path, lambda _: writer.write(data))
 
-    def begin_writeback(self, descriptor: int, start: int, count: int) -> None:
-        """Nothing to ask: parts are sent as they fill."""
+    stream = write
+    """Parts are sent as they fill."""
 
     def sync(self, descriptor: int, path: Path) -> None:
         """End the upload: the object is there, whole, when this returns."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.checkpoint.digests import BLOCK, DIGEST, DIGESTS, FORMAT, BlockDigests, Digest, table_size
-from shardwise.checkpoint.files import Closing, Files
+from shardwise.checkpoint.files import ALIGNED, Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 
@@ -102,8 +102,7 @@ def write_shard_file(
         for start in range(0, len(data), _WRITE):
             part = data[start : start + _WRITE]
             digests.add(part)
-            files.write(descriptor, path, part)
-            files.begin_writeback(descriptor, len(header) + start, _WRITE)
+            files.stream(descriptor, path, part)
         table = digests.table()
         files.write(descriptor, path, memoryview(table))
         files.sync(descriptor, path)
@@ -126,7 +125,7 @@ def header_bytes(identity: Identity, arranged: Sequence[tuple[Part, int]], size:
     metadata |= {"step": str(identity.step), "rank": str(identity.rank)}
     stop = size + table_size(size)
     table = Entry(TABLE, "uint8", ((stop - size) // DIGEST.size, DIGEST.size), size, stop)
-    return encode_header(metadata, [*(entry_at(part, start) for part, start in arranged), table])
+    return encode_header(metadata, [*(entry_at(part, start) for part, start in arranged), table], ALIGNED)
 
 
 def entry_at(part: Part, start: int) -> Entry:

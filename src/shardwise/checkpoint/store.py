@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,17 @@ from shardwise.checkpoint.converting import Reading, convert, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
-from shardwise.checkpoint.loading import Converted, Proof, check_damage, check_names, check_probe, fill, prove
+from shardwise.checkpoint.loading import (
+    Arrivals,
+    Converted,
+    Proof,
+    as_stored,
+    check_damage,
+    check_names,
+    check_probe,
+    fill,
+    prove,
+)
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import check_imported, followers, scalars_for, weights
@@ -271,8 +283,8 @@ class Store:
         peers, doing, files = Peers.of(state.mesh), f"loading {path}", files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
-        kept, converted = self._take_over(state, path, manifest, weights_only, convert_state)
-        proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())))
+        kept, converted, arrived = self._take_over(state, path, manifest, weights_only, convert_state)
+        proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
         if self.probe is not None and manifest.probe is not None:
             proof = check_probe(proof, manifest, ProbeResult(*self.probe.measure(state)), state.placed)
@@ -283,10 +295,11 @@ class Store:
 
     def _take_over(
         self, state: Saveable, path: Path, manifest: Manifest, weights_only: bool, convert_state: bool
-    ) -> tuple[Manifest, tuple[Converted, ...]]:
+    ) -> tuple[Manifest, tuple[Converted, ...], Arrivals]:
         """Read into fresh tensors, and then, when no rank has anything against it, into the state.
 
-        What the state must be now: the manifest, with what was changed on the way in place of what is stored.
+        What the state must be now: the manifest, with what was changed on the way in place of what is stored; and
+        what was read into which memory.
         """
         peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
         known = manifest
@@ -295,19 +308,21 @@ class Store:
         else:
             peers.together(doing, lambda: check_imported(manifest))
             template = peers.together(doing, lambda: state.template(manifest.tensors.keys()))
-        reading = peers.together(doing, lambda: Reading.of(state, known, template))
+        reading, own = peers.together(doing, lambda: _reading(state, known, template))
         template = reading.template
-        seen = peers.gather(sum(1 << i for i, name in enumerate(known.tensors) if name in template))
-        peers.together(doing, lambda: check_names(known, template, seen))
+        told = peers.gather((_bits(known, template), _bits(known, own)))
+        peers.together(doing, lambda: check_names(known, template, [seen for seen, _ in told]))
         peers.together(doing, lambda: reading.check_leave(convert_state=convert_state))
-        peers.together(doing, lambda: fill(path, manifest, files, template))
+        divided = reduce(or_, (seen & ~here for seen, here in told))
+        whole = {name for i, name in enumerate(known.tensors) if not divided >> i & 1}
+        arrived = peers.together(doing, lambda: fill(path, manifest, files, template, whole))
         kept, converted = convert(peers, doing, known, reading)
         if weights_only:
             template |= followers(template, state.tensors())
         else:
             peers.together(doing, lambda: state.load_scalars(scalars_for(manifest, state.scalars())))
         peers.together(doing, lambda: state.load_tensors(template))
-        return kept, converted
+        return kept, converted, arrived
 
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
@@ -341,6 +356,16 @@ class Store:
         except (RuntimeError, MemoryError, OSError) as error:  # of one rank: told to all where they meet next
             job.failure = f"copying to host memory: {error}".splitlines()[0]
         return job
+
+
+def _reading(state: Saveable, manifest: Manifest, template: dict[str, Tensor]) -> tuple[Reading, set[str]]:
+    reading = Reading.of(state, manifest, template)
+    return reading, as_stored(manifest, reading.template) - reading.sources
+
+
+def _bits(manifest: Manifest, names: Container[str]) -> int:
+    """Bit i: the manifest's i-th tensor is among the names."""
+    return sum(1 << i for i, name in enumerate(manifest.tensors) if name in names)
 
 
 def _check_same(everyones: list[dict[str, Any]]) -> None:
