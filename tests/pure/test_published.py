@@ -155,6 +155,12 @@ def test_names_that_people_write(gpu: str, preset: str) -> None:
     assert variant("core-1", gpu=gpu, precision="bf16").cluster.device.rates == load_cluster(preset).device.rates
 
 
+def test_the_forks_of_vendors_have_fused_attention() -> None:
+    said = {"source": "Megatron-DeepSpeed", "notes": "", "model": "Llama 2 7B", "date": "2024-05"}
+    assert variant("nano-1", **said, gpu="Gaudi2").stack.name == "megatron-flash"
+    assert variant("nano-1", **said).stack.name == "megatron-2021"
+
+
 def test_a_tensor_processor_runs_jax_and_a_missing_unit_16_bits() -> None:
     alone = {"source": "a paper", "optimizer": "", "notes": ""}
     assert variant("core-8", gpu="TPU v4", **alone).stack.name == "jax"
@@ -193,6 +199,8 @@ def test_fsdp2_in_a_pipeline_gathers_once(rows: dict[str, Row]) -> None:
     axes = rows["fsdp-1"].plan.axes
     staged = variant("fsdp-1", pp="2", dp_replicate="1", dp_shard=str(axes.world // 2), micro_batch="1")
     assert (rows["fsdp-1"].plan.zero, staged.plan.zero) == (3, 1)
+    other = variant("core-8", pp="2", dp_replicate="", dp_shard="4", tp="1", cp="1", n_gpus="8", zero_stage="")
+    assert other.plan.zero == 2 and any("weights stay gathered" in sentence for sentence in other.assumed)
 
 
 def test_models(rows: dict[str, Row]) -> None:
@@ -276,7 +284,10 @@ def test_weights_that_stay_gathered_between_micro_batches() -> None:
 
 def test_batches() -> None:
     assert variant("nano-1", micro_batch="", notes="grad accum 4").plan.batch.micro_batches == 4
-    assert variant("nano-1", micro_batch="").plan.batch.micro_batches == 64, "a micro-batch of 1"
+    tuned, tried = variant("nano-1", micro_batch=""), [variant("nano-1", micro_batch=str(n)) for n in (1, 2, 4, 8, 16)]
+    assert any("the fastest that fits" in sentence for sentence in tuned.assumed)
+    best = min((result for result in map(predict, tried) if result.fits), key=lambda result: result.step_time)
+    assert tuned.plan == best.row.plan != tried[0].plan
     assert variant("foundry-1", micro_batch="", notes="").plan.batch.micro_batches == 1, "all in one"
     assert variant("nano-1", global_batch="").workload.global_batch == 4 * 8
 

@@ -21,6 +21,10 @@ _SHARDING = {
 """zero where a row does not say, by stack; others 0."""
 
 
+MICRO = "micro-batch"
+"""Begins what is assumed where a row does not print it."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Degrees as the row states them; `data` ranks see different samples."""
@@ -152,7 +156,7 @@ def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
         if fits is None:
             raise Skip("batch: not stated")
         micro = int(fits.group(1))
-        cells.assume(f"micro-batch {micro}, from the notes")
+        cells.assume(f"{MICRO} {micro}, from the notes")
     if total is None:
         count = accumulate or (4 * sizes.pp if sizes.pp > 1 else 1)
         if accumulate is None:
@@ -163,7 +167,7 @@ def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
         micro = max(per_rank // accumulate, 1) if accumulate else 1
         if accumulate is None and sizes.pp == 1 and _stage(cells) == 3:
             micro = per_rank
-        cells.assume(f"micro-batch {micro}")
+        cells.assume(f"{MICRO} {micro}")
     count = max(round(total / (sizes.data * micro)), 1)
     if count * micro * sizes.data != total:
         cells.assume(f"global batch {count * micro * sizes.data}, which the layout divides, not {total}")
@@ -245,6 +249,9 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):
         cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
         zero = 1
+    elif zero == 3 and sizes.pp > 1 and _stage(cells) is None:
+        cells.assume("zero 2: in a pipeline weights stay gathered from micro-batch to micro-batch")
+        zero = 2
     axes = axes_of(cells, sizes, zero, ep)
     total, count = batch_of(cells, sizes)
     precision, compute = precision_of(cells, stack.name)

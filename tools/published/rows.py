@@ -6,11 +6,12 @@ import csv
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from published.cells import COLUMNS, Cells, Skip
 from published.hardware import cluster_of
-from published.layout import plan_of, seq_len_of, split_experts
+from published.layout import MICRO, plan_of, seq_len_of, split_experts
 from published.measured import (
     MemoryKind,
     MemoryStage,
@@ -30,6 +31,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.stack import Stack
+from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
 
 
@@ -110,6 +112,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
     plan = recomputed(cells, spec, cluster, stack, (plan, workload))
+    plan = tuned(cells, spec, cluster, stack, (plan, workload))
     step_time = step_time_of(cells, spec, cluster, plan, workload, stack)
     memory = memory_of(cells)
     if step_time is None and memory is None and not is_oom(cells):
@@ -153,6 +156,31 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
     return plan
+
+
+def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
+    """The plan; where a row prints no micro-batch, with the one that fits and is predicted fastest.
+
+    Whoever prints none has looked for it.
+    """
+    plan, work = job
+    guess = f"{MICRO} 1"
+    if guess not in cells.assumed:
+        return plan
+    profile, times = profile_of(spec), dict[int, tuple[float, Plan]]()
+    for micro in (1, 2, 4, 8, 16):
+        count, rest = divmod(plan.batch.micro_batches, micro)
+        if rest or not count:
+            continue
+        with suppress(ConfigError, PlanError):  # a number that the schedule cannot have
+            one = replace(plan, batch=replace(plan.batch, micro_batches=count))
+            if estimate_memory(profile, one, work, stack=stack, device=cluster.device).fits:
+                times[micro] = estimate_time(profile, cluster, one, work, stack=stack).total, one
+    if not times:
+        return plan
+    best = min(times, key=lambda micro: times[micro][0])
+    cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best}, the fastest that fits"
+    return times[best][1]
 
 
 def kind_of(plan: Plan, spec: ModelSpec) -> str:

@@ -89,7 +89,8 @@ def _preset(name: str) -> Stack:
 def megatron_era(cells: Cells) -> str:
     """Which of the Megatron stacks: before flash attention, with it, or Megatron-Core with Transformer Engine."""
     if cells.has(r"megatron-deepspeed|bloom sizing|bigscience") and not _flash(cells):
-        return "megatron-2021"
+        late = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
+        return "megatron-flash" if late else "megatron-2021"  # the vendors' forks bring their own fused attention
     if cells.year >= 2023.75 and not _flash_sweep(cells):
         return "megatron-bridge" if cells.has(r"megatron-bridge|\bnemo\b|dgxc") else "megatron-core"
     return "megatron-flash" if cells.year >= 2023 or _flash(cells) else "megatron-2021"
