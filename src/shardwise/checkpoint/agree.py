@@ -53,18 +53,7 @@ class Peers:
         Raises:
             CheckpointError: naming the rank and its reason; a `DamagedError` when every failure is one.
         """
-        result: list[T] = []
-        failure: tuple[bool, str] | None = None
-        cause: BaseException | None = None
-        try:
-            result.append(work())
-        except Exception as error:
-            failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {_reason(error)}"), error
-        failures = [found for found in self.gather(failure) if found is not None]
-        if failures:
-            kind = DamagedError if all(damaged for damaged, _ in failures) else CheckpointError
-            raise kind(f"{doing}: {failures[0][1]}") from cause
-        return result[0]
+        return self._agreed(doing, work)[self.rank]
 
     def on_first(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give its result to all; if it failed, all raise.
@@ -72,8 +61,31 @@ class Peers:
         Raises:
             CheckpointError: as `together`.
         """
-        found: list[T | None] = self.gather(self.together(doing, lambda: work() if self.rank == 0 else None))
-        return cast(T, found[0])  # only other ranks give None
+        return cast(T, self.from_all(doing, lambda: work() if self.rank == 0 else None)[0])  # others give None
+
+    def from_all(self, doing: str, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and give all results to all, by rank; if any failed, all raise.
+
+        Raises:
+            CheckpointError: as `together`.
+        """
+        return self._agreed(doing, work, tell=True)
+
+    def _agreed(self, doing: str, work: Callable[[], T], *, tell: bool = False) -> list[T]:
+        """This rank's result in its place, and with `tell` those of all ranks in theirs: one gather."""
+        result, failure, cause = cast(T, None), None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {_reason(error)}"), error
+        told = self.gather((failure, result if tell else None))
+        failures = [found for found, _ in told if found is not None]
+        if failures:
+            kind = DamagedError if all(damaged for damaged, _ in failures) else CheckpointError
+            raise kind(f"{doing}: {failures[0][1]}") from cause
+        results = [cast(T, value) for _, value in told]
+        results[self.rank] = result
+        return results
 
 
 def _reason(error: BaseException) -> str:

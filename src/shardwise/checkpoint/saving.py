@@ -91,7 +91,7 @@ class SaveJob:
         partial, self.run, save = peers.on_first(self.doing, self._begin)
         identity = Identity(run=self.run, save=save, step=self.step, rank=peers.rank)
         try:
-            written = peers.gather(peers.together(self.doing, lambda: self._write(partial, identity)))
+            written = peers.from_all(self.doing, lambda: self._write(partial, identity))
             final = peers.on_first(self.doing, lambda: self._commit(partial, identity, written))
         except CheckpointError:
             if peers.rank == 0:

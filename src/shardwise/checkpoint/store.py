@@ -302,17 +302,15 @@ class Store:
         what was read into which memory.
         """
         peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
-        known = manifest
-        if weights_only:
-            known, template = weights(manifest, peers.together(doing, lambda: state.template(())))
-        else:
-            peers.together(doing, lambda: check_imported(manifest))
-            template = peers.together(doing, lambda: state.template(manifest.tensors.keys()))
-        reading, own = peers.together(doing, lambda: _reading(state, known, template))
+        known, reading, own = peers.together(doing, lambda: _wanted(state, manifest, weights_only=weights_only))
         template = reading.template
         told = peers.gather((_bits(known, template), _bits(known, own)))
-        peers.together(doing, lambda: check_names(known, template, [seen for seen, _ in told]))
-        peers.together(doing, lambda: reading.check_leave(convert_state=convert_state))
+
+        def check() -> None:
+            check_names(known, template, [seen for seen, _ in told])
+            reading.check_leave(convert_state=convert_state)
+
+        peers.together(doing, check)
         divided = reduce(or_, (seen & ~here for seen, here in told))
         whole = {name for i, name in enumerate(known.tensors) if not divided >> i & 1}
         arrived = peers.together(doing, lambda: fill(path, manifest, files, template, whole))
@@ -358,9 +356,15 @@ class Store:
         return job
 
 
-def _reading(state: Saveable, manifest: Manifest, template: dict[str, Tensor]) -> tuple[Reading, set[str]]:
-    reading = Reading.of(state, manifest, template)
-    return reading, as_stored(manifest, reading.template) - reading.sources
+def _wanted(state: Saveable, manifest: Manifest, *, weights_only: bool) -> tuple[Manifest, Reading, set[str]]:
+    """What is read of a checkpoint, into what, and which tensors are here as they are stored."""
+    if weights_only:
+        known, template = weights(manifest, state.template(()))
+    else:
+        check_imported(manifest)
+        known, template = manifest, state.template(manifest.tensors.keys())
+    reading = Reading.of(state, known, template)
+    return known, reading, as_stored(known, reading.template) - reading.sources
 
 
 def _bits(manifest: Manifest, names: Container[str]) -> int:
