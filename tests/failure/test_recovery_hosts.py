@@ -135,6 +135,34 @@ def test_a_silent_host_ends_the_job_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak  # in every run: what it is made of, above and below
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
+def test_mpirun_starts_supervisors_that_recover(tmp_path: Path) -> None:
+    """Its two processes are on one host; each is told that it is the only one there, as on hosts of their own."""
+    alone = 'export OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1; exec "$@"'
+    mpirun = ["mpirun", "-n", "2", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    mpirun += ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}", "sh", "-c", alone, "sh"]
+    run = [sys.executable, "-m", "shardwise", "run", "--recover", "--events", str(tmp_path / "events"), str(SCRIPT)]
+    process = subprocess.Popen(
+        [*mpirun, *run, "dp2 fsdp2", "--", str(tmp_path), "1000000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PACE_S": "0.05"},
+    )
+    wait_for_steps(process, tmp_path, 4)
+    for number in range(1, 4):
+        ranks = sorted(ranks_of(process), key=lambda rank: rank.name())
+        assert len(ranks) == 4
+        ranks[number].kill()
+        wait_for_new_step(process, tmp_path)
+        assert len(events_of(tmp_path)) == number
+    everyone = ranks_of(process)
+    process.send_signal(signal.SIGTERM)
+    _, err = finish(process)
+    assert "recovery 3: rank 3" in err, err
+    assert not psutil.wait_procs(everyone, timeout=5)[1]
+
+
+@pytest.mark.soak  # in every run: what it is made of, above and below
 def test_torchrun_starts_supervisors_that_recover_and_starts_them_again(tmp_path: Path) -> None:
     port = free_port()
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=5"]
