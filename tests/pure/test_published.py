@@ -155,6 +155,14 @@ def test_names_that_people_write(gpu: str, preset: str) -> None:
     assert variant("core-1", gpu=gpu, precision="bf16").cluster.device.rates == load_cluster(preset).device.rates
 
 
+def test_what_the_date_of_a_release_changes() -> None:
+    said = {"source": "Megatron-Bridge", "notes": "", "model": "GPT-OSS 120B", "activation_checkpoint": "none"}
+    before, after = (variant("core-8", **said, date=date).stack for date in ("2026-04", "2026-06"))
+    assert (before.attention, after.attention) == ("flash2", "flash3")
+    assert before.overlap_expert < after.overlap_expert == 0.5
+    assert variant("core-8", **{**said, "model": "Llama 3 8B"}, date="2026-04").stack.attention == "flash3"
+
+
 def test_the_forks_of_vendors_have_fused_attention() -> None:
     said = {"source": "Megatron-DeepSpeed", "notes": "", "model": "Llama 2 7B", "date": "2024-05"}
     assert variant("nano-1", **said, gpu="Gaudi2").stack.name == "megatron-flash"

@@ -46,6 +46,10 @@ def tables() -> str:
         "the stages; so is its `launches_hide`: its small blocks take the time of their launches and of their "
         "collectives together, those of the Megatron stacks the longer of both. `loss_bytes` of megatron-2021 are the "
         "passes of its cross entropy over the logits, counted one by one (a free fit gives 48).",
+        "A row's date changes four things (`tools/published/stacks.py`). Before October 2022 no stack has flash "
+        "attention. From 2026 torch's attention runs cuDNN's kernels. Before June 2026 attention with learned sinks "
+        "runs at the rate of FlashAttention 2, and from then on half of Megatron-Bridge's exchange of tokens between "
+        "experts is hidden: both are read off the rows of its releases before and after.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -38,6 +38,10 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
 )
 
 
+SINKS = 2026.4
+"""Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
+OVERLAPPED_EXPERTS = 2026.4
+"""Year from which half of Megatron-Bridge's exchange of tokens is seen to run beside computing."""
 CHUNKED = 2.5
 """Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
 COMPILED_LOSS = 2025.4
@@ -52,6 +56,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
         stack = replace(stack, attention="fused-softmax")  # before flash attention (arXiv:2205.14135) was in any stack
     if stack.attention == "flash2" and cells.year >= 2026:
         stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
+    if name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS:
+        stack = replace(stack, overlap_expert=0.5)
+    if name in CORE and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
+        stack = replace(stack, attention="flash2")
+        cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
     kernel = _kernel(cells)
     if kernel:
         stack = replace(stack, attention=kernel)

@@ -23,7 +23,7 @@ Words = NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
 MASK = 2**64 - 1
 _CHUNK = 1 << 16
 """Words at a time: their 64-bit copies stay in the cache."""
-_SLAB = 1 << 20
+_SLAB = 1 << 18
 """Words at a time: a sum for each row of them is held."""
 
 

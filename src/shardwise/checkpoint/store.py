@@ -299,7 +299,7 @@ class Store:
         """Read into fresh tensors, and then, when no rank has anything against it, into the state.
 
         What the state must be now: the manifest, with what was changed on the way in place of what is stored; and
-        what was read into which memory.
+        digests of the parts that were read as they are stored.
         """
         peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
         known, reading, own = peers.together(doing, lambda: _wanted(state, manifest, weights_only=weights_only))
