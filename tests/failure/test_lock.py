@@ -20,22 +20,8 @@ from shardwise.train import lock as lock_module
 from shardwise.train.lock import RunLock
 
 fork = get_context("fork")
-TINY = [
-    "--steps",
-    "1",
-    "--batch",
-    "2",
-    "--model",
-    "tiny",
-    "--dim",
-    "32",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--seq",
-    "16",
-]
+TINY = ["--steps", "1", "--batch", "2", "--model", "tiny", "--dim", "32", "--layers", "1", "--heads", "2",
+        "--seq", "16"]  # fmt: skip
 
 
 def lost(text: str) -> None:

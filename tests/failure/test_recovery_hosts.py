@@ -135,6 +135,7 @@ def test_a_silent_host_ends_the_job_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak  # in every run: what it is made of, above and below
+# a program of the system, which pip cannot bring; .ci/run installs it
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
 def test_mpirun_starts_supervisors_that_recover(tmp_path: Path) -> None:
     """Its two processes are on one host; each is told that it is the only one there, as on hosts of their own."""

@@ -292,6 +292,8 @@ def test_weights_that_stay_gathered_between_micro_batches() -> None:
 
 def test_batches() -> None:
     assert variant("nano-1", micro_batch="", notes="grad accum 4").plan.batch.micro_batches == 4
+    said = variant("nano-1", micro_batch="", notes="grad accum 64")
+    assert said.plan.batch.micro_batches == 64, "what the notes say is no guess, and is kept"
     tuned, tried = variant("nano-1", micro_batch=""), [variant("nano-1", micro_batch=str(n)) for n in (1, 2, 4, 8, 16)]
     assert any("the fastest that fits" in sentence for sentence in tuned.assumed)
     best = min((result for result in map(predict, tried) if result.fits), key=lambda result: result.step_time)

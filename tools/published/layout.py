@@ -167,7 +167,7 @@ def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
         micro = max(per_rank // accumulate, 1) if accumulate else 1
         if accumulate is None and sizes.pp == 1 and _stage(cells) == 3:
             micro = per_rank
-        cells.assume(f"{MICRO} {micro}")
+        cells.assume(f"{MICRO} {micro}{', from the notes' if accumulate else ''}")
     count = max(round(total / (sizes.data * micro)), 1)
     if count * micro * sizes.data != total:
         cells.assume(f"global batch {count * micro * sizes.data}, which the layout divides, not {total}")
