@@ -190,6 +190,13 @@ def test_rank_zero_that_never_comes(script: Path) -> None:
     assert "rank 1 of 2 could not join" in text and "can reach the address of rank 0" in text, text
 
 
+def test_a_host_without_an_address(script: Path) -> None:
+    env = by_hand(1, MASTER_ADDR="rank0.invalid", MASTER_PORT=str(free_port()))
+    codes, text = finish(start(python(script, "dp2", 2), env))
+    assert codes == [ExitCode.LAUNCH], text
+    assert "(rank0.invalid: Name or service not known; export MASTER_ADDR=<an address of rank 0's host>)" in text, text
+
+
 def joined(kind: str, address: str) -> tuple[float, bool]:
     """Rendezvous given in the call; SHARDWISE_INIT of the pool would lead elsewhere."""
     launch = read_environment(os.environ)

@@ -147,6 +147,18 @@ def test_a_signal_lets_ranks_save(
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
 
+def test_a_signal_that_comes_twice_at_once_is_one(
+    patient: tuple[subprocess.Popen[str], list[int]], tmp_path: Path
+) -> None:
+    """As `scancel --signal=TERM` does: SLURM signals what it has started, and srun passes its own signal on."""
+    process, ranks = patient
+    for pid in (process.pid, *ranks, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    found, _, err = finish(process)
+    assert (found, err) == (ExitCode.TERMINATED, "")
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+
+
 def test_a_second_signal_ends_at_once(stubborn: tuple[subprocess.Popen[str], list[int]], tmp_path: Path) -> None:
     process, _ = stubborn
     process.send_signal(signal.SIGINT)

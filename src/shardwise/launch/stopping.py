@@ -11,6 +11,9 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Those that ask a launcher, or a rank, to end."""
+SAME_SIGNAL_S = 1.0
+"""A signal that follows within this time is the first one again: a scheduler signals launcher and ranks alike, some of
+them twice (srun passes on what SLURM also sends), and the launcher passes its own on."""
 
 
 @dataclass
@@ -32,15 +35,15 @@ class Stopping:
 
     def hear(self, first: signal.Signals, count: int) -> None:
         """Count signals of the same job's launcher on another host; what was sent to all hosts counts once."""
-        while self.count < count:
-            self.on_signal(first, None)
+        if self.first is None:
+            self.first, self.at = first, time.monotonic()
+        self.count = max(self.count, count)
+        self.killed = self.killed or count > 1
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
-        self.count += 1
-        if self.first is None:
-            self.first, self.at = signal.Signals(number), time.monotonic()
-        self.killed = self.killed or self.count > 1
+        """Handle a signal; a second Ctrl-C is meant, however soon it comes."""
+        if self.first is None or number == signal.SIGINT or time.monotonic() - self.at > SAME_SIGNAL_S:
+            self.hear(signal.Signals(number), self.count + 1)
 
 
 @contextmanager

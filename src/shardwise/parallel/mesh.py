@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -271,9 +273,21 @@ def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: flo
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"open_mesh: rank {launch.rank} of {launch.world} could not join ({backend}, {method}): "
-            f"{str(error).splitlines()[0]}; check that every rank was started and can reach the address of rank 0, and "
-            "that no other job uses the port; init= is env://, tcp://host:port, file:///path or a torch Store"
+            f"{str(error).splitlines()[0]}{_unresolved(method)}; check that every rank was started and can reach the "
+            "address of rank 0, and that no other job uses the port; init= is env://, tcp://host:port, file:///path or "
+            "a torch Store"
         ) from error
+
+
+def _unresolved(method: str | Store) -> str:
+    """Which host has no address here, if that is why nobody was met: torch only says that it waited."""
+    url = urlsplit(method) if isinstance(method, str) else None
+    host = url and (os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname)
+    try:
+        socket.getaddrinfo(host or "localhost", None)
+    except OSError as error:
+        return f" ({host}: {error.strerror}; export MASTER_ADDR=<an address of rank 0's host>)"
+    return ""
 
 
 def _arrange(plan: Plan, device: torch.device) -> Mesh:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from shardwise.errors import ExitCode
+from shardwise.launch.stopping import SAME_SIGNAL_S
 
 STOP_SIGINT = 1
 STOP_SIGUSR1 = 100_000
@@ -22,9 +23,6 @@ STOP_SIGTERM = 10_000_000_000
 """Requests are summed over the world; these three stay apart in any sum of up to 99,999 ranks."""
 STOPS = {signal.SIGINT: STOP_SIGINT, signal.SIGTERM: STOP_SIGTERM, signal.SIGUSR1: STOP_SIGUSR1}
 EXIT_CODES = {"SIGINT": ExitCode.INTERRUPTED, "SIGTERM": ExitCode.TERMINATED, "SIGUSR1": ExitCode.PREEMPTED}
-SAME_SIGNAL_S = 1.0
-"""A signal that follows within this time is the first one again: a scheduler signals launcher and ranks alike, and the
-launcher passes its own on."""
 
 
 class Stoppable(Protocol):
