@@ -13,6 +13,20 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 
+_OTHERS = (
+    r"\b(than|vs\.?|versus|compared (to|with)|against|unlike|converted (from|to))\b[^;,.()]*",
+    r"hugging ?face ((model|data) ?)?(hub|checkpoint|weights?|tokenizer|datasets?|config)\w*",
+    r"mistral[ -]nemo",
+)
+"""What names another framework than the one that ran: comparisons, where weights and data came from, a model's name."""
+_UNKNOWN = re.compile(r"(n/?a|unknown|\?+|-+|not (stated|given|known)|unstated)?")
+_SINCE = (
+    (r"b300|mi355|mi350", 2026.0),
+    (r"b200|mi325|h200", 2025.25),
+    (r"h[12]00|h800|mi300", 2024.0),
+    (r"v100", 2020.5),
+)
+"""Device -> the year of a row without a date."""
 _DECIMAL = ("n_params", "tokens_per_s_per_gpu", "tflops_per_gpu")
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12, "%": 0.01, "ms": 1e-3, "mib": 1 / 1024, "mb": 1e6 / 2**30, "pflops": 1e3}
 
@@ -26,10 +40,13 @@ class Cells:
 
     def __init__(self, raw: Mapping[str, str]) -> None:
         self.raw = {name: (raw.get(name) or "").strip() for name in COLUMNS}
+        self.raw |= {name: "" for name, text in self.raw.items() if _UNKNOWN.fullmatch(text.lower())}
         self.notes = self.raw["notes"].lower()
         self.clauses = tuple(part.strip() for part in self.notes.split(";") if part.strip())
         fields = ("source", "model", "optimizer", "precision")
         self.text = " ; ".join([*(self.raw[name].lower() for name in fields), self.notes])
+        for pattern in _OTHERS:
+            self.text = re.sub(pattern, "", self.text)
         self.assumed: list[str] = []
 
     def __getitem__(self, name: str) -> str:
@@ -66,9 +83,12 @@ class Cells:
 
     @property
     def year(self) -> float:
-        """Year with months as a fraction; 2024 where the date says none."""
+        """Year with months as a fraction; where the date says none, 2024, or when the device came to be used."""
         match = re.match(r"(\d{4})(?:-(\d\d))?", self.raw["date"])
-        return int(match.group(1)) + (int(match.group(2) or 6) - 1) / 12 if match else 2024.0
+        if match:
+            return int(match.group(1)) + (int(match.group(2) or 6) - 1) / 12
+        gpu = self.raw["gpu"].lower()
+        return next((year for pattern, year in _SINCE if re.search(pattern, gpu)), 2024.0)
 
     def assume(self, sentence: str) -> None:
         """Remember what the row does not say."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from importlib.resources import files
 
@@ -42,16 +42,24 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"l40", "l40", ""),
     (r"l4\b", "l4", ""),
     (r"\bt4\b", "t4", ""),
-    (r"a10g?\b", "a10g", ""),
+    (r"a10g", "a10g", ""),
+    (r"a10\b", "a10", ""),
     (r"a30\b", "a30", ""),
     (r"a40\b", "a40", ""),
     (r"pro-?6000", "rtxpro6000", ""),
     (r"(a-?6000|6000)-?ada|ada-?6000", "ada6000", ""),
     (r"a6000", "a6000", ""),
     (r"a5000", "a5000", ""),
+    (r"a4000", "a4000", ""),
+    (r"\bl20\b", "l20", ""),
+    (r"mi100", "mi100", ""),
     (r"5090", "rtx5090", ""),
     (r"4090", "rtx4090", ""),
+    (r"4080", "rtx4080", ""),
     (r"3090", "rtx3090", ""),
+    (r"3080", "rtx3080", ""),
+    (r"2080-?ti", "rtx2080ti", ""),
+    (r"titan-?(rtx)?\b", "titanrtx", ""),
     (r"tpu-?v?7|ironwood", "tpu-v7", ""),
     (r"v6e|trillium", "tpu-v6e", ""),
     (r"v5-?p", "tpu-v5p", ""),
@@ -100,9 +108,21 @@ def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     """Memory by the size in the name, where it is not the preset's; frameworks see some 6 % more than 10^9 each."""
     stated = re.search(r"\b(\d+)gb?\b", name)
     memory = int(stated.group(1)) * 1.06e9 if stated else cluster.device.memory
-    if preset == "mi250x" or abs(memory / cluster.device.memory - 1) < 0.1:
+    if preset == "mi250x":
+        return _carded(name, memory, cluster)
+    if abs(memory / cluster.device.memory - 1) < 0.1:
         return cluster
     return cluster.with_(device=replace(cluster.device, name=name, memory=memory))
+
+
+def _carded(name: str, memory: float, cluster: Cluster) -> Cluster:
+    """A card of two dies that a source counts as one device, as its memory says."""
+    device = cluster.device
+    if memory < 1.5 * device.memory:
+        return cluster
+    rates = replace(device.rates, **{f.name: 2 * getattr(device.rates, f.name) for f in fields(device.rates)})
+    twice = replace(device, name=name, memory=memory, bandwidth=2 * device.bandwidth, rates=rates)
+    return cluster.with_(device=replace(twice, curve=replace(device.curve, units=2 * device.curve.units)))
 
 
 def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
@@ -114,7 +134,8 @@ def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
     domain = re.search(r"nvl(?:ink)?(?: domain)?[ -]?(\d+)", text)
     if domain and int(domain.group(1)) > cluster.per_node:
         cluster = cluster.with_(domain=min(int(domain.group(1)), cluster.world))
-    if "pcie" in f"{text} {name}" and "nvlink" not in text:
+    linked = re.search(r"nvlink|nvswitch", text) and not re.search(r"(no|without) nv(link|switch)", text)
+    if "pcie" in f"{text} {name}" and not linked:
         cluster = cluster.with_(local=_link("pcie4"))
     network = _network(cells["interconnect"], name, cells.count("gpus_per_node") or cluster.per_node)
     if network is None and cluster.world > cluster.domain:
@@ -138,17 +159,36 @@ def _network(stated: str, name: str, per_node: int) -> Link | None:
     return replace(link, bandwidth=link.bandwidth * nominal / 50e9)
 
 
+_INSIDE = r"nvlink|nvswitch|nvl\d|pcie|pci-e|xgmi|infinity"
+"""What a rate inside a node belongs to."""
+_RATE = r"(\d+(?:\.\d+)?)\s*-?(?:([GT])([Bb](?:/s|ps)?|bit(?:/s)?|bE\b|\b)|(gbps|tbps|gbe\b))"
+_FABRICS = {"xdr": 100e9, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
+"""Bytes per second of one adapter of InfiniBand."""
+
+
 def _stated(text: str, per_node: int) -> float | None:
-    """Nominal bytes per second and device that a sentence states; Gb are bits, GB are bytes."""
-    unit = r"(G[Bb](?:/s|ps)|Gbit(?:/s)?|gbps)"
-    for part in re.split(r"[,+;]", text):
-        match = re.search(rf"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*{unit}", part)
+    """Nominal bytes per second and device that a sentence states; Gb are bits, GB are bytes.
+
+    Of all adapters of a node, or of those that are counted; InfiniBand's rates are of one, and each device has one.
+    """
+    for part in re.split(r"[,+;]| and |/(?= )", text):
+        lower = part.lower()
+        fabric = re.search(r"\b(xdr|ndr|hdr|edr)\d*\b", lower)
+        match = re.search(_RATE, part)
+        if re.search(_INSIDE, lower) or not (match or fabric):
+            continue
         if match:
-            value = float(match.group(2)) * 1e9 / (1 if "GB" in match.group(3) else 8)
-            each = match.group(1) is None and re.search(r"per (gpu|device|adapter)|/gpu", part, re.IGNORECASE)
-            return value * int(match.group(1) or 1) / (1 if each else per_node)
-    found = re.search(r"\b(ndr|hdr|edr)\b", text.lower())
-    return {"ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}[found.group(1)] if found else None
+            scale = 1e12 if (match.group(2) or match.group(4) or "")[:1].lower() == "t" else 1e9
+            value = float(match.group(1)) * scale / (1 if (match.group(3) or "").startswith("B") else 8)
+            before, after = lower[: match.start()], lower[match.end() :]
+        else:
+            value, before, after = _FABRICS[fabric.group(1)] if fabric else 0.0, lower, ""
+        found = re.search(r"(\d+)\s*[x×*]", before) or re.search(r"[x×*]\s*(\d+)", after)
+        found = found or re.search(r"(\d+)\s*(?:nics?|adapters?|hcas?|links|rails|ports)", lower)
+        adapter = fabric or (re.search(r"\bib\b|infiniband", lower) and value >= 25e9)
+        each = re.search(r"per (gpu|device|adapter|nic)|/gpu", lower) or (adapter and "per node" not in lower)
+        return value * int(found.group(1)) / per_node if found else value / (1 if each else per_node)
+    return None
 
 
 def _limited(cells: Cells, preset: str, name: str, cluster: Cluster) -> Cluster:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from published.cells import Cells, Skip
 from published.recompute import recompute_of
 from published.stacks import CORE
-from shardwise.hardware.cluster import Cluster
+from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Offload, Plan, Schedule, Tensor
 from shardwise.plan.stack import Stack
@@ -165,8 +165,6 @@ def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
     if micro is None:
         per_rank = max(total // sizes.data, 1)
         micro = max(per_rank // accumulate, 1) if accumulate else 1
-        if accumulate is None and sizes.pp == 1 and _stage(cells) == 3:
-            micro = per_rank
         cells.assume(f"{MICRO} {micro}{', from the notes' if accumulate else ''}")
     count = max(round(total / (sizes.data * micro)), 1)
     if count * micro * sizes.data != total:
@@ -185,27 +183,29 @@ def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
     return length
 
 
-def precision_of(cells: Cells, stack: str) -> tuple[str, str]:
-    """(plan's precision, dtype of the products where it differs)."""
+def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
+    """(plan's precision, dtype of the products where it differs). `rates`: mixed is fp16 where bf16 has no unit."""
     text = cells["precision"].lower()
+    half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
     pure = "true" in text or "pure" in text or cells.noted(r"bf16 params and optimizer|pure bf16") is not None
     if cells.has(r"torchtune") and "bf16" in text:  # its bf16 is of weights and states too
         pure = True
     if not text:
-        old = stack == "megatron-2021"
-        cells.assume("fp16" if old else "bf16")
-        return ("fp16" if old else "bf16"), ""
+        cells.assume(half)
+        return half, ""
     if "fp4" in text:
         return "bf16", "fp4"
     if "fp8" in text or "float8" in text:
         return "bf16", "fp8"
+    if "bf16" in text or "bfloat16" in text:
+        return ("bf16-pure" if pure else "bf16"), ""
+    if re.search(r"fp16|float16|half", text):
+        return "fp16", ""
     if "tf32" in text:
         return "fp32", "tf32"
-    if "fp32" in text and "bf16" not in text:
+    if re.search(r"(fp|float)32|single", text):
         return "fp32", ""
-    if "fp16" in text and "bf16" not in text:
-        return "fp16", ""
-    return ("bf16-pure" if pure else "bf16"), ""
+    return half, ""  # `mixed`, `amp`, `16-mixed`
 
 
 def optimizer_of(cells: Cells, spec: ModelSpec, stack: str, precision: str) -> str:
@@ -225,7 +225,10 @@ def optimizer_of(cells: Cells, spec: ModelSpec, stack: str, precision: str) -> s
 
 
 def trained_share(cells: Cells, spec: ModelSpec) -> float:
-    """Adapters of rank 16 on every projection of every block (arXiv:2106.09685), over the model; 1 without adapters."""
+    """Adapters on the projections of every block (arXiv:2106.09685), over the model; 1 without adapters.
+
+    Of rank 16 and on every projection where the notes say nothing else.
+    """
     if not cells.has(r"\bq?lora\b"):
         return 1.0
     if cells.has(r"\bqlora\b"):
@@ -233,8 +236,14 @@ def trained_share(cells: Cells, spec: ModelSpec) -> float:
     width = spec.num_heads * spec.head_dim
     attention = 2 * (spec.dim + width) + 2 * (spec.dim + spec.num_kv_heads * spec.head_dim)
     ffn = 3 * (spec.dim + spec.ffn_dim)
-    cells.assume("adapters of rank 16 on every projection")
-    return min(16 * (attention + ffn) * spec.num_layers / spec.num_params, 1.0)
+    stated = cells.noted(r"rank[ =:]+(\d+)|\br ?[=:] ?(\d+)|lora[_ -]?r(?:ank)?[ =:]+(\d+)")
+    rank = int(next(n for n in stated.groups() if n)) if stated else 16
+    few = cells.noted(
+        r"(attention|q_proj|qkv|q, ?v|query)[^;]* only|only (on )?(the )?(attention|q|query)|q_proj, ?v_proj"
+    )
+    if not stated or not few:
+        cells.assume(f"adapters of rank {rank} on {'attention' if few else 'every projection'}")
+    return min(rank * (attention + (0 if few else ffn)) * spec.num_layers / spec.num_params, 1.0)
 
 
 def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_len: int) -> tuple[Plan, Workload]:
@@ -254,7 +263,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         zero = 2
     axes = axes_of(cells, sizes, zero, ep)
     total, count = batch_of(cells, sizes)
-    precision, compute = precision_of(cells, stack.name)
+    precision, compute = precision_of(cells, stack.name, cluster.device.rates)
     if compute in ("fp8", "fp4") and not getattr(cluster.device.rates, compute):
         cells.assume(f"products in 16 bits: the device has no {compute} unit")
         compute = ""

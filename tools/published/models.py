@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,10 @@ _USUAL = (
 """Parameters and width of published dense decoders."""
 
 
+_EXPERTS = r"moe|switch|\dx\d|-a\d|experts?\b|jamba|arctic"
+"""A model whose feed-forwards are several."""
+
+
 def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     """Sizes of the row's model.
 
@@ -40,7 +45,7 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     name = re.sub(r"[\s_]+", "-", cells["model"].lower())
     if re.search(_NOT_DECODERS, name):
         raise Skip("model: no decoder")
-    known = _known(name) or _by_count(cells.number("n_params"))
+    known = _known(name, _stated_total(cells, name)) or _by_count(cells.number("n_params"))
     sizes = _override(cells, dict(known)) if known else _from_columns(cells, name)
     if sizes.get("kind") == "gpt" and seq_len:
         sizes["max_seq_len"] = seq_len
@@ -74,8 +79,31 @@ def _preset_sizes(name: str) -> dict[str, Any]:
     return {key: getattr(spec, key) for key in _FIELDS - {"name", "blocks"}}
 
 
-def _known(name: str) -> dict[str, Any] | None:
-    return next((sizes for pattern, sizes in _entries() if re.search(pattern, name)), None)
+def _known(name: str, total: float | None) -> dict[str, Any] | None:
+    """The first model of the table whose pattern is in the name, and whose size is the stated one, if one is."""
+    has_experts = re.search(r"moe\b|-a\d+(\.\d+)?b\b|\d+x\d", name) is not None
+    for pattern, sizes in _entries():
+        fits = sizes.get("kind") == "moe" or not has_experts
+        if re.search(pattern, name) and fits and _is_about(sizes, total):
+            return sizes
+    return None
+
+
+_ABOUT = 1.35
+"""A printed total is at most so many times another one of the same model: rounded, or without embeddings."""
+
+
+def _is_about(sizes: Mapping[str, Any], total: float | None) -> bool:
+    if not total:
+        return True
+    spec = ModelSpec(**{key: value for key, value in sizes.items() if key in _FIELDS})
+    return any(1 / _ABOUT < total / count < _ABOUT for count in (spec.num_params, spec.active_params))
+
+
+def _stated_total(cells: Cells, name: str) -> float | None:
+    """Parameters that tell models of one family apart; None where columns or notes say that it was cut or changed."""
+    changed = any(cells.count(column) for column in ("n_layers", "d_model"))
+    return None if changed or cells.noted(r"proxy|truncated|layers? only|reduced") else _total(cells, name)
 
 
 def _by_count(n_params: float | None) -> dict[str, Any] | None:
@@ -136,9 +164,51 @@ def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
     if not cells.count("vocab"):
         cells.assume(f"vocabulary {sizes['vocab_size']}")
     sizes["num_layers"] = cells.count("n_layers") or _layers(_total(cells, name), cells, sizes)
+    if re.search(_EXPERTS, f"{name} {cells.notes}") or (cells.count("ep") or 1) > 1:
+        sizes |= _experts(cells, name, sizes)
     sizes["tie_embeddings"] = gpt
     sizes["dropout"] = gpt and cells.year < 2023 and "bloom" not in name
     return sizes
+
+
+def _experts(cells: Cells, name: str, dense: dict[str, Any]) -> dict[str, Any]:
+    """Experts of a model that no table has: those that the notes count, or that make up total and active parameters.
+
+    Raises:
+        Skip: neither says how many there are, or how wide.
+    """
+    text = f"{name} ; {cells.notes}"
+    count = re.search(r"(\d+) (?:routed |fine-grained |total )?experts|\b(\d+)x\d+(?:\.\d+)?b\b", text)
+    chosen = re.search(r"top[- ]?(\d+)\b|(\d+) (?:active|activated|chosen|experts? per token)", text)
+    active = re.search(r"-a(\d+(?:\.\d+)?)b\b|(\d+(?:\.\d+)?) ?b(?:illion)? (?:active|activated)", text)
+    total, width = cells.number("n_params") or _total(cells, name), cells.count("d_ff")
+    shared = re.search(r"(\d+) shared", text)
+    few = replace(ModelSpec(**{"name": name, **dense}), ffn_dim=1)
+    plain = dense["kind"] == "gpt"
+    others, each = (
+        few.num_params,
+        (2.0 if plain else 3.0) * few.dim * few.num_layers,
+    )  # per unit of a feed-forward's width
+    experts = next((int(n) for n in count.groups() if n), 0) if count else 0
+    if not experts and total and width:
+        experts = round((total - others) / (each * width))
+    if not width and experts and total:
+        width = round((total - others) / (each * experts))
+    per_token = next((int(n) for n in chosen.groups() if n), 0) if chosen else 0
+    if not per_token and active and width:
+        active_params = float(next(n for n in active.groups() if n)) * 1e9
+        per_token = max(round((active_params - others) / (each * width)), 1)
+    if not (experts > 1 and width and width > 0 and per_token):
+        raise Skip("model: neither a known name nor its sizes")
+    cells.assume(f"{experts} experts of width {width}, {per_token} per token")
+    found: dict[str, Any] = {
+        "kind": "moe",
+        "num_experts": experts,
+        "ffn_dim": width,
+        "ffn": "plain" if plain else "gated",
+    }
+    found["shared_ffn_dim"] = int(shared.group(1)) * width if shared else 0
+    return found | {"experts_per_token": min(per_token, experts)}
 
 
 def _ffn_dim(kind: str, ffn: str, dim: int) -> int:
@@ -159,7 +229,7 @@ def _usual_dim(cells: Cells, name: str) -> int:
         Skip: no number of parameters, or experts.
     """
     total = _total(cells, name)
-    if not total or re.search(r"moe|switch|\dx\d|-a\d|expert|jamba|arctic", name):
+    if not total or re.search(_EXPERTS, name):
         raise Skip("model: neither a known name nor its sizes")
     dim = min(_USUAL, key=lambda usual: abs(math.log(usual[0] / total)))[1]
     cells.assume(f"width {dim}, usual for its number of parameters")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 
 from published.cells import Cells
-from published.stacks import CORE
+from published.stacks import CORE, TPU
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Recompute
 from shardwise.plan.stack import Stack
 
-_FULL = ("full", "y", "yes", "true", "block", "blocks")
+_FULL = re.compile(
+    r"(y|yes|true|on|1|enabled|full\b.*|blocks?\b.*|all\b.*|uniform\b.*|every (layer|block)"
+    r"|(gradient|activation)[ _-]checkpointing)"
+)
+_NONE = re.compile(r"(n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*")
 _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
 
 
@@ -21,12 +25,12 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if part:
         layers = max(spec.num_layers // pp, 1)
         return Recompute(mode="ratio", ratio=min(int(part.group(1)) / layers, 1.0))
-    if text in _FULL:
-        return Recompute(mode="blocks")
-    if text in ("none", "n", "no", "false"):
-        return Recompute()
     if "selective" in text:
         return _selective(cells, stack)
+    if _FULL.fullmatch(text):
+        return Recompute(mode="blocks")
+    if _NONE.fullmatch(text):
+        return Recompute()
     if cells.noted(r"no (activation )?(recompute|checkpointing)|no ac\b"):
         return Recompute()
     if cells.noted(r"recompute modules|selective recompute|recompute: "):
@@ -36,13 +40,13 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")
         return Recompute(mode="blocks")
-    if stack.name == "jax":
+    if stack.name == "jax" and not re.search(TPU, cells["gpu"].lower()):
         cells.assume("recompute of every block, MaxText's default")
         return Recompute(mode="blocks")
     if cells.noted(r"counts recompute|incl\.? recompute"):
         cells.assume("full recompute, as the source's operations count it")
         return Recompute(mode="blocks")
-    if stack.name == "torchtitan":
+    if stack.name == "torchtitan" and cells.has(r"torchtitan|torchao|pytorch/ao\b"):
         cells.assume("recompute per operator, torchtitan's default")
         return Recompute(mode="ops")
     cells.assume("no recompute")

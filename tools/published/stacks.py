@@ -24,24 +24,38 @@ _RULES: tuple[tuple[str, str], ...] = (
         r"deepspeed|\bzero-[23]\b.*\b(hf|hugging)|\baccelerate\b|(hf|transformers) trainer|ml-engineering|colossal",
         "deepspeed",
     ),
-    (r"megatron|\bnemo\b|dgxc|transformer engine|simumax|\bmcore\b|core 0\.", "megatron"),
-    (r"hugging ?face|\btrl\b|peft", "deepspeed"),
+    (
+        r"megatron|\bnemo\b|dgxc|transformer engine|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
+        r"|eleutherai/gpt-neox|gpt-neox (library|framework|codebase)",
+        "megatron",
+    ),
+    (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
+    (r"hugging ?face|\btrl\b|peft|llama-?factory|ms-swift", "deepspeed"),
 )
 """Keywords -> stack; `megatron` is one of three, by year and kernels. The first that is found."""
 
+TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
+"""Names of Google's devices, whose published configurations tune what is recomputed."""
+_NO_FLASH = (
+    r"(no|without|not|un-?used) (\w+ )?(flash|fused)[ _-]?attention"
+    r"|flash[ _-]?attention:? (is )?(off|no\b|not|disabled)"
+)
 _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
+    (_NO_FLASH, "unfused"),
     (r"flash[ _-]?attention[ _-]?(v?3|v3\.)|\bfa3\b|cudnn (fused )?attention", "flash3"),
     (r"flash[ _-]?attention[ _-]?v?1|flash_attentionv1|\bfa1\b|triton flash", "flash1"),
     (r"flash[ _-]?attention[ _-]?v?2|\bfa2\b|\bsdpa\b|flash[ _-]?attention", "flash2"),
     (r"kernel: fused|fused softmax", "fused-softmax"),
-    (r"kernel: torch|unfused|no flash|without flash|eager attention|naive attention|attn: eager", "unfused"),
+    (r"kernel: torch|unfused|eager attention|naive attention|attn: eager", "unfused"),
 )
 
 
 SINKS = 2026.4
 """Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
 OVERLAPPED_EXPERTS = 2026.4
-"""Year from which half of Megatron-Bridge's exchange of tokens is seen to run beside computing."""
+"""Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
+DUALPIPE = 0.9
+"""Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = 2.5
 """Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
 COMPILED_LOSS = 2025.4
@@ -56,8 +70,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
         stack = replace(stack, attention="fused-softmax")  # before flash attention (arXiv:2205.14135) was in any stack
     if stack.attention == "flash2" and cells.year >= 2026:
         stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
-    if name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS:
+    if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
+    if "dualpipe" in cells["pp_schedule"].lower():
+        stack = replace(stack, overlap_expert=DUALPIPE)
     if name in CORE and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
         stack = replace(stack, attention="flash2")
         cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
@@ -107,7 +123,7 @@ def megatron_era(cells: Cells) -> str:
 
 def _name(cells: Cells, *, sharded: bool) -> str:
     found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
-    if found is None and re.search(r"tpu|trillium|ironwood", cells["gpu"].lower()):
+    if found is None and re.search(TPU, cells["gpu"].lower()):
         return "jax"
     if found == "fsdp1" and cells.year >= 2025:
         found = "torchtitan"
@@ -129,7 +145,7 @@ def _name(cells: Cells, *, sharded: bool) -> str:
 
 
 def _flash(cells: Cells) -> bool:
-    return cells.noted(r"flash[ _-]?attention|\bfa[123]\b") is not None
+    return cells.noted(r"flash[ _-]?attention|\bfa[123]\b") is not None and not cells.noted(_NO_FLASH)
 
 
 def _flash_sweep(cells: Cells) -> bool:

@@ -13,6 +13,7 @@ from shardwise.plan.kernels import (
     TAIL,
     attention_backward,
     attention_time,
+    fastest_matmul,
     matmul_time,
     pointwise_time,
 )
@@ -162,11 +163,11 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
         outs = ceil(outs / axes.tp) if op.split == "column" else outs
         ins = ceil(ins / axes.tp) if op.split == "row" else ins
     dtype = setting.dtype if op.name not in ("head", "router") or setting.dtype not in ("fp8", "fp4") else "bf16"
-    scale = 1.0 / setting.stack.efficiency
-    ahead = matmul_time(rows, outs, ins, device, dtype, groups) * scale
-    back = matmul_time(rows, ins, outs, device, dtype, groups) * scale
+    scale, least = 1.0 / setting.stack.efficiency, fastest_matmul(rows, outs, ins, device, dtype, groups)
+    ahead = max(least, matmul_time(rows, outs, ins, device, dtype, groups) * scale)
+    back = max(least, matmul_time(rows, ins, outs, device, dtype, groups) * scale)
     if op.trained and not setting.frozen:
-        back += matmul_time(ins, outs, rows, device, dtype, groups) * scale
+        back += max(least, matmul_time(ins, outs, rows, device, dtype, groups) * scale)
     return ahead, back
 
 

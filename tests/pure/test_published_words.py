@@ -1,0 +1,159 @@
+"""How published rows say things: frameworks, names, experts, precisions, recompute, networks and cards, as people write."""
+
+from __future__ import annotations
+
+import pytest
+
+from published.cells import Skip
+from published.hardware import _stated
+from published.rows import row_of
+from shardwise.hardware.cluster import load_cluster
+from tests.pure.test_published import RAWS, variant
+
+BARE = {"notes": "", "source": "a blog", "date": "2025-06"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "stack"),
+    [
+        ({"notes": "1.3x faster than DeepSpeed"}, "torchtitan"),
+        ({"notes": "compared to Megatron-LM, at the same loss"}, "torchtitan"),
+        ({"notes": "converted from Hugging Face"}, "torchtitan"),
+        ({"notes": "Hugging Face checkpoint, tokenizer of Llama"}, "torchtitan"),
+        ({"notes": "ran with DeepSpeed"}, "deepspeed"),
+        ({"model": "Mistral NeMo 12B"}, "torchtitan"),
+        ({"notes": "AMD Primus, Megatron backend"}, "megatron-core"),
+        ({"notes": "MindSpeed-LLM"}, "megatron-core"),
+        ({"source": "InternLM/InternEvo"}, "megatron-core"),
+        ({"notes": "LLaMA-Factory"}, "deepspeed"),
+    ],
+)
+def test_the_framework_is_the_one_that_ran(cells: dict[str, str], stack: str) -> None:
+    assert variant("fsdp-1", **BARE | cells).stack.name == stack
+
+
+def test_no_flash_attention_is_none() -> None:
+    for said in ("no flash attention", "without FlashAttention", "flash attention off", "not using flash attention"):
+        assert variant("core-8", **BARE | {"notes": said}).stack.attention == "unfused", said
+    assert variant("core-8", **BARE | {"notes": "FlashAttention"}).stack.attention == "flash2"
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("GPT-20B", 18e9, 22e9),
+        ("GPT-2 345M", 0.3e9, 0.45e9),
+        ("GPT 2.7B", 2.4e9, 3e9),
+        ("BLOOM-560m", 0.4e9, 0.75e9),
+        ("DeepSeek-R1-Distill-Llama-8B", 7.5e9, 8.5e9),
+        ("DBRX-mini 23B", 20e9, 26e9),
+        ("Llama 3.1 405B", 400e9, 410e9),
+        ("Mixtral 8x7B", 46e9, 47e9),
+    ],
+)
+def test_a_model_has_the_size_of_its_name(name: str, least: float, most: float) -> None:
+    sizes = {key: "" for key in ("n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+    assert least < variant("core-8", **BARE | sizes | {"model": name, "ep": ""}).spec.num_params < most
+
+
+def test_experts_of_a_model_that_no_table_has() -> None:
+    sizes = {"n_params": "", "n_layers": "35", "d_model": "7168", "n_heads": "56", "n_kv_heads": "8", "vocab": ""}
+    counted = variant("core-8", **BARE | sizes | {"model": "Some 480B", "d_ff": "4864", "notes": "128 experts, top-2"})
+    assert (counted.spec.num_experts, counted.spec.experts_per_token) == (128, 2)
+    assert 450e9 < counted.spec.num_params < 490e9
+    named = variant("core-8", **BARE | sizes | {"model": "Other-300B-A47B", "d_ff": "3584", "n_layers": "54"})
+    assert named.spec.kind == "moe" and abs(named.spec.num_params / 300e9 - 1) < 0.05
+    assert abs(named.spec.active_params / 47e9 - 1) < 0.1
+    wide = variant("core-8", **BARE | sizes | {"model": "Some 480B", "d_ff": "", "notes": "128 experts, top-2"})
+    assert abs(wide.spec.num_params / 480e9 - 1) < 0.02
+    with pytest.raises(Skip, match="neither a known name nor its sizes"):
+        row_of({**RAWS["core-8"], **BARE, **sizes, "model": "Some MoE", "d_ff": "4864"})
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu", "precision"),
+    [
+        ("fp16/fp32 mixed", "a100-sxm-80g", "fp16"),
+        ("FP16 (fp32 master)", "a100-sxm-80g", "fp16"),
+        ("float16", "a100-sxm-80g", "fp16"),
+        ("16-mixed", "a100-sxm-80g", "bf16"),
+        ("16-mixed", "v100-32g", "fp16"),
+        ("amp", "T4", "fp16"),
+        ("", "v100-32g", "fp16"),
+        ("bfloat16", "h100-sxm-80g", "bf16"),
+        ("float32", "a100-sxm-80g", "fp32"),
+        ("n/a", "h100-sxm-80g", "bf16"),
+    ],
+)
+def test_precisions(said: str, gpu: str, precision: str) -> None:
+    assert variant("core-8", **BARE | {"precision": said, "gpu": gpu, "interconnect": ""}).plan.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("said", "mode"),
+    [
+        ("on", "blocks"),
+        ("enabled", "blocks"),
+        ("full (uniform, 1)", "blocks"),
+        ("Full recompute", "blocks"),
+        ("gradient checkpointing", "blocks"),
+        ("off", "none"),
+        ("disabled", "none"),
+        ("no recompute", "none"),
+    ],
+)
+def test_recompute(said: str, mode: str) -> None:
+    assert variant("fsdp-1", **BARE | {"activation_checkpoint": said}).plan.recompute.mode == mode
+
+
+def test_only_torchtitan_recomputes_by_default() -> None:
+    empty = BARE | {"activation_checkpoint": "unknown", "model": "Llama 3.2 1B", "n_params": "", "compile": ""}
+    sizes = {key: "" for key in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+    assert variant("fsdp-1", **empty | sizes).plan.recompute.mode == "none"
+    assert variant("fsdp-1", **empty | sizes | {"source": "torchtitan"}).plan.recompute.mode == "ops"
+
+
+@pytest.mark.parametrize(
+    ("said", "gigabytes"),
+    [
+        ("NVLink 900 GB/s + 8x400 Gb/s", 50),
+        ("NVLink4 900 GB/s, IB NDR 400 Gb/s", 50),
+        ("8x InfiniBand 200 Gb/s", 25),
+        ("3.2 Tbps EFA", 50),
+        ("8x400G", 50),
+        ("4 * 100Gb RoCE", 6.25),
+        ("100 Gb/s EDR x 4", 6.25),
+        ("4x HDR per node", 12.5),
+        ("IB NDR400", 50),
+        ("10 GbE", 0.15625),
+        ("1600 Gbps per node", 25),
+        ("25 GB/s per GPU", 25),
+        ("NVLink 4", None),
+    ],
+)
+def test_networks(said: str, gigabytes: float | None) -> None:
+    found = _stated(said, 8)
+    assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
+
+
+def test_cards_and_links() -> None:
+    alone = BARE | {"interconnect": "PCIe only, no NVLink"}
+    assert variant("core-8", **alone).cluster.local == load_cluster("a40").local
+    die = load_cluster("mi250x").device
+    found = variant("fsdp-2", **BARE | {"gpu": "MI250-128GB", "interconnect": ""}).cluster.device
+    assert found.rates.bf16 == 2 * die.rates.bf16 and found.bandwidth == 2 * die.bandwidth
+    for same in (("h200", "h100"), ("gh200", "h100")):
+        assert len({load_cluster(name).device.curve for name in same}) == 1, "one silicon, one curve"
+
+
+def test_ranks_of_adapters() -> None:
+    small, large = (
+        variant("tune-1", notes=f"LoRA, r={rank}", model="Llama 3.1 8B LoRA").workload.trained for rank in (8, 64)
+    )
+    few = variant("tune-1", notes="LoRA rank 8, q_proj, v_proj only", model="Llama 3.1 8B LoRA").workload.trained
+    assert large == pytest.approx(8 * small) and few < small < 0.01
+
+
+def test_a_row_without_a_date_is_as_old_as_its_device() -> None:
+    dated = [variant("core-8", **BARE | {"date": "", "gpu": gpu}).stack.name for gpu in ("v100-32g", "h100-sxm-80g")]
+    assert dated == ["megatron-2021", "megatron-core"]
