@@ -1,6 +1,8 @@
-"""How published rows say things: frameworks, names, experts, precisions, recompute, networks and cards, as people write."""
+"""How published rows say things: frameworks, names, experts, precisions, recompute, networks and cards."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +10,7 @@ from published.cells import Skip
 from published.hardware import _stated
 from published.rows import row_of
 from shardwise.hardware.cluster import load_cluster
+from shardwise.plan.stack import load_stack
 from tests.pure.test_published import RAWS, variant
 
 BARE = {"notes": "", "source": "a blog", "date": "2025-06"}
@@ -136,14 +139,20 @@ def test_networks(said: str, gigabytes: float | None) -> None:
     assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9))
 
 
-def test_cards_and_links() -> None:
+def test_cards_of_two_dies_and_links_without_nvlink() -> None:
     alone = BARE | {"interconnect": "PCIe only, no NVLink"}
     assert variant("core-8", **alone).cluster.local == load_cluster("a40").local
     die = load_cluster("mi250x").device
     found = variant("fsdp-2", **BARE | {"gpu": "MI250-128GB", "interconnect": ""}).cluster.device
     assert found.rates.bf16 == 2 * die.rates.bf16 and found.bandwidth == 2 * die.bandwidth
-    for same in (("h200", "h100"), ("gh200", "h100")):
-        assert len({load_cluster(name).device.curve for name in same}) == 1, "one silicon, one curve"
+
+
+def test_one_silicon_computes_alike_and_one_code_takes_the_same_times() -> None:
+    for one, other in (("h200", "h100"), ("gh200", "h100"), ("b300", "gb300")):
+        a, b = (load_cluster(name).device for name in (one, other))
+        assert (a.curve.best, a.curve.depth, a.low_best) == (b.curve.best, b.curve.depth, b.low_best)
+    core, bridge = (load_stack(name) for name in ("megatron-core", "megatron-bridge"))
+    assert replace(core, name="", about="", grad_bytes=0.0) == replace(bridge, name="", about="", grad_bytes=0.0)
 
 
 def test_ranks_of_adapters() -> None:

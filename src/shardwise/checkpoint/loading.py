@@ -162,11 +162,12 @@ def fill(
             direct = _in_place(target)
             place = target if direct else torch.empty(item.part.box.sizes, dtype=target.dtype)
             data = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
-            reader.read(item.part.name, item.part.box, data.reshape(item.part.box.sizes))
+            read = DIGEST.of() if item.part.name in whole else None
+            reader.read(item.part.name, item.part.box, data.reshape(item.part.box.sizes), read.update if read else None)
             if not direct:
                 target.copy_(place)
-            if item.part.name in whole:
-                arrived[item.part.name, item.part.box] = _digest(target)
+            if read is not None:
+                arrived[item.part.name, item.part.box] = read.digest()
     return arrived
 
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.files import LOCAL, Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Piece, cut, piece_key, whole
 from shardwise.checkpoint.manifest import FILE, Manifest
-from shardwise.checkpoint.shardfile import ShardFile, copy_box
+from shardwise.checkpoint.shardfile import Seen, ShardFile, copy_box
 
 SLAB_BYTES = 4 * 1024 * 1024
 MAX_OPEN = 64
@@ -84,13 +84,15 @@ class Reader(Closing):
             least_recent.close()  # until it is read again
         return self._open[index]
 
-    def read(self, name: str, wanted: Box, target: Any) -> None:
+    def read(self, name: str, wanted: Box, target: Any, seen: Seen | None = None) -> None:
         """Fill an array of unsigned integers with a box of a tensor.
 
         Args:
             name: of the tensor.
             wanted: which elements.
             target: with the sizes of `wanted` and the element size of the type.
+            seen: is called with the bytes of a contiguous target, in order, while they are in the processor's cache;
+                for a box that is a stored part.
 
         Cost: reads the blocks in which the wanted elements lie, and for a cut inside short rows the rows.
 
@@ -102,7 +104,7 @@ class Reader(Closing):
             shared = piece.box.overlap(wanted)
             if shared is not None:
                 inside = target[shared.slices(wanted)] if shared.sizes else target
-                copy_box(self.file(piece.file), (piece.box, piece.start), shared, entry.dtype, inside)
+                copy_box(self.file(piece.file), (piece.box, piece.start), shared, entry.dtype, inside, seen)
 
     def place(self, name: str, wanted: Box) -> tuple[int, int]:
         """File and start of the first stored part that holds some of a box: reading in this order reads forwards."""

@@ -13,7 +13,7 @@ and what is wrong is named by tensor and offset.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -339,7 +339,12 @@ class ShardFile(Closing):
             self._descriptor = -1
 
 
-def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any) -> None:
+Seen = Callable[[memoryview], None]
+
+
+def copy_box(
+    file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any, seen: Seen | None = None
+) -> None:
     """Read the elements that a stored part and a wanted box share, in slabs of bounded size.
 
     What lies in one run of bytes in the file and in the target is read straight into it.
@@ -350,12 +355,16 @@ def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, t
         wanted: a box inside the part.
         dtype: torch's name of the type.
         target: array of unsigned integers of the type's size, with the sizes of `wanted`; written.
+        seen: is called with what was read straight into the target, in order.
     """
     box, start = piece
     size = DTYPES[dtype].size
     kind = np.dtype(f"u{size}") if size <= 8 else np.dtype("V16")
     if not box.sizes:
-        target[...] = np.frombuffer(file.read(start, start + size), dtype=kind)[0]
+        number = file.read(start, start + size)
+        target[...] = np.frombuffer(number, dtype=kind)[0]
+        if seen is not None:
+            seen(number)
         return
     for slab in _slabs(box, wanted, size):
         lead = [a - b for a, b in zip(slab.offsets, box.offsets, strict=True)]
@@ -364,7 +373,10 @@ def copy_box(file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, t
         assert shared is not None
         inside = target[shared.slices(wanted)]
         if shared == slab and inside.flags.c_contiguous:
-            file.read_into(begin, memoryview(inside.reshape(-1)).cast("B"))
+            place = memoryview(inside.reshape(-1)).cast("B")
+            file.read_into(begin, place)
+            if seen is not None:
+                seen(place)
             continue
         held = np.frombuffer(file.read(begin, begin + slab.num_elements * size), dtype=kind).reshape(slab.sizes)
         inside[...] = held[shared.slices(slab)]
