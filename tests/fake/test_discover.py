@@ -29,11 +29,13 @@ KNOWN = [
     ("NVIDIA A100-SXM4-40GB", "a100-40g"), ("NVIDIA A100-SXM4-80GB", "a100-80g"), ("NVIDIA A100 80GB PCIe", "a100-80g"),
     ("NVIDIA A100-PCIE-40GB", "a100-40g"), ("Tesla V100-SXM2-32GB", "v100"), ("NVIDIA L4", "l4"),
     ("NVIDIA L40S", "l40s"), ("NVIDIA A10G", "a10g"), ("NVIDIA RTX A6000", "a6000"),
+    ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA L40", "l40"), ("NVIDIA A10", "a10"), ("Tesla T4", "t4"),
+    ("NVIDIA GeForce RTX 3080", "rtx3080"), ("NVIDIA TITAN RTX", "titanrtx"), ("AMD Instinct MI210", "mi210"),
     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("AMD Instinct MI300X", "mi300x"), ("AMD Instinct MI250X", "mi250x"),
 ]  # fmt: skip
 UNKNOWN = [
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40",
-    "NVIDIA GeForce RTX 4090 D", "NVIDIA A10", "Some Accelerator", "",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100X", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40G",
+    "NVIDIA GeForce RTX 4090 D", "NVIDIA A10M", "Some Accelerator", "",
 ]  # fmt: skip
 
 

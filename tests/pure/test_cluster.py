@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ConfigError, UsageError
-from shardwise.hardware.cluster import Cluster, Link, device_names, load_cluster
+from shardwise.hardware.cluster import Cluster, Link, cluster_from, device_names, load_cluster
+from shardwise.records import as_dict
+
+MINE = """name = "mine"
+nodes = 2
+per_node = 8
+[device]
+name = "X100"
+memory = 80e9
+bandwidth = 3350e9
+rates = { fp32 = 67e12, bf16 = 989e12 }
+[local]
+bandwidth = 450e9
+latency = 12e-6
+[network]
+bandwidth = 45e9
+latency = 14e-6
+"""
 
 
 @pytest.mark.parametrize("name", device_names())
@@ -52,11 +70,81 @@ def test_a_file_with_a_wrong_key_names_it_and_its_line(tmp_path: Path) -> None:
         load_cluster(file)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("bf16 = 989e12", "bf16 = 989", r"line 8: device.rates.bf16: found 989, needed FLOP/s .*TFLOP/s: write 989e12"),
+        ("bf16 = 989e12", "bf16 = 989000", r"looks like GFLOP/s: write 989000e9"),
+        ("bf16 = 989e12", "bf16 = 0", r"between 1e8 and 1e17; a device without a bf16 unit computes in fp32"),
+        ("bf16 = 989e12", "bf16 = 989e12, fp8 = 1979", r"device.rates.fp8: .*or 0; 1979 looks like TFLOP/s"),
+        ("fp32 = 67e12", "fp32 = -1", r"device.rates.fp32: found -1, needed FLOP/s between"),
+        ("memory = 80e9", "memory = nan", r"line 6: device.memory: found nan, needed bytes between 1e8 and 1e14"),
+        ("memory = 80e9", f"memory = 1{400 * '0'}", r"device.memory: found inf"),
+        ("memory = 80e9", "memory = 80", r"looks like GB: write 80e9"),
+        ("memory = 80e9", "memory = 81559", r"looks like MB: write 81559e6"),
+        ("memory = 80e9", "memory = 80e9\nstream = 80", r"device.stream: .*looks like per cent: write 80e-2"),
+        ("memory = 80e9", "memory = 80e9\ncurve.best = inf", r"device.curve.best: found inf"),
+        ("bandwidth = 3350e9", "bandwidth = 3350", r"device.bandwidth: .*bytes per second .*GB/s: write 3350e9"),
+        ("bandwidth = 3350e9", "bandwidth = 3.35", r"looks like TB/s: write 3.35e12"),
+        ("bandwidth = 45e9", "bandwidth = 400", r"line 13: network.* GB/s: write 400e9, or Gbit/s: write 50e9"),
+        ("latency = 14e-6", "latency = 5", r"network.latency: .*seconds .*looks like microseconds: write 5e-6"),
+        ("nodes = 2", "nodes = 2\nhost_memory = nan", "host_memory: found nan"),
+        ("nodes = 2", "nodes = 2\ndomain = -8", "domain: found -8"),
+        ("nodes = 2", "nodes = 0", "nodes: found 0"),
+        ("nodes = 2", "", r"nodes: missing; needed a number in whole nodes, as 16"),
+        ("memory = 80e9", "", r"line 4: device.memory: missing; needed a number in bytes, as 80e9"),
+        (", bf16 = 989e12", "", r"line 8: device.rates.bf16: missing; needed a number in FLOP/s, as 989e12"),
+        ("[network]\nbandwidth = 45e9\nlatency = 14e-6", "", "network: missing; needed a table of bandwidth, latency"),
+    ],
+)
+def test_a_number_in_another_unit_and_a_missing_one_are_refused(
+    right: str, wrong: str, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    assert right in MINE
+    file.write_text(MINE.replace(right, wrong, 1))
+    with pytest.raises(ConfigError, match=says):
+        load_cluster(file)
+
+
+def test_a_file_is_read_and_what_it_leaves_out_is_assumed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE.replace("nodes = 2", 'nodes = 2\norigins = ["device.stream: table, h100"]'))
+    mine = load_cluster(file)
+    assert {mine.device.origin, mine.local.origin, mine.network.origin} == {"read"}
+    assert mine.origins[0] == "device.stream: table, h100"
+    assert {line.split(":")[0] for line in mine.origins[1:]} == {
+        "domain", "host_bandwidth", "device.context", "device.curve", "device.low_best", "device.attention",
+        *(f"device.rates.{name}" for name in ("tf32", "fp16", "fp8", "fp4")),
+    }  # fmt: skip
+    assert "device.curve: assumed, best=0.8, units=108, depth=384" in mine.origins
+    mine.save(file)
+    assert load_cluster(file) == mine
+    file.write_text(MINE.replace("latency = 14e-6", 'latency = 14e-6\norigin = "measured"'))
+    assert load_cluster(file).network.origin == "measured"
+
+
+def test_a_measured_share_may_be_above_one() -> None:
+    data = as_dict(load_cluster("cpu:2"))
+    data["device"]["attention"]["flash2"] = 3.0
+    with pytest.raises(ConfigError, match=r"device.attention.flash2: found 3, needed fractions of 1"):
+        cluster_from(data)
+    data["device"]["origin"] = "measured"
+    assert cluster_from(data).device.attention.flash2 == 3.0
+
+
 def test_impossible_numbers_are_refused() -> None:
     link = Link(bandwidth=1e9, latency=1e-6)
     device = load_cluster("cpu").device
-    with pytest.raises(ConfigError, match="bandwidth above 0"):
+    with pytest.raises(ConfigError, match="link: bandwidth: found 0.0, needed more than 0"):
         Link(bandwidth=0.0, latency=0.0)
+    with pytest.raises(ConfigError, match="latency: found nan, needed at least 0"):
+        Link(bandwidth=1e9, latency=float("nan"))
+    for name in ("memory", "bandwidth", "context", "stream", "price"):
+        with pytest.raises(ConfigError, match=f"device cpu: {name}: found inf"):
+            replace(device, **{name: float("inf")})
+    with pytest.raises(ConfigError, match="rates: bf16: found 0"):
+        replace(device.rates, bf16=0)
     with pytest.raises(ConfigError, match="nodes"):
         Cluster(name="none", device=device, nodes=0, per_node=1, local=link, network=link)
 

@@ -1,12 +1,15 @@
-"""Tensor-parallel rules from declared plans, names and kinds of modules."""
+"""Models of `transformers`: tensor-parallel rules from declared plans, names and kinds of modules; their configs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ModelError
+from shardwise.cli.planning import question
+from shardwise.errors import ConfigError, ExitCode, ModelError
 from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
 from shardwise.model.rules import STYLES, match
 
@@ -126,3 +129,78 @@ def test_layers_that_differ_are_named_one_by_one() -> None:
     facts = [linear("layers.0.mlp.fc1", outputs=32), linear("layers.1.mlp.fc1", outputs=33)]
     found = hf_rules(facts, {}, {}, 2)
     assert dict(found.rules) == {"layers.0.mlp.fc1": "column", "layers.1.mlp.fc1": "replicate"}
+
+
+# ---------------------------------------------------------------- configs as the planner's MODEL
+
+
+BERT = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+
+
+def written(folder: Path, **keys: object) -> str:
+    (folder / "config.json").write_text(json.dumps(keys))
+    return f"hf:{folder / 'config.json'}"
+
+
+def test_experts_whose_tokens_are_grouped_before_are_read_as_they_are(tmp_path: Path) -> None:
+    llama4 = written(
+        tmp_path, model_type="llama4_text", hidden_size=32, intermediate_size=16, intermediate_size_mlp=24,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=2, vocab_size=64,
+        num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=1,
+    )  # fmt: skip
+    asked = question(llama4, "h100:8", seq=64, batch=8, tokens=None)
+    assert (asked.profile.experts, asked.profile.chosen) == (4, 4)  # each expert multiplies every token, chosen or not
+    stacked = [(op.name, op.ins, op.outs) for op in asked.profile.blocks[0].matmuls if op.experts]
+    assert stacked == [("gate_up_proj", 32, 32), ("down_proj", 16, 32)]
+    assert any("meets all 4 experts" in note for note in asked.assumed)
+
+
+def test_experts_that_are_called_in_an_unknown_way_are_refused_by_name() -> None:
+    import torch
+
+    from shardwise.model.standin import stand_in_experts
+
+    class Odd(torch.nn.Module):
+        __module__ = "transformers.models.odd"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.zeros(2, 4, 4))
+
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": Odd()})})
+    stand_in_experts(model)
+    tokens = torch.zeros(3, 4)
+    with pytest.raises(
+        ModelError, match=r"mlp.experts \(Odd\): .*called with \(Tensor, chosen=Tensor\).*--trace-on cpu"
+    ):
+        model["mlp"]["experts"](tokens, chosen=tokens)  # type: ignore[index]
+
+
+def test_sizes_that_do_not_go_together_are_refused_with_file_and_reason(tmp_path: Path) -> None:
+    odd = written(tmp_path, model_type="llama", hidden_size=4096, num_attention_heads=33)
+    with pytest.raises(ConfigError, match=r"config\.json: .*\(4096\) is not a multiple .* heads \(33\)") as refused:
+        question(odd, "h100:8", seq=64, batch=8, tokens=None)
+    assert refused.value.exit_code == ExitCode.USAGE
+    with pytest.raises(ConfigError, match=r"bert: BertForMaskedLM cannot be made .*heads \(5\)"):  # by its constructor
+        question(written(tmp_path, **BERT | {"num_attention_heads": 5}), "h100:8", seq=64, batch=8, tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "longest"),
+    [
+        ({**BERT, "max_position_embeddings": 96}, 96),
+        ({**BERT, "model_type": "roberta", "max_position_embeddings": 98}, 96),  # counted from the padding's id on
+        ({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 96, "vocab_size": 64}, 96),
+        ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64}, None),
+    ],
+)
+def test_the_positions_of_a_config_bound_the_assumed_length(
+    tmp_path: Path, keys: dict[str, object], longest: int | None
+) -> None:
+    model = written(tmp_path, **keys)
+    asked = question(model, "h100:8", seq=None, batch=8, tokens=None)
+    assert asked.workload.seq_len == (longest or 4096)
+    assert any(f"sequence length: {longest or 4096} tokens" in note for note in asked.assumed)
+    more = question(model, "h100:8", seq=200, batch=8, tokens=None)
+    said = any("has positions for 96 tokens; it is planned for 200" in note for note in more.assumed)
+    assert (more.workload.seq_len, said) == (200, longest is not None)

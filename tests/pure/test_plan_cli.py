@@ -81,12 +81,37 @@ def test_nothing_fits_exits_1_and_writes_nothing(here: Path) -> None:
 
 def test_tokens() -> None:
     assert count_of("4M") == count_of("4e6") == 4e6
-    asked = question("llama-8b", "h100:8", seq=8192, batch=None, tokens="16M")
-    assert asked.workload.global_batch == 2048
-    assert any("16,777,216" in note for note in asked.assumed)
-    near = question("llama-8b", "h100:8", seq=1000, batch=None, tokens="4100")
-    assert near.workload.global_batch == 4
-    assert any("nearest is 4" in note for note in near.assumed)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq", "cluster", "samples", "said"),
+    [
+        ("64M", 4096, "h100:8x256", 16384, "64M asked, 16,384 samples of 4,096 = 67,108,864 tokens"),
+        ("67108864", 4096, "h100:8x256", 16384, "67108864 asked, 16,384 samples"),
+        ("64000000", 4096, "h100:8x256", 15625, "64000000 asked, 15,625 samples"),  # in full: as it is
+        ("1e9", 4096, "h100:8x256", 119 * 2048, "1e9 asked, 243,712 samples"),
+        ("16M", 8192, "h100:8", 2048, "16,777,216"),
+        ("16M", 8192, "h100:8x2048", 2048, "16,777,216"),  # fewer than devices: they divide into it
+        ("4M", 8192, "h100:8x125", 500, "4M asked, 500 samples"),
+        ("4M", 1000, "h100:8", 4000, "4M asked, 4,000 samples of 1,000 = 4,000,000 tokens"),
+        ("4100", 1000, "h100:8", 4, "4100 asked, 4 samples of 1,000 = 4,000 tokens"),
+        ("12K", 8192, "h100:8", 1, "12K asked, 1 sample of 8,192"),
+    ],
+)
+def test_round_tokens_become_a_batch_that_the_devices_divide(
+    tokens: str, seq: int, cluster: str, samples: int, said: str
+) -> None:
+    asked = question("llama-8b", cluster, seq=seq, batch=None, tokens=tokens)
+    assert asked.workload.global_batch == samples
+    assert any(note.startswith("tokens: ") and said in note for note in asked.assumed)
+    poor = samples > asked.cluster.world and samples % asked.cluster.world > 0
+    assert any("no multiple of" in note for note in asked.assumed) is poor
+
+
+def test_what_tokens_were_read_as_is_in_the_json(here: Path) -> None:
+    code, text, _ = invoke(plan, "llama-1b", "h100:8", "--seq", "4096", "--tokens", "256K", "--json")
+    assert (code, json.loads(text)["global_batch"]) == (ExitCode.OK, 64)
+    assert "tokens: 256K asked, 64 samples of 4,096 = 262,144 tokens" in json.loads(text)["assumed"]
 
 
 EIGHT = ("--model", "llama-8b", "--cluster", "h100:8")

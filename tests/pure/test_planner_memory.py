@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
-from shardwise.model.spec import ModelSpec
+from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
 from shardwise.plan.memory import WORKSPACE, estimate_memory
@@ -233,3 +233,21 @@ def test_large_jobs_stall_sooner_with_large_messages() -> None:
     assert stalls("pp2 dp256 bf16", 2048) and not stalls("pp2 dp128 bf16", 2048) and stalls("pp2 dp128 bf16", 8192)
     assert stalls("pp2 tp32 bf16", 2048) and not stalls("pp2 tp16 bf16", 2048)
     assert stalls("pp2 fsdp32 tp4 zero1 bf16", 2048) and not stalls("pp2 fsdp16 tp8 zero1 bf16", 2048), "rings of 32"
+
+
+def test_a_pipeline_holds_whole_gradients_until_its_last_micro_batch() -> None:
+    """`fully_shard` reduces once there, and after each micro-batch without a pipeline, from zero 2 on."""
+    sizes, device = preset("llama-8b"), load_cluster("l40s").device
+    work = Workload(seq_len=4096, global_batch=64)
+
+    def gradients(text: str) -> float:
+        plan = Plan.parse(text)
+        memory = estimate_memory(profile_of(sizes), plan, work, stack=load_stack("shardwise"), device=device)
+        return max(stage.terms.get("gradients", 0.0) for stage in memory.stages)
+
+    whole = sizes.num_params / 2 * 4.0
+    for zero in (1, 2, 3):
+        assert gradients(f"pp2 fsdp16 zero{zero} / interleaved mb4 gbs64 / bf16 / recompute=blocks") > 0.9 * whole
+    assert gradients("fsdp32 zero2 / mb2 gbs64 / bf16 / recompute=blocks") < 0.1 * whole
+    beside = gradients("fsdp32 zero1 / mb2 gbs64 / bf16 / recompute=blocks offload=state")
+    assert beside > 1.8 * whole, "what waits for the last reduction is not on the host"

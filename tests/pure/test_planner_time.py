@@ -181,3 +181,21 @@ def test_a_loss_moves_what_its_stack_says() -> None:
         estimate_time(EIGHT, H100, plan, work, stack=replace(plain, loss_bytes=b)).terms["compute"] for b in (8, 40)
     ]
     assert times[1] - times[0] == pytest.approx(per_logit * 16)
+
+
+def test_gradients_are_reduced_as_often_as_a_step_does() -> None:
+    """After each micro-batch from zero 2 on, and once in a pipeline: as `messages_data.reductions` says."""
+    profile, cluster = profile_of(preset("llama-8b")), load_cluster("l40s:8x4")
+
+    def data(text: str) -> float:
+        plan = Plan.parse(text)
+        work = Workload(seq_len=4096, global_batch=plan.batch.global_size or 1)
+        time = estimate_time(profile, cluster, plan, work, stack=load_stack("shardwise"))
+        return time.terms["data"] + time.hidden.get("data", 0.0)
+
+    one, many = (data(f"fsdp32 zero2 / mb{count} gbs{32 * count} / bf16 / recompute=ops") for count in (1, 16))
+    assert many > 8 * one
+    once = data("fsdp32 zero1 / mb16 gbs512 / bf16 / recompute=ops")
+    assert once == pytest.approx(one, rel=0.01)
+    piped = [data(f"pp2 fsdp16 zero{zero} / 1f1b mb16 gbs256 / bf16 / recompute=ops") for zero in (1, 2, 3)]
+    assert piped[0] == piped[1] < piped[2] < 16 * piped[0]

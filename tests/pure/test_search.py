@@ -298,3 +298,21 @@ def test_terms_sum_to_the_total(pair: Pair, workload: Workload, there: Cluster) 
     for rank in memory.stages:
         assert sum(rank.terms.values()) == pytest.approx(rank.allocated)
         assert all(value >= 0 for value in rank.terms.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), [("mixtral-8x7b", 8), ("mixtral-8x7b", 480), ("llama-70b", 8), ("llama-8b", 100_003)]
+)
+def test_bounds_leave_few_plans_where_states_must_be_on_the_host_or_the_batch_is_a_prime(
+    model: str, batch: int
+) -> None:
+    sizes, work = preset(model), Workload(seq_len=4096, global_batch=batch)
+    where = load_cluster("h100:8" if batch < 100_000 else "h100:8x2")
+    found = find_plan(profile_of(sizes), sizes, where, work)
+    assert found.ranked and found.estimated < 1500
+
+
+def test_what_is_nearest_to_fit_is_found_among_single_samples() -> None:
+    sizes, work = preset("qwen3-235b-a22b"), Workload(seq_len=4096, global_batch=480)
+    found = find_plan(profile_of(sizes), sizes, load_cluster("h100:8"), work)
+    assert not found.ranked and found.nearest is not None and found.nearest.plan.batch.micro_batches >= 60

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -238,11 +239,22 @@ def test_unknown_preset_names_the_nearest() -> None:
         ({"preset": "tiny", "kind": "lama"}, "needed one of"),
         ({"preset": "tiny", "norm": "batch"}, "needed one of 'rms', 'layer'|needed one of '', 'rms', 'layer'"),
         ({"preset": "tiny-moe", "experts_per_token": 9}, "experts_per_token"),
+        ({"preset": "tiny-moe", "moe_every": 0}, "moe_every: found 0, needed at least 1"),
+        ({"preset": "tiny", "block_norms": 0}, "block_norms: found 0, needed at least 1"),
+        ({"preset": "tiny", "vocab_size": 10**400}, "vocab_size: found 401 digits, needed at most"),
     ],
 )
 def test_bad_sizes_are_refused(sizes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         spec_from_dict(sizes)
+
+
+def test_no_size_is_negative() -> None:
+    sizes = [f.name for f in fields(ModelSpec) if f.type == "int"]
+    assert {"window", "patch", "rope_dim", "full_every", "dense_ffn_dim", "other_params"} <= set(sizes)
+    for key in sizes:
+        with pytest.raises(ConfigError, match=f"model tiny: {key}: found -1, needed at least [01]"):
+            spec_from_dict({"preset": "tiny", key: -1})
 
 
 def test_sizes_from_a_file(tmp_path: Path) -> None:

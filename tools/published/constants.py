@@ -23,9 +23,9 @@ def tables() -> str:
     parts = [
         "### Devices",
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
-        "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, gb200, "
-        "gb300 and mi300x, one value per device; h200 and gh200 compute as h100 does, b300 as gb300, being the same "
-        "silicon. Of the others they are estimates, after the nearest of these. `units` are its multiprocessors.",
+        "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
+        "gb200, gb300 and mi300x, one value per device; h200 and gh200 compute as h100 does, b300 as gb300, being the "
+        "same silicon. Of the others they are estimates, after the nearest of these. `units` are its multiprocessors.",
         _devices(data),
         "### Links",
         "Bandwidth that a long message reaches, per device and one way, and the latency of a step of a collective. "

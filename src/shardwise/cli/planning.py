@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +40,8 @@ COLOURS = (
 )
 BAR = 48
 UNITS = {"k": 10, "m": 20, "b": 30, "g": 30, "t": 40}
+NEAR = 0.05
+"""How far the tokens of a step may be from a round number that was asked, for a batch that the devices divide."""
 
 ModelOption = Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")]
 ClusterOption = Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")]
@@ -71,7 +74,8 @@ def question(
     Args:
         model: a preset, a file of sizes, `hf:NAME`, or `pkg.mod:factory`.
         cluster: a preset or a file.
-        seq: tokens per sample; None: 4096, or the model's longest where that is less, marked as assumed.
+        seq: tokens per sample; None: 4096, or as many as the model has positions for where that is less, marked as
+            assumed.
         batch: samples per step.
         tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
         **options: `optimizer`, `price`, and `trace_on`, where a module's forward is read (`meta` or `cpu`).
@@ -84,19 +88,28 @@ def question(
     if options.get("price"):
         found = found.with_(device=replace(found.device, price=float(options["price"])))
     spec = None if _is_module(model) else load_spec(model)
+    factory, longest = _module(model) if spec is None else (None, spec.max_seq_len)
     assumed = [] if found.host_memory else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
     if seq is None:
-        seq = min(4096, spec.max_seq_len) if spec else 4096
+        seq = min(4096, longest or 4096)
         assumed.append(f"sequence length: {seq} tokens (give --seq)")
     size, notes = _batch(batch, tokens, seq, found.world)
     if spec is None:
         assumed.append("tp and ep are left out: the sizes that they must divide are not known for a module")
     workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
-    profile = profile_of(spec) if spec else _described(model, seq, str(options.get("trace_on") or "meta"))
-    if spec and seq > spec.max_seq_len:
-        assumed.append(f"{spec.name} has positions for {spec.max_seq_len} tokens; it is planned for {seq}")
+    if spec:
+        profile = profile_of(spec)
+    else:  # sizes per token are those of a shorter sample, which its positions allow
+        profile = _described(model, factory, min(seq, longest or seq), str(options.get("trace_on") or "meta"))
+        if profile.chosen == profile.experts > 1:
+            assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
+    if longest and seq > longest:
+        assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
     origins = (
-        [f"{found.device.name}: rates and memory are {found.device.origin}"]
+        [
+            f"{found.device.name}: rates and memory are {found.device.origin}",
+            *(line for line in found.origins if ": assumed" in line),
+        ]
         if found.device.origin != "measured"
         else []
     )
@@ -146,19 +159,33 @@ def _batch(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple
     wanted = count_of(tokens)
     if wanted < seq:
         raise UsageError(f"--tokens {tokens}: less than one sequence of {seq} tokens; give at least {seq}")
-    if wanted % seq == 0:
-        return int(wanted // seq), []
-    unit = tokens.strip()[-1].lower()
-    binary = float(tokens.strip()[:-1]) * 2 ** UNITS[unit] if unit in UNITS else 0.0
-    if binary and binary % seq == 0:
-        return int(binary // seq), [
-            f"global batch: {tokens} tokens read as {int(binary):,}: {int(binary // seq)} samples"
-        ]
-    below = int(wanted // seq)
-    near = min((below, below + 1), key=lambda n: abs(n * seq - wanted))
-    return near, [
-        f"global batch: {tokens} tokens are not whole sequences; the nearest is {near} samples, {near * seq:,}"
-    ]
+    size = _samples(tokens.strip(), wanted, seq, world)
+    said = f"tokens: {tokens.strip()} asked, {size:,} sample{'s' * (size > 1)} of {seq:,} = {size * seq:,} tokens"
+    return size, [said, *_remark(size, world)]
+
+
+def _samples(tokens: str, wanted: float, seq: int, world: int) -> int:
+    """Samples of a step for a number of tokens.
+
+    A number in full is kept where it is whole sequences. Any other is round: of the batches within 5 % of it, the one
+    that shares the largest divisor with the devices, then what the words say exactly (M: 10^6, then 2^20), then the
+    nearest.
+
+    >>> _samples("67108864", 67108864, 4096, 24), _samples("64M", 64e6, 4096, 2048), _samples("1e9", 1e9, 4096, 2048)
+    (16384, 16384, 243712)
+    """
+    if wanted % seq == 0 and tokens.replace(".", "").isdigit():
+        return int(wanted // seq)
+    unit, below = tokens[-1].lower(), int(wanted // seq)
+    binary = float(tokens[:-1]) * 2 ** UNITS[unit] / seq if unit in UNITS else 0.0
+    least, most = math.ceil(wanted * (1 - NEAR) / seq), int(wanted * (1 + NEAR) / seq)
+    multiples = (below // world * world, (below // world + 1) * world, binary)
+    near = [int(n) for n in multiples if n % world == 0 and least <= n <= most]
+    near = near or list(range(least, most + 1))  # no multiple is near: these are few, at most as many as devices
+    return max(
+        near or (below, below + 1),
+        key=lambda n: (math.gcd(n, world) if near else 0, n == wanted / seq, n == binary, -abs(n * seq - wanted)),
+    )
 
 
 def _remark(batch: int, world: int) -> list[str]:
@@ -175,17 +202,25 @@ def _is_module(model: str) -> bool:
     return model.startswith("hf:") or (":" in model and not model.endswith((".toml", ".json")))
 
 
-def _described(model: str, seq: int, device: str) -> Profile:
+def _module(model: str) -> tuple[Callable[[], Any], int | None]:
+    """(its factory, how many tokens it has positions for where it says so)."""
+    if not model.startswith("hf:"):
+        from shardwise.diagnose.read_module import module_factory  # torch, for those who give a module
+
+        return module_factory(model), None
+    from shardwise.models.hf import chain_config, hf_factory, longest_sequence
+
+    config = chain_config(model)
+    return hf_factory(config), longest_sequence(config)
+
+
+def _described(model: str, factory: Any, seq: int, device: str) -> Profile:
     """The profile of a module, from its own forward."""
     if device not in ("meta", "cpu"):
         raise UsageError(f"--trace-on: found {device!r}, needed meta (no memory) or cpu (runs the forward for real)")
-    from shardwise.diagnose.read_module import module_factory, read_module  # torch, for those who give a module
+    from shardwise.diagnose.read_module import read_module
 
-    if not model.startswith("hf:"):
-        return read_module(model, module_factory(model), seq, device)
-    from shardwise.models.hf import chain_config, hf_factory
-
-    return read_module(model, hf_factory(chain_config(model)), seq, device)
+    return read_module(model, factory, seq, device)
 
 
 # ---------------------------------------------------------------- what is shown

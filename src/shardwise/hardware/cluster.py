@@ -9,10 +9,11 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from math import inf
+from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.findings import nearest
@@ -20,6 +21,15 @@ from shardwise.records import RecordError, as_dict, from_dict, hash_of, located,
 
 Origin = Literal["measured", "read", "table", "assumed"]
 GIB = 2**30
+
+
+def _refuse(what: str, record: object, above_zero: str, from_zero: str = "") -> None:
+    for name in f"{above_zero} {from_zero}".split():
+        value, zero = getattr(record, name), name in from_zero.split()
+        if not (0 < value < inf or (zero and value == 0)):
+            raise ConfigError(
+                f"{what}: {name}: found {value}, needed {'at least 0' if zero else 'more than 0'}, finite"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +42,9 @@ class Rates:
     fp16: float = 0.0
     fp8: float = 0.0
     fp4: float = 0.0
+
+    def __post_init__(self) -> None:
+        _refuse("rates", self, "fp32 bf16", "tf32 fp16 fp8 fp4")
 
     def of(self, dtype: str) -> float:
         """The rate of a dtype; fp64 counts as half of fp32, a missing 16-bit or tf32 unit as the next wider one.
@@ -60,6 +73,9 @@ class Curve:
     depth: float = 384.0
     """Inner size at which half of `best` would be reached, were the other sizes unbounded."""
 
+    def __post_init__(self) -> None:
+        _refuse("curve", self, "best units", "depth")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernels:
@@ -68,6 +84,9 @@ class AttentionKernels:
     flash1: float = 0.3
     flash2: float = 0.5
     flash3: float = 0.5
+
+    def __post_init__(self) -> None:
+        _refuse("attention", self, "flash1 flash2 flash3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +117,7 @@ class Device:
         return hash_of(self)
 
     def __post_init__(self) -> None:
-        for name in ("memory", "bandwidth"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"device {self.name}: {name}: found {getattr(self, name)}, needed more than 0")
+        _refuse(f"device {self.name}", self, "memory bandwidth low_best stream", "context price")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +131,7 @@ class Link:
     origin: Origin = "table"
 
     def __post_init__(self) -> None:
-        if self.bandwidth <= 0 or self.latency < 0:
-            raise ConfigError(
-                f"link: found bandwidth={self.bandwidth}, latency={self.latency}; needed a bandwidth above 0 and a "
-                "latency of at least 0"
-            )
+        _refuse("link", self, "bandwidth", "latency")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +166,7 @@ class Cluster:
         for name in ("nodes", "per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster {self.name}: {name}: found {getattr(self, name)}, needed at least 1")
+        _refuse(f"cluster {self.name}", self, "host_bandwidth", "domain host_memory launch")
         object.__setattr__(self, "domain", self.domain or self.per_node)
 
     @property
@@ -190,10 +204,11 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
 
 
 def cluster_from(data: Mapping[str, Any]) -> Cluster:
-    """The cluster that plain data describes.
+    """The cluster that plain data describes; `origins` says which numbers are not in it.
 
     Raises:
-        ConfigError: an unknown or missing key, a wrong type, nodes that differ, or another format.
+        ConfigError: an unknown or missing key, a wrong type, a number that can only be in another unit, nodes that
+            differ, or another format.
     """
     rest = dict(data)
     found = rest.pop("format", 1)
@@ -206,25 +221,143 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
     for key in ("device", "nodes", "per_node"):
         if isinstance(rest.get(key), list):
             raise RecordError((key,), f"found a list; {_MIXED}")
-    _refuse_units(rest)
-    return from_dict(Cluster, rest)
+    for keys in _QUANTITIES:
+        _check(keys, _at(rest, keys), measured=_at(rest, (keys[0], "origin")) == "measured")
+    return from_dict(Cluster, _with_origins(rest))
 
 
 _MIXED = (
     "needed one kind of device and a number of equal nodes, as h100:8x16; a job goes at the pace of its slowest node: "
     "plan for one kind, or for as many of the smallest as there are nodes"
 )
-_UNITS = {"memory": "bytes", "bandwidth": "bytes per second", "latency": "seconds", "context": "bytes"}
 
 
-def _refuse_units(data: Mapping[str, Any], keys: tuple[str, ...] = ()) -> None:
-    """A number with a unit is a text: say which unit the number is in."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            _refuse_units(value, (*keys, key))
-        elif isinstance(value, str) and re.fullmatch(r"\s*[\d.]+(e[+-]?\d+)?\s*[a-zA-Z/]*\s*", value) and key != "name":
-            unit = next((said for word, said in _UNITS.items() if word in key), "no unit")
-            raise RecordError((*keys, key), f"found the text {value!r}, needed a number in {unit}, as 80e9")
+class _Quantity(NamedTuple):
+    """What a number of a file is in, and where it is plausible."""
+
+    unit: str
+    example: str
+    least: float
+    most: float
+    zero: bool = False
+    """0 is a value too: there is none, or nobody knows."""
+    slips: tuple[tuple[str, int, float, float], ...] = ()
+    """Units that people write instead: name, its power of ten, and the numbers that are usual in it."""
+
+
+_FLOPS = (("TFLOP/s", 12, 5, 2e4), ("GFLOP/s", 9, 2e4, 2e7), ("PFLOP/s", 15, 0.01, 5))
+_BYTES = (("GB", 9, 0.5, 2048), ("MB", 6, 2048, 2e6))
+_RATE = _Quantity("FLOP/s", "989e12", 1e8, 1e17, slips=_FLOPS)
+_SHARE = _Quantity("fractions of 1", "0.8", 1e-4, 1, slips=(("per cent", -2, 1, 101),))
+_LINK = _Quantity(
+    "bytes per second", "45e9", 1e6, 1e14, slips=(("GB/s", 9, 0.1, 2e3), ("Gbit/s", 9, 10, 2e3), ("MB/s", 6, 2e3, 1e6))
+)
+_LATENCY = _Quantity("seconds", "12e-6", 0, 1, slips=(("microseconds", -6, 1, 2e3), ("nanoseconds", -9, 2e3, 1e6)))
+_QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
+    ("nodes",): _Quantity("whole nodes", "16", 1, 1e6),
+    ("per_node",): _Quantity("whole devices", "8", 1, 1e6),
+    ("domain",): _Quantity("whole devices", "8", 1, 1e6, zero=True),
+    ("device", "memory"): _Quantity("bytes", "80e9", 1e8, 1e14, slips=_BYTES),
+    **{("device", "rates", name): _RATE for name in ("fp32", "bf16")},
+    **{("device", "rates", name): _RATE._replace(zero=True) for name in ("tf32", "fp16", "fp8", "fp4")},
+    ("device", "bandwidth"): _Quantity(
+        "bytes per second", "3350e9", 1e8, 1e15, slips=(("GB/s", 9, 20, 2e4), ("TB/s", 12, 0.1, 20))
+    ),
+    ("device", "context"): _Quantity("bytes", "600e6", 1e6, 1e12, zero=True, slips=_BYTES),
+    ("device", "curve", "units"): _Quantity("whole units", "132", 1, 1e6),
+    ("device", "curve", "depth"): _Quantity("elements", "384", 0, 1e6),
+    **{("device", *keys.split(".")): _SHARE for keys in ("curve.best", "low_best", "stream")},
+    **{("device", "attention", name): _SHARE for name in ("flash1", "flash2", "flash3")},
+    ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
+    **{(tier, "bandwidth"): _LINK for tier in ("local", "network")},
+    **{(tier, "latency"): _LATENCY for tier in ("local", "network")},
+    ("host_bandwidth",): _LINK,
+    ("host_memory",): _Quantity("bytes", "2e12", 1e8, 1e15, zero=True, slips=_BYTES),
+    ("launch",): _LATENCY,
+}
+_RECORDS: Mapping[tuple[str, ...], type] = {
+    (): Cluster,
+    ("device",): Device,
+    ("device", "rates"): Rates,
+    ("device", "curve"): Curve,
+    ("device", "attention"): AttentionKernels,
+    ("local",): Link,
+    ("network",): Link,
+}
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch")
+"""Fields whose defaults stand for no number: who needs one takes it from elsewhere, and says so."""
+
+
+def _at(data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    found: Any = data
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _check(keys: tuple[str, ...], value: object, *, measured: bool) -> None:
+    """Refuse a number with a unit, which is a text, and one that is plausible in another unit only."""
+    unit, example, least, most, zero, slips = _QUANTITIES[keys]
+    if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+(e[+-]?\d+)?\s*[a-zA-Z/]*\s*", value):
+        raise RecordError(keys, f"found the text {value!r}, needed a number in {unit}, as {example}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return  # of another type: from_dict says so
+    number = inf if isinstance(value, int) and abs(value) >= 2**1023 else float(value)
+    if measured and _QUANTITIES[keys] is _SHARE:
+        most = 100.0  # nominal is then the best product, and other kernels may do better
+    if least <= number <= most or (zero and number == 0):
+        return
+    meant = [
+        f"{name}: write {number / 8 if 'bit' in name else number:.12g}e{power}"
+        for name, power, low, high in slips
+        if low <= number < high
+    ]
+    hint = f"; {number:.12g} looks like {', or '.join(meant)}" if meant else ""
+    if number == 0 and keys[-1] == "bf16":
+        hint = "; a device without a bf16 unit computes in fp32: write that rate"
+    span = f"{unit} between {least:g} and {most:g}{', or 0' if zero else ''}"
+    raise RecordError(keys, f"found {number:.12g}, needed {span.replace('e+0', 'e').replace('e+', 'e')}{hint}")
+
+
+def _with_origins(data: dict[str, Any]) -> dict[str, Any]:
+    """The same data; what it holds is `read` where it does not say otherwise, and what it leaves out is `assumed`.
+
+    Raises:
+        RecordError: a key without a default is missing.
+    """
+    said = data.get("origins", [])
+    known = {line.split(":")[0] for line in said if isinstance(line, str)} if isinstance(said, list) else set()
+    assumed = []
+    for keys, kind in _RECORDS.items():
+        table = _at(data, keys)
+        names = {f.name for f in fields(kind)}
+        if not isinstance(table, Mapping) or set(table) - names:
+            continue  # from_dict says what is wrong
+        for name in (f.name for f in fields(kind) if f.name not in table and f.name not in _NOT_GUESSED):
+            path = (*keys, name)
+            how = _default(kind, path)
+            if not {".".join(path[:size]) for size in (1, 2, 3)} & known:
+                assumed.append(f"{'.'.join(path)}: assumed, {how}")
+    records = {key: data[key] for key in ("device", "local", "network") if isinstance(data.get(key), Mapping)}
+    read = {key: {"origin": "read", **table} for key, table in records.items()}
+    return {**data, **read, **({"origins": [*said, *assumed]} if isinstance(said, list) else {})}
+
+
+def _default(kind: type, path: tuple[str, ...]) -> str:
+    """What stands for a key that is missing."""
+    found = next(f for f in fields(kind) if f.name == path[-1])
+    if found.default_factory is not MISSING:
+        return ", ".join(f"{key}={value:g}" for key, value in vars(found.default_factory()).items())
+    if found.default is not MISSING:
+        in_words = {"domain": "a node", **dict.fromkeys(("tf32", "fp16", "fp8", "fp4"), "no such unit")}
+        return in_words.get(path[-1]) or f"{found.default:g}"
+    quantity, table = _QUANTITIES.get(path), _RECORDS.get(path)
+    needed = f"a number in {quantity.unit}, as {quantity.example}" if quantity else "a text"
+    if table:
+        needed = "a table of " + ", ".join(f.name for f in fields(table) if f.default is f.default_factory is MISSING)
+    error = RecordError(path, f"missing; needed {needed}")
+    error.keys = path[:-1]  # the line of the table that lacks it
+    raise error
 
 
 def device_names() -> list[str]:

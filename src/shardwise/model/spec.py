@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_args
@@ -26,6 +26,9 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "norm": ("rms", "layer"),
     "positions": ("learned", "rotary", "none"),
 }
+_FROM_ONE = ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "max_seq_len", "block_norms", "moe_every")
+_MOST = 10**12
+"""Of any size: beyond it digits too many were typed, and a product of sizes is no float."""
 _PLAIN = {"ffn": "plain", "norm": "layer", "positions": "learned"}
 _GATED = {"ffn": "gated", "norm": "rms", "positions": "rotary"}
 
@@ -105,11 +108,12 @@ class ModelSpec:
             found = getattr(self, key)
             if found not in known and (found or key == "kind"):
                 raise ConfigError(f"model {self.name}: {key}: found {found!r}; {nearest(found, known)}")
-        positive = ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "max_seq_len")
-        for key in (*positive, "num_kv_heads", "head_dim", "num_experts", "experts_per_token"):
-            least = 1 if key in positive else 0
-            if getattr(self, key) < least:
-                raise ConfigError(f"model {self.name}: {key}: found {getattr(self, key)}, needed at least {least}")
+        for key in (f.name for f in fields(self) if f.type == "int"):
+            least, size = int(key in _FROM_ONE), getattr(self, key)
+            if size < least:
+                raise ConfigError(f"model {self.name}: {key}: found {size}, needed at least {least}")
+            if size > _MOST:
+                raise ConfigError(f"model {self.name}: {key}: found {len(str(size))} digits, needed at most {_MOST}")
         if not self.head_dim and self.dim % self.num_heads:
             raise ConfigError(
                 f"model {self.name}: dim: found {self.dim}, which num_heads={self.num_heads} does not divide; "

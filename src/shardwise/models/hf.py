@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -31,6 +33,10 @@ from shardwise.findings import nearest
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Keys of a configuration that say how many positions there are."""
+FROM_PADDING = "create_position_ids_from_input_ids"
+"""What the embeddings of RoBERTa and its kin have: their positions are counted from the padding token's id on."""
 
 
 def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -97,18 +103,39 @@ def chain_config(source: str) -> PreTrainedConfig:
     return config
 
 
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """Tokens that a model has positions for; None: its configuration sets no limit.
+
+    >>> [longest_sequence(hf_config(name)) for name in ("bert", "roberta", "bloom")]
+    [512, 510, None]
+    """
+    text = config.get_text_config()
+    said = (getattr(text, key, None) for key in LENGTHS)
+    found = next((number for number in said if isinstance(number, int) and number > 0), None)
+    home = vars(sys.modules[model_class(config).__module__]).values()
+    if found is None or not any(hasattr(thing, FROM_PADDING) for thing in home):
+        return found
+    return max(1, found - (getattr(text, "pad_token_id", None) or 0) - 1)
+
+
 def build(config: PreTrainedConfig) -> nn.Module:
     """A new model with the weights that its constructor draws; `config` is copied.
 
     Raises:
-        ConfigError: `architectures` names no class of `transformers`.
+        ConfigError: `architectures` names no class of `transformers`, or one that cannot be made of these sizes.
     """
     cls = model_class(config)
     own = copy.deepcopy(config)
     fused = getattr(cls, "_supports_sdpa", False) and not _drops_attention(config)
     asked = getattr(config, "_attn_implementation", None)
     attention = asked if asked == "flex_attention" else "sdpa" if fused else "eager"
-    made: nn.Module = cast(Any, cls)._from_config(own, attn_implementation=attention, dtype=torch.float32)
+    try:
+        made: nn.Module = cast(Any, cls)._from_config(own, attn_implementation=attention, dtype=torch.float32)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model {PREFIX}{config.model_type}: {cls.__name__} cannot be made of its configuration "
+            f"({type(error).__name__}: {_on_one_line(error)}); needed: sizes that go together; mend that key"
+        ) from error
     return made
 
 
@@ -307,8 +334,13 @@ def _read(path: Path) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.for_model(**said)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
-            f"model {PREFIX}{path}: transformers refuses the configuration ({str(error).splitlines()[0]}); needed: "
+            f"model {PREFIX}{path}: transformers refuses the configuration ({_on_one_line(error)}); needed: "
             f"values that {kind} takes; mend that key"
         ) from error
+
+
+def _on_one_line(error: Exception) -> str:
+    """The first two lines: a refusal by huggingface_hub has what was refused in one and why in the next."""
+    return " ".join(" ".join(str(error).splitlines()[:2]).split())

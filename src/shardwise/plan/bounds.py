@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from math import log2
 from operator import itemgetter
 
 from shardwise.model.profile import Block
-from shardwise.plan.activations import compute_width, is_recomputed, kept_bytes, saved_bytes, saving_of
+from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes, saving_of
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division
 from shardwise.plan.links import collective_time, group_of
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
-from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, PrecisionKind, Recompute, Schedule, Tensor
+from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule, Tensor
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
-from shardwise.plan.timing import STRAGGLERS
+from shardwise.plan.timing import HOST_UPDATE, STRAGGLERS
 from shardwise.plan.workload import STATE_BYTES
 
 Upto = tuple[float, ...]
@@ -60,6 +60,7 @@ class Bounds:
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], Kept] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
+    _updates: dict[tuple[object, ...], float] = field(default_factory=dict)
     _rank_times: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
 
     # ------------------------------------------------------------ time
@@ -70,6 +71,21 @@ class Bounds:
         work = self.work(core)
         passes = self.space.workload.global_batch / core.samples
         return ((work.busy[-1] + work.head) * passes / groups + self.space.stack.step) * self.stragglers
+
+    def least_update(self, core: Core, count: int, limit: float) -> float:
+        """Below the optimizer's part of a step of at least `count` micro-batches, with `limit` bytes per device.
+
+        No plan holds less per rank than all ranks' shards of everything; where these do not fit, the host updates.
+        """
+        key = (core.precision, core.world, count, limit)
+        if key not in self._updates:
+            space, stack = self.space, self.space.stack
+            plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
+            division = Division(space.profile, plan, space.workload, stack.cut)
+            held = sum(states_of(division, division.ranks[0], stack).values())
+            owned = self._params[0] + self._params[1]
+            self._updates[key] = self._update_of(owned / core.world, count, offloaded=self.on_device(held) > limit)
+        return self._updates[key] * self.stragglers
 
     @cached_property
     def stragglers(self) -> float:
@@ -111,23 +127,30 @@ class Bounds:
         seconds += self._update(spread, count)
         gather, reduce = self._sent(spread)
         hides = stack.overlap_data
-        if spread.zero == 3:
+        if spread.zero == 3 and pipe.pp > 1 and stack.keeps_shards:
+            exposed = (max(0.0, gather - hides * backward) + stack.gather_wait * blocks) * count
+            seconds += exposed + max(0.0, reduce - hides * backward)
+        elif spread.zero == 3:
             exposed = max(0.0, gather - hides * forward) + max(0.0, gather + reduce - hides * backward)
             seconds += (exposed + 2 * stack.gather_wait * blocks) * count
         else:
-            total = gather + reduce
-            behind = backward + (forward if spread.zero else 0.0)
+            times = count if spread.zero == 2 and pipe.pp == 1 else 1
+            total = gather + reduce * times
+            behind = backward * times + (forward if spread.zero else 0.0)
             seconds += total - hides * min(behind, total) + (stack.gather_wait * blocks if spread.zero else 0.0)
         return seconds * self.stragglers
 
     def _update(self, spread: Spread, count: int) -> float:
         """Seconds of the optimizer on an average rank, and of what an offloaded state moves."""
-        dense, experts = self._local(spread.pipe)
-        owned, cluster, workload = self._owned(spread, dense, experts), self.space.cluster, self.space.workload
+        return self._update_of(self._owned(spread, *self._local(spread.pipe)), count, offloaded=spread.offloaded)
+
+    def _update_of(self, owned: float, count: int, *, offloaded: bool) -> float:
+        """The same of so many parameters of a rank, and micro-batches."""
+        cluster, workload = self.space.cluster, self.space.workload
         traffic = owned * (2 * STATE_BYTES[workload.optimizer] + 16) * workload.trained
-        if spread.offloaded:
+        if offloaded:
             moved = owned * 12 * count * (1 - self.space.stack.overlap_data)
-            return (traffic + moved) / cluster.host_bandwidth
+            return (traffic / HOST_UPDATE + moved) / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
     def work(self, core: Core) -> Work:
@@ -140,7 +163,7 @@ class Bounds:
         space = self.space
         plain = "bf16" if core.precision == "bf16-pure" else core.precision
         dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
-        setting = Setting(space.cluster, space.stack_for(core), _axes(core), dtype, core.sequence, core.context)
+        setting = Setting(space.cluster, space.stack_for(core), core.axes, dtype, core.sequence, core.context)
         shape = (core.samples, space.workload.seq_len)
         times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
         one = {key: time.forward + time.backward for key, time in times.items()}
@@ -151,7 +174,7 @@ class Bounds:
         )
         shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end)]
         return Work(
-            busy=_sums(one[id(block)] for block in space.profile.blocks),
+            busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
             head=end.forward + end.backward,
             least=min(shares),
             most=max(shares),
@@ -216,7 +239,7 @@ class Bounds:
     def _send(self, spread: Spread) -> tuple[float, float]:
         space, axes = self.space, spread.axes
         dense, experts = self._local(spread.pipe)
-        width = _width(spread.pipe.core.precision)
+        width = spread.pipe.core.width
         gradient = space.stack.reduce_bytes or width
         data, spare = group_of(axes, "data"), group_of(axes, "expert_data")
 
@@ -262,7 +285,7 @@ class Bounds:
 
     def _logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""
-        workload, stack, width = self.space.workload, self.space.stack, _width(core.precision)
+        workload, stack, width = self.space.workload, self.space.stack, core.width
         tokens = core.samples * workload.seq_len / core.cp
         shards = core.tp if core.loss else 1
         return tokens * self.space.profile.vocab / shards * (stack.logit_bytes if width < 4 else 3 * width)
@@ -278,7 +301,8 @@ class Bounds:
     def plan_sizes(self, flow: Flow, spreads: Sequence[Spread], kept: Kept) -> Iterator[tuple[float, float]]:
         """For each spread of the flow's pipe: `plan_size`, and bytes of the first rank's states."""
         core, pipe = flow.pipe.core, flow.pipe
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, *_cut_as(flow.schedule))
+        several = pipe.micro_batches > 1
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *_cut_as(flow.schedule))
         for rank, *_ in kept:
             if (*key, rank) not in self._spread_states:
                 self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
@@ -292,7 +316,9 @@ class Bounds:
         most = 0.0
         for (_, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
             if spread.offloaded:
-                held = gradients = 0.0
+                held = 0.0
+                once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
+                gradients *= once and self.space.stack.keeps_shards
             both = gradients + size if accumulates else gradients + block
             loss = size + logits + gradients if accumulates else size + logits
             most = max(most, held + gathered + max(loss, both))
@@ -305,7 +331,7 @@ class Bounds:
 
     def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
         """(weights and optimizer state, gradients, gathered parameters): bytes on a rank."""
-        core, cut = flow.pipe.core, (flow.pipe.pp, *_cut_as(flow.schedule), rank)
+        core, cut = flow.pipe.core, (flow.pipe.pp, flow.pipe.micro_batches > 1, *_cut_as(flow.schedule), rank)
         shards = spread.dp_shard * core.cp if spread.zero else 1
         key = (core.tp, core.ep, core.precision, shards, spread.zero, *cut)
         if key not in self._states:
@@ -344,7 +370,7 @@ class Bounds:
         """(for each policy, bytes that a micro-batch keeps; those of each distinct block in full)."""
         if core not in self._saved:
             space = self.space
-            plan = Plan(axes=_axes(core), zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))
+            plan = Plan(axes=core.axes, zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))
             how = saving_of(plan, space.stack_for(core), space.workload.seq_len)
             tokens = core.samples * space.workload.seq_len / core.cp
             full = {id(block): saved_bytes(block, how) * tokens for block, _ in self._blocks}
@@ -356,13 +382,11 @@ class Bounds:
                 for mode in ("ops", "blocks")
             }
             keys = [id(block) for block in space.profile.blocks]
-            kept = [
-                _sums(
-                    less["ops" if recompute.mode == "ops" else "blocks"][key] if on else full[key]
-                    for key, on in zip(keys, marks, strict=True)
-                )
-                for recompute, marks in zip(space.recomputes, self._marks, strict=True)
-            ]
+            kept = []
+            for recompute, marks in zip(space.recomputes, self._marks, strict=True):
+                part = less["ops" if recompute.mode == "ops" else "blocks"]
+                sizes = (part[key] if on else full[key] for key, on in zip(keys, marks, strict=True))
+                kept.append(tuple(accumulate(sizes, initial=0.0)))
             self._saved[core] = (kept, [full[id(block)] for block, _ in self._blocks])
         return self._saved[core]
 
@@ -370,20 +394,3 @@ class Bounds:
 def _cut_as(schedule: Schedule) -> tuple[int, bool]:
     """What a schedule decides of where stages lie."""
     return schedule.stages, schedule.kind in V_SHAPED
-
-
-@lru_cache(maxsize=16)
-def _width(precision: PrecisionKind) -> float:
-    return compute_width(Plan(precision=precision))
-
-
-def _sums(values: Iterable[float]) -> Upto:
-    return tuple(accumulate(values, initial=0.0))
-
-
-def _axes(core: Core) -> Axes:
-    """The core's axes, with the fewest data shards that `ep` can stand on: it divides `dp_shard x cp x tp`."""
-    pool = 1
-    while pool * core.cp * core.tp % core.ep:
-        pool += 1
-    return Axes(dp_shard=pool, cp=core.cp, tp=core.tp, ep=core.ep)

@@ -173,7 +173,9 @@ def _rank_memory(
         update["temporary"] = division.owned(stages) * 4.0
     phases = {"loss": loss, "backward": backward, "update": update}
     if plan.offload.state:
-        phases = {name: _without_states(terms, stack) for name, terms in phases.items()}
+        whole = gradients if accumulates_whole(plan, stack) else 0.0
+        for name, terms in phases.items():
+            phases[name] = _without_states(terms, stack) | {"gradients": whole * (name != "update")}
     return _largest(rank, phases)
 
 
@@ -193,6 +195,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     """Weights, master weights, gradients and optimizer state."""
     plan, workload = division.plan, division.workload
     whole, owned = division.whole(stages), division.owned(stages)
+    summed = owned if plan.zero >= 2 and not reduces_once(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     state = STATE_BYTES[workload.optimizer] * max(width / 4, 1.0)
@@ -202,19 +205,29 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     low = width < 4
     pure = plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
-        gradients = (owned if plan.zero >= 2 else whole) * width
-        return {"weights": kept * width, "gradients": gradients, "optimizer": owned * state}
+        return {"weights": kept * width, "gradients": summed * width, "optimizer": owned * state}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
-        gradients = (owned if plan.zero >= 2 else whole) * width + owned * 4.0
+        gradients = summed * width + owned * 4.0
         return {"weights": kept * width, "master": owned * 4.0, "gradients": gradients, "optimizer": owned * state}
     return {
         "weights": kept * (width if master else max(width, 4.0)),
         "master": owned * 4.0 if master else 0.0,
-        "gradients": (owned if plan.zero >= 2 else whole) * (stack.grad_bytes if low else width)
+        "gradients": summed * (stack.grad_bytes if low else width)
         + (whole * width if low and _spares(plan, stack) else 0.0),
         "optimizer": owned * state,
     }
+
+
+def reduces_once(plan: Plan, stack: Stack) -> bool:
+    """Whether micro-batches of a pipeline add up whole gradients, which `fully_shard` reduces behind the last one."""
+    return stack.keeps_shards and plan.axes.pp > 1 and plan.batch.micro_batches > 1
+
+
+def accumulates_whole(plan: Plan, stack: Stack) -> bool:
+    """Whether `fully_shard` adds up whole gradients on the device, though states and reduced ones are elsewhere."""
+    once = plan.zero < 2 or plan.axes.pp > 1
+    return stack.keeps_shards and plan.batch.micro_batches > 1 and once
 
 
 def _spares(plan: Plan, stack: Stack) -> bool:

@@ -5,6 +5,8 @@ What each schedule needs was read from, and is tested against, the constructors 
 
 from __future__ import annotations
 
+from itertools import count, islice
+
 from shardwise.plan.plan import LOOPED, V_SHAPED, ZERO_BUBBLE, Plan, Schedule
 from shardwise.plan.repair import Case, Hit, change, divisors, resize, table
 
@@ -65,8 +67,8 @@ def _micro_batches(case: Case) -> Hit | None:
     plan, kind, pp, micro = case.plan, case.plan.schedule.kind, case.plan.axes.pp, case.plan.batch.micro_batches
     if pp == 1 or micro_batches_fit(kind, pp, micro):
         return None
-    fits = [m for m in range(1, max(micro, 2 * pp) + pp + 1) if micro_batches_fit(kind, pp, m)]
-    near = sorted(fits, key=lambda m: (abs(m - micro), -m))[:6]
+    apart = (m for d in count(1) for m in (micro + d, micro - d) if m > 0 and micro_batches_fit(kind, pp, m))
+    near = list(islice(apart, 6))
     return Hit(
         what=f"{kind} over {pp} pipeline ranks does not run with {micro} micro-batches",
         found=f"pp={pp}, micro-batches={micro}",

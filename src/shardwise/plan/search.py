@@ -203,8 +203,10 @@ class Walk:
         refused: dict[str, int] = {}
         for world in worlds_of(self.space.cluster, self.goal):
             cores = list(self.space.cores(world, refused))
+            if self.limit == math.inf and self.space.has("accumulation"):  # what is nearest keeps one sample at a time
+                cores = [core for core in cores if core.samples == 1]
             for core in self._undominated(cores) if world > EXACT else cores:
-                self._push(core, self.bounds.core_time(core), 0.0, world)
+                self._push(core, self.bounds.core_time(core) + self._least_update(core, 1), 0.0, world)
         self.pruned.update(refused)
         while self._heap and len(ranked) < top:
             _, _, _, _, node = heapq.heappop(self._heap)
@@ -238,6 +240,9 @@ class Walk:
         least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
         heapq.heappush(self._heap, (_bucket(least), False, (), next(self._order), node))
 
+    def _least_update(self, core: Core, count: int) -> float:
+        return 0.0 if self.goal == "memory" else self.bounds.least_update(core, count, self.limit)
+
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
             if _layout(pipe) in done:
@@ -267,7 +272,7 @@ class Walk:
             size = self.bounds.least_size(self.bounds.flow_size(flow))
             if size <= self.limit:
                 seconds = self.bounds.flow_time(flow)[0] * self.bounds.stragglers
-                self._push(flow, seconds, size, pipe.core.world)
+                self._push(flow, seconds + self._least_update(pipe.core, pipe.micro_batches), size, pipe.core.world)
                 if self.goal != "memory":
                     return
             else:

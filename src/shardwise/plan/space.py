@@ -7,9 +7,10 @@ Nothing here knows a good plan. Whether a plan is legal is asked of the table of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from shardwise.findings import nearest
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.activations import compute_width
 from shardwise.plan.constraints import ROWS
 from shardwise.plan.plan import (
     LOOPED,
@@ -79,6 +81,22 @@ class Core:
     context: ContextKind = "ring"
     precision: PrecisionKind = "bf16"
     float8: Float8Kind = "none"
+
+    @property
+    def axes(self) -> Axes:
+        """Its axes, with the fewest data shards that `ep` can stand on: it divides `dp_shard x cp x tp`."""
+        shards = self.ep // math.gcd(self.ep, self.cp * self.tp)
+        return Axes(dp_shard=shards, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def width(self) -> float:
+        """Bytes of a number that it computes with."""
+        return _width(self.precision)
+
+
+@lru_cache(maxsize=16)
+def _width(precision: PrecisionKind) -> float:
+    return compute_width(Plan(precision=precision))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -289,6 +307,8 @@ class Space:
             replicas = pipe.data // shard
             if (shard > 1 and not self.has("dp_shard")) or (replicas > 1 and not self.has("dp_replicate")):
                 continue
+            if shard * pipe.core.cp * pipe.core.tp % pipe.core.ep:
+                continue  # `ep` re-uses ranks of these axes
             if shard == 1:
                 yield Spread(pipe, replicas, shard, 0)
             if shard > 1 or replicas == 1:

@@ -259,11 +259,19 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts)
         ahead = max(0.0, gather - stack.overlap_data * forward)
         back = max(0.0, gather + scatter + across / count - stack.overlap_data * backward)
         exposed = (ahead + back + wait + first + last) * count
-        return exposed, max(0.0, (2 * gather + scatter) * count + across - exposed)
+        sent = (2 * gather + scatter) * count + across
+        if axes.pp > 1 and stack.keeps_shards:  # backward passes leave weights for the forward passes between them
+            early = min(count, axes.pp)
+            exposed = (max(0.0, gather - stack.overlap_data * backward) + wait / 2 + first) * count
+            exposed += (ahead + wait / 2 + first) * early
+            exposed += max(0.0, scatter + across - stack.overlap_data * backward) + last
+            sent = gather * (count + early) + scatter + across
+        return exposed, max(0.0, sent - exposed)
     if plan.zero:
-        total = both("reduce_scatter", gradient) + both("all_gather", width) + across
+        times = count if plan.zero == 2 and axes.pp == 1 else 1  # a micro-batch leaves no whole gradients to the next
+        total = (both("reduce_scatter", gradient) + across) * times + both("all_gather", width)
         wait = stack.gather_wait * (1 + sum(len(stage.blocks) for stage in heavy.stages))
-        behind = backward + forward  # the gather hides behind the next forward pass
+        behind = backward * times + forward  # the gather hides behind the next forward pass
     else:
         total = both("all_reduce", gradient) + across
         wait, behind = 0.0, backward
