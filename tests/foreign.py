@@ -70,7 +70,8 @@ def at_home() -> Iterator[None]:
 class Truth:
     """Parameters in two groups, their Adam averages, a buffer, a frozen parameter and a tie."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, step: int = 12, done: int = 12) -> None:
+        self.step, self.done = step, done  # of the optimizer, and the model's global_steps
         draw = torch.Generator().manual_seed(seed)
         shapes = {"embed.weight": (7, 3), "up.weight": (5, 3), "up.bias": (5,), "norm.weight": (1,), "cube": (2, 3, 2)}
         make = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
@@ -87,7 +88,7 @@ class Truth:
         model = {f"model.{n}": t for n, t in (self.weights | self.buffers | self.frozen).items()}
         state = {f"optim.{n}.exp_avg": t for n, t in self.mean.items()}
         state |= {f"optim.{n}.exp_avg_sq": t for n, t in self.square.items()}
-        return model | state | {f"optim.{n}.step": torch.tensor(12.0) for n in self.weights}
+        return model | state | {f"optim.{n}.step": torch.tensor(float(self.step)) for n in self.weights}
 
     def model_states(self, shapes: list[Any], frozen: Tensors) -> dict[str, Any]:
         module = {n: w.half() for n, w in self.weights.items()} | self.buffers
@@ -96,7 +97,7 @@ class Truth:
             "module": OrderedDict(module), "buffer_names": list(self.buffers), "optimizer": None,
             "param_shapes": shapes, "frozen_param_shapes": {n: t.shape for n, t in self.frozen.items()},
             "frozen_param_fragments": frozen, "shared_params": self.ties, "lr_scheduler": {"last_batch_iteration": 12},
-            "global_steps": 12, "global_samples": 96, "skipped_steps": 0, "ds_version": "0.16.4",
+            "global_steps": self.done, "global_samples": 96, "skipped_steps": 0, "ds_version": "0.16.4",
             "ds_config": {"train_batch_size": 8}, "sparse_tensor_module_names": set(),
         }  # fmt: skip
 
@@ -138,7 +139,7 @@ def write_zero12(
             held["fp32"].append(cut[0][rank].clone() if bf16 else cut[0][rank][: size - pad].clone())
             keep = size - pad if elastic else size
             held["state"][number] = {
-                "step": torch.tensor(12.0), "exp_avg": cut[1][rank][:keep].clone(),
+                "step": torch.tensor(float(truth.step)), "exp_avg": cut[1][rank][:keep].clone(),
                 "exp_avg_sq": cut[2][rank][:keep].clone(),
             }  # fmt: skip
             held["slices"].append(_slices(truth, names, starts, rank * size, size))
@@ -186,7 +187,9 @@ def write_zero3(path: Path, truth: Truth, world: int, *, merged: bool = False) -
                 [torch.cat([_part(t[n], rank, world) for n in names]) for names in groups]
                 for t in (truth.weights, truth.mean, truth.square)
             ]
-            state = {i: {"step": 12, "exp_avg": flats[1][i], "exp_avg_sq": flats[2][i]} for i in range(len(groups))}
+            state = {
+                i: {"step": truth.step, "exp_avg": flats[1][i], "exp_avg_sq": flats[2][i]} for i in range(len(groups))
+            }
             inner = {
                 "zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(), "dynamic_loss_scale": False,
                 "overflow": False, "partition_count": world, "fp32_flat_groups": flats[0],

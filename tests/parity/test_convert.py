@@ -179,6 +179,100 @@ def test_an_order_that_cannot_be_is_left_out_and_said(tmp_path: Path) -> None:
     assert done.num_parameters_with_state == 0 and "has shape" in done.notes[0]
 
 
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """With a state that tells the parameters apart."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(params):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    return optimizer
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+
+class Older(dcp.DefaultSavePlanner):
+    """Of torch before 2.3: a list without tensors stays in one piece."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
+        flat = {f"model.{n}": t for n, t in state_dict["model"].items()}
+        keys = {n: ("model", n.removeprefix("model.")) for n in flat}
+        for number, state in state_dict["optimizer"]["state"].items():
+            flat |= {f"o.{number}.{k}": t for k, t in state.items()}
+            keys |= {f"o.{number}.{k}": ("optimizer", "state", str(number), k) for k in state}
+        flat["groups"] = state_dict["optimizer"]["param_groups"]
+        keys["groups"] = ("optimizer", "param_groups")
+        self.flatten_state_dict = False
+        super().set_up_planner(flat, *args, **options)
+        self.flatten_state_dict, self.mappings = True, keys
+
+
+def test_an_order_over_several_groups_is_not_the_models(tmp_path: Path) -> None:
+    net = pair()
+    for count in (1, 2):
+        groups = [{"params": [p]} for p in reversed(list(net.parameters()))] if count == 2 else net.parameters()
+        optimizer = stepped(torch.optim.AdamW(groups, lr=1e-2))
+        tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(tree, tmp_path / f"{count}.pt")
+        save_dcp(tmp_path / f"{count}.dcp", tree)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(tree, checkpoint_id=tmp_path / f"{count}.older", no_dist=True, planner=Older())
+        for name in (f"{count}.pt", f"{count}.dcp", f"{count}.older"):
+            done = convert(tmp_path / name, tmp_path / f"{name}.out", Options(in_order=True))
+            assert done.num_parameters_with_state == (2 if count == 1 else 0), name
+            if count == 1:
+                same(held(done.path), expected_of(net, optimizer))
+            else:
+                assert "2 groups" in done.notes[0] and "named_parameters" in done.notes[0], name
+    named_ones = stepped(torch.optim.AdamW([{"params": [item]} for item in reversed(list(net.named_parameters()))]))
+    torch.save({"model": net.state_dict(), "optimizer": named_ones.state_dict()}, tmp_path / "names.pt")
+    same(held(convert(tmp_path / "names.pt", tmp_path / "n", Options()).path), expected_of(net, named_ones))
+
+
+@pytest.mark.parametrize("outside", ["", "module.", "_orig_mod.", "module._orig_mod.", "model."])
+def test_optimizers_made_inside_and_outside_of_wrappers(outside: str, tmp_path: Path) -> None:
+    net = pair()
+    prefix = "model." if outside == "model." else ""  # which only a Lightning file loses
+    expected: Tensors = {}
+    for made, saved in (("", outside), (outside, ""), (outside, outside)):
+        named_ones = [(made + name, parameter) for name, parameter in net.named_parameters()]
+        optimizer = stepped(torch.optim.AdamW(named_ones))
+        weights = {saved + name: t for name, t in net.state_dict().items()}
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+        done = convert(tmp_path / "x.pt", tmp_path / "a", Options(overwrite=True))
+        expected = {
+            f"{kind}.{prefix if saved else ''}{name}": tensor
+            for key, tensor in expected_of(net, optimizer).items()
+            for kind, _, name in (key.partition("."),)
+        }
+        same(held(done.path), expected)
+
+
+def test_tied_parameters_are_one_in_the_order(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"embed": nn.Linear(3, 3, bias=False), "norm": nn.BatchNorm1d(3), "head": nn.Linear(3, 3)})
+    net["head"].weight = net["embed"].weight
+    optimizer = stepped(torch.optim.AdamW(net.parameters()))
+    weights = {f"module.{name}": t for name, t in net.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options(in_order=True))
+    expected = expected_of(net, optimizer)
+    del expected["model.head.weight"]
+    same(held(done.path), expected)
+
+
+def test_steps_in_tensors_are_steps(tmp_path: Path) -> None:
+    for dtype in (torch.int64, torch.int32):  # torchtitan's
+        step = {"step": torch.tensor(1234, dtype=dtype), "ntokens_seen": torch.tensor(5)}
+        source = save_dcp(tmp_path / str(dtype), {"model": {"w": torch.ones(2)}, "train_state": step})
+        assert convert(source, tmp_path / f"{dtype}.out", Options()).step == 1234
+    torch.save({"model": {"w": torch.ones(2)}, "step": torch.tensor(77)}, tmp_path / "x.pt")
+    assert convert(tmp_path / "x.pt", tmp_path / "x", Options()).step == 77
+    buffers = {"model": {"w": torch.ones(2), "step": torch.tensor(9)}}  # a model's own is its own
+    assert convert(save_dcp(tmp_path / "own", buffers), tmp_path / "own.out", Options()).step == 0
+
+
 def test_lightning(tmp_path: Path) -> None:
     net, optimizer = trained()
     write_lightning(tmp_path / "last.ckpt", net, optimizer)
@@ -253,6 +347,34 @@ def test_deepspeed_parts_that_do_not_fit(harm: Callable[[Path], None], said: str
     with pytest.raises(CheckpointError, match=said):
         convert(tmp_path / "ds", tmp_path / "a", Options())
     assert not (tmp_path / "a").exists()
+
+
+def test_deepspeed_files_of_two_saves(tmp_path: Path) -> None:
+    """They fit, and count other steps."""
+    stages = {2: write_zero12, 3: write_zero3}
+    for stage, write in stages.items():
+        write(tmp_path / f"old{stage}", Truth(1, step=12, done=12), 2)
+        write(tmp_path / f"new{stage}", Truth(2, step=20, done=20), 2)
+    mixtures = [
+        (2, "zero_pp_rank_1*optim*", r"rank_1.*: found the optimizer's step .group 0. 20, and 12 in .*_0_mp"),
+        (2, "zero*optim*", "found step 20 of the optimizer, and 12 global_steps .0 of them skipped. in mp_rank"),
+        (2, "mp_rank*", "found step 12 of the optimizer, and 20 global_steps"),
+        (3, "zero_pp_rank_1*optim*", r"rank_1.*optim_states\.pt: found the optimizer's step .group 0. 20, and 12"),
+        (3, "zero_pp_rank_1*model*", r"rank_1.*model_states\.pt: found global_steps 20, and 12 in zero_pp_rank_0"),
+    ]  # fmt: skip
+    for number, (stage, pattern, said) in enumerate(mixtures):
+        mixed = shutil.copytree(tmp_path / f"old{stage}", tmp_path / str(number))
+        for path in (tmp_path / f"new{stage}" / "global_step12").glob(pattern):
+            shutil.copy(path, mixed / "global_step12")
+        with pytest.raises(CheckpointError, match=said):
+            convert(mixed, tmp_path / "a", Options())
+    for number, (step, fits) in enumerate({13: True, 12: True, 14: False, 3: False}.items()):  # 13: made by a step
+        source = write_zero12(tmp_path / f"s{number}", Truth(step=step), 2)
+        if not fits:
+            with pytest.raises(CheckpointError, match="--no-optimizer"):
+                convert(source, tmp_path / "a", Options())
+        done = convert(source, tmp_path / f"s{number}.out", Options(optimizer=fits))
+        assert done.num_parameters_with_state == (5 if fits else 0)
 
 
 def save_sharded(path: str) -> Tensors:
@@ -781,6 +903,23 @@ def test_targets_are_not_lost(tmp_path: Path) -> None:
         export(target, tmp_path / "b", ExportOptions(optimizer=True))
 
 
+def test_a_source_is_not_its_own_target(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    store = convert(tmp_path / "x.safetensors", tmp_path / "out" / "store", Options()).path
+    export(store, tmp_path / "out" / "hf", ExportOptions())
+    (tmp_path / "link").symlink_to(store)
+    before = sorted(tmp_path.rglob("*"))
+    for source in (store, tmp_path / "link"):
+        for target in (store, store / "x", store / "step-00000000", tmp_path / "out"):
+            for to, act in (("safetensors", export), ("torch", export), ("dcp", export_dcp)):
+                with pytest.raises(UsageError, match="as the source"):
+                    act(source, target, ExportOptions(to=to, overwrite=True))
+    for target in (tmp_path / "out" / "hf", tmp_path / "out" / "hf" / "x", tmp_path / "out"):
+        with pytest.raises(UsageError, match="as the source"):
+            convert(tmp_path / "out" / "hf", target, Options(overwrite=True))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def write_config(target: Path) -> str:
     (target / "config.json").write_text("{}")
     return "config.json"
@@ -946,11 +1085,13 @@ def test_unsafe_pickle_keeps_files_apart(tmp_path: Path, monkeypatch: pytest.Mon
     shards: list[Tensors] = [{f"w{i}": torch.full((2**16,), float(i))} for i in range(4)]
     shards.append({"a": own, "b": own.conj(), "c": own})
     listed: dict[str, str] = {}
+    source = tmp_path / "source"
+    source.mkdir()
     for i, shard in enumerate(shards):
-        torch.save(shard, tmp_path / f"pytorch_model-{i}.bin")
+        torch.save(shard, source / f"pytorch_model-{i}.bin")
         listed |= dict.fromkeys(shard, f"pytorch_model-{i}.bin")
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
-    done = convert(tmp_path, tmp_path / "out", Options(unsafe=True))
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
+    done = convert(source, tmp_path / "out", Options(unsafe=True))
     expected = {name: t.resolve_conj() for shard in shards for name, t in shard.items() if name != "c"}
     same(held(done.path), under_model(expected))
     truth = Truth()

@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 
 
 class Found(NamedTuple):
-    """The checkpoint that a path means, and newer ones whose manifest cannot be read."""
+    """The checkpoint that a path means, and others whose manifest cannot be read: so nobody knows if they are newer."""
 
     path: Path
     damaged: tuple[Skipped, ...]
@@ -55,7 +55,7 @@ def find(path: Path) -> Found:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON: everything of its manifest, with the tensors' sizes.
+    """What a checkpoint holds, as JSON: everything of its manifest, with the tensors' sizes; and what was skipped.
 
     Raises:
         CheckpointError: there is none.
@@ -69,6 +69,7 @@ def inspect(path: Path) -> dict[str, Any]:
     }
     return {
         "path": str(found.path),
+        "skipped": [{"path": str(item.path), "reason": item.reason} for item in found.damaged],
         **{key: getattr(manifest, key) for key in keys},
         "probe": asdict(manifest.probe) if manifest.probe is not None else None,
         "bytes": sum(entry.size_bytes for entry in manifest.files),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -63,7 +64,8 @@ def ckpt(
 ) -> None:
     """Look at checkpoints, and move them: by streaming, on one process, without running anything of theirs.
 
-    diff exits 0 when all tensors are equal bit by bit, 1 when not; what is damaged or refused exits 4.
+    diff exits 0 when all tensors are equal bit by bit, 1 when not; what is damaged or refused exits 4, as does diff
+    of a run or store in which a checkpoint is damaged.
     """
     needed = 2 if action in _TWO else 1
     if len(paths) != needed:
@@ -77,7 +79,7 @@ def ckpt(
     if idle:
         raise UsageError(f"ckpt {action}: found {idle[0]}, needed only {', '.join(_OPTIONS[action]) or '--json'}")
     if action in _LOCAL:
-        _refuse_urls(action, paths)
+        paths = _local(action, paths)
     if action is Action.CONVERT:
         from shardwise.checkpoint.foreign.convert import Options
 
@@ -100,21 +102,25 @@ def ckpt(
         raise typer.Exit(_diff(paths[0], paths[1], all_tensors, json))
 
 
-def _refuse_urls(action: Action, paths: list[Path]) -> None:
+def _local(action: Action, paths: list[Path]) -> list[Path]:
+    """The paths, `file://` as what it names; other URLs are refused."""
     from shardwise.checkpoint.remote import RemotePath, located
 
-    for path in map(located, paths):
+    places = [located(path) for path in paths]
+    for path in places:
         if isinstance(path, RemotePath):
             raise UsageError(
                 f"ckpt {action}: found the URL {path}, needed a path: only inspect, verify and diff take URLs; "
                 "copy the checkpoint's directory first"
             )
+    return places
 
 
 def _inspect(path: Path, all_tensors: bool, json: bool) -> None:
     from shardwise.checkpoint.compare import inspect
 
     found = inspect(path)
+    _say_skipped(found["skipped"], f"{found['path']} is shown")
     if json:
         print_json(found)
         return
@@ -150,17 +156,32 @@ def _verify(path: Path, json: bool) -> None:
     )
 
 
-def _diff(first: Path, second: Path, all_tensors: bool, json: bool) -> ExitCode:
-    from shardwise.checkpoint.compare import diff
+def _say_skipped(skipped: Iterable[Mapping[str, str]], instead: str) -> None:
+    for item in skipped:
+        typer.echo(f"shardwise: damaged, and skipped: {item['reason']}; {instead}", err=True)
 
-    found = diff(first, second)
+
+def _diff(first: Path, second: Path, all_tensors: bool, json: bool) -> ExitCode:
+    """A run whose newest checkpoint is damaged is not what was asked for, however equal an older one is."""
+    from shardwise.checkpoint.compare import diff, find
+
+    a, b = find(first), find(second)
+    skipped = {str(item.path): {"path": str(item.path), "reason": item.reason} for item in (*a.damaged, *b.damaged)}
+    found = diff(a.path, b.path)
+    _say_skipped(skipped.values(), f"{a.path} and {b.path} are compared; name the checkpoints that are meant")
     if json:
-        print_json({"equal": not found, "differences": [item._asdict() for item in found]})
+        print_json({
+            "equal": not found, "first": str(a.path), "second": str(b.path), "skipped": list(skipped.values()),
+            "differences": [item._asdict() for item in found],
+        })  # fmt: skip
     elif not found:
-        typer.echo("all tensors are equal, bit by bit")
+        which = f" of {a.path} and {b.path}" if skipped else ""
+        typer.echo(f"all tensors{which} are equal, bit by bit")
     else:
         for item in found if all_tensors else found[:_SHOWN]:
             typer.echo(f"{item.name}: {item.kind}" + (f": {item.detail}" if item.detail else ""))
         if len(found) > _SHOWN and not all_tensors:
             typer.echo(f"and {len(found) - _SHOWN} more; --all lists them")
+    if skipped:
+        return ExitCode.CHECKPOINT
     return ExitCode.REFUSED if found else ExitCode.OK

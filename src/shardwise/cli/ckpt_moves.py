@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
 
 from shardwise.cli.output import print_json
+from shardwise.errors import ExitCode
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.foreign.convert import Options
@@ -45,6 +50,32 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def _clearing_up(target: Path) -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is half written is removed; once, then they wait.
+
+    A signal that is ignored (`nohup`) stays so.
+    """
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        for stop in before:
+            signal.signal(stop, signal.SIG_IGN)
+        typer.echo(f"shardwise: {signal.Signals(number).name}: stopped; {target} is as it was, or complete", err=True)
+        raise SystemExit(ExitCode.TERMINATED)
+
+    before = {stop: signal.getsignal(stop) for stop in _STOPS if signal.getsignal(stop) is not signal.SIG_IGN}
+    for stop in before:
+        signal.signal(stop, on_signal)
+    try:
+        yield
+    finally:
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
+
+
 def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:
     """Convert, and say what was taken over and what was not."""
     from shardwise.checkpoint.foreign.convert import convert
@@ -55,7 +86,8 @@ def run_convert(source: Path, target: Path, options: Options, json: bool) -> Non
             "process of its own with limits on memory and time, which stop accidents and no attacker.",
             err=True,
         )
-    done = convert(source, target, options)
+    with _clearing_up(target):
+        done = convert(source, target, options)
     if json:
         print_json(asdict(done) | {"path": str(done.path)})
         return
@@ -74,7 +106,8 @@ def run_export(source: Path, target: Path, options: ExportOptions, json: bool) -
         from shardwise.checkpoint.foreign.dcp_out import export_dcp as export
     else:
         from shardwise.checkpoint.foreign.export import export
-    done = export(source, target, options)
+    with _clearing_up(target):
+        done = export(source, target, options)
     if json:
         print_json(asdict(done) | {"path": str(done.path)})
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import uuid
 from collections.abc import Mapping
@@ -11,22 +12,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint.compare import find
-from shardwise.checkpoint.directory import Directory
+from shardwise.checkpoint.directory import MARKER, Directory
 from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.foreign.dcp import METADATA, read_dcp
 from shardwise.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
 from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.names import read_rules, rename
 from shardwise.checkpoint.foreign.opened import OpenFiles, reading
-from shardwise.checkpoint.foreign.safetensors import read_safetensors
+from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
 from shardwise.checkpoint.foreign.state import Foreign, shown
 from shardwise.checkpoint.foreign.torch_files import SUFFIXES, read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes, write_streamed
 from shardwise.checkpoint.format import Piece, check_name, whole
-from shardwise.checkpoint.manifest import Manifest, TensorEntry
+from shardwise.checkpoint.manifest import FILE, Manifest, TensorEntry
 from shardwise.checkpoint.reading import Reader
-from shardwise.checkpoint.shardfile import FileEntry, Identity
+from shardwise.checkpoint.shardfile import FileEntry, Identity, file_name
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.findings import nearest
 from shardwise.plan.plan import AXES, Plan
@@ -86,8 +87,8 @@ def convert(source: Path, target: Path, options: Options) -> Converted:
 
     >>> convert(Path("hub/llama"), Path("llama"), Options())  # doctest: +SKIP
     """
-    source = source.resolve()  # what the user names may be a link; what is inside may not
-    with OpenFiles(scratch_in=target.parent) as files, replacing(target, options.overwrite) as partial:
+    source = Path(os.path.realpath(source))  # what the user names may be a link; what is inside may not
+    with OpenFiles(scratch_in=target.parent) as files, replacing(target, options.overwrite, source) as partial:
         found = read_foreign(files, source, options)
         rename(found, read_rules(options.rename) if options.rename is not None else [])
         sources = _sources(found, options)
@@ -115,6 +116,7 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
         there = source.exists()
     if not there:
         raise CheckpointError(f"{source}: found nothing there, needed a checkpoint of another library; check the path")
+    _check_foreign(files, source)
     kind = _kind(files, source) if options.kind == "auto" else options.kind
     if kind == "fsdp":
         kind = "dcp" if source.is_dir() and METADATA in files.names(source) else "torch"
@@ -125,10 +127,17 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     if kind == "dcp":
         return read_dcp(files, source, options.in_order)
     if kind == "deepspeed":
-        return read_deepspeed(files, source, options.unsafe)
+        return read_deepspeed(files, source, options.unsafe, options.optimizer)
     found = read_torch(files, source, options.in_order, options.unsafe)
     found.kind = "lightning" if kind == "lightning" else found.kind
     return found
+
+
+def _check_foreign(files: OpenFiles, source: Path) -> None:
+    names = set(files.names(source)) if source.is_dir() else set()
+    run = "checkpoints" in names and MARKER in files.names(source / "checkpoints")
+    if run or MARKER in names or {FILE, file_name(0)} <= names:
+        raise ours(source)
 
 
 def _kind(files: OpenFiles, source: Path) -> Kind:

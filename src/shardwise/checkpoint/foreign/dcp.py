@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, Left, read_values
-from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown
+from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown, step_of
 from shardwise.checkpoint.foreign.torch_files import MODEL_KEYS, STEP_KEYS
 from shardwise.checkpoint.foreign.views import Pieces, Source, View
 from shardwise.checkpoint.format import DTYPES, Box, whole
@@ -18,6 +18,7 @@ from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_GROUPS = "param_groups"
 _OPTIMIZER = re.compile(r"(optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
 Path_ = tuple[Any, ...]
 
@@ -45,7 +46,7 @@ def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
     items = _items(path, where, metadata)
     tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
     sources = _tensors(files, where, tensors, items)
-    numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items)
+    numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items, in_order)
     return _sorted(where, paths, sources, numbers, in_order)
 
 
@@ -158,16 +159,31 @@ def _dtype(properties: Any, where: Path, name: str) -> str:
     return text
 
 
-def _numbers(files: OpenFiles, paths: dict[str, Path_], items: dict[str, list[_Item]]) -> dict[str, Any]:
-    """Entries of bytes that may say the step, or are plain numbers of an optimizer's state; others are not read."""
+def _numbers(
+    files: OpenFiles, paths: dict[str, Path_], items: dict[str, list[_Item]], in_order: bool
+) -> dict[str, Any]:
+    """Entries of bytes that may say the step, or are plain numbers of an optimizer's state; others are not read.
+
+    Of `param_groups` that an older planner left in one piece: how many there are.
+    """
     wanted = [
         name
         for name, path in paths.items()
         if len(items.get(name, [])) == 1
-        and (path[-1] in STEP_KEYS or (any(_is_optimizer(p) for p in path) and "state" in path))
+        and (
+            path[-1] in STEP_KEYS
+            or (path[-1] == _GROUPS and in_order)
+            or (any(_is_optimizer(p) for p in path) and "state" in path)
+        )
     ]
     values = read_values(files, [items[name][0].job for name in wanted])
-    return {name: v for name, v in zip(wanted, values, strict=True) if isinstance(v, int | float)}
+    found: dict[str, Any] = {}
+    for name, value in zip(wanted, values, strict=True):
+        if paths[name][-1] == _GROUPS:
+            found |= {name: len(value)} if isinstance(value, list) else {}
+        elif isinstance(value, int | float):
+            found[name] = value
+    return found
 
 
 def _is_optimizer(part: object) -> bool:
@@ -194,8 +210,8 @@ def _sorted(
             states.setdefault(_joined(at), {})[_joined(path[len(at) :])] = value
         elif places.get(name) == model:
             weights[_joined(path[len(model) :])] = sources[name]
-        elif isinstance(value, int) and path[-1] in STEP_KEYS:
-            step = max(step, value)
+        elif path[-1] in STEP_KEYS and not places.get(name) and (said := step_of(value)) is not None:
+            step = max(step, said)
         else:
             others.append(name)
     found = Foreign(kind="dcp", weights=weights, step=step, files=len(paths))
@@ -245,7 +261,12 @@ def _optimizer(states: Mapping[str, dict[str, Any]], weights: dict[str, Source],
             f"the optimizer's state: there are {len(found)} optimizers ({shown(list(found))}), one can be taken over"
         )
     by_parameter: dict[Any, dict[str, Any]] = {}
-    for path, value in next(iter(found.values())).items():
+    optimizer, entries = next(iter(found.items()))
+    told = states[optimizer]
+    groups = len({path.split(".")[1] for path in told if path.startswith(f"{_GROUPS}.")})
+    if not groups and isinstance(told.get(_GROUPS), int):
+        groups = told[_GROUPS]
+    for path, value in entries.items():
         name, _, key = path.removeprefix("state.").rpartition(".")
         by_parameter.setdefault(int(name) if name.isdecimal() and name not in weights else name, {})[key] = value
-    return named_state({"state": by_parameter}, weights, in_order)
+    return named_state({"state": by_parameter, _GROUPS: [{}] * groups}, weights, in_order)

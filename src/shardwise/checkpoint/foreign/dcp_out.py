@@ -67,7 +67,7 @@ def export_dcp(source: Path, target: Path, options: ExportOptions) -> Exported:
 
     >>> export_dcp(Path("runs/a"), Path("dcp"), ExportOptions(to="dcp"))  # doctest: +SKIP
     """
-    with opened(source, options) as content, replacing(target, options.overwrite) as partial:
+    with opened(source, options) as content, replacing(target, options.overwrite, source) as partial:
         check_room(target.parent, total_bytes(content.all), f"export to {target}")
         tree = content.tree(True) if options.optimizer else {"model": content.weights}
         with warnings.catch_warnings():

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, shown, step_count
+from shardwise.checkpoint.foreign.state import Foreign, shown, step_count, step_of
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
+from shardwise.checkpoint.format import whole
 from shardwise.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -71,12 +74,12 @@ def _tagged(files: OpenFiles, path: Path) -> Path:
     return path
 
 
-def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False) -> Foreign:
+def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer: bool = True) -> Foreign:
     """A ZeRO checkpoint of data-parallel ranks.
 
     Raises:
-        CheckpointError: refused by the reader; ranks missing; tensor-, pipeline- or expert-parallel parts; sizes that
-            do not add up to the parameters.
+        CheckpointError: refused by the reader; ranks missing; files of several saves; tensor-, pipeline- or
+            expert-parallel parts; sizes that do not add up to the parameters.
     """
     folder = _tagged(files, path)
     names = files.names(folder)
@@ -97,6 +100,7 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False) -> Foreig
     stage3 = isinstance(_inner(values[-1], optims[-1]).get("fp32_flat_groups"), list)
     _check_count(values[len(models) :], optims)
     shapes = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
+    _check_one_save(model, models, ranks, optims, optimizer)
     places = _sharded(shapes, ranks, folder) if stage3 else _flattened(shapes, ranks, folder)
     found = Foreign(kind=f"deepspeed zero {'3' if stage3 else '1 or 2'}", weights={}, files=len(values))
     for name, place in places.items():
@@ -104,8 +108,7 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False) -> Foreig
         found.weights[name] = _source(shape, place, [rank.weights for rank in ranks], f"{folder}: {name}")
     _add_state(found, places, shapes, ranks, folder)
     _add_rest(found, model, models, stage3)
-    steps = model[0].get("global_steps")
-    found.step = steps if type(steps) is int and steps >= 0 else 0
+    found.step = step_of(model[0].get("global_steps")) or 0
     return found
 
 
@@ -194,6 +197,46 @@ def _check_count(values: Sequence[Any], paths: Sequence[Path]) -> None:
             f"{paths[0].parent}: found optimizer states of {len(paths)} ranks, needed {needed}, as they say; copy the "
             "files of every rank"
         )
+
+
+def _check_one_save(
+    models: Sequence[Any], model_paths: Sequence[Path], ranks: Sequence[_Rank], paths: Sequence[Path], optimizer: bool
+) -> None:
+    """A copy that stopped, or a save over another, leaves files of two saves: they fit, and count other steps.
+
+    The optimizer counts no step that a loss scale skipped, and one too many where DeepSpeed makes its state by a step
+    with zeros (ZeRO 3, older bf16). One that began anew over loaded weights counts fewer: then the user leaves it out.
+    """
+    done = [step_of(m.get("global_steps")) if isinstance(m, dict) else None for m in models]
+    _check_equal("global_steps", dict(zip(model_paths, done, strict=True)))
+    counts = [[_count(step) for step in rank.steps] for rank in ranks]
+    for group in range(len(counts[0])):
+        held = [count[group] if group < len(count) else None for count in counts]
+        _check_equal(f"the optimizer's step (group {group})", dict(zip(paths, held, strict=True)))
+    steps, skipped = max(filter(None, counts[0]), default=0), step_of(models[0].get("skipped_steps")) or 0
+    if optimizer and steps and done[0] is not None and not done[0] - skipped <= steps <= done[0] + 1:
+        raise CheckpointError(
+            f"{paths[0]}: found step {steps} of the optimizer, and {done[0]} global_steps ({skipped} of them skipped) "
+            f"in {model_paths[0].name}; needed files of one save: copy all of them again; or, if the optimizer began "
+            "anew there, --no-optimizer"
+        )
+
+
+def _check_equal(what: str, counts: Mapping[Path, int | None]) -> None:
+    known = [(path, count) for path, count in counts.items() if count is not None]
+    for path, count in known[1:]:
+        if count != known[0][1]:
+            raise CheckpointError(
+                f"{path}: found {what} {count}, and {known[0][1]} in {known[0][0].name}; needed files of one save: "
+                "copy all of them again"
+            )
+
+
+def _count(step: Any) -> int | None:
+    """A number of steps, which torch's optimizers keep as a float, most of them in a tensor; None: it is none."""
+    if isinstance(step, View) and step.shape == () and step.dtype in ("float32", "float64"):
+        step = float(np.frombuffer(step.read(whole(())), dtype=step.dtype)[0])
+    return int(step) if isinstance(step, float) and step.is_integer() else step_of(step)
 
 
 def _shapes(value: Any, path: Path) -> Shapes:

@@ -157,7 +157,7 @@ def export(source: Path, target: Path, options: ExportOptions) -> Exported:
     >>> export(Path("runs/a"), Path("llama"), ExportOptions(dtype="bfloat16"))  # doctest: +SKIP
     """
     file = target.suffix in FILE_SUFFIXES[options.to]
-    with opened(source, options) as content, replacing(target, options.overwrite, file=file) as partial:
+    with opened(source, options) as content, replacing(target, options.overwrite, source, file=file) as partial:
         check_room(target.parent, total_bytes(content.all), f"export to {target}")
         if options.to == "torch":
             names = _export_torch(partial, target, content, options)

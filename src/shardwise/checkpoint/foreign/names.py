@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shardwise.checkpoint.foreign.state import Foreign, shown, untied
+from shardwise.checkpoint.foreign.state import PREFIXES, Foreign, shown, untied, unwrapped
 from shardwise.errors import ConfigError, DataError
 from shardwise.findings import nearest
 
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
-_LIGHTNING = ("model.", "module.", "net.")
 T = TypeVar("T")
 
 
@@ -84,7 +82,7 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
     found.weights, ties = untied(found.weights)
     if ties:
         found.notes.append(f"tied parameters, kept under one name: {shown([f'{a} = {b}' for a, b in ties.items()])}")
-    _apply(found, _unwrapped)
+    _apply(found, unwrapped)
     prefix = _common(found)
     if prefix:
         found.notes.append(f"names without the prefix {prefix!r}, which all had")
@@ -110,14 +108,9 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
         )
 
 
-def _unwrapped(name: str) -> str:
-    *modules, last = name.split(".")
-    return ".".join([*(part for part in modules if part not in _WRAPPERS), last])
-
-
 def _common(found: Foreign) -> str:
     """DDP's prefix, or that of a LightningModule whose only child is the model."""
-    prefixes = _LIGHTNING if found.kind == "lightning" else ("module.",)
+    prefixes = PREFIXES if found.kind == "lightning" else ("module.",)
     return next((p for p in prefixes if all(name.startswith(p) for name in found.weights)), "")
 
 

@@ -10,6 +10,7 @@ from shardwise.checkpoint.foreign.state import Foreign, shown
 from shardwise.checkpoint.foreign.views import Source, View
 from shardwise.checkpoint.format import Fields, parse_json, row_major
 from shardwise.checkpoint.header import MAX_HEADER, entry_of, without_holes
+from shardwise.checkpoint.shardfile import TABLE
 from shardwise.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
@@ -39,6 +40,14 @@ def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
     if listed is not None:
         check_index(path, listed, list(weights))
     return Foreign(kind="safetensors", weights=weights, notes=aside(files, path), files=len(shards))
+
+
+def ours(path: Path) -> CheckpointError:
+    """The error for what Shardwise wrote, whose names and parts are not those of a model."""
+    return CheckpointError(
+        f"{path}: found a checkpoint of Shardwise's own, needed one of another library; `shardwise ckpt export` writes "
+        "it as files that others read, and a run begins with it as it is"
+    )
 
 
 def aside(files: OpenFiles, path: Path) -> list[str]:
@@ -114,6 +123,8 @@ def header(files: OpenFiles, path: Path) -> dict[str, View]:
         )
     table = parse_json(files.read(path, 8, length), f"{path}: header")
     table.pop("__metadata__", None)
+    if TABLE in table:
+        raise ours(path)
     entries = [entry_of(name, item, str(path)) for name, item in table.items()]
     data = 8 + length
     without_holes(entries, size - data, str(path))

@@ -6,12 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shardwise.checkpoint.foreign.views import Source, View, number
+from shardwise.checkpoint.format import whole
 from shardwise.errors import CheckpointError
 
 Named = dict[str, dict[str, Source]]
 """Parameter -> state key -> where it is."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+PREFIXES = ("model.", "module.", "net.")
+"""What DDP puts before every name, and a LightningModule whose only child is the model."""
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+_MAX_STEP = 10**18
 _SHOWN = 3
 
 
@@ -70,6 +78,40 @@ def untied(weights: Mapping[str, Source]) -> tuple[dict[str, Source], dict[str, 
     return kept, ties
 
 
+def unwrapped(name: str) -> str:
+    """A name without the parts that wrappers put into it.
+
+    >>> unwrapped("h.0._orig_mod.weight")
+    'h.0.weight'
+    """
+    *modules, last = name.split(".")
+    return ".".join([*(part for part in modules if part not in _WRAPPERS), last])
+
+
+def _owners(names: Sequence[str], weights: Mapping[str, Source]) -> dict[str, str]:
+    """Name of a parameter as the optimizer has it -> as the weights have it; without those that they do not have.
+
+    An optimizer may be made before the model is wrapped, and saved after it, or the other way round: so parts and
+    prefixes of wrappers do not count, on either side. A tied parameter is its first name.
+    """
+    ties = untied(weights)[1]
+    own = {unwrapped(name): ties.get(name, name) for name in weights}
+    bare = dict(zip(_bare(list(own)), own.values(), strict=True))
+    plain = [unwrapped(name) for name in names]
+    as_they_are = {name: own[key] for name, key in zip(names, plain, strict=True) if key in own}
+    if len(as_they_are) == len(names):
+        return as_they_are
+    stripped = {name: bare[key] for name, key in zip(names, _bare(plain), strict=True) if key in bare}
+    return stripped if len(stripped) == len(names) else as_they_are
+
+
+def _bare(names: list[str]) -> list[str]:
+    """Names without the prefixes that all of them have."""
+    while prefix := next((p for p in PREFIXES if names and all(name.startswith(p) for name in names)), ""):
+        names = [name.removeprefix(prefix) for name in names]
+    return names
+
+
 def named_state(value: Any, weights: Mapping[str, Source], in_order: bool) -> tuple[Named, str]:
     """State of a torch optimizer's state_dict by the names of its parameters; or nothing, and the reason.
 
@@ -87,6 +129,8 @@ def named_state(value: Any, weights: Mapping[str, Source], in_order: bool) -> tu
     names, reason = _names(list(state), groups, weights, in_order)
     if not names:
         return {}, f"the optimizer's state: {reason}"
+    if len(set(names.values())) < len(names):
+        return {}, f"the optimizer's state: two entries are of one parameter: {shown(list(names))}"
     found: Named = {}
     for key, entries in state.items():
         sources, problem = _sources(entries)
@@ -105,37 +149,66 @@ def _names(
     keys: list[Any], groups: Sequence[Mapping[str, Any]], weights: Mapping[str, Source], in_order: bool
 ) -> tuple[dict[Any, str], str]:
     """Key of a state -> parameter; or the reason why that is not known."""
-    if all(isinstance(key, str) and key in weights for key in keys):
-        return {key: key for key in keys}, ""
+    owners = _owners([key for key in keys if isinstance(key, str)], weights)
+    if all(key in owners for key in keys):
+        return owners, ""
     numbers = {key: int(key) for key in keys if isinstance(key, int) or (isinstance(key, str) and key.isdecimal())}
     if len(numbers) != len(keys):
-        odd = [key for key in keys if key not in numbers and key not in weights]
+        odd = [key for key in keys if key not in numbers and key not in owners]
         return {}, f"it is of parameters that the weights do not have: {shown(odd)}"
     listed = [group.get("param_names") for group in groups]
-    ids = [i for group in groups for i in group.get("params") or []]
     if listed and all(isinstance(part, list) for part in listed):
-        by_number = dict(zip(ids, [name for part in listed for name in part or []], strict=False))
-        names = {key: by_number.get(n) for key, n in numbers.items()}
-        lacking = [key for key, name in names.items() if name not in weights]
-        if lacking:
-            return {}, f"its param_names are not those of the weights: {shown([names[key] for key in lacking])}"
-        return {key: str(name) for key, name in names.items()}, ""
+        return _by_param_names(numbers, groups, weights)
     if not in_order:
         return {}, (
             "its parameters are numbers, and the file does not say which names they have; if the optimizer was made "
             "from model.parameters(), in that order and in one group, --params-in-order says so"
         )
+    if len(groups) > 1:  # the numbers go through one group after the other, the model's order does not
+        return {}, (
+            f"it has {len(groups)} groups, so its order is not the model's, whatever --params-in-order says; needed "
+            "names: make the optimizer from model.named_parameters() and save it again"
+        )
+    ids = _ids(groups[0]) if groups else []
     return _in_order(numbers, ids or sorted(numbers.values()), weights)
+
+
+def _ids(group: Mapping[str, Any]) -> list[int]:
+    """The numbers of a group's parameters."""
+    params = group.get("params")
+    return [item for item in params if isinstance(item, int)] if isinstance(params, list) else []
+
+
+def _by_param_names(
+    numbers: Mapping[Any, int], groups: Sequence[Mapping[str, Any]], weights: Mapping[str, Source]
+) -> tuple[dict[Any, str], str]:
+    by_number: dict[int, str] = {}
+    for group in groups:
+        ids, named = _ids(group), group["param_names"]
+        if len(ids) != len(named):
+            return {}, f"a group has {len(ids)} parameters and {len(named)} param_names"
+        by_number |= zip(ids, map(str, named), strict=True)
+    owners = _owners(list(by_number.values()), weights)
+    names = {key: by_number.get(n, str(n)) for key, n in numbers.items()}
+    lacking = [name for name in names.values() if name not in owners]
+    if lacking:
+        return {}, f"its param_names are not those of the weights: {shown(lacking)}"
+    return {key: owners[name] for key, name in names.items()}, ""
 
 
 def _in_order(
     numbers: Mapping[Any, int], ids: Sequence[int], weights: Mapping[str, Source]
 ) -> tuple[dict[Any, str], str]:
-    names = [name for name, source in weights.items() if name.rpartition(".")[2] not in _BUFFERS]
+    """By the order of the parameters, of which tied ones are one."""
+    weights = untied(weights)[0]
+    names = [name for name in weights if name.rpartition(".")[2] not in _BUFFERS]
     names = [name for name in names if "int" not in weights[name].dtype and weights[name].dtype != "bool"]
     if len(names) != len(ids) or list(ids) != sorted(ids):
         return {}, f"it has {len(ids)} parameters in its groups, the weights {len(names)} that are no buffers"
     by_number = dict(zip(ids, names, strict=True))
+    lacking = [n for n in numbers.values() if n not in by_number]
+    if lacking:
+        return {}, f"it has state of parameters that are in none of its groups: {shown(lacking)}"
     return {key: by_number[n] for key, n in numbers.items()}, ""
 
 
@@ -156,6 +229,13 @@ def _sources(entries: Any) -> tuple[dict[str, Source], str]:
 def step_count(value: float) -> Source:
     """How torch's optimizers keep a number of steps: float32, without dims."""
     return number(float(value), "float32")
+
+
+def step_of(value: Any) -> int | None:
+    """The steps that a file says, as a number or an integer tensor without dims; None: it says none."""
+    if hasattr(value, "read") and value.shape == () and value.dtype in _INTEGERS:
+        value = int(np.frombuffer(value.read(whole(())), dtype=value.dtype)[0])
+    return value if type(value) is int and 0 <= value < _MAX_STEP else None
 
 
 def _constant(value: bool | int | float) -> Source:

@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import ASIDE, aside, check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, named_state, weights_of
+from shardwise.checkpoint.foreign.state import Foreign, named_state, step_of, weights_of
 from shardwise.checkpoint.foreign.views import Source, View
 from shardwise.errors import CheckpointError
 
@@ -72,7 +72,7 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
     weights, notes = weights_of(value[inside], f"{where}: {inside}")
     found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes, files=1)
-    found.step = next((value[key] for key in STEP_KEYS if type(value.get(key)) is int and value[key] >= 0), 0)
+    found.step = next((n for key in STEP_KEYS if (n := step_of(value.get(key))) is not None), 0)
     state = next((value[key] for key in OPTIMIZER_KEYS if value.get(key)), None)
     if isinstance(state, list) and len(state) == 1:
         state = state[0]

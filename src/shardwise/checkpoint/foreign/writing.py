@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
@@ -30,38 +31,52 @@ _OURS = re.compile(
 
 
 @contextmanager
-def replacing(target: Path, overwrite: bool, *, file: bool = False) -> Iterator[Path]:
+def replacing(target: Path, overwrite: bool, source: Path, *, file: bool = False) -> Iterator[Path]:
     """A path beside `target` to write to; it gets the target's name when the block ends well, and is removed if not.
 
     Raises:
-        UsageError: the target is there, and `overwrite` is not said; or what is there would be lost.
+        UsageError: the target is there, and `overwrite` is not said; or what is there, or `source`, would be lost.
         CheckpointError: the disk said no; nothing is left.
     """
+    _check_apart(source, target)
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
+    old = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")
     try:
         _check_target(target, overwrite, file)
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if partial.is_dir():
             LOCAL.sync_directory(partial)
-        old = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")
         if target.exists():
             LOCAL.rename(target, old)
-        try:
-            LOCAL.rename(partial, target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
+        LOCAL.rename(partial, target)
         LOCAL.sync_directory(target.parent)
-        _remove(old)
     except OSError as error:
         raise CheckpointError(
             f"{target}: cannot be written ({error.strerror or error}: {error.filename or partial}); needed room and "
             "the right to write; nothing was left there: make room or choose another path"
         ) from error
-    finally:
+    finally:  # wherever a signal came: one of the two has the target's name
+        with suppress(OSError):
+            if old.exists():
+                _remove(old) if target.exists() else old.rename(target)
         _remove(partial)
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    """What is written replaces no part of what is read, and does not become one."""
+    if target.name in ("", ".."):
+        raise UsageError(
+            f"{target}: found no name of its own in it, needed that of a new file or directory; give one, as "
+            f"{target / 'new'}"
+        )
+    theirs, ours = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    if theirs == ours or theirs in ours.parents or ours in theirs.parents:
+        how = "the same" if theirs == ours else "one inside the other"
+        raise UsageError(
+            f"{target}: found {how} as the source {source}, needed a place of its own, so that the source is not lost; "
+            "give another path"
+        )
 
 
 def _check_target(target: Path, overwrite: bool, file: bool) -> None:
@@ -107,10 +122,12 @@ def _is_converted(checkpoint: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """As well as it goes: what was wrong before is what counts, a disk without the right to write for instance."""
+    with suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def check_room(directory: Path, needed: int, what: str) -> None:
