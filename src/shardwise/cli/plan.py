@@ -64,7 +64,7 @@ def plan(
     check_path(html, (".html",))
     more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on}
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
-    forbidden = (*(forbid or ()), *(("tp", "ep") if asked.spec is None else ()))
+    forbidden = (*(forbid or ()), *asked.refused)
     found = find_plan(
         asked.profile, asked.spec, asked.cluster, asked.workload,
         goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=load_stack(stack),

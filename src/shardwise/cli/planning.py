@@ -64,6 +64,8 @@ class Question:
     cluster: Cluster
     workload: Workload
     assumed: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    """Axes that the module cannot have."""
 
 
 def question(
@@ -94,12 +96,16 @@ def question(
         seq = min(4096, longest or 4096)
         assumed.append(f"sequence length: {seq} tokens (give --seq)")
     size, notes = _batch(batch, tokens, seq, found.world)
+    refused: tuple[str, ...] = ()
     if spec is None:
         assumed.append("tp and ep are left out: the sizes that they must divide are not known for a module")
+        cannot = _refused(factory, seq)
+        assumed += [f"{axis} is left out: {why}" for axis, why in cannot.items()]
+        refused = ("tp", "ep", *cannot)
     workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
     if spec:
         profile = profile_of(spec)
-    else:  # sizes per token are those of a shorter sample, which its positions allow
+    else:  # sizes per token are those of a sample that its positions allow
         profile = _described(model, factory, min(seq, longest or seq), str(options.get("trace_on") or "meta"))
         if profile.chosen == profile.experts > 1:
             assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
@@ -114,7 +120,8 @@ def question(
         else []
     )
     return Question(
-        profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *origins)
+        profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *origins),
+        refused=refused,
     )  # fmt: skip
 
 
@@ -205,13 +212,21 @@ def _is_module(model: str) -> bool:
 def _module(model: str) -> tuple[Callable[[], Any], int | None]:
     """(its factory, how many tokens it has positions for where it says so)."""
     if not model.startswith("hf:"):
-        from shardwise.diagnose.read_module import module_factory  # torch, for those who give a module
+        from shardwise.diagnose.read_module import example_length, example_of, module_factory  # torch, for a module
 
-        return module_factory(model), None
+        factory = module_factory(model)
+        example = example_of(factory)
+        return factory, None if example is None else example_length(example)
     from shardwise.models.hf import chain_config, hf_factory, longest_sequence
 
     config = chain_config(model)
     return hf_factory(config), longest_sequence(config)
+
+
+def _refused(factory: Any, seq: int) -> dict[str, str]:
+    from shardwise.diagnose.read_module import refused_axes
+
+    return refused_axes(factory, seq)
 
 
 def _described(model: str, factory: Any, seq: int, device: str) -> Profile:

@@ -17,18 +17,24 @@ from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import nearest
 from shardwise.model.describe import describe
 from shardwise.model.profile import Profile
+from shardwise.model.tracer import tensors_in
+from shardwise.parallel.blueprint import record
+from shardwise.parallel.compose import place
+from shardwise.parallel.mesh import open_mesh
+from shardwise.plan.plan import Plan
+from shardwise.testing.fake import fake_world
 
 LONGEST = 512
-"""Tokens of the sample: sizes per token do not depend on it."""
+"""Tokens of a sample that is computed; on meta it is as long as asked for: what attention keeps may grow faster."""
 
 
 def read_module(model: str, factory: Callable[[], nn.Module], seq_len: int, device: str) -> Profile:
-    """The profile of a module, from its own forward of `seq_len` token ids.
+    """The profile of a module, from its own forward: of its `example_input_array`, else of `seq_len` token ids.
 
     Args:
         model: what it is called.
         factory: makes it.
-        seq_len: tokens of the sample, at most `LONGEST`.
+        seq_len: tokens of the sample, on a CPU at most `LONGEST`.
         device: `meta`, or `cpu`, which runs the forward for real.
 
     Raises:
@@ -36,14 +42,53 @@ def read_module(model: str, factory: Callable[[], nn.Module], seq_len: int, devi
 
     Cost: see `describe`.
     """
-    tokens = torch.zeros(1, min(seq_len, LONGEST), dtype=torch.long, device=device)
+    sample = example_of(factory)
+    if sample is None:
+        length = seq_len if device == "meta" else min(seq_len, LONGEST)
+        sample = torch.zeros(1, length, dtype=torch.long, device=device)
     try:
-        return describe(factory, tokens, device=device, name=model)
+        return describe(factory, sample, device=device, name=model)
     except ModelError as error:
         if not str(error).startswith("describe:"):
             raise
         said = str(error).replace("describe(..., device='cpu')", "--trace-on cpu")
-        raise ModelError(f"model {model}: {said}. It was given token ids of shape {list(tokens.shape)}") from error
+        shapes = ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}" for _, t in tensors_in(sample)
+        )
+        raise ModelError(
+            f"model {model}: {said}. It was given {shapes}; a module with other inputs says which in its attribute "
+            "`example_input_array` (a tensor, a tuple or a dict of them, as its forward takes a batch)"
+        ) from error
+
+
+def example_of(factory: Callable[[], nn.Module]) -> Any:
+    """What a module says its forward takes, as Lightning's modules do; None: it says nothing."""
+    with torch.device("meta"):
+        return getattr(factory(), "example_input_array", None)
+
+
+def example_length(example: Any) -> int:
+    """What counts as the tokens of a sample: the second size of its first tensor, as `describe` counts."""
+    first = next(tensor for _, tensor in tensors_in(example))
+    return int(first.shape[1]) if first.dim() > 1 else 1
+
+
+def refused_axes(factory: Callable[[], nn.Module], seq_len: int) -> dict[str, str]:
+    """Axes that a module cannot have -> the id of the limit (docs/constraints.md), as `apply` would find it.
+
+    Cost: the passes on one rank of two of a pretended world, for each axis; shapes only.
+    """
+    refused = {}
+    for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2")):
+        plan = Plan.parse(text)
+        example = example_of(factory)
+        sample = torch.zeros(1, seq_len, dtype=torch.long) if example is None else example
+        with fake_world(2), open_mesh(plan, device="cpu") as mesh:
+            try:
+                place(record(factory), plan, mesh, sample=sample)
+            except ShardwiseError as error:
+                refused[axis] = getattr(error, "row", "") or str(error).partition(";")[0]
+    return refused
 
 
 def module_factory(model: str) -> Callable[[], nn.Module]:

@@ -261,8 +261,8 @@ def _attributes(module: nn.Module, what: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path, part in module.named_modules():
         for key, held in vars(part).items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                continue
+            if key in ("_parameters", "_buffers", "_modules", "example_input_array"):
+                continue  # the last is an example of what forward takes: its values are nobody's
             name = f"{path}.{key}" if path else key
             if isinstance(held, torch.Tensor) and held.is_meta and id(held) not in known:
                 found[name] = held

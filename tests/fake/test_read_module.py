@@ -1,0 +1,61 @@
+"""`pkg.mod:factory` as the planner's MODEL: what its forward is given, and which axes it cannot have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.diagnose.read_module import example_length, example_of, read_module, refused_axes
+from shardwise.errors import ModelError
+from shardwise.models.decoder import Decoder, DecoderConfig
+
+
+class Manual(nn.Module):
+    """Attention by hand, whose scores are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        stream = self.embed(tokens)
+        for block in self.blocks:
+            scores = torch.softmax(block(stream) @ stream.transpose(1, 2), -1)
+            stream = stream + scores @ stream
+        return self.head(stream)
+
+
+class Picture(nn.Module):
+    """Two inputs, neither of them token ids, and it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.head = nn.Linear(3, 10)
+        self.example_input_array = (torch.zeros(2, 3, 8, 8), torch.zeros(2, 10))
+
+    def forward(self, image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            image = torch.relu(conv(image))
+        return self.head(image.mean((2, 3))) * weight
+
+
+def test_what_attention_keeps_grows_with_the_length_that_is_asked_for() -> None:
+    per_token = [sum(op.saves for op in read_module("m", Manual, n, "meta").blocks[0].ops) for n in (512, 4096)]
+    assert per_token[1] > 4 * per_token[0]
+
+
+def test_a_module_with_other_inputs_says_which() -> None:
+    profile = read_module("picture", Picture, 4096, "meta")
+    assert len(profile.blocks) == 3 and profile.num_params == sum(p.numel() for p in Picture().parameters())
+    assert example_length(example_of(Picture)) == 3
+    assert refused_axes(Picture, 8).keys() == {"cp", "pp"}
+    with pytest.raises(ModelError, match=r"It was given int64 of shape \[1, 16\]; .* `example_input_array`"):
+        read_module("conv", lambda: nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(2))), 16, "meta")
+
+
+def test_axes_that_apply_would_refuse_are_known_before_a_search() -> None:
+    assert refused_axes(Manual, 64) == {"cp": "module.no-positions", "pp": "module.chain"}
+    assert refused_axes(lambda: Decoder(DecoderConfig()), 64) == {}
