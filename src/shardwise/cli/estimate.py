@@ -33,7 +33,7 @@ from shardwise.plan.constraints import check, refuse
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.messages import Collective
 from shardwise.plan.plan import Plan
-from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.stack import Stack
 from shardwise.plan.timing import StepTime, estimate_time
 from shardwise.plan.traffic import collectives_of
 
@@ -49,7 +49,7 @@ def estimate(
     tokens: TokensOption = None,
     global_batch: BatchOption = None,
     optimizer: OptimizerOption = "adamw",
-    stack: StackOption = "shardwise",
+    stack: StackOption = "",
     price: PriceOption = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
@@ -61,7 +61,7 @@ def estimate(
     batch = global_batch or (parsed.batch.global_size if tokens is None else None)
     more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on}
     asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, **more)
-    found = load_stack(stack)
+    found = asked.stack(stack)
     memory, step = estimates(parsed, asked, found)
     traced = _traced(parsed, asked) if trace else []
     if json:

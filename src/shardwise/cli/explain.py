@@ -29,7 +29,6 @@ from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture
 from shardwise.plan.search import Candidate
 from shardwise.plan.space import OPT_IN, Space
-from shardwise.plan.stack import load_stack
 
 
 def explain(
@@ -40,7 +39,7 @@ def explain(
     tokens: TokensOption = None,
     global_batch: BatchOption = None,
     optimizer: OptimizerOption = "adamw",
-    stack: StackOption = "shardwise",
+    stack: StackOption = "",
     trace_on: TraceOnOption = "meta",
     json: JsonOption = False,
 ) -> None:
@@ -48,7 +47,7 @@ def explain(
     parsed = load_plan(plan)
     batch = global_batch or (parsed.batch.global_size if tokens is None else None)
     asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, trace_on=trace_on)
-    found = load_stack(stack)
+    found = asked.stack(stack)
     memory, step = estimates(parsed, asked, found)
     words = tuple(word for word in OPT_IN if word != "fp8" or asked.cluster.device.rates.fp8)
     space = Space(asked.profile, asked.spec, asked.cluster, asked.workload, found, words)

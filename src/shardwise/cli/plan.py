@@ -36,7 +36,6 @@ from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
 from shardwise.plan.search import Candidate, Search, find_plan
-from shardwise.plan.stack import load_stack
 
 
 def plan(
@@ -52,7 +51,7 @@ def plan(
         list[str] | None, typer.Option(help="Do not use: tp, pp, offload, zero3, interleaved, ...")
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=100, help="Layouts to rank.")] = 10,
-    stack: StackOption = "shardwise",
+    stack: StackOption = "",
     price: PriceOption = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
@@ -67,7 +66,7 @@ def plan(
     forbidden = (*(forbid or ()), *asked.refused)
     found = find_plan(
         asked.profile, asked.spec, asked.cluster, asked.workload,
-        goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=load_stack(stack),
+        goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=asked.stack(stack),
     )  # fmt: skip
     chosen = found.best or found.nearest
     assert chosen is not None

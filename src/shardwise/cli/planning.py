@@ -22,7 +22,7 @@ from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan.band import band
 from shardwise.plan.memory import Memory
 from shardwise.plan.search import ASSUMED_HOST, near_batches
-from shardwise.plan.stack import Stack
+from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
 
@@ -50,7 +50,9 @@ TokensOption = Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's, if any.")]
 OptimizerOption = Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")]
 TraceOnOption = Annotated[str, typer.Option(help="Where a module's forward is read: meta, or cpu (runs it for real).")]
-StackOption = Annotated[str, typer.Option(help="Software stack that runs the plan.")]
+StackOption = Annotated[
+    str, typer.Option(help="Software stack that runs the plan; empty: Shardwise's own on such devices.")
+]
 PriceOption = Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -66,6 +68,10 @@ class Question:
     assumed: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     """Axes that the module cannot have."""
+
+    def stack(self, name: str) -> Stack:
+        """The software stack of that name; of none, Shardwise's own on the cluster's devices."""
+        return load_stack(name) if name else stack_on(self.cluster.device.name)
 
 
 def question(
@@ -91,7 +97,8 @@ def question(
         found = found.with_(device=replace(found.device, price=float(options["price"])))
     spec = None if _is_module(model) else load_spec(model)
     factory, longest = _module(model) if spec is None else (None, spec.max_seq_len)
-    assumed = [] if found.host_memory else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
+    has_host = found.host_memory or found.device.name.startswith("cpu")
+    assumed = [] if has_host else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
     if seq is None:
         seq = min(4096, longest or 4096)
         assumed.append(f"sequence length: {seq} tokens (give --seq)")

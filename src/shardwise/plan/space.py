@@ -320,7 +320,7 @@ class Space:
 
     @cached_property
     def _can_offload(self) -> bool:
-        return self.has("offload", "offload-state")
+        return self.device != "cpu" and self.has("offload", "offload-state")  # a CPU's memory is its host's
 
     # ------------------------------------------------------------ step 5: savings
 
@@ -342,7 +342,7 @@ class Space:
         """Every schedule, with saved tensors on the device and (where that is allowed) offloaded."""
         for schedule in self.schedules(pipe.pp):
             yield schedule, False
-            if self.has("offload", "offload-activations"):
+            if self.device != "cpu" and self.has("offload", "offload-activations"):
                 yield schedule, True
 
     def plan(self, flow: Flow, spread: Spread) -> Plan:
