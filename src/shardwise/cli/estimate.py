@@ -74,7 +74,7 @@ def estimate(
     else:
         out = console()
         out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
-        show_memory(out, memory)
+        show_memory(out, memory, asked.cluster)
         show_time(out, step, asked.cluster)
         if traffic:
             out.print(_traffic_table(parsed, asked))

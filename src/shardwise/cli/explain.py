@@ -64,7 +64,7 @@ def explain(
         table.add_row(decision.field, decision.value, decision.reason)
     out.print(table)
     out.print(mesh_picture(parsed), markup=False)
-    show_memory(out, memory)
+    show_memory(out, memory, asked.cluster)
     show_time(out, step, asked.cluster)
     out.print(f"what binds: {binds(chosen, space)}")
     show_assumed(out, asked, found)

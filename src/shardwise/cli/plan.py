@@ -141,7 +141,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
             out.print(f"left at its default: {name} ({reason})", style="dim", markup=False)
     out.print(mesh_picture(whole), markup=False)
     out.print()
-    show_memory(out, chosen.memory)
+    show_memory(out, chosen.memory, asked.cluster)
     show_time(out, chosen.time, asked.cluster)
     out.print(f"what binds: {binds(chosen, found.space)}")
     if len(found.ranked) > 1:

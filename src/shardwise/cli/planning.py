@@ -272,7 +272,7 @@ def legend(terms: Mapping[str, float], spell: Any) -> Text:
     return text
 
 
-def show_memory(out: Console, memory: Memory) -> None:
+def show_memory(out: Console, memory: Memory, cluster: Cluster) -> None:
     """A bar per pipeline rank (at most eight, the worst among them), and the three sums."""
     worst = memory.worst
     limit = memory.limit or worst.allocated
@@ -287,14 +287,14 @@ def show_memory(out: Console, memory: Memory) -> None:
     fits = "" if not memory.limit or memory.fits else f", {(memory.device - memory.limit) / GIB:.1f} GiB too much"
     out.print(
         f"allocated {memory.allocated / GIB:.1f} GiB, reserved {memory.reserved / GIB:.1f} GiB, on the device "
-        f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory')})"
+        f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory', cluster.device.name)})"
     )
 
 
 def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
     """The step by term, and what it makes of the devices."""
     out.print()
-    out.print(f"step {seconds(step.total)} (time estimates: {band('time')})")
+    out.print(f"step {seconds(step.total)} (time estimates: {band('time', cluster.device.name)})")
     out.print(bar(step.terms, step.total))
     out.print(legend(step.terms, seconds))
     hidden = {name: value for name, value in step.hidden.items() if value > 0}
@@ -330,11 +330,11 @@ def estimate_json(memory: Memory, step: StepTime, cluster: Cluster) -> dict[str,
             "allocated": memory.allocated, "reserved": memory.reserved, "device": memory.device, "limit": memory.limit,
             "fits": memory.fits, "phase": memory.worst.phase, "terms": dict(memory.worst.terms),
             "ranks": [{"rank": rank.rank, "phase": rank.phase, "terms": dict(rank.terms)} for rank in memory.stages],
-            "band": vars(band("memory")),
+            "band": vars(band("memory", cluster.device.name)),
         },
         "time": {
             "total": step.total, "terms": dict(step.terms), "hidden": dict(step.hidden), "mfu": step.mfu,
-            "tokens_per_s": step.tokens_per_s, "tokens": step.tokens, "band": vars(band("time")),
+            "tokens_per_s": step.tokens_per_s, "tokens": step.tokens, "band": vars(band("time", cluster.device.name)),
         },
         "cost_per_hour": price * step.world if price else None,
     }  # fmt: skip

@@ -25,13 +25,13 @@ class Band:
         return f"half of the measurements within {self.median:.0%}, nine of ten within {self.p90:.0%}"
 
 
-def band(what: str) -> Band:
-    """The band of `time` or `memory`.
+def band(what: str, device: str) -> Band:
+    """The band of `time` or `memory`, on a cluster's device.
 
-    >>> band("time").median >= 0
+    >>> band("time", "h100").p90 < band("time", "cpu").p90
     True
     """
-    entry = _table()[what]
+    entry = _table().get(f"cpu-{what}" if device.startswith("cpu") else what, _table()[what])
     return Band(float(entry["median"]), float(entry["p90"]))
 
 

@@ -136,7 +136,7 @@ def _assumed(found: Search, assumed: Iterable[str]) -> str:
     notes = [
         f"software stack: {stack.name} ({stack.about})",
         *assumed,
-        f"error of time estimates: {band('time')}",
-        f"error of memory estimates: {band('memory')}",
+        f"error of time estimates: {band('time', found.space.cluster.device.name)}",
+        f"error of memory estimates: {band('memory', found.space.cluster.device.name)}",
     ]
     return f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
