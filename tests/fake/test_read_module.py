@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from shardwise.diagnose.read_module import example_length, example_of, read_module, refused_axes
 from shardwise.errors import ModelError
+from shardwise.hardware.cluster import load_cluster
 from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import load_stack
+from shardwise.plan.workload import Workload
 
 
 class Manual(nn.Module):
@@ -45,6 +52,23 @@ class Picture(nn.Module):
 def test_what_attention_keeps_grows_with_the_length_that_is_asked_for() -> None:
     per_token = [sum(op.saves for op in read_module("m", Manual, n, "meta").blocks[0].ops) for n in (512, 4096)]
     assert per_token[1] > 4 * per_token[0]
+
+
+def test_buffers_are_counted() -> None:
+    class Table(Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1 << 28, device="meta"))
+
+    profile, device = read_module("table", Table, 16, "meta"), load_cluster("h100").device
+    work = Workload(seq_len=16, global_batch=1)
+    memory = [
+        estimate_memory(p, Plan.parse("dp1 / fp32"), work, stack=load_stack(stack), device=device).allocated
+        for p in (profile, replace(profile, buffers=0))
+        for stack in ("shardwise", "shardwise-cpu")
+    ]
+    assert profile.buffers == 4 << 28
+    assert memory[0] - memory[2] == memory[1] - memory[3] == 4 << 28
 
 
 def test_a_module_with_other_inputs_says_which() -> None:

@@ -118,16 +118,8 @@ def question(
             assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
-    origins = (
-        [
-            f"{found.device.name}: rates and memory are {found.device.origin}",
-            *(line for line in found.origins if ": assumed" in line),
-        ]
-        if found.device.origin != "measured"
-        else []
-    )
     return Question(
-        profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *origins),
+        profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *_of_devices(found)),
         refused=refused,
     )  # fmt: skip
 
@@ -228,6 +220,17 @@ def _module(model: str) -> tuple[Callable[[], Any], int | None]:
 
     config = chain_config(model)
     return hf_factory(config), longest_sequence(config)
+
+
+def _of_devices(cluster: Cluster) -> list[str]:
+    """What a reader should know of them: units that are missing, and where the numbers come from."""
+    device, notes = cluster.device, []
+    if device.rates.fp16 > device.rates.bf16:
+        notes.append(f"{device.name} has no bf16 unit: products in bf16 run as slowly as in fp32 (--allow fp16)")
+    if device.origin != "measured":
+        notes.append(f"{device.name}: rates and memory are {device.origin}")
+        notes += [line for line in cluster.origins if ": assumed" in line]
+    return notes
 
 
 def _refused(factory: Any, seq: int) -> dict[str, str]:

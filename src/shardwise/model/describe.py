@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,8 @@ def describe(
             raise
         except Exception as error:
             raise _untraceable(module, watch, error, device) from error
-    return chain_of(recording, module, names, name or type(module).__name__)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    return replace(chain_of(recording, module, names, name or type(module).__name__), buffers=buffers)
 
 
 def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str) -> ModelError:

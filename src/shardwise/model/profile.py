@@ -149,6 +149,8 @@ class Profile:
     kv_heads: int = 0
     experts: int = 0
     chosen: int = 0
+    buffers: int = 0
+    """Bytes of its buffers, which each rank has whole."""
 
     def __hash__(self) -> int:
         return hash_of(self)

@@ -156,6 +156,8 @@ def _rank_memory(
     """The peak of one rank, and its allocated bytes in each phase."""
     plan = division.plan
     states = states_of(division, stages, stack)
+    if division.profile.buffers:
+        states["constants"] = division.profile.buffers
     if stack.eager:
         return _largest(rank, eager_rank(division, rank, stages, states))
     gradients = states.pop("gradients")
