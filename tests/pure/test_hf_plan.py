@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.estimate import estimates
 from shardwise.cli.planning import question
-from shardwise.errors import ConfigError, ExitCode, ModelError
+from shardwise.errors import ConfigError, ExitCode, ModelError, PlanError
 from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
 from shardwise.model.rules import STYLES, match
+from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.stack import load_stack
 
 
 def linear(name: str, inputs: int = 16, outputs: int = 16, in_block: bool = True) -> Fact:
@@ -204,3 +207,25 @@ def test_the_positions_of_a_config_bound_the_assumed_length(
     more = question(model, "h100:8", seq=200, batch=8, tokens=None)
     said = any("has positions for 96 tokens; it is planned for 200" in note for note in more.assumed)
     assert (more.workload.seq_len, said) == (200, longest is not None)
+
+
+def test_tp_and_ep_where_apply_accepts_them(tmp_path: Path) -> None:
+    """Sizes are the configuration's, the profile is the model's own: under tp it is that of the preset."""
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32}
+    text |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(text | {"max_position_embeddings": 8192}))
+    names = (f"hf:{tmp_path / 'config.json'}", "llama-8b")
+    asked = [question(name, "h100:8", seq=4096, batch=8, tokens=None) for name in names]
+    assert asked[0].refused == ("ep",) and asked[0].limits is not None and asked[0].limits.num_kv_heads == 8
+    plan = Plan.parse("tp8 / gbs8 / bf16 / seq loss-parallel compile")  # whose element-wise chains are as fused
+    (memory, step), (known, known_step) = (estimates(plan, each, load_stack("shardwise")) for each in asked)
+    assert memory.allocated == pytest.approx(known.allocated, rel=0.03)
+    assert step.total == pytest.approx(known_step.total, rel=0.05)
+    with pytest.raises(PlanError, match=r"tp\.kv-heads|tp\.heads"):
+        estimates(plan.with_(axes=Axes(tp=3)), asked[0], load_stack("shardwise"))
+
+
+def test_tp_is_left_out_where_layers_would_stay_whole() -> None:
+    asked = question("hf:gpt2", "h100:8", seq=512, batch=8, tokens=None)
+    assert "tp" in asked.refused and "tp is left out: hf.whole" in asked.assumed
+    assert question("hf:mixtral", "h100:8", seq=512, batch=8, tokens=None).refused == ()

@@ -159,7 +159,7 @@ def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTi
         PlanError: a plan that the constraints refuse, or that needs more devices than the cluster has.
     """
     workload, world = asked.workload, asked.cluster.world
-    refuse(check(plan, spec=asked.spec, global_batch=workload.global_batch, seq_len=workload.seq_len))
+    refuse(check(plan, spec=asked.limits, global_batch=workload.global_batch, seq_len=workload.seq_len))
     if plan.world > world:
         raise PlanError(
             f"the plan `{plan}` needs {plan.world} devices, and {asked.cluster.name} has {world}; needed at "

@@ -50,7 +50,7 @@ def explain(
     found = asked.stack(stack)
     memory, step = estimates(parsed, asked, found)
     words = tuple(word for word in OPT_IN if word != "fp8" or asked.cluster.device.rates.fp8)
-    space = Space(asked.profile, asked.spec, asked.cluster, asked.workload, found, words)
+    space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words)
     chosen = Candidate(plan=parsed, memory=memory, time=step)
     why = decisions(chosen, space)
     if json:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from shardwise.errors import ModelError, ShardwiseError
+from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
-from shardwise.models.hf import hf_factory
+from shardwise.model.spec import ModelSpec
+from shardwise.models.hf import hf_factory, longest_sequence
 from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import Plan
 from shardwise.testing.fake import fake_world
+
+UNBOUNDED = 1 << 30
+"""Tokens of a sequence where a configuration sets no limit."""
 
 
 def hf_findings(config: Any, plan: Plan) -> list[Finding]:
@@ -53,6 +57,45 @@ def hf_findings(config: Any, plan: Plan) -> list[Finding]:
                 findings.append(_finding("hf.whole", "warning", text, "use a tp that divides them"))
     unique = {finding.what: finding for finding in findings}
     return list(unique.values())
+
+
+def refused_axes(config: Any) -> dict[str, str]:
+    """Axes that a model cannot have, or whose layers would stay whole -> the id of the limit."""
+    texts = {"tp": "tp2", "ep": "fsdp2 ep2", "cp": "cp2", "pp": "pp2 / gpipe mb2"}
+    found = {axis: hf_findings(config, Plan.parse(text)) for axis, text in texts.items()}
+    return {axis: findings[0].id for axis, findings in found.items() if findings}
+
+
+def sizes_of(config: Any) -> ModelSpec | None:
+    """The sizes that axes must divide, as a configuration names them; None: it names others.
+
+    >>> sizes_of(hf_config("llama")).num_heads  # doctest: +SKIP
+    32
+    """
+    text = config.get_text_config()
+
+    def first(*names: str) -> int:
+        return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
+
+    experts, dim = first("num_local_experts", "num_experts", "n_routed_experts"), first("hidden_size")
+    heads = first("num_attention_heads")
+    try:
+        return ModelSpec(
+            name=config.model_type,
+            kind="moe" if experts else "llama",
+            num_layers=first("num_hidden_layers"),
+            dim=dim,
+            num_heads=heads,
+            num_kv_heads=first("num_key_value_heads") or heads,
+            head_dim=first("head_dim"),
+            ffn_dim=(first("moe_intermediate_size") if experts else 0) or first("intermediate_size") or 4 * dim,
+            vocab_size=first("vocab_size"),
+            max_seq_len=longest_sequence(config) or UNBOUNDED,
+            num_experts=experts,
+            experts_per_token=first("num_experts_per_tok", "num_experts_per_token"),
+        )
+    except ConfigError:
+        return None
 
 
 def _row(error: ShardwiseError) -> str:

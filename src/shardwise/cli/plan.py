@@ -65,7 +65,7 @@ def plan(
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
     forbidden = (*(forbid or ()), *asked.refused)
     found = find_plan(
-        asked.profile, asked.spec, asked.cluster, asked.workload,
+        asked.profile, asked.limits, asked.cluster, asked.workload,
         goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=asked.stack(stack),
     )  # fmt: skip
     chosen = found.best or found.nearest
@@ -93,7 +93,7 @@ def complete(plan: Plan, asked: Question) -> Plan:
 
 def _check(plan: Plan, asked: Question) -> None:
     """The table of constraints has the last word."""
-    refuse(check(plan, spec=asked.spec, world=plan.world, seq_len=asked.workload.seq_len))
+    refuse(check(plan, spec=asked.limits, world=plan.world, seq_len=asked.workload.seq_len))
 
 
 def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:

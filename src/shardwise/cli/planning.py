@@ -63,11 +63,14 @@ class Question:
 
     profile: Profile
     spec: ModelSpec | None
+    """Of a reference model; None: a module's own forward was read."""
     cluster: Cluster
     workload: Workload
     assumed: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     """Axes that the module cannot have."""
+    limits: ModelSpec | None = None
+    """Sizes that axes must divide, where they are known."""
 
     def stack(self, name: str) -> Stack:
         """The software stack of that name; of none, Shardwise's own on the cluster's devices."""
@@ -96,31 +99,28 @@ def question(
     if options.get("price"):
         found = found.with_(device=replace(found.device, price=float(options["price"])))
     spec = None if _is_module(model) else load_spec(model)
-    factory, longest = _module(model) if spec is None else (None, spec.max_seq_len)
+    module = _module(model) if spec is None else None
+    longest = module.longest if module else spec.max_seq_len if spec else None
     has_host = found.host_memory or found.device.name.startswith("cpu")
     assumed = [] if has_host else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
     if seq is None:
         seq = min(4096, longest or 4096)
         assumed.append(f"sequence length: {seq} tokens (give --seq)")
     size, notes = _batch(batch, tokens, seq, found.world)
-    refused: tuple[str, ...] = ()
-    if spec is None:
-        assumed.append("tp and ep are left out: the sizes that they must divide are not known for a module")
-        cannot = _refused(factory, seq)
-        assumed += [f"{axis} is left out: {why}" for axis, why in cannot.items()]
-        refused = ("tp", "ep", *cannot)
+    refused = module.refused(seq) if module else {}
+    assumed += [f"{axis} is left out: {why}" for axis, why in refused.items() if why != "module.no-experts"]
     workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
     if spec:
         profile = profile_of(spec)
-    else:  # sizes per token are those of a sample that its positions allow
-        profile = _described(model, factory, min(seq, longest or seq), str(options.get("trace_on") or "meta"))
+    elif module:  # sizes per token are those of a sample that its positions allow
+        profile = _described(model, module.factory, min(seq, longest or seq), str(options.get("trace_on") or "meta"))
         if profile.chosen == profile.experts > 1:
             assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
     return Question(
         profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *_of_devices(found)),
-        refused=refused,
+        refused=tuple(refused), limits=spec or (module.limits if module else None),
     )  # fmt: skip
 
 
@@ -208,18 +208,35 @@ def _is_module(model: str) -> bool:
     return model.startswith("hf:") or (":" in model and not model.endswith((".toml", ".json")))
 
 
-def _module(model: str) -> tuple[Callable[[], Any], int | None]:
-    """(its factory, how many tokens it has positions for where it says so)."""
+@dataclass(frozen=True)
+class _Module:
+    """A model that is no reference model."""
+
+    factory: Callable[[], Any]
+    longest: int | None
+    """Tokens that it has positions for, where it says so."""
+    refused: Callable[[int], dict[str, str]]
+    """Of a number of tokens: axes that it cannot have, and why."""
+    limits: ModelSpec | None = None
+
+
+def _module(model: str) -> _Module:
     if not model.startswith("hf:"):
-        from shardwise.diagnose.read_module import example_length, example_of, module_factory  # torch, for a module
+        from shardwise.diagnose.read_module import example_length, example_of, module_factory, refused_axes  # torch
 
         factory = module_factory(model)
         example = example_of(factory)
-        return factory, None if example is None else example_length(example)
+        unknown = dict.fromkeys(("tp", "ep"), "the sizes that it must divide are not known for a module")
+        longest = None if example is None else example_length(example)
+        return _Module(factory, longest, lambda seq: unknown | refused_axes(factory, seq))
+    from shardwise.cli.hf import refused_axes as refused_of
+    from shardwise.cli.hf import sizes_of
     from shardwise.models.hf import chain_config, hf_factory, longest_sequence
 
     config = chain_config(model)
-    return hf_factory(config), longest_sequence(config)
+    limits = sizes_of(config)
+    unknown = {} if limits else dict.fromkeys(("tp", "ep"), "its configuration does not say what they must divide")
+    return _Module(hf_factory(config), longest_sequence(config), lambda _: refused_of(config) | unknown, limits)
 
 
 def _of_devices(cluster: Cluster) -> list[str]:
@@ -231,12 +248,6 @@ def _of_devices(cluster: Cluster) -> list[str]:
         notes.append(f"{device.name}: rates and memory are {device.origin}")
         notes += [line for line in cluster.origins if ": assumed" in line]
     return notes
-
-
-def _refused(factory: Any, seq: int) -> dict[str, str]:
-    from shardwise.diagnose.read_module import refused_axes
-
-    return refused_axes(factory, seq)
 
 
 def _described(model: str, factory: Any, seq: int, device: str) -> Profile:
