@@ -216,3 +216,15 @@ def test_signals_reach_python_while_the_heart_beats(tmp_path: Path) -> None:
             time.sleep(1)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_copy_of_a_lock_is_no_lock(tmp_path: Path) -> None:
+    """What a file manager or an editor leaves beside it is neither read nor removed."""
+    folder = tmp_path / "lock"
+    with RunLock.take(folder, lost) as first:
+        for name in ("0000009 (copy).json", "0000009~.json", "9.json"):
+            (folder / name).write_text("{}")
+        assert not first.is_lost
+    with RunLock.take(folder, lost) as second:
+        assert second.generation == first.generation + 1
+    assert (folder / "0000009 (copy).json").exists()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
 import pytest
 from torch import Tensor
 
-from shardwise.checkpoint import loading
+from shardwise.checkpoint import loading, store
 from shardwise.checkpoint.layout import local_of
-from shardwise.checkpoint.store import Store
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
-from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.mesh import Mesh, open_mesh
+from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
 from shardwise.train.optimizers import adamw
 from tests.parity.placing import LAYOUTS, State, place
@@ -80,3 +89,135 @@ def test_sums_are_taken_of_what_does_not_lie_as_it_is_stored(world: World, store
 def test_another_state_is_not_proven(world: World, stored: str, layout: str, fault: str) -> None:
     for error, _ in world(LAYOUTS[layout].world, load, stored, layout, fault):
         assert "checksums differ" in error or "the copies on ranks 0 and 1 differ" in error
+
+
+class Told:
+    """A probe that finds what it is told."""
+
+    def __init__(self, loss: float, rows: str = "a" * 64) -> None:
+        self.found = (loss, 1.0, rows)
+
+    def measure(self, state: object) -> tuple[float, float, str]:
+        return self.found
+
+
+@pytest.fixture
+def probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loaded | None]:
+    """Save with a probe's loss of 1 under a plan on a processor; load with another loss, plan, processor or rows."""
+
+    def state_on(mesh: Mesh, text: str, cpu: str) -> State:
+        monkeypatch.setattr(store, "processor", lambda: cpu)
+        placed = replace(place("one", mesh), plan=Plan.parse(text))
+        return State(placed, adamw(placed, 0.01))
+
+    def run(
+        loss: float,
+        *,
+        plans: tuple[str, str] = ("dp1", "dp1"),
+        cpus: tuple[str, str] = ("x", "x"),
+        rows: str = "a" * 64,
+        old: bool = False,
+    ) -> Loaded | None:
+        path = tmp_path / uuid4().hex
+        with open_mesh(LAYOUTS["one"]) as mesh:
+            saved = Store(path, probe=Told(1.0)).save(state_on(mesh, plans[0], cpus[0])).path / "manifest.json"
+            if old:  # by a version that did not keep the processor
+                manifest = Manifest.decode(saved.read_bytes(), "")
+                versions = {key: value for key, value in manifest.versions.items() if key != "cpu"}
+                saved.write_bytes(replace(manifest, versions=versions).encode())
+            return Store(path, probe=Told(loss, rows)).load_latest(state_on(mesh, plans[1], cpus[1]))
+
+    return run
+
+
+NEAR, FAR, OTHER_CPU = 1 + 5e-6, 1 + 1e-3, ("amd, AVX512", "amd, AVX2")
+
+
+def test_equal_numbers_are_demanded_on_the_same_processor_alone(probed: Callable[..., Loaded]) -> None:
+    assert probed(NEAR, cpus=OTHER_CPU).proof.tolerance == 1e-5
+    for options in ({}, {"old": True}):
+        with pytest.raises(CheckpointError, match="needed the same within 0;"):
+            probed(NEAR, **options)
+    with pytest.raises(CheckpointError, match="needed the same within 1e-05"):
+        probed(FAR, cpus=OTHER_CPU)
+
+
+@pytest.mark.parametrize("plans", [("bf16", "fp32"), ("fp32", "bf16"), ("tf32", "fp32"), ("fp32 reduce=bf16", "fp32")])
+def test_a_precision_that_is_changed_on_purpose_is_proven_within_the_looser_one(
+    probed: Callable[..., Loaded], plans: tuple[str, str]
+) -> None:
+    assert "~ 1.001 (within 0.0" in probed(FAR, plans=plans).proof.line
+    with pytest.raises(CheckpointError, match="needed the same within 0.0"):
+        probed(1.05, plans=plans)
+
+
+def test_other_rows_are_said(probed: Callable[..., Loaded]) -> None:
+    proof = probed(7.0, rows="b" * 64).proof
+    assert proof.other_rows and proof.line.endswith("probe not compared: its rows are not those of the save")
+
+
+def test_what_a_processor_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = loading.processor()
+    assert "threads=" in here and loading.processors([here, here]) == here
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert loading.processor() == f"{here}, ONEDNN_MAX_CPU_ISA=AVX2"
+
+
+def saved_twice(path: Path) -> list[Path]:
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        placed = place("one", mesh)
+        state, target = State(placed, adamw(placed, 0.01)), Store(path)
+        for _ in range(2):
+            state.run(1)
+            target.save(state)
+        return target.checkpoints()
+
+
+def load_of(path: Path, named: Path | None = None) -> tuple[Loaded | None, list[str]]:
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        placed = place("one", mesh)
+        state, target = State(placed, adamw(placed, 0.01)), Store(path)
+        loaded = target.load_latest(state) if named is None else target.load(state, named)
+        return loaded, [str(finding) for finding in target.take_findings()]
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_fallback_is_no_error_where_warnings_are(tmp_path: Path, how: str) -> None:
+    """What `latest` names and is not there is skipped as a damaged one is, also by the path of its store."""
+    newest, _ = saved_twice(tmp_path)
+    shutil.rmtree(newest) if how == "gone" else (newest / "rank-00000.safetensors").write_bytes(b"")
+    for named in (None, tmp_path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loaded, _ = load_of(tmp_path if named is None else tmp_path / "new", named)
+        assert loaded is not None and loaded.step == 1
+        assert [item.path.name for item in loaded.skipped] == ["step-00000002"]
+    with pytest.warns(UserWarning, match="step-00000001: loaded in place of step-00000002: "):
+        load_of(tmp_path)
+
+
+def test_a_store_whose_checkpoints_are_gone_is_no_new_one(tmp_path: Path) -> None:
+    for checkpoint in saved_twice(tmp_path):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(CheckpointError, match="step-00000002: latest names it, and it is not there"):
+        load_of(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_store_json_is_written_anew(tmp_path: Path, content: str | None) -> None:
+    saved_twice(tmp_path)
+    marker = tmp_path / "store.json"
+    before = marker.read_text()
+    marker.unlink() if content is None else marker.write_text(content)
+    assert load_of(tmp_path / "new", tmp_path)[0] is not None and not (content is None and marker.exists())
+    loaded, said = load_of(tmp_path)
+    assert loaded is not None and loaded.step == 2 and marker.read_text() == before
+    assert "store.json was missing or damaged" in said[0]
+
+
+def test_without_store_json_and_a_whole_checkpoint_it_is_no_store(tmp_path: Path) -> None:
+    for checkpoint in saved_twice(tmp_path):
+        (checkpoint / "manifest.json").write_text("")
+    (tmp_path / "store.json").unlink()
+    with pytest.raises(CheckpointError, match="not a store of this library"):
+        Store(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from shardwise.errors import ChangedError, UsageError
 from shardwise.launch.elastic_plan import has_same_maths
+from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
-from shardwise.train.changes import Change, check_allowed, find_changes, may_convert
+from shardwise.train.changes import Before, Change, check_allowed, check_content, find_changes, may_convert
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import KEYS, RunSettings
 
@@ -25,11 +27,12 @@ def changes(folder: Path, before: dict[str, Any], now: dict[str, Any], plans: tu
     run = RunDir(folder)
     run.config_json.write_text(json.dumps(before))
     Plan.parse(plans[0]).save(run.plan)
-    return find_changes(run, now, Plan.parse(plans[1]))
+    run.metrics.touch()
+    return find_changes(Before.of_run(run), now, Plan.parse(plans[1]))
 
 
 def test_nothing_changed_and_a_new_directory(tmp_path: Path) -> None:
-    assert find_changes(RunDir(tmp_path), config(), Plan()) == []
+    assert find_changes(Before.of_run(RunDir(tmp_path)), config(), Plan()) == []
     assert changes(tmp_path, config(), config(train={"out": "elsewhere", "resume": "auto"})) == []
 
 
@@ -140,3 +143,51 @@ def test_leave_to_convert_averages_holds_until_a_save_makes_it_needless(tmp_path
     run.add_event("changed", changes=[f"{key}: 'fp32' -> '8bit' (maths)"], allowed=[key])
     assert may_convert(run, ())
     check_allowed(run, [], (key,))  # of another run's checkpoint, or of a start that came before
+
+
+def test_a_start_that_never_began_is_no_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.config_json.write_text(json.dumps(config(optimizer={"lr": 0.5})))
+    assert Before.of_run(run) is None
+    run.metrics.touch()
+    assert Before.of_run(run) is not None
+
+
+def test_a_checkpoint_says_what_its_run_was() -> None:
+    model = {"preset": "tiny", "num_layers": 1}
+    settings = RunSettings.model_validate({"model": model, "optimizer": {"lr": 0.5}}).model_dump(mode="json")
+    spec = dict(vars(spec_from_dict(model, name="tiny")))
+    before = Before.of_checkpoint(settings, asdict(Plan.parse("dp2 / bf16")))
+    now = config(spec=spec, model=model, optimizer={"lr": 0.25})
+    found = find_changes(before, now, Plan.parse("fsdp2"))
+    assert [str(change) for change in found] == [
+        "optimizer.lr: 0.5 -> 0.25 (maths)",
+        "plan.precision: 'bf16' -> 'fp32' (maths)",
+    ]
+    wider = config(spec={**spec, "dim": 2 * spec["dim"]}, model=model, optimizer={"lr": 0.5})
+    assert "model.dim" in {change.key for change in find_changes(before, wider, Plan())}
+    for unknown in ({}, {"lr": 3}, {"model": "mine", "train": {"seed": 5, "mine": 1}}):
+        keys = {change.key for change in find_changes(Before.of_checkpoint(unknown, {"new": 1}), now, Plan())}
+        assert keys <= {"train.seed"}
+
+
+@pytest.mark.parametrize(
+    "change", [Change("model.dim", 32, 64, "maths"), Change("optimizer.name", "adamw", "lion", "maths")]
+)
+def test_what_can_never_load_is_not_offered_for_leave(tmp_path: Path, change: Change) -> None:
+    for allow in ((), ("all",), (change.key,)):
+        with pytest.raises(ChangedError, match=change.key) as refused:
+            check_allowed(RunDir(tmp_path), [change], allow)
+        assert "--allow" not in str(refused.value)
+    check_allowed(RunDir(tmp_path), [Change("optimizer.name", "adamw", "lamb", "maths")], ("all",))
+
+
+def test_other_rows_under_the_same_settings_need_leave(tmp_path: Path) -> None:
+    here: dict[str, Any] = {"data": {"sources": ["a.txt"], "seq_len": 8, "num_workers": 2}}
+    with pytest.raises(ChangedError, match=r"\(a.txt\).*add --allow data.content"):
+        check_content({"data": {**here["data"], "num_workers": 0}}, here, ())
+    check_content(here, here, ("data.content",))
+    check_content(here, here, ("all",))
+    check_content({"data": {**here["data"], "seq_len": 4}}, here, ())  # that was said, and asked for leave
+    check_content({}, here, ())  # of another program
+    check_allowed(RunDir(tmp_path), [], ("data.content",))

@@ -15,6 +15,7 @@ import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -76,6 +77,7 @@ class Listing:
 
     complete: tuple[tuple[Path, Manifest], ...]
     damaged: tuple[Skipped, ...]
+    """That which `latest` names is one of them where it is not there at all."""
 
 
 class StoreDirectory(ABC):
@@ -111,12 +113,41 @@ class StoreDirectory(ABC):
             return
         names = self.files.names(path)
         foreign = [name for pattern in _FOREIGN for name in names if fnmatchcase(name, pattern)]
-        foreign += [entry.name for _, kind, entry in self._entries() if kind in ("", "save")]
+        if not foreign and self._run_of_checkpoints() is None:
+            foreign = [entry.name for _, kind, entry in self._entries() if kind in ("", "save")]
         if foreign:
             raise CheckpointError(
-                f"store {path}: it holds {foreign[0]!r} but no {MARKER}, so it is not a store of this library; "
-                "choose an empty or new directory"
+                f"store {path}: it holds {foreign[0]!r} but no {MARKER}, and no checkpoint that is whole, so it is not "
+                "a store of this library; choose an empty or new directory"
             )
+
+    def is_store(self) -> bool:
+        """Whether the path is that of checkpoints, and not of one of them."""
+        if self.files.is_file(self.path / FILE):
+            return False
+        return self.files.is_file(self.path / MARKER) or next(self._entries(), None) is not None
+
+    def mend(self) -> str | None:
+        """Write `store.json` anew, from a checkpoint that is whole, where it is gone or unreadable; what was done."""
+        if self.run_id() is not None:
+            return None
+        with suppress(OSError, CheckpointError):  # a place that is only read needs none
+            run = self._run_of_checkpoints()
+            if run is not None:
+                self._mark(run)
+                return f"{self.path / MARKER} was missing or damaged"
+        return None
+
+    def _run_of_checkpoints(self) -> str | None:
+        """The run of a checkpoint that lies here; None: there is none whose manifest can be read."""
+        for _, kind, entry in self._entries():
+            if kind in ("", "save"):
+                with suppress(DamagedError):
+                    return Manifest.read(entry, self.files).run
+        return None
+
+    def _mark(self, run: str) -> None:
+        self.replace_text(MARKER, json.dumps({"format": "shardwise-store", "schema": 2, "run": run}) + "\n")
 
     def begin(self, step: int, run: str) -> Path:
         """Make the store if needed, clear what crashed saves left, and make the directory of a new save.
@@ -132,7 +163,7 @@ class StoreDirectory(ABC):
         try:
             self.files.make_parents(self.path)
             if not self.files.is_file(self.path / MARKER):
-                self.replace_text(MARKER, json.dumps({"format": "shardwise-store", "schema": 2, "run": run}) + "\n")
+                self._mark(run)
             self._clean()
             partial = self.path / f"{name_of(step)}.{self.kind_of_save}-{uuid.uuid4().hex[:8]}"
             self.files.make_directory(partial)
@@ -196,11 +227,14 @@ class StoreDirectory(ABC):
         self.check_is_store()
         complete: list[tuple[Path, Manifest]] = []
         damaged: list[Skipped] = []
+        steps = set[int]()
         for step, kind, entry in self._entries():
             if kind == "partial":
                 continue
+            steps.add(step)
             try:
                 manifest = self._manifest(entry, known)
+                steps.add(manifest.step)
                 if manifest.step != step:
                     raise DamagedError(
                         f"{entry}: holds step {manifest.step}, needed step {step} as its name says: it was renamed; "
@@ -209,11 +243,27 @@ class StoreDirectory(ABC):
                 complete.append((entry, manifest))
             except DamagedError as error:
                 damaged.append(Skipped(entry, str(error)))
+        damaged = damaged if known else [*self._lost(steps), *damaged]
         complete.sort(key=lambda pair: pair[1].sequence, reverse=True)
         self._sequence = max([self._sequence, *(manifest.sequence for _, manifest in complete)])
         there = {id(manifest) for _, manifest in complete}
         self._known = {identity: found for identity, found in self._known.items() if id(found) in there}
         return Listing(tuple(complete), tuple(damaged))
+
+    def _lost(self, steps: set[int]) -> list[Skipped]:
+        """The newest checkpoint, where it is not there: nothing here removes what `latest` names."""
+        name = self._pointer()
+        match = NAME.fullmatch(name)
+        if match is None or int(match[1]) in steps or self.files.is_directory(self.path / name):
+            return []
+        return [Skipped(self.path / name, f"{self.path / name}: {POINTER} names it, and it is not there: put it back")]
+
+    def _pointer(self) -> str:
+        """What `latest` says."""
+        try:
+            return read_whole(self.files, self.path / POINTER, 64).decode("ascii", "replace").strip()
+        except (OSError, DamagedError):
+            return ""
 
     def _manifest(self, checkpoint: Path, known: bool) -> Manifest:
         identity = self.files.identity(checkpoint / FILE)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+import platform
+from collections.abc import Collection, Container, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,18 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.remote import files_for, located
 from shardwise.checkpoint.shardfile import Part
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.findings import nearest
+from shardwise.launch.variables import variables
 from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import Plan
 
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.02, "bf16-pure": 0.02, "fp16": 0.005}
-"""Relative, for a probe on another mesh or kind of device than that of the save, by the plan's precision."""
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "tf32": 0.005, "bf16": 0.02, "bf16-pure": 0.02, "fp16": 0.005, "fp8": 0.1}
+"""Relative, for a probe on another mesh or device than that of the save, by the types that either plan computes in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,9 @@ class Proof:
     """Relative, of the probe's numbers; 0: they had to be equal."""
     stored_probe: ProbeResult | None = None
     probe: ProbeResult | None = None
-    """The probe's numbers now; None: it was not stored, not given, or is another one."""
+    """The probe's numbers now; None: it was not stored, not given, or its rows are not those that are stored."""
+    other_rows: bool = False
+    """The probe's rows are not those of the save: the data is another one, and nothing was compared on it."""
 
     @property
     def line(self) -> str:
@@ -70,6 +79,8 @@ class Proof:
         text = ", ".join(
             [f"resume proof: {self.matched}/{self.stored} tensors, checksums ok", *map(str, self.converted)]
         )
+        if self.other_rows:
+            return f"{text}, probe not compared: its rows are not those of the save"
         if self.probe is None or self.stored_probe is None:
             return text
         for name in ("loss", "grad_norm"):
@@ -81,6 +92,19 @@ class Proof:
     def to_dict(self) -> dict[str, Any]:
         """For the run's record."""
         return asdict(self)
+
+
+def newest(place: str) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint of a store or a run, or itself, at a path or a URL; None: no manifest there can be read.
+
+    Raises:
+        CheckpointError: it is none of them.
+    """
+    path = located(place)
+    for directory in (directory_of(store, files_for(store)) for store in (path / "checkpoints", path)):
+        if directory.is_store():
+            return next(iter(directory.listing().complete), None)
+    return path, Manifest.read(path, files_for(path))
 
 
 def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[int]) -> None:
@@ -246,6 +270,11 @@ def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], a
     return totals
 
 
+def bits(manifest: Manifest, names: Container[str]) -> int:
+    """Bit i: the manifest's i-th tensor is among the names."""
+    return sum(1 << i for i, name in enumerate(manifest.tensors) if name in names)
+
+
 def check_damage(peers: Peers, path: Path, manifest: Manifest, files: Files) -> None:
     """What can be told without reading data: files missing or too many, and the headers of this rank's share of them.
 
@@ -259,20 +288,30 @@ def check_damage(peers: Peers, path: Path, manifest: Manifest, files: Files) -> 
             reader.file(index)
 
 
-def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Placed) -> Proof:
-    """The proof with the probe's numbers: equal on the mesh of the save, else within a tolerance of the precision.
+def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Placed, processors: str) -> Proof:
+    """The proof with the probe's numbers: equal on the mesh and processors of the save, else within a tolerance.
 
-    Another set of rows than the stored one proves nothing and is left out.
+    On another set of rows than the stored one nothing is compared, and the proof says so.
+
+    Args:
+        proof: of the tensors.
+        manifest: of the checkpoint.
+        now: the probe's numbers at the loaded state.
+        placed: the model.
+        processors: what all ranks compute on, as `processors` names it.
 
     Raises:
         CheckpointError: loss or gradient norm is not that of the save.
     """
     stored = manifest.probe
-    if stored is None or stored.rows != now.rows:
+    if stored is None:
         return proof
+    if stored.rows != now.rows:
+        return replace(proof, other_rows=True)
     here = (str(placed.plan), placed.mesh.device.type, torch.__version__)
     same = here == (manifest.plan, manifest.device, manifest.versions.get("torch")) and placed.mesh.device.type == "cpu"
-    tolerance = 0.0 if same else TOLERANCES[placed.plan.precision]
+    same = same and manifest.versions.get("cpu", processors) == processors  # manifests of older versions do not say it
+    tolerance = 0.0 if same else max(_tolerance(placed.plan), _tolerance(_plan_of(manifest, placed.plan)))
     for name in ("loss", "grad_norm"):
         was, found = getattr(stored, name), getattr(now, name)
         if not (was == found or (math.isnan(was) and math.isnan(found))) and not abs(was - found) <= tolerance * abs(
@@ -284,3 +323,41 @@ def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Plac
                 "load the checkpoint with those it was saved with, or give the store no probe"
             )
     return replace(proof, stored_probe=stored, probe=now, tolerance=tolerance)
+
+
+def _tolerance(plan: Plan) -> float:
+    """That of the least exact type in which a plan computes."""
+    types = [plan.precision, *plan.module_types.values(), plan.communication.reduce_dtype or plan.precision]
+    types += ["tf32"] * plan.tf32 + ["fp8"] * (plan.float8.recipe != "none")
+    return max(TOLERANCES[kind] for kind in types)
+
+
+def _plan_of(manifest: Manifest, otherwise: Plan) -> Plan:
+    """The plan of the save; another one where this version does not know its fields."""
+    with suppress(ShardwiseError):
+        return Plan.from_dict(manifest.plan_fields)
+    return otherwise
+
+
+def processor() -> str:
+    """What the bits of a sum depend on beside plan and torch: processor, instruction set, threads."""
+    limits = [f"{name}={variables()[name]}" for name in _LIMITS if name in variables()]
+    return ", ".join([_model(), torch.backends.cpu.get_cpu_capability(), f"threads={torch.get_num_threads()}", *limits])
+
+
+def processors(everyones: Collection[str]) -> str:
+    """What all ranks compute on: each kind of `processor` once."""
+    return "; ".join(sorted(set(everyones)))
+
+
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+"""Variables by which the libraries below torch leave instructions out; torch does not tell which they use."""
+
+
+@cache
+def _model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

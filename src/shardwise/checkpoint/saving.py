@@ -70,6 +70,8 @@ class SaveJob:
     config: Mapping[str, Any]
     probe: ProbeResult | None
     metric: float | None
+    processors: str
+    """What the ranks compute on."""
     copy: HostCopy
     start: float
     waited_s: float = 0.0
@@ -143,7 +145,12 @@ class SaveJob:
             mesh={axis: mesh.size(axis) for axis in AXES},
             world=mesh.world,
             device=mesh.device.type,
-            versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions={
+                "shardwise": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "cpu": self.processors,
+            },
             config=self.config,
             scalars=self.scalars,
             metric=self.metric,
@@ -168,6 +175,23 @@ class SaveJob:
         assert entry.name == file_name(identity.rank)
         with ShardFile(self.directory.files, final, entry, identity) as file:
             file.check_all()
+
+
+def check_same(everyones: list[dict[str, Any]]) -> None:
+    """Refuse a save of which ranks say different things.
+
+    Raises:
+        CheckpointError: naming the key and both values.
+    """
+    first = everyones[0]
+    for rank, theirs in enumerate(everyones):
+        differ = [key for key in {**first, **theirs} if repr(theirs.get(key)) != repr(first.get(key))]
+        if differ:
+            key = differ[0]
+            raise CheckpointError(
+                f"saving step {first.get('step')}: ranks disagree on {key!r}: {first.get(key)!r} on rank 0, "
+                f"{theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with the same settings"
+            )
 
 
 @dataclass(kw_only=True)

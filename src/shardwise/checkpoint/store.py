@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.converting import Reading, convert, with_converted
-from shardwise.checkpoint.directory import Retention, Skipped
+from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.loading import (
@@ -24,17 +25,20 @@ from shardwise.checkpoint.loading import (
     Converted,
     Proof,
     as_stored,
+    bits,
     check_damage,
     check_names,
     check_probe,
     fill,
+    processor,
+    processors,
     prove,
 )
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import check_imported, followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located
-from shardwise.checkpoint.saving import Save, SaveJob, Saving
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, check_same
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
@@ -218,29 +222,44 @@ class Store:
     def load_latest(self, state: Saveable, *, convert_state: bool = False) -> Loaded | None:
         """Load the newest checkpoint whose files are whole; None when the store holds none at all.
 
-        One that is damaged is skipped with a warning, and named in the result. `convert_state` is that of `load`.
+        One that is damaged, or that `latest` names and that is not there, is skipped with a warning, and named in the
+        result. `convert_state` is that of `load`.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the checkpoint is not of this model and optimizer.
         """
         self.wait()
-        peers, doing = Peers.of(state.mesh), f"loading from {self.path}"
-        self._directory.check_shared(peers.world)
-        found = peers.on_first(doing, self._directory.listing)
+        peers = Peers.of(state.mesh)
+        mended = peers.on_first(f"loading from {self.path}", self._directory.mend)
+        if mended is not None:
+            what = f"{mended}: it was written anew, from a checkpoint that is whole"
+            self._findings.append(Finding(id="checkpoint.store", severity="note", what=what))
+        return self._load_newest(state, self._directory, convert_state=convert_state)
+
+    def _load_newest(self, state: Saveable, directory: StoreDirectory, **how: bool) -> Loaded | None:
+        """As `load`, the newest checkpoint of a store whose files are whole; None: it holds none at all."""
+        peers, doing = Peers.of(state.mesh), f"loading from {directory.path}"
+        directory.check_shared(peers.world)
+        found = peers.on_first(doing, directory.listing)
         skipped = list(found.damaged)
         for path, _ in found.complete:
             try:
-                loaded = self._load(state, path, tuple(skipped), convert_state=convert_state)
+                loaded = self._load(state, path, tuple(skipped), **how)
             except DamagedError as error:
                 skipped.append(Skipped(path, str(error)))
                 continue
             if skipped and peers.rank == 0:
+                reasons = "; ".join(item.reason for item in skipped)
                 names = ", ".join(item.path.name for item in skipped)
-                warnings.warn(f"{loaded.path}: loaded in place of {names}: {skipped[-1].reason}", stacklevel=2)
+                with suppress(Warning):  # `-W error` must not end a run that can go on
+                    warnings.warn(f"{loaded.path}: loaded in place of {names}: {reasons}", stacklevel=3)
             return loaded
         if skipped:
             reasons = "; ".join(item.reason for item in skipped)
-            raise CheckpointError(f"{doing}: none of the {len(skipped)} checkpoints is whole: {reasons}")
+            raise CheckpointError(
+                f"{doing}: none of the {len(skipped)} checkpoints is whole: {reasons}; repair one, or begin again in "
+                "another directory (`shardwise train`: --resume never)"
+            )
         return None
 
     def load(
@@ -252,6 +271,8 @@ class Store:
         convert_state: bool = False,
     ) -> Loaded:
         """Load one checkpoint, of this store or another, into any plan of the same model and optimizer.
+
+        The path of a whole store stands for the newest checkpoint in it that is whole, as in `load_latest`.
 
         With `weights_only` the model's parameters and buffers alone: the optimizer is as new, averages of the weights
         begin with them, and step, data and seed stay. So a checkpoint without optimizer state, or of another optimizer,
@@ -268,7 +289,14 @@ class Store:
             CheckpointError: not a checkpoint, damaged, not of this model and optimizer, or not proven.
         """
         self.wait()
-        return self._load(state, located(path), (), weights_only=weights_only, convert_state=convert_state)
+        place = located(path)
+        directory = directory_of(place, files_for(place, self._directory.files))
+        how = {"weights_only": weights_only, "convert_state": convert_state}
+        if Peers.of(state.mesh).on_first(f"loading {place}", directory.is_store):
+            loaded = self._load_newest(state, directory, **how)
+            if loaded is not None:
+                return loaded
+        return self._load(state, place, (), **how)
 
     def _load(
         self,
@@ -287,7 +315,8 @@ class Store:
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
         if self.probe is not None and manifest.probe is not None:
-            proof = check_probe(proof, manifest, ProbeResult(*self.probe.measure(state)), state.placed)
+            used, found = processors(peers.gather(processor())), ProbeResult(*self.probe.measure(state))
+            proof = check_probe(proof, manifest, found, state.placed, used)
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
         seconds = time.perf_counter() - start
@@ -304,7 +333,7 @@ class Store:
         peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
         known, reading, own = peers.together(doing, lambda: _wanted(state, manifest, weights_only=weights_only))
         template = reading.template
-        told = peers.gather((_bits(known, template), _bits(known, own)))
+        told = peers.gather((bits(known, template), bits(known, own)))
 
         def check() -> None:
             check_names(known, template, [seen for seen, _ in told])
@@ -330,9 +359,9 @@ class Store:
         scalars, tensors = state.scalars(), state.tensors()
         doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
         self._directory.check_shared(peers.world)
-        told = peers.gather((dict(scalars) | {"metric": metric}, self._copy.fits(tensors)))
-        _check_same([theirs for theirs, _ in told])
-        if not all(fits for _, fits in told):
+        told = peers.gather((dict(scalars) | {"metric": metric}, self._copy.fits(tensors), processor()))
+        check_same([theirs for theirs, _, _ in told])
+        if not all(fits for _, fits, _ in told):
             self._copy.lay_out(peers, tensors, doing)
         probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None
         job = SaveJob(
@@ -345,6 +374,7 @@ class Store:
             config=self._config,
             probe=probe,
             metric=metric,
+            processors=processors([one for _, _, one in told]),
             copy=self._copy,
             start=start,
             waited_s=waited,
@@ -365,20 +395,3 @@ def _wanted(state: Saveable, manifest: Manifest, *, weights_only: bool) -> tuple
         known, template = manifest, state.template(manifest.tensors.keys())
     reading = Reading.of(state, known, template)
     return known, reading, as_stored(known, reading.template) - reading.sources
-
-
-def _bits(manifest: Manifest, names: Container[str]) -> int:
-    """Bit i: the manifest's i-th tensor is among the names."""
-    return sum(1 << i for i, name in enumerate(manifest.tensors) if name in names)
-
-
-def _check_same(everyones: list[dict[str, Any]]) -> None:
-    first = everyones[0]
-    for rank, theirs in enumerate(everyones):
-        differ = [key for key in {**first, **theirs} if repr(theirs.get(key)) != repr(first.get(key))]
-        if differ:
-            key = differ[0]
-            raise CheckpointError(
-                f"saving step {first.get('step')}: ranks disagree on {key!r}: {first.get(key)!r} on rank 0, "
-                f"{theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with the same settings"
-            )

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.checkpoint.cadence import Every
 from shardwise.cli.config import Configuration, Given, Origin, read_configuration
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
-from shardwise.cli.kept import check_places
+from shardwise.cli.kept import check_places, has_checkpoints
 from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import (
     configuration_json,
@@ -34,9 +35,9 @@ from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
-from shardwise.train.changes import check_allowed, find_changes
+from shardwise.train.changes import Before, Change, check_allowed, find_changes
 from shardwise.train.lock import Owner, RunLock, end_at_once
-from shardwise.train.rundir import RunDir, write_text
+from shardwise.train.rundir import RunDir, check_not_lost, write_text
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering
@@ -170,17 +171,20 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
         return ExitCode.OK
     with _held(run, derived, launch, how) if is_first else nullcontext(()) as dead:
         if is_first:
-            changes = find_changes(run, configuration_json(derived), derived.plan) if _goes_on(derived) else []
-            check_allowed(run, changes, how.allow)
-            _write(derived, run)
+            changes = _changes(derived, run, how)
+            record = _write(derived, run)
             for change in changes:
                 typer.echo(f"changed since the last start: {change}", err=True)
             if changes:
-                run.add_event("changed", changes=[str(change) for change in changes], allowed=list(how.allow))
+                record.add_event("changed", changes=[str(change) for change in changes], allowed=list(how.allow))
         for owner in dead:
             typer.echo(f"{run.path}: taken over from {owner}, which is dead", err=True)
             run.add_event("taken over", owner=str(owner))
-        code = _start(derived, run, launch, recovering, how)
+        try:
+            code = _start(derived, run, launch, recovering, how)
+        finally:
+            if is_first:
+                run.drop_start()
         if is_first:
             _finish(run, derived, code, json=json)
     return code
@@ -246,6 +250,7 @@ def _count(text: str) -> int:
 def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: Launch | None, how: How) -> None:
     """Everything that can be refused before a process starts."""
     settings = derived.settings
+    Every.parse(settings.train.checkpoint_every or 0)
     world = launch.world if launch and how.nodes is None else int(settings.train.nproc or 1)
     refuse(
         check(
@@ -294,14 +299,34 @@ def _lock(folder: Path, launch: Launch | None, how: How) -> RunLock:
     return take_when_free(folder, end_at_once)
 
 
-def _goes_on(derived: Derived) -> bool:
-    return derived.settings.train.resume != "never"
+def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
+    """What changed since what this start goes on from was saved, all of it allowed; none where it begins."""
+    settings, told = derived.settings.train, run
+    if settings.resume == "never":
+        return []
+    before, holds = Before.of_run(run), has_checkpoints(run, settings)
+    is_own = before is not None and before.place == settings.checkpoints
+    if is_own and not holds and settings.resume == "auto":
+        check_not_lost(run, settings.checkpoints)
+    if not (is_own and holds) and (holds or settings.resume != "auto"):  # another run's: its manifest says what it was
+        from shardwise.checkpoint.loading import newest
+
+        found = newest(str(settings.checkpoints or run.checkpoints) if holds else settings.resume)
+        if found is not None:  # else the load will say what is wrong with it
+            told, before = RunDir(found[0]), Before.of_checkpoint(found[1].config, found[1].plan_fields)
+    changes = find_changes(before, configuration_json(derived), derived.plan)
+    check_allowed(told, changes, how.allow)
+    return changes
 
 
-def _write(derived: Derived, run: RunDir) -> None:
-    write_text(run.config_toml, configuration_toml(derived.configuration))
-    write_text(run.config_json, json_module.dumps(configuration_json(derived), indent=2) + "\n")
-    derived.plan.save(run.plan)
+def _write(derived: Derived, run: RunDir) -> RunDir:
+    """The record of this start: beside that of a run that has begun, until the ranks have loaded it."""
+    run.drop_start()
+    record = run.starting if run.has_begun else run
+    write_text(record.config_toml, configuration_toml(derived.configuration))
+    write_text(record.config_json, json_module.dumps(configuration_json(derived), indent=2) + "\n")
+    derived.plan.save(record.plan)
+    return record
 
 
 def _recovering(

@@ -10,9 +10,11 @@ import json
 import math
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+import warnings
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from shardwise.train.build import (
     token_loss,
     vocab_size,
 )
+from shardwise.train.changes import check_content
 from shardwise.train.lock import RunLock, end_at_once
 from shardwise.train.loop import evaluate, steps
 from shardwise.train.metrics import MetricsLog, memory_bytes, peak_flops, read_metrics
@@ -241,6 +244,8 @@ class Session:
 
     def _say_stopped(self, code: int) -> None:
         why = "loss or gradient is not finite" if code == ExitCode.NON_FINITE else "asked to stop"
+        if self.log is not None:
+            self.run.add_event("stopped", step=self.state.step, code=code)
         self.progress.note(
             f"step {self.state.step}: {why}; saved to {self.store.path}; go on with "
             f"`shardwise train {self.run.config_toml}`"
@@ -294,11 +299,16 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         probe=Probe(rows, make_loss(spec)),
         config=settings.model_dump(mode="json"),
     )
-    loaded = go_on(run, train, store, state, job.allow)
+    with warnings.catch_warnings():  # what was skipped is said below
+        warnings.filterwarnings("ignore", ".*: loaded in place of ")
+        loaded = go_on(run, train, store, state, job.allow)
+    if loaded is not None and loaded.proof.other_rows:
+        check_content(loaded.manifest.config, settings.model_dump(mode="json"), job.allow)
     mirror = rejoin(TrainStep(state, make_loss(spec), StepOptions()))  # before anything of the run is written
     if mirror is not None and mirror.recovered_step is not None:
         loaded = None
     if mesh.is_first:
+        run.adopt(plan)
         write_text(run.environment, json.dumps(_environment(mesh), indent=2) + "\n")
         if loaded is not None:
             record_resume(run, loaded)
@@ -306,6 +316,8 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         if weights is not None:
             progress.note(weights)
         if loaded is not None:
+            for item in loaded.skipped:
+                progress.note(f"skipped {item.path.name}: {item.reason}")
             progress.note(f"step {state.step}: continuing from {loaded.path}")
             progress.note(loaded.proof.line)
         with _open_log(run, settings, state.step, mesh) as log:
@@ -365,13 +377,22 @@ def _environment(mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def read_job(argv: list[str]) -> RunJob:
+    """The job of a rank: by the record of a start that is not loaded yet, else by that of the run."""
+    run = RunDir(Path(argv[0]))
+    if run.starting.config_json.is_file():
+        with suppress(FileNotFoundError):  # another rank has made it the run's meanwhile
+            return replace(RunJob.read([str(run.starting.path), *argv[1:]]), run=run)
+    return RunJob.read(argv)
+
+
 def main(argv: list[str]) -> None:
     """Train as one rank.
 
     Args:
         argv: the run's directory, then the words of `RunJob.words`.
     """
-    run_session(RunJob.read(argv))
+    run_session(read_job(argv))
 
 
 if __name__ == "__main__":

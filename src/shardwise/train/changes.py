@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.errors import ChangedError, UsageError
+from shardwise.errors import ChangedError, ShardwiseError, UsageError
 from shardwise.findings import nearest
+from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
 from shardwise.train.rundir import RunDir
 
@@ -19,6 +21,13 @@ _LAYOUT = ("plan.shorthand", "plan.file", "train.micro_batches", "train.nproc", 
 _EACH_TIME = ("train.out", "train.name", "train.resume", "train.port")
 """What a start says of itself."""
 _STATE_DTYPE = "optimizer.state_dtype"
+_CONTENT = "data.content"
+"""No setting: what lies in the files that the same settings name."""
+_SHAPES = ("kind", "num_layers", "dim", "ffn_dim", "vocab_size", "num_experts", "ffn", "norm", "qkv_bias", "qk_norm",
+           "tie_embeddings")  # fmt: skip
+"""Sizes that change the shapes or names of tensors: no checkpoint loads into others."""
+_SAME_STATE = ("adamw", "lamb")
+"""Optimizers whose state has the same tensors."""
 
 
 @dataclass(frozen=True)
@@ -31,33 +40,76 @@ class Change:
     kind: Literal["maths", "layout", "other"]
     """Maths: another result. Layout: the same result elsewhere. Other: how long, what is shown and kept."""
 
+    @property
+    def is_loadable(self) -> bool:
+        """Whether a checkpoint of the run as it was can be loaded at all."""
+        if self.key == "optimizer.name":
+            return self.before in _SAME_STATE and self.now in _SAME_STATE
+        return self.key.removeprefix("model.") not in _SHAPES
+
     def __str__(self) -> str:
         return f"{self.key}: {self.before!r} -> {self.now!r} ({self.kind})"
 
 
-def find_changes(run: RunDir, config: Mapping[str, Any], plan: Plan) -> list[Change]:
-    """Settings that differ from those of the run that lies in a directory, the maths first; none in a new one.
+@dataclass(frozen=True)
+class Before:
+    """What a run was."""
+
+    config: Mapping[str, Any]
+    """As `config.json`."""
+    plan: Plan | None
+    """None: it is not known, and not compared."""
+
+    @property
+    def place(self) -> str | None:
+        """What `--checkpoints` was."""
+        found = self.config["settings"].get("train", {}).get("checkpoints")
+        return str(found) if found is not None else None
+
+    @classmethod
+    def of_run(cls, run: RunDir) -> Before | None:
+        """By the record of a directory; None where no run has begun there: what was refused at its start is no run."""
+        if run.identity() is None or not run.has_begun:
+            return None
+        config = json.loads(run.config_json.read_text(encoding="utf-8"))
+        return cls(config, Plan.load(run.plan) if run.plan.is_file() else None)
+
+    @classmethod
+    def of_checkpoint(cls, config: Mapping[str, Any], plan: Mapping[str, Any]) -> Before:
+        """By a manifest; one that another program wrote says nothing of the settings."""
+        settings = {section: keys for section, keys in config.items() if isinstance(keys, Mapping)}
+        sizes = {key: value for key, value in settings.get("model", {}).items() if value is not None}
+        spec, planned = None, None
+        if "preset" in sizes:
+            with suppress(ShardwiseError):  # sizes that this version does not know
+                spec = dict(vars(spec_from_dict(sizes, name=str(sizes["preset"]))))
+        with suppress(ShardwiseError):
+            planned = Plan.from_dict(plan) if plan else None
+        return cls({"settings": settings, "spec": spec}, planned)
+
+
+def find_changes(before: Before | None, config: Mapping[str, Any], plan: Plan) -> list[Change]:
+    """Settings that differ from those of the run that is gone on with, the maths first; none in a new one.
 
     Args:
-        run: its directory.
+        before: what it was.
         config: what will be written as `config.json`.
         plan: what will be written as `plan.toml`.
 
-    >>> find_changes(RunDir(Path("/nowhere")), {}, Plan())  # doctest: +SKIP
+    >>> find_changes(Before.of_run(RunDir(Path("/nowhere"))), {}, Plan())  # doctest: +SKIP
     []
     """
-    if run.identity() is None:
+    if before is None:
         return []
-    there = json.loads(run.config_json.read_text(encoding="utf-8"))
-    before, now = _flat(there), _flat(json.loads(json.dumps(config)))
-    lengthened = before.get("train.steps") != now.get("train.steps")
+    then, now = _flat(before.config), _flat(json.loads(json.dumps(config)))
+    lengthened = then.get("train.steps") != now.get("train.steps")
     derived = str(config["origins"].get("schedule.warmup", "")).startswith("derived")
-    planned = Plan.load(run.plan).diff(plan) if run.plan.is_file() else {}
+    planned = before.plan.diff(plan) if before.plan is not None else {}
     found = [Change(f"plan.{key}", *pair, "maths") for key, pair in planned.items() if key.startswith(MATHS)]
-    for key in sorted(before.keys() & now.keys()):
-        if before[key] != now[key] and key not in _EACH_TIME:
+    for key in sorted(then.keys() & now.keys()):
+        if then[key] != now[key] and key not in _EACH_TIME:
             follows = key == "schedule.warmup" and derived and lengthened  # nobody said it: it goes with the length
-            found.append(Change(key, before[key], now[key], "other" if follows else _kind(key)))
+            found.append(Change(key, then[key], now[key], "other" if follows else _kind(key)))
     return sorted(found, key=lambda change: (("maths", "layout", "other").index(change.kind), change.key))
 
 
@@ -65,21 +117,27 @@ def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[st
     """Refuse changes of the maths that nobody allowed.
 
     Args:
-        run: for the message.
+        run: for the message: the directory, or the checkpoint, that tells what was.
         changes: from `find_changes`.
         allow: keys, or `all`.
 
     Raises:
-        ChangedError: a change of the maths that is not allowed.
+        ChangedError: a change of the maths that is not allowed, or with which nothing can be loaded.
         UsageError: an allowed key that is no change: a slip of the pen.
     """
     keys = [change.key for change in changes]
     # averages of another type also lie in what --resume names, or here, if a start ended before it saved
-    unknown = [key for key in allow if key not in keys and key not in ("all", _STATE_DTYPE)]
+    unknown = [key for key in allow if key not in keys and key not in ("all", _STATE_DTYPE, _CONTENT)]
     if unknown:
         raise UsageError(
             f"--allow {unknown[0]}: found no such change; what changed: {', '.join(keys) or 'nothing'}; "
             f"{nearest(unknown[0], keys) if keys else 'leave it out'}"
+        )
+    never = [change for change in changes if not change.is_loadable]
+    if never:
+        raise ChangedError(
+            f"{run.path} holds a run of another model or optimizer: {'; '.join(map(str, never))}; needed: those as "
+            "they were, since no checkpoint of it loads into others; give the old values, or choose another --out"
         )
     refused = [change for change in changes if change.kind == "maths" and not {change.key, "all"} & set(allow)]
     if refused:
@@ -101,6 +159,26 @@ def may_convert(run: RunDir, allow: Collection[str]) -> bool:
     """
     told = [change for event in run.read_events("changed") for change in event["changes"]]
     return bool({_STATE_DTYPE, "all"} & set(allow)) or any(change.startswith(f"{_STATE_DTYPE}: ") for change in told)
+
+
+def check_content(before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]) -> None:
+    """Refuse other rows under the settings of data that a checkpoint was saved with, unless somebody allowed it.
+
+    Args:
+        before: settings that the checkpoint holds.
+        now: those of this start.
+        allow: keys, or `all`.
+
+    Raises:
+        ChangedError: the settings are equal, so that nobody said that the data changed.
+    """
+    then, here = ({**settings.get("data", {}), "num_workers": 0} for settings in (before, now))
+    if then == here and not {_CONTENT, "all"} & set(allow):
+        raise ChangedError(
+            "the data is not that of the checkpoint: found other rows than those of its probe under the same settings "
+            f"({', '.join(map(str, here.get('sources', ())))}), needed the same; a file or the tokenizer changed "
+            f"since: put the old one back, or add --allow {_CONTENT}"
+        )
 
 
 def _kind(key: str) -> Literal["maths", "layout", "other"]:

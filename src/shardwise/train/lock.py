@@ -13,9 +13,10 @@ import getpass
 import json
 import os
 import platform
+import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -102,9 +103,9 @@ class RunLock:
                 # the second: whoever made our number anew after it was cleaned away is not the newest
                 raise _refusal(folder, _read(folder, _newest(folder)))
             lock.taken_over = None if before is None or before.released else before
-            for old in folder.glob("[0-9]*.json"):
-                if int(old.stem) < lock.generation:
-                    old.unlink(missing_ok=True)
+            for old in _generations(folder):
+                if old < lock.generation:
+                    _path(folder, old).unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
                 f"cannot lock {folder.parent}: {error.strerror or error} ({error.filename}); needed: a directory that "
@@ -220,9 +221,14 @@ def _path(folder: Path, generation: int) -> Path:
     return folder / f"{generation:07}.json"
 
 
+def _generations(folder: Path) -> Iterator[int]:
+    """Those that have a file; what else lies there, as `0000001 (copy).json`, is none."""
+    return (int(path.stem) for path in folder.glob("*.json") if re.fullmatch("[0-9]{7,18}", path.stem, re.ASCII))
+
+
 def _newest(folder: Path) -> int:
     """The greatest generation; 0: there is none."""
-    return max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
+    return max(_generations(folder), default=0)
 
 
 def _read(folder: Path, generation: int) -> Owner | None:

@@ -1,7 +1,7 @@
 """`RunDir`: the directory of a run, what lies where in it, and the checks before it is used. No torch.
 
 runs/<date>-<name>/  plan.toml  config.toml  config.json  environment.json  metrics.jsonl  loss.png  sample.txt
-                     events.jsonl  checkpoints/  lock/
+                     events.jsonl  checkpoints/  lock/  starting/
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +21,7 @@ from typing import Any
 import psutil
 
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.plan.plan import Plan
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
@@ -104,8 +107,46 @@ class RunDir:
 
         An object store has nothing that can be locked: two runs must not be given the same URL.
         """
-        elsewhere = checkpoints is not None and "://" not in checkpoints
-        return (self.lock, Path(str(checkpoints)) / "lock") if elsewhere else (self.lock,)
+        if checkpoints is None:
+            return (self.lock,)
+        place = re.sub("^(file|local)://", "", checkpoints)  # such a URL is the path
+        return (self.lock,) if "://" in place else (self.lock, Path(place) / "lock")
+
+    @property
+    def starting(self) -> RunDir:
+        """The record of a start whose state is not loaded yet: it becomes the run's by `adopt`, or goes."""
+        return RunDir(self.path / "starting")
+
+    def adopt(self, plan: Plan) -> None:
+        """Make the record of a start that has loaded its state that of the run, with the plan that it uses.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        new = self.starting
+        if not new.config_json.is_file():
+            return
+        try:
+            plan.save(self.plan)
+            if new.events.is_file():
+                with self.events.open("a", encoding="utf-8") as file:
+                    file.write(new.events.read_text(encoding="utf-8"))
+            new.config_toml.replace(self.config_toml)
+            new.config_json.replace(self.config_json)  # the last: by it the next start tells what changed
+        except OSError as error:
+            raise UsageError(
+                f"cannot write the record in {self.path}: {error.strerror or error}; free space or choose another --out"
+            ) from error
+        self.drop_start()
+
+    def drop_start(self) -> None:
+        """Forget a start that came to nothing."""
+        shutil.rmtree(self.starting.path, ignore_errors=True)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a start here has loaded its state, or begun with a new one: before that a record binds nobody."""
+        return self.metrics.exists() or self.has_checkpoints
 
     def add_event(self, event: str, **facts: Any) -> None:
         """Append a record to `events`, with the time. One process per run calls it."""
@@ -140,7 +181,7 @@ class RunDir:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{self.config_json} is damaged ({error}), so it cannot be told which run lies in {self.path}; "
-                f"choose another --out, or remove the directory"
+                f"put the file back, or go on from its checkpoints in a new directory: --out NEW --resume {self.path}"
             ) from error
 
 
@@ -155,6 +196,12 @@ def check_out(run: RunDir, *, resume: str) -> None:
         UsageError: it is a file, cannot be written, or holds something else.
         CheckpointError: it holds a run that cannot be read.
     """
+    if re.match(r"[a-z][a-z0-9+.\-]+:/", str(run.path)):  # a path has one slash of a URL's two
+        url = str(run.path).replace(":/", ":///" if run.path.parts[0] in ("file:", "local:") else "://", 1)
+        raise UsageError(
+            f"--out {url}: found a URL, needed a directory of this machine for the run's record; give one, and "
+            f"--checkpoints {url} to keep the checkpoints there"
+        )
     check_writable(run.path, "--out")
     if not run.path.is_dir():
         return
@@ -174,21 +221,45 @@ def check_out(run: RunDir, *, resume: str) -> None:
         )
 
 
+def check_not_lost(run: RunDir, place: str | None) -> None:
+    """Refuse to begin again where a run has saved: called when no checkpoint of it is there.
+
+    A run that ended before its first save was complete lost nothing, and begins again.
+
+    Args:
+        run: its record tells.
+        place: what `--checkpoints` says.
+
+    Raises:
+        CheckpointError: the record says that there was a checkpoint.
+    """
+    saved = run.resumes.is_file() or run.summary.is_file() or bool(run.read_events("stopped"))
+    if not saved and run.metrics.is_file():
+        begun = run.metrics.read_text(encoding="utf-8").count('"save_stall_s"')
+        # the second save begins when the first one is complete; a single one may have been cut off
+        saved = begun > 1 or (begun == 1 and place is None and not run.checkpoints.exists())
+    if saved:
+        raise CheckpointError(
+            f"{run.path}: its record says that checkpoints were saved, found none in {place or run.checkpoints}; "
+            "needed one to go on from; put them back, or begin again at step 1, over this record, with --resume never"
+        )
+
+
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of a store or of a run's directory.
+    """What a path means to `Store.load`: a checkpoint, or the store that it is or holds, of which the newest whole one.
 
     Raises:
         CheckpointError: there is none.
     """
     if (path / "manifest.json").is_file():
         return path
-    newest = _newest(path / "checkpoints") or _newest(path)
-    if newest is None:
+    store = next((place for place in (path / "checkpoints", path) if _newest(place) is not None), None)
+    if store is None:
         found = "no complete checkpoint lies there" if path.is_dir() else "no such directory"
         raise CheckpointError(
             f"--resume {path}: {found}; needed: auto, never, a run's directory, its checkpoints/ or a checkpoint"
         )
-    return newest
+    return store
 
 
 def _newest(store: Path) -> Path | None:

@@ -1,0 +1,174 @@
+"""What `shardwise train` goes on from, what it refuses to go on from, and which record of it stays, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import CheckpointError, ExitCode, UsageError
+from shardwise.train.rundir import RunDir, check_not_lost, check_out, find_checkpoint
+
+TINY = ["--model", "tiny", "--layers", "1", "--dim", "32", "--heads", "2", "--ffn", "48", "--seq", "16", "--batch", "2",
+        "--device", "cpu", "--plan", "dp1", "--schedule", "constant", "--eval-every", "0", "--no-sample",
+        "--checkpoint-every", "1"]  # fmt: skip
+
+
+def train(folder: Path, out: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", "train", "--data", "text.txt", "--out", out, *TINY, *words]
+    env = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def run_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a finished run `a` of three steps, whose checkpoints are of steps 2 and 3."""
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "text.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    ran = train(folder, "a", "--steps", "3")
+    assert ran.returncode == 0, ran.stderr
+    return folder
+
+
+@pytest.fixture
+def here(run_of_three: Path, tmp_path: Path) -> Path:
+    """The folder, to do with it what one likes."""
+    return Path(shutil.copytree(run_of_three, tmp_path / "here"))
+
+
+def record(run: Path) -> dict[str, bytes]:
+    names = ("config.json", "config.toml", "plan.toml", "events.jsonl", "metrics.jsonl")
+    return {name: (run / name).read_bytes() for name in names if (run / name).exists()}
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "rank-00000.safetensors").write_bytes(b"")
+
+
+def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(here: Path) -> None:
+    run = here / "a"
+    before = record(run)
+    refused = train(here, "a", "--steps", "4", "--dim", "64", "--allow", "all")
+    assert refused.returncode == ExitCode.CHANGED and "model.dim: 32 -> 64" in refused.stderr
+    assert "--allow" not in refused.stderr and record(run) == before
+    kept = {path: path.read_bytes() for path in run.glob("checkpoints/*/rank*")}
+    for path in kept:
+        damage(path.parent)
+    refused = train(here, "a", "--steps", "4", "--lr", "0.5", "--seed", "3", "--allow", "all")
+    assert refused.returncode == ExitCode.CHECKPOINT and "none of the 2 checkpoints is whole" in refused.stderr
+    assert record(run) == before and not (run / "starting").exists()
+    for path, data in kept.items():
+        path.write_bytes(data)
+    ran = train(here, "a", "--steps", "4", "--lr", "0.5", "--allow", "optimizer.lr")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((run / "config.json").read_text())["settings"]["optimizer"]["lr"] == 0.5
+    [event] = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert event["allowed"] == ["optimizer.lr"] and not (run / "starting").exists()
+
+
+@pytest.mark.parametrize("words", [["--resume", "a"], ["--checkpoints", "a/checkpoints"]])
+def test_another_runs_checkpoint_is_gone_on_with_by_its_own_settings(here: Path, words: list[str]) -> None:
+    refused = train(here, "new", "--steps", "4", "--lr", "0.5", *words)
+    assert refused.returncode == ExitCode.CHANGED and "add --allow optimizer.lr" in refused.stderr
+    assert not (here / "new" / "config.json").exists()
+    ran = train(here, "new", "--steps", "4", "--lr", "0.5", *words, "--allow", "optimizer.lr")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((here / "new" / "resumes.jsonl").read_text())["step"] == 3
+
+
+def test_a_new_run_that_was_refused_at_the_load_binds_nobody(here: Path) -> None:
+    for checkpoint in (here / "a" / "checkpoints").glob("step-*"):
+        damage(checkpoint)
+    words = ("--steps", "4", "--resume", "a")
+    assert train(here, "new", *words, "--lr", "0.5", "--allow", "all").returncode == ExitCode.CHECKPOINT
+    assert train(here, "new", "--steps", "1").returncode == 0
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_are_said(here: Path) -> None:
+    """Of the run itself, where warnings are errors, and of another run."""
+    damage(here / "a" / "checkpoints" / "step-00000003")
+    for words, variables in ((["new", "--resume", "a"], {}), (["a"], {"PYTHONWARNINGS": "error::UserWarning"})):
+        ran = train(here, *words, "--steps", "4", **variables)
+        assert ran.returncode == 0, ran.stderr
+        assert "skipped step-00000003: " in ran.stdout and "step 2: continuing from" in ran.stdout
+        [resumed] = [json.loads(line) for line in (here / words[0] / "resumes.jsonl").read_text().splitlines()]
+        assert resumed["skipped"][0].startswith("step-00000003: ")
+
+
+def test_checkpoints_that_are_gone_are_no_fresh_start(here: Path) -> None:
+    run = here / "a"
+    shutil.rmtree(run / "checkpoints" / "step-00000003")
+    ran = train(here, "a", "--steps", "4")
+    assert ran.returncode == 0 and "latest names it, and it is not there" in ran.stdout
+    shutil.rmtree(run / "checkpoints")
+    before = record(run)
+    refused = train(here, "a", "--steps", "4")
+    assert refused.returncode == ExitCode.CHECKPOINT and "begin again" in refused.stderr
+    assert "--resume never" in refused.stderr and record(run) == before
+    ran = train(here, "a", "--steps", "1", "--resume", "never")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_another_text_under_the_same_name_needs_leave(here: Path) -> None:
+    text = here / "text.txt"
+    text.write_text("L" + text.read_text()[1:])
+    refused = train(here, "a", "--steps", "4")
+    assert refused.returncode == ExitCode.CHANGED and "add --allow data.content" in refused.stderr
+    ran = train(here, "a", "--steps", "4", "--allow", "data.content")
+    assert ran.returncode == 0, ran.stderr
+    assert "probe not compared: its rows are not those of the save" in ran.stdout
+
+
+def test_a_cadence_that_cannot_be_read_is_refused_before_any_rank(tmp_path: Path) -> None:
+    refused = train(tmp_path, "a", "--checkpoint-every", "10x")
+    assert refused.returncode == ExitCode.USAGE and "found '10x'" in refused.stderr and not list(tmp_path.iterdir())
+
+
+def test_out_is_no_url() -> None:
+    for url in ("s3://bucket/run", "file:///tmp/run"):
+        with pytest.raises(UsageError, match=f"--out {url}: found a URL.*--checkpoints {url}"):
+            check_out(RunDir(Path(url)), resume="auto")
+
+
+def test_a_file_url_is_locked_as_the_path_it_is() -> None:
+    run = RunDir(Path("a"))
+    assert run.locks("file:///b/c") == run.locks("/b/c") == (Path("a/lock"), Path("/b/c/lock"))
+    assert run.locks("s3://b/c") == run.locks(None) == (Path("a/lock"),)
+
+
+def test_a_config_that_is_empty_is_no_reason_to_remove_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match="put the file back.*--resume") as refused:
+        RunDir(tmp_path).identity()
+    assert "remove" not in str(refused.value)
+
+
+def test_what_a_path_to_resume_means(here: Path) -> None:
+    store = here / "a" / "checkpoints"
+    assert find_checkpoint(here / "a") == find_checkpoint(store) == store
+    assert find_checkpoint(store / "step-00000002") == store / "step-00000002"
+    with pytest.raises(CheckpointError, match="no complete checkpoint lies there"):
+        find_checkpoint(here)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    check_not_lost(run, None)
+    run.metrics.write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
+    check_not_lost(run, None)
+    run.checkpoints.mkdir()
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"step": 1, "save_stall_s": 0.1}) + "\n")
+    check_not_lost(run, None)  # it was cut off
+    run.checkpoints.rmdir()
+    with pytest.raises(CheckpointError, match="found none in .*checkpoints; needed one"):
+        check_not_lost(run, None)
+    check_not_lost(run, "s3://bucket/run")
+    run.add_event("stopped", step=1, code=143)
+    with pytest.raises(CheckpointError, match="found none in s3://bucket/run"):
+        check_not_lost(run, "s3://bucket/run")
