@@ -143,3 +143,82 @@ def empty_window(text: str) -> list[bool]:
 
 def test_a_window_without_weight_is_skipped_and_is_no_fault(world) -> None:
     assert world(2, empty_window, "dp2 / fp64") == [[True, True]] * 2
+
+
+class Counting(torch.nn.Module):
+    """Changes its buffers in each way that a forward pass may: in place, behind torch's back, by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(points.WIDTH)
+        self.lin = torch.nn.Linear(points.WIDTH, points.WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = self.seen + 1
+            self.largest.data.copy_(x.detach().abs().max())
+        return x + self.lin(torch.tanh(self.norm(x)))
+
+
+class Tracking(points.Net):
+    """`points.Net` with statistics in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Counting() for _ in range(2))
+
+
+def buffers(state: sw.TrainState) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in state.placed.named_buffers().items()}
+
+
+def tracked(text: str, options: sw.StepOptions, data: points.Points) -> dict[str, Any]:
+    """The buffers of this rank after each of six steps, which of them were skipped, and a loss of evaluation."""
+    plan, skipped = sw.Plan.parse(text), []
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Tracking, plan, mesh, seed=points.SEED)
+        batches = sw.loader(data, grid.batch(plan, 8), mesh, shuffle=False)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3), batches)
+        step, seen = sw.make_step(state, points.weighted, options=options), [buffers(state)]
+        for _ in range(6):
+            try:
+                skipped.append(step(next(batches)).skipped)
+            except NonFiniteError:
+                skipped.append(True)
+            seen.append(buffers(state))
+        total = sw.evaluate(placed, points.weighted, batches.evaluation(points.Points(16)))
+        return {"skipped": skipped, "buffers": seen, "loss": float(total.sum)}
+
+
+def test_negative_control_buffers_change_in_steps_that_are_made(world) -> None:
+    [rank] = world(1, tracked, "dp1 / fp64", sw.StepOptions(), points.Points(48))
+    before, after = rank["buffers"][4:6]
+    assert rank["skipped"] == [False] * 6 and len(before) == 10
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("plan", "policy"),
+    [
+        ("dp1 / mb2", "skip"),
+        ("dp2", "skip"),
+        ("dp2", "raise"),
+        ("dp2", "protect"),
+        ("fsdp2", "skip"),
+        ("pp2 / 1f1b mb2", "skip"),
+        ("pp2 / 1f1b mb2", "spike"),
+    ],
+)
+def test_a_step_without_update_leaves_the_buffers(world, plan: str, policy: str) -> None:
+    data = points.Points(48, None if policy == "spike" else 38)  # the fifth window
+    if policy == "spike":
+        data.y[32:40] *= 1e3
+    protect = sw.StepOptions(protect=sw.Protect(min_history=4))
+    options = {"skip": sw.StepOptions(), "raise": sw.StepOptions(on_nonfinite="raise")}.get(policy, protect)
+    for rank in world(sw.Plan.parse(plan).world, tracked, f"{plan} / fp64", options, data):
+        assert rank["skipped"] == [False] * 4 + [True, False]
+        seen = rank["buffers"]
+        assert is_same(seen[4], seen[5]) and not is_same(seen[5], seen[6])
+        assert torch.isfinite(torch.tensor(rank["loss"]))

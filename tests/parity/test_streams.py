@@ -1,11 +1,18 @@
-"""Streams over a real process group: the ends are agreed, and a rank whose stream differs stops all of them."""
+"""Streams over a real process group: the ends are agreed, and a rank whose stream differs stops all of them.
+
+And what a data set with a length draws at random: it follows from seed and position, whoever reads the sample.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Axes, Plan
@@ -55,3 +62,68 @@ def test_shares_of_uneven_length_end_together(world: World) -> None:
 def test_negative_control_streams_that_differ_stop_every_rank(world: World) -> None:
     with pytest.raises(WorldError, match=r"rank 0:[\s\S]*streams differ[\s\S]*rank 1:[\s\S]*streams differ"):
         world(2, read, Axes(dp_shard=2), [8, 9], False)
+
+
+class Augmented:
+    """Ten samples: (number, what each generator gave)."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+class Together(Augmented):
+    def get_batch(self, indices: list[int]) -> torch.Tensor:
+        return torch.stack([self[index] for index in indices])
+
+
+def drawn(text: str, workers: int, start: int, stop: int, together: bool = False) -> dict[int, list[float]]:
+    """Position -> the sample there, of this rank's rows in some windows of four; the run was resumed at the first."""
+    with open_mesh(Plan.parse(text)) as mesh:
+        batches = loader(Together() if together else Augmented(), 4, mesh, seed=5, workers=workers)
+        batches.load_state_dict({**batches.state_dict(), "step": start, "position": 4 * start})
+        for generator in (random.seed, np.random.seed, torch.manual_seed):
+            generator(start)  # the process's own, which another run has in another state
+        before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index,union-attr]
+        found: dict[int, list[float]] = {}
+        for _ in range(start, stop):
+            window = next(batches)
+            found |= dict(zip(window.positions, torch.cat(window.micro_batches).tolist(), strict=True))
+        after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index,union-attr]
+        assert before == after
+        return found
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_sample_is_augmented_alike_after_a_resume_and_by_any_worker(world: World, workers: int) -> None:
+    [truth] = world(1, drawn, "dp1", 0, 0, 5)
+    assert len(truth) == 20 and len({tuple(drawn) for _, *drawn in truth.values()}) == 20  # each epoch has its own
+    resumed = world(2, drawn, "dp2", workers, 2, 5)
+    assert resumed[0] | resumed[1] == {position: truth[position] for position in range(8, 20)}
+
+
+def test_rows_that_are_read_together_are_augmented_alike_after_a_resume(world: World) -> None:
+    [truth] = world(1, drawn, "dp1", 0, 0, 5, True)
+    for workers in (0, 2):
+        [resumed] = world(1, drawn, "dp1", workers, 2, 5, True)
+        assert resumed == {position: truth[position] for position in range(8, 20)}
+
+
+def shown(number: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.told = type(info.dataset).__name__
+
+
+class Telling(Augmented):
+    told = ""
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return len(self.told)
+
+
+def test_worker_init_finds_the_users_own_data_set() -> None:
+    with open_mesh(Plan()) as mesh:
+        batches = loader(Telling(), 4, mesh, workers=1, worker_init=shown)
+        assert next(batches).micro_batches[0].tolist() == [len("Telling")] * 4

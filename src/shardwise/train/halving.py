@@ -65,8 +65,7 @@ class Halving:
         state: what is trained; it holds how often rows were halved.
         limit: halvings of the run before it gives up.
 
-    Cost: gradients are reduced after the backward and not behind it, one by one; an all-reduce of one number per step;
-    a copy of the buffers per step.
+    Cost: gradients are reduced after the backward and not behind it, one by one; an all-reduce of one number per step.
     """
 
     def __init__(self, state: TrainState, limit: int = LIMIT) -> None:
@@ -81,14 +80,13 @@ class Halving:
 
         Args:
             attempt: forward and backward of the window, communicating nothing; called again after a halving.
-            forget: drops the gradients of an abandoned attempt.
+            forget: drops what an abandoned attempt left: gradients, and changes of buffers.
             step: for messages.
 
         Raises:
             OutOfMemoryError: on all ranks alike, when one row is too much for one of them, or at the limit.
         """
         state = self._state
-        buffers = {name: buffer.clone() for name, buffer in self._placed.named_buffers().items()}
         while True:
             result, found = _attempted(attempt)
             here = _FITS if not found else _FULL if self.largest > 1 and state.halvings < self._limit else _HOPELESS
@@ -97,9 +95,6 @@ class Halving:
                 return result
             del result
             forget()
-            with torch.no_grad():
-                for name, buffer in self._placed.named_buffers().items():
-                    buffer.copy_(buffers[name])
             if self._placed.mesh.device.type != "cpu":
                 torch.accelerator.empty_cache()
             if worst == _HOPELESS:

@@ -90,7 +90,7 @@ class Replicas:
         own = [(*ends, _combined(live, names)) for ends, names in self._groups.items()]
         own += [(-1, -1, 0)] * (self._rows - len(own))
         holders: dict[Ends, dict[int, int]] = defaultdict(dict)
-        for rank, rows in enumerate(_gathered(own, mesh)):
+        for rank, rows in enumerate(gathered(own, mesh)):
             for first, last, found in rows:
                 if first >= 0:
                     holders[first, last][rank] = found
@@ -107,7 +107,7 @@ class Replicas:
         names = self._differing(ends, list(sums))
         text = (
             f"step {state.step}: {', '.join(names[:3])} ({len(names)} parameters) must be equal on ranks "
-            f"{_listed(sorted(sums))}: found other bits on rank {_listed(wrong)}"
+            f"{listed(sorted(sums))}: found other bits on rank {listed(wrong)}"
         )
         if state.step == 0 or not heal:
             raise ReplicaError(
@@ -164,7 +164,8 @@ def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _gathered(own: list[tuple[int, int, int]], mesh: Mesh) -> list[list[list[int]]]:
+def gathered(own: list[tuple[int, int, int]], mesh: Mesh) -> list[list[list[int]]]:
+    """The rows of every rank, by rank; every rank has as many."""
     mine = torch.tensor(own, dtype=torch.int64, device=mesh.device)
     table = [torch.empty_like(mine) for _ in range(mesh.world)]
     dist.all_gather(table, mine)
@@ -192,5 +193,10 @@ def _holders(parameter: torch.Tensor, mesh: Mesh) -> Ends:
     return least, most
 
 
-def _listed(ranks: list[int]) -> str:
+def listed(ranks: list[int]) -> str:
+    """Ranks for a message.
+
+    >>> listed([0, 2])
+    '0, 2'
+    """
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -23,7 +23,9 @@ from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
+from shardwise.train.agreement import check_agreement
 from shardwise.train.batches import Window
+from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, go_on_halved, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
@@ -59,6 +61,7 @@ class TrainStep:
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
         self._flushes = 1
+        self._buffers = Buffers(placed)
         self._sums = WorldSums(placed, after=self._halving is not None)
         self._protection: Protection | None = None
         if options.protect is not None:
@@ -99,9 +102,9 @@ class TrainStep:
             self._begin()
         if self._protection is not None:
             self._protection.begin(batch)
+        self._buffers.keep()
         if self._retry is not None:
-            run = partial(self._losses, batch)
-            micro, zero, losses = self._retry.run(run, self.state.optimizer.zero_grad, self.state.step + 1)
+            micro, zero, losses = self._retry.run(partial(self._losses, batch), self._forget, self.state.step + 1)
             self._events += self._retry.take_notes()
         else:
             micro, zero, losses = self._losses(batch)
@@ -109,13 +112,20 @@ class TrainStep:
         with torch.no_grad():
             return self._update(grads, joined, sums, start)
 
+    def _forget(self) -> None:
+        """Drop what the forward and backward passes of a step without an update have left."""
+        self.state.optimizer.zero_grad()
+        self._buffers.restore()
+
     def _begin(self) -> None:
         """Before the first step: of several trainers in one script the first that steps is the one verified."""
         self._is_begun = True
         self._events += go_on_halved(self.state, halves=self._retry is not None)
         self._witness = open_witness(self.state)
-        if self.state.step == 0 and self._witness is None:
-            self._check_replicas()  # initial values that depend on the rank; `verify` names them itself
+        if self._witness is None:  # `verify` names what differs itself
+            check_agreement(self.state, self.options, self.loss_fn)
+            if self.state.step == 0:
+                self._check_replicas()  # initial values that depend on the rank
 
     def measure(self, batch: Any) -> tuple[float, float]:
         """Mean loss, and norm of the mean gradient, of a batch at the state as it is; nothing is updated.
@@ -295,9 +305,10 @@ class TrainStep:
         makes_update = finite and cause is None
         if makes_update:
             self._apply(grads, joined, factor, norm)
+            state.optimizer.zero_grad()
         else:
             state.skipped += 1
-        state.optimizer.zero_grad()
+            self._forget()
         for follow in state.placed.after_step:
             follow(makes_update)
         if state.loss_scale is not None and weight:
@@ -312,14 +323,13 @@ class TrainStep:
         if self.options.check_replicas and number % self.options.check_replicas == 0:
             self._check_replicas()
         events, self._events = tuple(self._events), []
-        seconds = time.perf_counter() - start
         metrics = StepMetrics(
             step=number,
             loss=mean,
             weight=weight,
             grad_norm=norm,
             lr=lr,
-            seconds=seconds,
+            seconds=time.perf_counter() - start,
             losses=self._window.means(state.mesh) if self._window is not None else {},
             skipped=not makes_update,
             stopping=stopping,

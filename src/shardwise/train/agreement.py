@@ -1,0 +1,177 @@
+"""`check_agreement`: before a process's first step, all ranks compare what they must have alike, and name what differs.
+
+Ranks whose options, model or data differ do not fail where they differ: they wait for each other in collectives of
+different kinds or sizes, or train on as two models. So each rank writes down what its collectives and its numbers
+follow from, and one digest of it is compared. What is written down is exchanged only where digests differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ReplicaError
+from shardwise.parallel.history import Operation
+from shardwise.parallel.placed import Placed
+from shardwise.train.batches import Batches
+from shardwise.train.losses import Losses
+from shardwise.train.lr import LrSchedule
+from shardwise.train.options import StepOptions
+from shardwise.train.replicas import checksum, gathered, listed
+from shardwise.train.state import TrainState
+
+MOST_NAMED = 3
+"""Further differences that a message names."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank has, as text by name."""
+
+    place: int
+    """Which pipeline stages are here: `of_place` is the same on the ranks that hold the same ones."""
+    of_all: dict[str, str]
+    of_place: dict[str, str]
+
+    def digests(self) -> tuple[int, int, int]:
+        """Numbers that are equal where the facts are."""
+        return self.place, _digest(self.of_all.items()), _digest(self.of_place.items())
+
+
+def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> None:
+    """Compare all ranks. Every rank calls it, before anything else of its first step.
+
+    Raises:
+        ReplicaError: on all ranks: names the first thing that differs, and who has what.
+
+    Cost: an all-gather of three numbers; before step 1 also one pass over the buffers, and over the operations that
+    initialised the parameters.
+    """
+    mesh = state.mesh
+    if mesh.world == 1:
+        return
+    own = Facts(mesh.index("pp"), dict(_of_all(state, options, loss_fn)), dict(_of_place(state)))
+    rows = [tuple(rank[0]) for rank in gathered([own.digests()], mesh)]
+    if len({of_all for _, of_all, _ in rows}) == 1 and len(set(rows)) == len({place for place, _, _ in rows}):
+        return
+    everyones: list[Any] = [None] * mesh.world
+    dist.all_gather_object(everyones, own)
+    raise ReplicaError(_difference(everyones, state.step))
+
+
+def _of_all(state: TrainState, options: StepOptions, loss_fn: Any) -> Iterator[tuple[str, str]]:
+    """What is the same on every rank of the job."""
+    placed, batches = state.placed, state.batches
+    yield "torch's version", torch.__version__
+    yield "the plan", str(placed.plan)
+    yield "the seed of apply", str(placed.seed)
+    yield "the seed of the run", str(state.seed)
+    yield "the step", str(state.step)
+    yield "halvings of the micro-batches", str(state.halvings)
+    for field in fields(options):
+        yield f"StepOptions.{field.name}", repr(getattr(options, field.name))
+    yield "the losses", repr(loss_fn.factors) if isinstance(loss_fn, Losses) else "one"
+    if isinstance(state.schedule, LrSchedule):
+        yield "the schedule", repr(state.schedule)
+    else:  # any function: what it gives for this step
+        yield "the schedule's factor", repr(float(state.schedule(state.step)) if state.schedule is not None else 1.0)
+    yield "the moving average", f"decay={state.ema.decay}, warmup={state.ema.warmup}" if state.ema else "none"
+    if isinstance(batches, Batches):
+        dials, position = batches.options, batches.state_dict()
+        yield "the loader's rows per step", repr(position.pop("global_size"))
+        yield "the loader's epochs", repr(dials.epochs)
+        yield "the loader's drop_last", repr(dials.drop_last)
+        yield from ((f"the loader's {key}", repr(value)) for key, value in position.items())
+
+
+def _of_place(state: TrainState) -> Iterator[tuple[str, str]]:
+    """What is the same on the ranks that hold the same stages of the model."""
+    placed = state.placed
+    for name, parameter in placed.named_parameters().items():
+        shape = placed.placements[name].global_shape if name in placed.placements else tuple(parameter.shape)
+        yield f"parameter {name}", f"{shape} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+    for name, buffer in placed.named_buffers().items():
+        yield f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"
+    yield "the optimizer", type(state.optimizer.torch).__name__
+    for number, group in enumerate(state.optimizer.param_groups):
+        for key, value in sorted(group.items()):
+            if key != "params":
+                yield f"{key} of the optimizer's group {number}", _plain(value)
+    if state.step == 0:
+        yield from _initial_values(placed)
+
+
+def _initial_values(placed: Placed) -> Iterator[tuple[str, str]]:
+    """Of shards no two ranks hold the same, so parameters are compared by the operations that gave them their values.
+
+    A module that was built before `apply` has no such record: `apply` has compared its values itself.
+    """
+    history, views = (placed.blueprint.history, placed.blueprint.views) if placed.blueprint is not None else (None, {})
+    if history is not None:
+        texts = [_digest(_words(operation)) for operation in history.operations]
+        for name in placed.named_parameters():
+            if name in views:
+                steps = [texts[index] for index in history.closure(views[name].storage)]
+                yield f"the initial value of {name}", f"{_digest([views[name], *steps]):x}"
+    for name, buffer in placed.named_buffers().items():
+        is_garbage = history is not None and name in views and not history.is_written(views[name].storage)
+        if not (is_garbage or buffer.is_meta or isinstance(buffer, DTensor)):
+            yield f"the value of buffer {name}", f"{checksum(buffer):x}"
+
+
+def _words(operation: Operation) -> Iterator[Any]:
+    """What an operation of a constructor does, without what differs from process to process."""
+    yield getattr(operation.call, "__name__", "")
+    yield from (repr(operation.args), sorted(operation.kwargs), [operation.kwargs[k] for k in sorted(operation.kwargs)])
+    if not operation.args:  # it gives a tensor that was made outside of the recording
+        yield checksum(operation.call())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else f"{tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_plain, value))
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def _digest(words: Iterable[Any]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(list(words)).encode(), digest_size=7).digest(), "little")
+
+
+def _difference(everyones: list[Facts], step: int) -> str:
+    """Which things differ, and who has what of the first one: the same text on every rank."""
+    everybody = range(len(everyones))
+    found = list(_differing(everybody, lambda rank: everyones[rank].of_all))
+    for place in sorted({facts.place for facts in everyones}):
+        ranks = [rank for rank in everybody if everyones[rank].place == place]
+        found += _differing(ranks, lambda rank: everyones[rank].of_place)
+    name, holders = found[0]
+    values = "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in holders)
+    more = [other for other, _ in found[1:]]
+    also = f"; also different: {', '.join(more[:MOST_NAMED])}" if more else ""
+    return (
+        f"before step {step + 1}: {name} must be equal on ranks {listed(sorted(r for _, rs in holders for r in rs))}: "
+        f"found {values}{also}{f' and {len(more) - MOST_NAMED} more' if len(more) > MOST_NAMED else ''}; needed: the "
+        "same on every rank; remove what makes it depend on the rank, its host or its environment from the script"
+    )
+
+
+def _differing(
+    ranks: Iterable[int], facts: Callable[[int], Mapping[str, str]]
+) -> Iterator[tuple[str, list[tuple[str, list[int]]]]]:
+    """Name -> (value, its ranks), the commonest value first, of what is not the same on some ranks."""
+    for name in dict.fromkeys(name for rank in ranks for name in facts(rank)):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            holders[facts(rank).get(name, "nothing")].append(rank)
+        if len(holders) > 1:
+            yield name, sorted(holders.items(), key=lambda item: -len(item[1]))

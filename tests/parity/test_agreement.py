@@ -1,0 +1,158 @@
+"""Planted differences between ranks, in what collectives and numbers follow from: named before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import ExitCode, ReplicaError
+from shardwise.testing import World
+from shardwise.train import agreement, replicas
+from tests.parity import grid, points
+
+WHERE = {
+    "wide": "parameter last.weight",
+    "extra": "parameter more.weight",
+    "frozen": "parameter last.bias",
+    "init": "the initial value of first.weight",
+    "buffer": "the value of buffer offset",
+    "apply's seed": "the seed of apply",
+    "optimizer": "the optimizer",
+    "lr": "lr of the optimizer's group 0",
+    "betas": "betas of the optimizer's group 0",
+    "schedule": "the schedule",
+    "a schedule of one's own": "the schedule's factor",
+    "ema": "the moving average",
+    "loader's seed": "the loader's seed",
+    "rows per step": "the loader's rows per step",
+    "size": "the loader's size",
+    "epochs": "the loader's epochs",
+    "clip": "StepOptions.clip_norm",
+    "check_replicas": "StepOptions.check_replicas",
+    "on_nonfinite": "StepOptions.on_nonfinite",
+    "protect": "StepOptions.protect",
+    "losses": "the losses",
+}
+"""What is planted -> what the message must name."""
+
+
+def net(what: str) -> torch.nn.Module:
+    module = points.Net()
+    module.register_buffer("offset", torch.full((3,), 2.0 if what == "buffer" else 1.0))
+    if what == "wide":
+        module.last = torch.nn.Linear(points.WIDTH, 4)
+    if what == "extra":
+        module.more = torch.nn.Linear(2, 2)
+    if what == "init":
+        with torch.no_grad():
+            module.first.weight.fill_(0.5)
+    module.last.bias.requires_grad_(what != "frozen")
+    return module
+
+
+def step_options(what: str) -> sw.StepOptions:
+    return {
+        "clip": sw.StepOptions(clip_norm=0.5),
+        "check_replicas": sw.StepOptions(check_replicas=3),
+        "on_nonfinite": sw.StepOptions(on_nonfinite="raise"),
+        "protect": sw.StepOptions(protect=sw.Protect()),
+    }.get(what, sw.StepOptions(check_replicas=2))
+
+
+def train(text: str, odd: int, what: str) -> str:
+    """Two steps, in which one rank has something else; what this rank was told."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        mine = what if mesh.rank == odd else ""
+        placed = sw.apply(lambda: net(mine), plan, mesh, seed=4 if mine == "apply's seed" else 3)
+        data = sw.loader(
+            points.Points(32 if mine == "size" else 40),
+            grid.batch(plan, 16 if mine == "rows per step" else 8),
+            mesh,
+            seed=2 if mine == "loader's seed" else 1,
+            epochs=9 if mine == "epochs" else None,
+        )
+        betas = (0.8, 0.99) if mine == "betas" else (0.9, 0.99)
+        adamw = sw.adamw(placed, lr=0.2 if mine == "lr" else 0.1, betas=betas)
+        is_own = what == "a schedule of one's own"
+        state = sw.TrainState(
+            placed,
+            sw.sgd(placed, lr=0.1) if mine == "optimizer" else adamw,
+            data,
+            schedule=(lambda _: 0.5 if mine else 0.25) if is_own else sw.warmup_cosine(2 + (mine == "schedule"), 9),
+            ema=sw.Ema(placed) if mine == "ema" else None,
+            seed=7,
+        )
+        several = sw.Losses(lambda o, b: {"main": points.weighted(o, b)}, weights={"main": lambda b: b[2].sum()})
+        loss_fn = several if mine == "losses" else points.weighted
+        try:
+            for _ in sw.steps(state, loss_fn, until=2, options=step_options(mine)):
+                pass
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("what", list(WHERE))
+def test_what_differs_on_one_rank_is_named_on_all(world: World, what: str) -> None:
+    plan = "dp3" if what in ("lr", "buffer", "init") else "fsdp3" if what == "check_replicas" else "fsdp2"
+    told = world(sw.Plan.parse(plan).world, train, f"{plan} / fp64", 1, what)
+    assert len(set(told)) == 1
+    everybody, others = ("0, 1, 2", "0, 2") if plan.endswith("3") else ("0, 1", "0")
+    assert told[0].startswith(f"before step 1: {WHERE[what]} must be equal on ranks {everybody}: found ")
+    assert f" on rank {others}; " in told[0] and " on rank 1;" in told[0]  # the majority first
+    assert told[0].index(f"on rank {others};") < told[0].index("on rank 1;")
+
+
+def test_values_are_told(world: World) -> None:
+    [told, _] = world(2, train, "dp2 / fp64", 1, "frozen")
+    assert "found (3,) torch.float64 on rank 0; (3,) torch.float64, frozen on rank 1; needed" in told
+    assert ReplicaError.exit_code is ExitCode.REPLICAS_DIFFER
+
+
+@pytest.mark.parametrize("plan", ["dp3", "dp2 pp2 / 1f1b mb2"])
+def test_negative_control_where_nothing_differs_nothing_is_said(world: World, plan: str) -> None:
+    """Stages hold other parameters than one another, and are compared with themselves only."""
+    size = sw.Plan.parse(plan).world
+    assert world(size, train, f"{plan} / fp64", size, "") == [""] * size
+    if "pp" in plan:  # rank 3 is the second replica of the second stage, and rank 2 the first
+        told = world(size, train, f"{plan} / fp64", 3, "frozen")
+        assert len(set(told)) == 1 and "parameter last.bias must be equal on ranks 2, 3: found" in told[0]
+
+
+def counted(text: str) -> int:
+    """How often ranks were asked in four steps."""
+    calls: list[Any] = []
+    ask = replicas.gathered
+    with pytest.MonkeyPatch.context() as patch, points.placed_state(text, points.Case(steps=4)) as state:
+        patch.setattr(agreement, "gathered", lambda rows, mesh: (calls.append(rows), ask(rows, mesh))[1])
+        for _ in sw.steps(state, points.weighted, until=4):
+            pass
+    return len(calls)
+
+
+def test_ranks_are_asked_once(world: World) -> None:
+    assert world(2, counted, "fsdp2 / fp64") == [1, 1]
+
+
+def reserved(text: str) -> str:
+    """A buffer that its constructor leaves without a value has another one in each process."""
+
+    class Cached(points.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.empty(50, dtype=torch.float64))
+
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Cached, plan, mesh)
+        placed.named_buffers()["cache"].fill_(mesh.rank)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1), sw.loader(points.Points(16), 8, mesh))
+        return f"{next(sw.steps(state, points.weighted, until=1)).step}"
+
+
+def test_memory_without_a_value_is_not_compared(world: World) -> None:
+    assert world(2, reserved, "dp2 / fp64") == ["1", "1"]
