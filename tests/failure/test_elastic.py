@@ -250,6 +250,23 @@ def test_too_few_for_too_long_is_an_error_and_what_is_no_list_changes_nothing(tm
     assert (event["event"], event["rank"], event["standby"]) == ("recovery", 1, True)
 
 
+def test_a_change_before_too_few_are_left_is_recorded(tmp_path: Path) -> None:
+    """3 -> 2, and in the first step of the two another death: nobody trains."""
+    out = tmp_path / "a"
+    words = ("--elastic", "2:3", "--slot-failures", "1", "--elastic-wait", "0", str(SCRIPT), "dp3 / fp64")
+    process = start(out, *words, "--", str(out), "100000", PACE_S="2")
+    wait_for_step(process, out, 2, 3)
+    kill_rank(process, 2)
+    wait_for_step(process, out, 1, 2)  # noted in the body of the loop: no copy of this step was made yet
+    kill_rank(process, 1)
+    code, err = finish(process)
+    assert code == ExitCode.LAUNCH, err
+    (event,) = events_of(out)
+    assert [event[key] for key in ("before", "after", "slots", "first_step_s")] == [3, 2, [0, 1], None]
+    assert "rank 2: the process was killed by SIGKILL" in event["cause"] and event["resharded_s"] > 0
+    assert "elastic: 3 -> 2 processes" in err
+
+
 @pytest.mark.soak  # in every run: tests/failure/test_recovery.py, the same fork server
 def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
     out = tmp_path / "a"

@@ -30,6 +30,11 @@ from shardwise.plan.plan import Plan
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering, Recovery
 
+_RecoveriesOption = Annotated[int | None, typer.Option(min=1, help="Under --recover: how often in all; default 1000.")]
+_EventsOption = Annotated[
+    Path | None, typer.Option(help="Under --recover: append each recovery to this file, a line of JSON.")
+]
+
 
 def run(
     ctx: typer.Context,
@@ -40,8 +45,8 @@ def run(
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; default: the plan's, or one per device.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the rendezvous; 0: a free one.")] = 0,
     recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; needs steps().")] = False,
-    max_recoveries: Annotated[int, typer.Option(min=1, help="Under --recover: how often in all.")] = 1000,
-    events: Annotated[Path | None, typer.Option(help="Append each recovery to this file, a line of JSON.")] = None,
+    max_recoveries: _RecoveriesOption = None,
+    events: _EventsOption = None,
     elastic: ElasticOption = None,
     devices: Annotated[Path | None, typer.Option(help="Under --elastic: the file that lists the slots.")] = None,
     slot_failures: FailuresOption = None,
@@ -76,7 +81,8 @@ def run(
     tell = partial(_append, events, "recovery") if events is not None else None
     recovering = None
     if recover or (asked is not None and launch is None):
-        recovering = recovery(port=port, limit=max_recoveries, tell=tell)
+        recovering = recovery(port=port, limit=max_recoveries or 1000, tell=tell)
+    _check_record(recovering, max_recoveries=max_recoveries, events=None if nodes.index else events)
     if asked is not None and plan is not None and recovering is not None and launch is None:
         recovering = _elastic(asked, recovering, plan, job, events=events)
     if dry_run:
@@ -107,7 +113,24 @@ def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
             outcome = _run_once(job, stopping)
     if outcome.failure is not None:
         typer.echo(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure), err=True)
+    elif outcome.exit_code != ExitCode.OK and not job.nodes.index:  # of several hosts the first one says it
+        typer.echo(f"shardwise: {_ending(outcome.exit_code, stopping)}", err=True)
     return outcome.exit_code
+
+
+def _ending(code: ExitCode, stopping: Stopping) -> str:
+    """Why a job has ended in which no rank failed."""
+    names = {ExitCode.INTERRUPTED: "SIGINT", ExitCode.PREEMPTED: "SIGUSR1", ExitCode.TERMINATED: "SIGTERM"}
+    if code in names:
+        name = stopping.first.name if stopping.first is not None else names[code]
+        return f"ended by {name} ({code:d}); a loop of steps() has finished its step, and saved where it has a store"
+    if code == ExitCode.KILLED:
+        return f"ended at once by a second signal, or as the grace was over ({code:d}); go on from the last checkpoint"
+    why = {
+        ExitCode.NON_FINITE: ": a loss or gradient is not finite, under the policy `stop`",
+        ExitCode.SPIKE: ": a spike of the loss or of the gradient norm, under the policy `stop`",
+    }
+    return f"all ranks ended with status {code:d}{why.get(code, '')}"
 
 
 def _run_once(job: Job, stopping: Stopping) -> Outcome:
@@ -148,8 +171,12 @@ def recovery(*, port: int, limit: int = 1000, tell: Callable[..., None] | None =
 
     def told(recovery: Recovery) -> None:
         typer.echo(f"shardwise: {recovery}", err=True)
-        if tell is not None:
+        if tell is None:
+            return
+        try:
             tell(**recovery.to_dict())
+        except OSError as error:  # as of a full disk: no reason to end the job
+            typer.echo(f"shardwise: this recovery is not recorded: {error}", err=True)
 
     # a second copy of the model fits into a host's memory, and not beside the first one on an accelerator
     return Recovering(limit=limit, standby=local_devices()[0] == "cpu", tell=told)
@@ -170,6 +197,33 @@ def _elastic(asked: Asked, recovering: Recovering, plan: Plan, job: Job, *, even
     tell = partial(_append, events, "elastic") if events is not None else None
     known = Known(device=local_devices()[0])
     return elastic_policy(asked, recovering, plan, arguments, devices=asked.devices, known=known, tell=tell)
+
+
+def _check_record(recovering: Recovering | None, *, max_recoveries: int | None, events: Path | None) -> None:
+    """Refuse options that would do nothing, and a record that cannot be written.
+
+    Raises:
+        UsageError: see above.
+    """
+    given = {"--max-recoveries": max_recoveries, "--events": events}
+    idle = [name for name, value in given.items() if value is not None]
+    if recovering is None and idle:
+        raise UsageError(
+            f"{', '.join(idle)}: found neither --recover nor an --elastic that starts processes here, needed one of "
+            f"them: else nothing is recovered from; add --recover, or leave {' and '.join(idle)} out"
+        )
+    if events is None:
+        return
+    is_new = not events.exists()
+    try:
+        events.open("a", encoding="utf-8").close()
+        if is_new:  # an empty record would say that there is one
+            events.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"--events {events}: cannot be written ({error.strerror or error}), needed a file in a directory that is "
+            "there; choose another one"
+        ) from None
 
 
 def _append(path: Path, event: str, **facts: Any) -> None:

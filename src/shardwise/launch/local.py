@@ -1,6 +1,7 @@
 """`run_local`: the ranks of a job on this machine, ended by one policy. No torch.
 
 - The first failure (by time, echoes of lost connections last) is the one reported; the others end within seconds.
+- A rank that ends with 0 before the others is named when they lose it, and after a minute if they only wait.
 - A first Ctrl-C, SIGTERM or SIGUSR1 is passed to the ranks, which finish their step and save; a second one, or the end
   of the grace period, kills them.
 
@@ -11,13 +12,15 @@ or they are programs of their own (`programs.py`), with the same policy.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +33,14 @@ from shardwise.launch.stopping import Stopping, catching
 
 _CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTED}
 _ASKED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
+_AGREED = (ExitCode.NON_FINITE, ExitCode.SPIKE)
+"""With which `steps` ends all ranks after the same step, each as soon as it has left the loop."""
 _ECHO = re.compile(r"onnection (?:was )?(?:closed|reset)|roken pipe|gloo/transport|remote (?:process|peer)|Abort", re.I)
 """Texts of a rank that lost a peer: true, but not the cause."""
+SETTLE_S = 2.0
+"""After such a text, and nothing else: how long the peer has to be seen ending. It may be taking Python apart."""
+LEFT_S = 60.0
+"""After a rank has ended with 0: how long the others may run before it is said, for they may wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +54,11 @@ class Failure:
     """Empty for an error that Shardwise raised on purpose, and for a rank that was killed."""
     halving: Mapping[str, Any] | None = None
     """What the rank asks for that ran out of memory; see `OutOfMemoryError`."""
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it says no more than that another rank is gone."""
+        return bool(self.traceback) and bool(_ECHO.search(self.message))
 
     def __str__(self) -> str:
         text = f"rank {self.rank} failed: {self.message}"
@@ -101,8 +115,7 @@ def run_local(job: Job, server: Server, stopping: Stopping | None = None) -> Out
                     os.kill(server.pid, signal.SIGKILL)
                     return outcome_of({}, files, stopping)
                 ranks.codes(POLL_S)
-            codes = wait_for(job, ranks, stopping)
-        return outcome_of(codes, files, stopping)
+            return wait_for(job, ranks, files, stopping)
 
 
 def check_port(job: Job) -> None:
@@ -144,14 +157,15 @@ class _Forked:
         self._forks.signal(1, number)
 
 
-def wait_for(job: Job, ranks: Ranks, stopping: Stopping) -> dict[int, int]:
-    """Exit code of every rank."""
+def wait_for(job: Job, ranks: Ranks, files: dict[int, Path], stopping: Stopping) -> Outcome:
+    """How a job ended, once all of its ranks have."""
     deadline: float | None = None
-    told, forwarded = False, 0
+    failed_at: float | None = None
+    told, forwarded, leavers = frozenset[int](), 0, Leavers()
     while True:
         codes = ranks.codes(POLL_S)
         if len(codes) == job.nproc:
-            return codes
+            return outcome_of(codes, files, stopping, told)
         if stopping.count > forwarded:
             forwarded = stopping.count
             ranks.send(stopping.forward)
@@ -160,29 +174,79 @@ def wait_for(job: Job, ranks: Ranks, stopping: Stopping) -> dict[int, int]:
             ranks.send(signal.SIGKILL)
         if codes and deadline is None and stopping.first is not None:
             deadline = time.monotonic() + job.stop_grace_s
-        if any(code != 0 for code in codes.values()) and not told and stopping.first is None:
-            told, deadline = True, time.monotonic() + job.grace_s
-            codes = ranks.codes(POLL_S)  # a rank that fails by itself at the same time says why; give it the chance
-            ranks.send(signal.SIGTERM)
+        if any(codes.values()) and not told and stopping.first is None:
+            failed_at = failed_at or time.monotonic()
+            if time.monotonic() - failed_at >= patience_s(job, codes, files):
+                codes = ranks.codes(POLL_S)  # a rank that fails by itself at the same time gets to say why
+                told, deadline = frozenset(files) - codes.keys(), time.monotonic() + job.grace_s
+                ranks.send(signal.SIGTERM)
+        elif stopping.first is None:
+            leavers.look(codes, files)
         if deadline is not None and time.monotonic() > deadline:
             ranks.send(signal.SIGKILL)
 
 
-def outcome_of(codes: dict[int, int], files: dict[int, Path], stopping: Stopping) -> Outcome:
-    """How a job ended, from its ranks' exit codes, the errors that they left, and the signals that came."""
+def patience_s(job: Job, codes: Mapping[int, int], files: Mapping[int, Path]) -> float:
+    """How long the others go on when some rank has ended badly, before they are told to end."""
+    if all(code in _AGREED and not files[rank].exists() for rank, code in codes.items() if code != 0):
+        return job.stop_grace_s  # they are about to end with it, too
+    failure = first_failure(codes, files)
+    return SETTLE_S if failure is not None and failure.is_echo else 0.0
+
+
+class Leavers:
+    """Says that some ranks have ended with 0 and the others have not, when that lasts. Nobody is ended for it."""
+
+    def __init__(self) -> None:
+        """All are there."""
+        self._count, self._due = 0, math.inf
+
+    def look(self, codes: Mapping[int, int], ranks: Iterable[int]) -> None:
+        """Called often.
+
+        Args:
+            codes: exit codes of those that have ended.
+            ranks: all.
+        """
+        if len(codes) != self._count:
+            self._count, self._due = len(codes), time.monotonic() + LEFT_S
+        if not codes or any(codes.values()) or time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        ended, run = (" ".join(map(str, sorted(of))) for of in (codes, set(ranks) - codes.keys()))
+        print(
+            f"shardwise: of the ranks {ended} ended with status 0, and {run} still run {LEFT_S:g} s later; if these "
+            "wait for those, end the job with Ctrl-C, and let all ranks leave the script at the same place",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def outcome_of(
+    codes: Mapping[int, int], files: Mapping[int, Path], stopping: Stopping, told: frozenset[int] = frozenset()
+) -> Outcome:
+    """How a job ended.
+
+    Args:
+        codes: exit codes of its ranks.
+        files: the errors that they left.
+        stopping: the signals that came.
+        told: ranks that ran on when another one had ended, and were told to end: their codes say nothing.
+    """
+    if stopping.killed and -signal.SIGKILL in codes.values():
+        return Outcome(exit_code=ExitCode.KILLED)
+    codes = {rank: code for rank, code in codes.items() if rank not in told}
     failure = first_failure(codes, files)
     by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
     asked = {code for code in codes.values() if code in _ASKED}
-    if stopping.killed and -signal.SIGKILL in codes.values():
-        return Outcome(exit_code=ExitCode.KILLED)
-    if failure is not None and not (stopping.first and _ECHO.search(failure.message)):
+    if failure is not None and not (stopping.first and (failure.message == _LEFT or _ECHO.search(failure.message))):
         return Outcome(exit_code=failure.exit_code, failure=failure)
     if stopping.first is not None:
         return Outcome(exit_code=by_signal)
     if asked:  # a scheduler signalled the ranks and not this process
         return Outcome(exit_code=ExitCode(min(asked)))
-    same = set(codes.values())
-    if len(same) == 1 and same <= set(ExitCode) and not any(path.exists() for path in files.values()):
+    same, agreed = set(codes.values()), set(_AGREED if told else ExitCode)
+    if len(same) == 1 and same <= agreed and not any(files[rank].exists() for rank in codes):
         return Outcome(exit_code=ExitCode(same.pop()))  # all ranks ended in agreement: `steps` on a bad gradient
     dead = _silent_deaths(codes, files) or [(rank, code) for rank, code in codes.items() if code != 0]
     if not dead:
@@ -191,39 +255,43 @@ def outcome_of(codes: dict[int, int], files: dict[int, Path], stopping: Stopping
     return Outcome(exit_code=failure.exit_code, failure=failure)
 
 
-def _silent_deaths(codes: dict[int, int], files: dict[int, Path]) -> list[tuple[int, int]]:
+def _silent_deaths(codes: Mapping[int, int], files: Mapping[int, Path]) -> list[tuple[int, int]]:
     """Ranks that were killed or called `exit`, and said nothing; not those that were told to end."""
     expected = (0, -signal.SIGTERM, -signal.SIGUSR1, *_ASKED)
     return [(rank, code) for rank, code in codes.items() if code not in expected and not files[rank].exists()]
 
 
-def first_failure(codes: dict[int, int], files: dict[int, Path]) -> Failure | None:
-    """The earliest record that is no echo of another rank's death; a rank that died silently comes before echoes."""
+def first_failure(codes: Mapping[int, int], files: Mapping[int, Path]) -> Failure | None:
+    """The earliest record that is no echo of another rank's death; a rank that went silently comes before echoes."""
     records = sorted(_records(files), key=lambda record: float(record["time_s"]))
     causes = [record for record in records if record["known"] or not _ECHO.search(record["message"])]
     if not causes and _silent_deaths(codes, files):
         return None
     if not records:
         return None
+    left = next((rank for rank, code in codes.items() if code == 0), None)
+    if not causes and left is not None:
+        return Failure(rank=left, message=_LEFT, exit_code=ExitCode.RANK_FAILED)
     record = (causes or records)[0]
+    message = record["message"] if record["known"] else f"{record['type']}: {record['message']}"
+    if left is not None and record["exit_code"] == ExitCode.LAUNCH:  # who waited for it in vain to join
+        message += f" (rank {left} had ended with status 0 before)"
     return Failure(
         rank=record["rank"],
-        message=record["message"] if record["known"] else f"{record['type']}: {record['message']}",
+        message=message,
         exit_code=ExitCode(record["exit_code"]),
         traceback="" if record["known"] else record["traceback"],
         halving=record["halving"],
     )
 
 
-def _records(files: dict[int, Path]) -> Iterator[dict[str, Any]]:
+def _records(files: Mapping[int, Path]) -> Iterator[dict[str, Any]]:
     for path in files.values():
         if path.exists():
             yield json.loads(path.read_text(encoding="utf-8"))
 
 
-def is_echo(message: str) -> bool:
-    """Whether an error says no more than that another rank is gone."""
-    return bool(_ECHO.search(message))
+_LEFT = "the script ended with status 0 while the others were still training"
 
 
 def death(code: int) -> str:

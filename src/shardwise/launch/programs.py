@@ -53,8 +53,7 @@ def run_programs(job: Job, stopping: Stopping | None = None) -> Outcome:
             if stopping.first is not None:
                 return outcome_of({}, files, stopping)
             with _quiet_elastic(), _started(job, store.port, files, folder) as programs:
-                codes = wait_for(job, programs, stopping)
-        return outcome_of(codes, files, stopping)
+                return wait_for(job, programs, files, stopping)
 
 
 class _Programs:
@@ -62,10 +61,15 @@ class _Programs:
 
     def __init__(self, context: SubprocessContext) -> None:
         self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        self._codes = dict[int, int]()
+        """In order of time."""
 
     def codes(self, wait_s: float) -> dict[int, int]:
         time.sleep(wait_s)
-        return {rank: code for rank, process in self._processes.items() if (code := process.poll()) is not None}
+        for rank, process in self._processes.items():
+            if rank not in self._codes and (code := process.poll()) is not None:
+                self._codes[rank] = code
+        return self._codes
 
     def send(self, number: signal.Signals) -> None:
         for process in self._processes.values():

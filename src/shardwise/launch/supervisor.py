@@ -25,14 +25,14 @@ from typing import Any
 from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.elastic import Elastic, Fleet, Team, Transition, spell_slots
 from shardwise.launch.forks import POLL_S
-from shardwise.launch.local import Failure, Outcome, death, first_failure, is_echo, outcome_of
+from shardwise.launch.local import SETTLE_S, Failure, Leavers, Outcome, death, first_failure, outcome_of, patience_s
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
 from shardwise.launch.stopping import Stopping
 from shardwise.launch.worlds import World, Worlds
 from shardwise.train.outliving import Copy
 
 _SETTLE_S = 0.3
-"""After an error that may be the echo of another rank's death: how long that one has to be told."""
+"""After a rank ended without an exception of its own: how long another one has to be seen killed."""
 _STANDBYS = 3
 """Sets that stood by and failed in a row, before it is given up."""
 _SAVE_S = 60.0
@@ -81,9 +81,16 @@ class Supervisor:
         """Since when another team is wanted than the one that trains; 0: none is."""
         self._boundary = 0
         """Copies that there were when the other team was ready."""
+        self._leavers = Leavers()
 
     def run(self) -> Outcome:
         """Until the job has ended."""
+        try:
+            return self._run()
+        finally:  # whatever ended it: a change that no step followed has taken place
+            self._finish_change(None)
+
+    def _run(self) -> Outcome:
         team = self._await_team("the start")
         if team is None or self.stopping.first is not None:
             return outcome_of({}, {}, self.stopping)
@@ -93,6 +100,7 @@ class Supervisor:
         while True:
             self.worlds.poll(_CLOSE_S if self._boundary else POLL_S)
             self._tell(active)
+            self._leavers.look(active.codes, active.files)
             if (active.has_ended and not active.has_failed) or self._is_to_stop(active):
                 return self._end(active)
             if active.has_failed:
@@ -158,10 +166,10 @@ class Supervisor:
     def _cause(self, world: World) -> tuple[Failure | None, bool]:
         """The first failure, and whether a process was killed; None for what recovery does not help against.
 
-        Errors that Shardwise raises on purpose, and `sys.exit` with a status, would come again; but for a rank that
-        ran out of memory, and asks for smaller micro-batches.
+        Errors that Shardwise raises on purpose, and `sys.exit` with a status, 0 too while others train, would come
+        again; but for a rank that ran out of memory, and asks for smaller micro-batches.
         """
-        end = time.monotonic() + _SETTLE_S
+        since = time.monotonic()
         while True:
             failure = first_failure(world.codes, world.files)
             if failure is not None and failure.halving is not None:
@@ -170,10 +178,11 @@ class Supervisor:
             if killed is not None:
                 text = death(killed[1])
                 return Failure(rank=killed[0], message=text, exit_code=ExitCode.RANK_FAILED), True
-            if failure is not None and failure.traceback and not is_echo(failure.message):
+            echo = failure is not None and failure.is_echo
+            if failure is not None and failure.traceback and not echo:
                 return failure, False
-            if time.monotonic() > end:
-                return (failure if failure is not None and failure.traceback else None), False
+            if time.monotonic() - since > (SETTLE_S if echo else _SETTLE_S):
+                return (failure if echo else None), False
             self.worlds.poll(0.02)
 
     def _await_team(self, cause: str) -> Team | None:
@@ -255,14 +264,18 @@ class Supervisor:
         pending, self._pending, elastic = self._pending, None, self.fleet.elastic
         if pending is None or pending.after is None or elastic is None or pending.before == pending.after:
             return
-        elastic.tell(
+        cause = pending.cause if pending.rank is None else f"rank {pending.rank}: {pending.cause}"
+        if not pending.trains_ns:
+            pending.trains_ns, cause = time.monotonic_ns(), f"{cause}; the job ended before all had their state"
+        self._record(
+            elastic,
             Transition(
                 before=pending.before.size,
                 after=pending.after.size,
                 plan_before=str(pending.before.plan),
                 plan=str(pending.after.plan),
                 step=pending.step,
-                cause=pending.cause if pending.rank is None else f"rank {pending.rank}: {pending.cause}",
+                cause=cause,
                 slots=pending.after.slots,
                 prepared_s=pending.prepared_ns / 1e9,
                 detected_s=(pending.ended_ns - pending.since_ns) / 1e9,
@@ -270,8 +283,14 @@ class Supervisor:
                 resharded_s=(pending.trains_ns - pending.chosen_ns) / 1e9,
                 first_step_s=first_step_s,
                 standby=pending.standby,
-            )
+            ),
         )
+
+    def _record(self, elastic: Elastic, transition: Transition) -> None:
+        try:
+            elastic.tell(transition)
+        except OSError as error:  # as of a full disk: no reason to end the job
+            self._note(f"this change is not recorded: {error}")
 
     def _is_time(self, active: World) -> bool:
         """Whether another team is to train now: it is ready, and all ranks have just made a copy after a step."""
@@ -308,11 +327,15 @@ class Supervisor:
 
     def _end(self, active: World) -> Outcome:
         """No recovery from here on: the ranks end in order, or within the time that the job gives them."""
-        if self._pending is not None and self._pending.trains_ns:
-            self._finish_change(None)
         self._drop_standby()
-        job, stopping = self.fleet.job, self.stopping
+        job, stopping, told = self.fleet.job, self.stopping, frozenset[int]()
+        since = time.monotonic()
+        while stopping.first is None and not active.has_ended:
+            if time.monotonic() - since > patience_s(job, active.codes, active.files):
+                break
+            self.worlds.poll()
         if stopping.first is None:
+            told = frozenset(active.files) - active.codes.keys()
             self.worlds.signal(active, signal.SIGTERM)
             self.worlds.wait(active, job.grace_s)
         forwarded = 0
@@ -329,7 +352,7 @@ class Supervisor:
                 stopping.killed = stopping.killed or past
                 self.worlds.signal(active, signal.SIGKILL)
             self.worlds.poll()
-        return outcome_of(active.codes, active.files, stopping)
+        return outcome_of(active.codes, active.files, stopping, told)
 
 
 def _too_few(fleet: Fleet, elastic: Elastic, cause: str, wait_s: float) -> str:

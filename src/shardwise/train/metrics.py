@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.extras import optional_module
+from shardwise.train.rundir import write_text
 
 PEAK_FLOPS: Mapping[str, float] = {
     "B200": 2.25e15,
@@ -33,13 +36,15 @@ PEAK_FLOPS: Mapping[str, float] = {
 class MetricsLog:
     """Appends one JSON object per line; each is on disk's way before `write` returns.
 
+    A record that cannot be written, as on a full disk, is left out and does not end the run; the first one is said.
+
     Args:
         path: the `.jsonl` file; its directory must exist.
         after_step: keep only older records up to this step: what a resumed run does again is not there twice.
         tensorboard: also write scalars for TensorBoard into this directory (extra `tensorboard`).
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be opened for writing.
         ConfigError: TensorBoard is asked for and not installed.
 
     Example:
@@ -53,20 +58,41 @@ class MetricsLog:
         try:
             if after_step is not None and path.exists():
                 keep = [row for row in read_metrics(path) if row.get("step", 0) <= after_step]
-                path.write_text("".join(_line(row) for row in keep), encoding="utf-8")
-            self._file = path.open("a", encoding="utf-8")
+                write_text(path, "".join(_line(row) for row in keep))  # who is killed here loses no record
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
         self._board = _board(tensorboard)
+        self._has_failed = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that are not finite are written as null: JSON has none."""
-        self._file.write(_line(record))
-        self._file.flush()
+        try:
+            self._append(_line(record).encode())
+        except OSError as error:
+            if not self._has_failed:
+                print(
+                    f"shardwise: metrics are not written: {error.strerror or error} ({self._file.name}); training goes "
+                    "on, and later records are tried",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._has_failed = True
         if self._board is not None:
             for key, value in record.items():
                 if isinstance(value, int | float) and key != "step":
                     self._board.add_scalar(key, value, record.get("step"))
+
+    def _append(self, line: bytes) -> None:
+        """Write a line whole, or nothing of it: half of one could not be read when others follow."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         """Close the files."""

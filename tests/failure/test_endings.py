@@ -1,0 +1,304 @@
+"""How a job ends, and what is said of it: codes on which ranks agree, a rank that leaves, files that cannot be written.
+
+The scripts import no torch where they need none: a rank starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.run import recovery
+from shardwise.errors import ExitCode
+from shardwise.launch import local
+from shardwise.launch.elastic import Elastic, Fleet, Team, Transition
+from shardwise.launch.job import Job
+from shardwise.launch.local import Leavers, Outcome, outcome_of, wait_for
+from shardwise.launch.recovery import Recovering, Recovery
+from shardwise.launch.stopping import Stopping
+from shardwise.launch.supervisor import Supervisor, _Change
+from shardwise.launch.worlds import World, Worlds
+from shardwise.plan.plan import Plan
+from shardwise.train.metrics import MetricsLog, read_metrics
+from tests.failure import recovering
+from tests.failure.test_recovery import start as start_recovering
+from tests.failure.test_run_verb import finish, start
+
+SLOW = """
+import atexit, os, sys, time
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 1)
+sys.exit({code})
+"""
+STUCK = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit({then}))
+    time.sleep(60)
+time.sleep(0.5)
+sys.exit({code})
+"""
+ECHO = "RuntimeError('[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1')"
+LEAVES = f"""
+import atexit, os, sys, time
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, {{slow_s}})  # as Python, when it takes torch apart
+    sys.exit(0)
+time.sleep(0.1)
+raise {ECHO}
+"""
+
+
+@pytest.mark.parametrize("code", [ExitCode.NON_FINITE, ExitCode.SPIKE])
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_ranks_that_end_in_agreement_may_take_their_time(tmp_path: Path, code: ExitCode, how: str) -> None:
+    script = ("import torch\n" if how == "fork" else "") + SLOW.format(code=code.value)
+    found, _, err = finish(start(tmp_path, script, "--nproc", "3", SHARDWISE_START=how))
+    assert found == code, err
+    assert err.startswith(f"shardwise: all ranks ended with status {code:d}: a ") and err.count("\n") == 1
+
+
+class Scripted:
+    """Ranks that end at given polls; and when they are told to."""
+
+    def __init__(self, ends: dict[int, tuple[int, int]], told: int = -signal.SIGTERM) -> None:
+        self.ends, self.told, self.polls = ends, told, 0
+        self.sent: list[signal.Signals] = []
+
+    def codes(self, wait_s: float) -> dict[int, int]:
+        self.polls += 1
+        time.sleep(0.01)
+        found = {rank: code for rank, (at, code) in self.ends.items() if at <= self.polls}
+        return found | (dict.fromkeys(set(range(3)) - found.keys(), self.told) if self.sent else {})
+
+    def send(self, number: signal.Signals) -> None:
+        self.sent.append(number)
+
+
+def ended(folder: Path, ranks: Scripted, **policy: float) -> Outcome:
+    files = {rank: folder / f"error-{rank}" for rank in range(3)}
+    return wait_for(Job(target=__file__, nproc=3, **policy), ranks, files, Stopping())  # type: ignore[arg-type]
+
+
+def test_who_is_told_to_end_does_not_change_the_verdict(tmp_path: Path) -> None:
+    hangs = Scripted({0: (1, 5), 1: (2, 5)})
+    assert ended(tmp_path, hangs, stop_grace_s=0.1) == Outcome(exit_code=ExitCode.NON_FINITE)
+    assert hangs.polls > 5  # the grace was given
+    for told in (-signal.SIGTERM, -signal.SIGKILL, 143, 1, 0):
+        outcome = ended(tmp_path, Scripted({1: (1, 7)}, told))
+        assert outcome.failure is not None, told
+        assert (outcome.failure.rank, outcome.exit_code) == (1, ExitCode.RANK_FAILED)
+        assert outcome.failure.message == "the script ended with status 7"
+    differ = ended(tmp_path, Scripted({0: (1, 5), 1: (2, 9), 2: (3, 5)}))
+    assert differ.exit_code == ExitCode.RANK_FAILED
+
+
+def test_another_code_is_not_waited_for(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    code, _, err = finish(start(tmp_path, STUCK.format(code=2, then=2), "--nproc", "2"))
+    assert code == ExitCode.RANK_FAILED and time.monotonic() - begun < 15, err
+    assert err == "shardwise: rank 0 failed: the script ended with status 2\n"
+
+
+@pytest.mark.parametrize("slow_s", [0, 0.7])
+def test_a_rank_that_leaves_with_status_0_is_named(tmp_path: Path, slow_s: float) -> None:
+    code, _, err = finish(start(tmp_path, LEAVES.format(slow_s=slow_s), "--nproc", "3"))
+    assert code == ExitCode.RANK_FAILED
+    assert err == "shardwise: rank 1 failed: the script ended with status 0 while the others were still training\n"
+
+
+def test_a_rank_that_was_killed_comes_before_one_that_left(tmp_path: Path) -> None:
+    files = {rank: tmp_path / f"error-{rank}" for rank in range(3)}
+    echo = {"rank": 0, "type": "RuntimeError", "message": "Connection closed by peer", "known": False, "exit_code": 6}
+    files[0].write_text(json.dumps(echo | {"halving": None, "traceback": "...", "time_s": 1.0}))
+    for codes, rank, text in (
+        ({1: 0, 0: 6, 2: -9}, 2, "killed by SIGKILL"),
+        ({1: 0, 0: 6, 2: 0}, 1, "ended with status 0 while"),
+        ({0: 6, 1: -15, 2: -15}, 0, "Connection closed"),
+    ):
+        failure = outcome_of(codes, files, Stopping()).failure
+        assert failure is not None and failure.rank == rank and text in failure.message
+    asked = Stopping(first=signal.SIGTERM, count=1)
+    assert outcome_of({1: 0, 0: 6, 2: 143}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)
+    alone = echo | {"message": "2 of 3 joined", "known": True, "exit_code": 3}
+    files[0].write_text(json.dumps(alone | {"halving": None, "traceback": "", "time_s": 1.0}))
+    failure = outcome_of({1: 0, 0: 3, 2: -15}, files, Stopping()).failure
+    assert failure is not None and failure.exit_code == ExitCode.LAUNCH
+    assert failure.message == "2 of 3 joined (rank 1 had ended with status 0 before)"
+
+
+def test_who_still_runs_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert local.LEFT_S == 60
+    monkeypatch.setattr(local, "LEFT_S", 0.05)
+    assert ended(tmp_path, Scripted({1: (1, 0), 0: (30, 0), 2: (30, 0)})) == Outcome(exit_code=ExitCode.OK)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("shardwise: of the ranks 1 ended with status 0, and 0 2 still run 0.05 s later; if these")
+    quiet = Leavers()
+    for codes in ({}, {0: 0}, {0: 0, 1: 6}):
+        quiet.look(codes, range(3))
+    time.sleep(0.1)
+    quiet.look({0: 0, 1: 6}, range(3))
+    assert not capfd.readouterr().err
+
+
+BREAKS = (
+    Path(recovering.__file__)
+    .read_text()
+    .replace(
+        "                drawn =",
+        "                if m.step == 3 and mesh.rank == 1:\n                    break\n                drawn =",
+    )
+)
+
+
+@pytest.mark.parametrize("words", [(), ("--elastic", "1:2", "--slot-failures", "1")], ids=["recover", "elastic"])
+def test_leaving_is_not_recovered_from(tmp_path: Path, words: tuple[str, ...]) -> None:
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS)
+    code, _, err = finish(start_recovering(tmp_path, script, "dp2", *words, "--", str(tmp_path), "9", PACE_S="0.1"))
+    assert code == ExitCode.RANK_FAILED
+    assert err == "shardwise: rank 1 failed: the script ended with status 0 while the others were still training\n"
+    assert not (tmp_path / "events").exists()
+
+
+def supervised(told: list[Transition], folder: Path) -> Supervisor:
+    """One of a job of three under `--elastic 1:3`, which runs nothing."""
+    elastic = Elastic(least=1, most=3, own=Plan.parse("dp3"), arguments=lambda _: (), tell=told.append)
+    job = Job(target=__file__, nproc=3)
+    return Supervisor(Recovering(elastic=elastic), Fleet(job, elastic), Worlds([], folder), Stopping())
+
+
+@pytest.mark.parametrize("trains_ns", [0, 7_000_000_000])
+def test_a_change_that_the_end_overtakes_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trains_ns: int
+) -> None:
+    told = list[Transition]()
+    supervisor = supervised(told, tmp_path)
+    job = supervisor.fleet.job
+    change = _Change(since_ns=5_000_000_000, rank=2, cause="killed", before=Team((0, 1, 2), job), trains_ns=trains_ns)
+    change.after, change.ended_ns, change.chosen_ns = Team((0, 1), job), 6_000_000_000, 6_000_000_000
+
+    def too_few(_: Supervisor) -> Outcome:
+        supervisor._pending = change
+        raise KeyError("too few")
+
+    monkeypatch.setattr(Supervisor, "_run", too_few)
+    with pytest.raises(KeyError):
+        supervisor.run()
+    (found,) = told
+    assert (found.before, found.after, found.first_step_s) == (3, 2, None)
+    never = "; the job ended before all had their state"
+    assert found.cause == "rank 2: killed" + ("" if trains_ns else never)
+    assert found.resharded_s == 1.0 if trains_ns else found.resharded_s > 0
+
+
+def test_the_supervisor_gives_ranks_that_agree_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor, sent = supervised([], tmp_path), list[int]()
+    team = Team((0, 1, 2), supervisor.fleet.job)
+    world = World(1, team, {rank: tmp_path / f"error-{rank}" for rank in range(3)}, False, codes={0: 5})
+    due = time.monotonic() + 0.5
+
+    def poll(_: Worlds, wait_s: float = 0.0) -> None:
+        time.sleep(0.02)
+        if time.monotonic() > due:
+            world.codes |= {1: 5, 2: 5}
+
+    monkeypatch.setattr(Worlds, "poll", poll)
+    monkeypatch.setattr(Worlds, "signal", lambda *_: sent.append(len(world.codes)))
+    assert supervisor._end(world) == Outcome(exit_code=ExitCode.NON_FINITE)
+    assert not [ended for ended in sent if ended < 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--events", "e"], "--events: found neither --recover nor"),
+        (["--max-recoveries", "9"], "--max-recoveries: found neither --recover nor"),
+        (["--recover", "--events", "none/e"], "--events none/e: cannot be written (No such file or directory)"),
+        (["--recover", "--events", "."], "--events .: cannot be written (Is a directory)"),
+    ],
+)
+def test_a_record_that_would_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = finish(start(tmp_path, "print('ran')", *words, "--nproc", "2"))
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert text in err and not (tmp_path / "e").exists()
+
+
+def full(**_: Any) -> None:
+    raise OSError(28, os.strerror(28))
+
+
+def test_an_event_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    policy = recovery(port=0, tell=full)
+    policy.tell(Recovery(number=1, rank=0, cause="killed", step=3, standby=True, seconds=0.1))
+    assert "this recovery is not recorded: [Errno 28] No space left" in capfd.readouterr().err
+    notes = list[str]()
+    elastic = Elastic(
+        least=1, most=3, own=Plan.parse("dp3"), arguments=lambda _: (), tell=lambda _: full(), note=notes.append
+    )
+    job = Job(target=__file__, nproc=3)
+    supervisor = Supervisor(Recovering(elastic=elastic), Fleet(job, elastic), Worlds([], tmp_path), Stopping())
+    change = _Change(since_ns=1, rank=None, cause="slots 0", before=Team((0, 1), job), trains_ns=2)
+    change.after, supervisor._pending = Team((0,), job), change
+    supervisor._finish_change(None)
+    assert notes == ["elastic: this change is not recorded: [Errno 28] No space left on device"]
+
+
+def test_a_rewrite_that_is_cut_off_loses_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
+    path.write_text(text)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        MetricsLog(path, after_step=2)
+    assert path.read_text() == text
+    with MetricsLog(path, after_step=2) as log:
+        log.write({"step": 3, "loss": float("nan")})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_on_a_full_disk_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    class Full:
+        """A file that takes a few bytes of two records, and no more."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.name, self.full = file, file.name, True
+
+        def write(self, line: bytes) -> int:
+            if self.full and len(line) <= 8:
+                raise OSError(28, os.strerror(28))
+            return int(self.file.write(line[:8] if self.full else line))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    with MetricsLog(path) as log:
+        log.write({"step": 1})
+        log._file = disk = Full(log._file)  # type: ignore[assignment]
+        log.write({"step": 22})
+        log.write({"step": 33})
+        disk.full = False
+        log.write({"step": 4})
+    assert read_metrics(path) == [{"step": 1}, {"step": 4}]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("shardwise: metrics are not written: No space left on device (")
