@@ -11,6 +11,7 @@ import shardwise as sw
 from shardwise.errors import ExitCode, ReplicaError
 from shardwise.testing import World
 from shardwise.train import agreement, replicas
+from shardwise.train.agreement import _digest
 from tests.parity import grid, points
 
 WHERE = {
@@ -156,3 +157,8 @@ def reserved(text: str) -> str:
 
 def test_memory_without_a_value_is_not_compared(world: World) -> None:
     assert world(2, reserved, "dp2 / fp64") == ["1", "1"]
+
+
+def test_where_an_object_lies_in_memory_is_no_difference() -> None:
+    a, b = torch.Generator(), torch.Generator()
+    assert repr(a) != repr(b) and _digest([a, "x"]) == _digest([b, "x"]) != _digest([a, "y"])

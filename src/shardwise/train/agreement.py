@@ -8,6 +8,7 @@ follow from, and one digest of it is compared. What is written down is exchanged
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -29,6 +30,8 @@ from shardwise.train.state import TrainState
 
 MOST_NAMED = 3
 """Further differences that a message names."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""What the text of an object without one of its own says of its place in memory."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -131,7 +134,7 @@ def _words(operation: Operation) -> Iterator[Any]:
     """What an operation of a constructor does, without what differs from process to process."""
     yield getattr(operation.call, "__name__", "")
     yield from (repr(operation.args), sorted(operation.kwargs), [operation.kwargs[k] for k in sorted(operation.kwargs)])
-    if not operation.args:  # it gives a tensor that was made outside of the recording
+    if not operation.args and not operation.kwargs:  # it gives a tensor that was made outside of the recording
         yield checksum(operation.call())
 
 
@@ -144,7 +147,8 @@ def _plain(value: Any) -> str:
 
 
 def _digest(words: Iterable[Any]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(list(words)).encode(), digest_size=7).digest(), "little")
+    text = _ADDRESS.sub("", repr(list(words)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def _difference(everyones: list[Facts], step: int) -> str:
