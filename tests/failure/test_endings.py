@@ -83,7 +83,7 @@ class Scripted:
 
 def ended(folder: Path, ranks: Scripted, **policy: float) -> Outcome:
     files = {rank: folder / f"error-{rank}" for rank in range(3)}
-    return wait_for(Job(target=__file__, nproc=3, **policy), ranks, files, Stopping())  # type: ignore[arg-type]
+    return wait_for(Job(target=__file__, nproc=3, **policy), ranks, files, Stopping())
 
 
 def test_who_is_told_to_end_does_not_change_the_verdict(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_metrics_on_a_full_disk_end_no_run(
 
     with MetricsLog(path) as log:
         log.write({"step": 1})
-        log._file = disk = Full(log._file)  # type: ignore[assignment]
+        log._file = disk = Full(log._file)
         log.write({"step": 22})
         log.write({"step": 33})
         disk.full = False

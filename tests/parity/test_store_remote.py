@@ -20,8 +20,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shardwise.checkpoint import loading, remote
-from shardwise.checkpoint.compare import diff, inspect, verify
+from shardwise.checkpoint import remote
+from shardwise.checkpoint.compare import diff, find, inspect, verify
 from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import Box, DamagedError
@@ -350,8 +350,7 @@ def test_a_store_that_is_copied_from_a_url_is_read_on_a_disk(tmp_path: Path) -> 
     (tmp_path / "store.json").write_text("{}")
     write_checkpoint(tmp_path, *SPLITS, 7)
     newest = write_checkpoint(tmp_path, *SPLITS, 8).rename(tmp_path / "step-00000008.save-0123abcd")
-    found = loading.newest(str(tmp_path))
-    assert verify(tmp_path).path == newest and found is not None and found[0] == newest
+    assert verify(tmp_path).path == newest and find(str(tmp_path)).path == newest
     newest.rename(tmp_path / "step-00000008.partial-0123abcd")
     assert verify(tmp_path).step == 7 and find_checkpoint(tmp_path) == tmp_path
 

@@ -86,12 +86,12 @@ def drawn(text: str, workers: int, start: int, stop: int, together: bool = False
         batches.load_state_dict({**batches.state_dict(), "step": start, "position": 4 * start})
         for generator in (random.seed, np.random.seed, torch.manual_seed):
             generator(start)  # the process's own, which another run has in another state
-        before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index,union-attr]
+        before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
         found: dict[int, list[float]] = {}
         for _ in range(start, stop):
             window = next(batches)
             found |= dict(zip(window.positions, torch.cat(window.micro_batches).tolist(), strict=True))
-        after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index,union-attr]
+        after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
         assert before == after
         return found
 
@@ -119,7 +119,7 @@ def shown(number: int) -> None:
 class Telling(Augmented):
     told = ""
 
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+    def __getitem__(self, index: int) -> int:
         return len(self.told)
 
 

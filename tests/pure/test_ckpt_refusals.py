@@ -14,15 +14,9 @@ import numpy as np
 import pytest
 
 from shardwise.checkpoint.files import LocalFiles
-from shardwise.cli.main import main
 from tests.checkpoints import SPLITS, write_checkpoint
+from tests.pure.test_ckpt_cli import run
 from tests.pure.test_convert_hostile import entry, header
-
-
-def run(*words: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["ckpt", *map(str, words)])
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_experts_that_are_called_in_an_unknown_way_are_refused_by_name() -> None
     with pytest.raises(
         ModelError, match=r"mlp.experts \(Odd\): .*called with \(Tensor, chosen=Tensor\).*--trace-on cpu"
     ):
-        model["mlp"]["experts"](tokens, chosen=tokens)  # type: ignore[index]
+        model["mlp"]["experts"](tokens, chosen=tokens)
 
 
 def test_sizes_that_do_not_go_together_are_refused_with_file_and_reason(tmp_path: Path) -> None:

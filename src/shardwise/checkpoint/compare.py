@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class Found(NamedTuple):
         return Reader(self.path, files=self.files)
 
 
-def find(path: Path) -> Found:
+def find(path: str | os.PathLike[str]) -> Found:
     """A checkpoint itself, or the newest of a store or of a run's directory; at a path or a URL.
 
     Raises:
@@ -41,16 +42,17 @@ def find(path: Path) -> Found:
     files = files_for(path)
     if files.is_file(path / FILE):
         return Found(path, (), files)
-    store = path / "checkpoints" if files.is_file(path / "checkpoints" / MARKER) else path
-    if not files.is_file(store / MARKER):
+    stores = [directory_of(place, files) for place in (path / "checkpoints", path)]
+    store = next((store for store in stores if store.is_store()), None)
+    if store is None:
         raise CheckpointError(
             f"{path}: found no checkpoint, store or run there; needed a directory with {FILE}, {MARKER} or "
             "checkpoints/; give another path"
         )
-    listing = directory_of(store, files).listing()
+    listing = store.listing()
     if not listing.complete:
         reasons = "; ".join(item.reason for item in listing.damaged) or "it is empty"
-        raise CheckpointError(f"{store}: found no whole checkpoint: {reasons}; give another path")
+        raise CheckpointError(f"{store.path}: found no whole checkpoint: {reasons}; give another path")
     return Found(listing.complete[0][0], listing.damaged, files)
 
 

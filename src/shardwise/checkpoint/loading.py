@@ -22,9 +22,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
-from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.reading import Reader
-from shardwise.checkpoint.remote import files_for, located
 from shardwise.checkpoint.shardfile import Part
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.findings import nearest
@@ -92,19 +90,6 @@ class Proof:
     def to_dict(self) -> dict[str, Any]:
         """For the run's record."""
         return asdict(self)
-
-
-def newest(place: str) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint of a store or a run, or itself, at a path or a URL; None: no manifest there can be read.
-
-    Raises:
-        CheckpointError: it is none of them.
-    """
-    path = located(place)
-    for directory in (directory_of(store, files_for(store)) for store in (path / "checkpoints", path)):
-        if directory.is_store():
-            return next(iter(directory.listing().complete), None)
-    return path, Manifest.read(path, files_for(path))
 
 
 def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[int]) -> None:

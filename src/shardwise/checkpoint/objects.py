@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.checkpoint.directory import NAME, POINTER, Directory, StoreDirectory
-from shardwise.checkpoint.files import LOCAL, Files, LocalFiles, read_whole
+from shardwise.checkpoint.directory import NAME, Directory, StoreDirectory
+from shardwise.checkpoint.files import LOCAL, Files, LocalFiles
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.remote import RemoteFiles, RemotePath
 from shardwise.errors import CheckpointError, UsageError
@@ -110,9 +110,3 @@ class ObjectDirectory(StoreDirectory):
                 if not self.files.is_file(self.path / name / FILE) and self._pointer() != name:
                     kind = "partial"
                 yield int(match[1]), kind, self.path / name
-
-    def _pointer(self) -> str:
-        try:
-            return read_whole(self.files, self.path / POINTER, 64).decode("ascii", "replace").strip()
-        except OSError:
-            return ""

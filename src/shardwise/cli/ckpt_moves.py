@@ -15,6 +15,7 @@ import typer
 
 from shardwise.cli.output import print_json
 from shardwise.errors import ExitCode
+from shardwise.launch.stopping import handling
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.foreign.convert import Options
@@ -59,21 +60,16 @@ def _clearing_up(target: Path) -> Iterator[None]:
 
     A signal that is ignored (`nohup`) stays so.
     """
+    stops = [stop for stop in _STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        for stop in before:
+        for stop in stops:
             signal.signal(stop, signal.SIG_IGN)
         typer.echo(f"shardwise: {signal.Signals(number).name}: stopped; {target} is as it was, or complete", err=True)
         raise SystemExit(ExitCode.TERMINATED)
 
-    before = {stop: signal.getsignal(stop) for stop in _STOPS if signal.getsignal(stop) is not signal.SIG_IGN}
-    for stop in before:
-        signal.signal(stop, on_signal)
-    try:
+    with handling(stops, on_signal):
         yield
-    finally:
-        for stop, handler in before.items():
-            signal.signal(stop, handler)
 
 
 def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:

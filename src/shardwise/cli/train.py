@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from shardwise.cli.output import (
     print_plan,
 )
 from shardwise.cli.run import recovery, start
-from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.errors import CheckpointError, ConfigError, ExitCode, UsageError
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
@@ -309,11 +309,12 @@ def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
     if is_own and not holds and settings.resume == "auto":
         check_not_lost(run, settings.checkpoints)
     if not (is_own and holds) and (holds or settings.resume != "auto"):  # another run's: its manifest says what it was
-        from shardwise.checkpoint.loading import newest
+        from shardwise.checkpoint.compare import find
 
-        found = newest(str(settings.checkpoints or run.checkpoints) if holds else settings.resume)
-        if found is not None:  # else the load will say what is wrong with it
-            told, before = RunDir(found[0]), Before.of_checkpoint(found[1].config, found[1].plan_fields)
+        with suppress(CheckpointError):  # the load will say what is wrong with it
+            found = find(str(settings.checkpoints or run.checkpoints) if holds else settings.resume)
+            manifest = found.reader().manifest
+            told, before = RunDir(found.path), Before.of_checkpoint(manifest.config, manifest.plan_fields)
     changes = find_changes(before, configuration_json(derived), derived.plan)
     check_allowed(told, changes, how.allow)
     return changes

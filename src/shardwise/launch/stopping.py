@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -57,9 +57,16 @@ def catching(stopping: Stopping | None = None) -> Iterator[Stopping]:
         yield stopping
         return
     stopping = Stopping()
-    previous = {number: signal.signal(number, stopping.on_signal) for number in STOP_SIGNALS}
-    try:
+    with handling(STOP_SIGNALS, stopping.on_signal):
         yield stopping
+
+
+@contextmanager
+def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within it these signals are handled so; then as before. The main thread's alone."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -197,7 +197,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     """Weights, master weights, gradients and optimizer state."""
     plan, workload = division.plan, division.workload
     whole, owned = division.whole(stages), division.owned(stages)
-    summed = owned if plan.zero >= 2 and not reduces_once(plan, stack) else whole
+    summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     state = STATE_BYTES[workload.optimizer] * max(width / 4, 1.0)
@@ -221,13 +221,11 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     }
 
 
-def reduces_once(plan: Plan, stack: Stack) -> bool:
-    """Whether micro-batches of a pipeline add up whole gradients, which `fully_shard` reduces behind the last one."""
-    return stack.keeps_shards and plan.axes.pp > 1 and plan.batch.micro_batches > 1
-
-
 def accumulates_whole(plan: Plan, stack: Stack) -> bool:
-    """Whether `fully_shard` adds up whole gradients on the device, though states and reduced ones are elsewhere."""
+    """Whether `fully_shard` adds up whole gradients on the device between micro-batches.
+
+    In a pipeline it reduces behind the last one, whatever `zero` is, and so it does under an offload.
+    """
     once = plan.zero < 2 or plan.axes.pp > 1
     return stack.keeps_shards and plan.batch.micro_batches > 1 and once
 

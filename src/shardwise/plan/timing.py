@@ -13,6 +13,7 @@ from shardwise.plan.blocktime import BlockTime, Setting, block_time
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.kernels import pointwise_time
 from shardwise.plan.links import collective_time, group_of
+from shardwise.plan.messages_data import reductions
 from shardwise.plan.plan import Plan
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
@@ -268,7 +269,7 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts)
             sent = gather * (count + early) + scatter + across
         return exposed, max(0.0, sent - exposed)
     if plan.zero:
-        times = count if plan.zero == 2 and axes.pp == 1 else 1  # a micro-batch leaves no whole gradients to the next
+        times = reductions(plan)
         total = (both("reduce_scatter", gradient) + across) * times + both("all_gather", width)
         wait = stack.gather_wait * (1 + sum(len(stage.blocks) for stage in heavy.stages))
         behind = backward * times + forward  # the gather hides behind the next forward pass

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.plan.plan import Batch
-from shardwise.train.keyed import KeyedWindows
 from shardwise.train.loader_options import LoaderKeywords
 from shardwise.train.loader_options import LoaderOptions as LoaderOptions
 from shardwise.train.order import SampleOrder
@@ -291,7 +290,7 @@ def _make(dataset: Any, batch: Batch | int, mesh: DataMesh, options: LoaderOptio
             f"loader: {order.size} samples in {options.epochs} epochs never fill one step of {spec.global_size} rows, "
             "and drop_last leaves out what is not full; give more data, a smaller batch, or drop_last=False"
         )
-    return Batches(KeyedWindows(dataset, spec, order, options), spec, mesh, options, order)
+    return Batches(SampleWindows(dataset, spec, order, options), spec, mesh, options, order)
 
 
 def _spec(batch: Batch | int, mesh: DataMesh, options: LoaderOptions, split: bool) -> WindowSpec:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, default_collate
 
 from shardwise.errors import ConfigError, DataError
+from shardwise.train.keyed import Key, KeyedDataset, WorkerInit
 from shardwise.train.loader_options import Collate, LoaderOptions
 from shardwise.train.order import SampleOrder
 from shardwise.train.windows import Layout, Window, WindowSpec, divide, shares
@@ -34,10 +35,15 @@ class Rows:
     filler: int
     """A real sample, for padding."""
 
-    def index_lists(self) -> Iterator[list[int]]:
-        """The samples of each micro-batch."""
+    def key_lists(self) -> Iterator[list[Key]]:
+        """Position and sample of each row, by micro-batch; padding stands at the window's first position."""
+        begin = self.start + self.layout.offset
         for chunk in self.layout.chunks:
-            yield [self.filler] * chunk.rows if chunk.zero else self.own[chunk.start : chunk.stop]
+            if chunk.zero:
+                yield [(self.start, self.filler)] * chunk.rows
+            else:
+                positions = range(begin + chunk.start, begin + chunk.stop)
+                yield list(zip(positions, self.own[chunk.start : chunk.stop], strict=True))
 
 
 class CheckedCollate:
@@ -63,34 +69,24 @@ class CheckedCollate:
         return _pinned(batch) if self.pin else batch
 
 
-class WholeBatches:
-    """A data set whose `get_batch` gives a collated micro-batch at once, in the form that torch's loader asks for."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        """A micro-batch, collated."""
-        return self.dataset.get_batch(indices)
-
-
 class MicroBatchSampler:
-    """What torch's `DataLoader` reads the micro-batches' indices from; `start` is moved when a run resumes."""
+    """What torch's `DataLoader` reads the micro-batches' keys from; `start` is moved when a run resumes."""
 
     def __init__(self, source: SampleWindows) -> None:
         self.source = source
         self.start = (0, 0)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """One list of indices per micro-batch."""
+    def __iter__(self) -> Iterator[list[Key]]:
+        """One list of keys per micro-batch."""
         for rows in self.source.plan(*self.start):
-            yield from rows.index_lists()
+            yield from rows.key_lists()
 
 
 class SampleWindows:
     """The windows of a map-style data set, from any step on.
 
-    Cost without workers: index arithmetic of about 10 microseconds per step, and the data set's own reading.
+    Cost without workers: index arithmetic of about 10 microseconds per step, the data set's own reading, and what
+    `KeyedDataset` adds.
     """
 
     def __init__(self, dataset: Any, spec: WindowSpec, order: SampleOrder, options: LoaderOptions) -> None:
@@ -100,8 +96,7 @@ class SampleWindows:
         self.total = None if options.epochs is None else options.epochs * order.size
         whole = options.collate is None and callable(getattr(dataset, "get_batch", None))
         pin = options.pin_memory and torch.accelerator.is_available()
-        self._dataset: Any = WholeBatches(dataset) if whole else dataset
-        self._many = getattr(self._dataset, "__getitems__", None)
+        self._dataset = KeyedDataset(dataset, options.seed, whole=whole)
         self._collate = CheckedCollate(_same if whole else options.collate, pin and options.workers == 0)
         self._sampler = MicroBatchSampler(self)
         self._workers = self._make_workers(pin) if options.workers else None
@@ -140,7 +135,7 @@ class SampleWindows:
         for rows in self.plan(step, position):
             layout = rows.layout
             if read is None:
-                micro_batches = [self._fetch(indices) for indices in rows.index_lists()]
+                micro_batches = [self._collate(self._dataset.__getitems__(keys)) for keys in rows.key_lists()]
             else:
                 micro_batches = [next(read) for _ in layout.chunks]
             begin = rows.start + layout.offset
@@ -191,16 +186,10 @@ class SampleWindows:
                 mine = of_window if len(layouts) == 1 else of_window[begin : begin + layout.rows]
                 yield Rows(next(numbers), start, layout, mine, filler)
 
-    def _fetch(self, indices: list[int]) -> Any:
-        if self._many is not None:
-            return self._collate(self._many(indices))
-        dataset = self._dataset
-        return self._collate([dataset[index] for index in indices])
-
     def _make_workers(self, pin: bool) -> DataLoader[Any]:
         options = self.options
         return DataLoader(
-            self._dataset,
+            self._dataset,  # type: ignore[arg-type]  # read by `__getitems__` alone
             batch_sampler=self._sampler,
             collate_fn=self._collate,
             num_workers=options.workers,
@@ -208,7 +197,7 @@ class SampleWindows:
             persistent_workers=options.persistent_workers,
             prefetch_factor=options.prefetch,
             timeout=options.timeout_s,
-            worker_init_fn=options.worker_init,
+            worker_init_fn=WorkerInit(options.worker_init),
             multiprocessing_context=options.worker_context,
             generator=own_generator(options.seed),
         )

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Protocol
 
 from shardwise.errors import ExitCode
-from shardwise.launch.stopping import SAME_SIGNAL_S
+from shardwise.launch.stopping import SAME_SIGNAL_S, handling
 
 STOP_SIGINT = 1
 STOP_SIGUSR1 = 100_000
@@ -50,7 +50,6 @@ def listening(step: Stoppable) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {kind: signal.getsignal(kind) for kind in STOPS}
     asked: list[float] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -60,10 +59,5 @@ def listening(step: Stoppable) -> Iterator[None]:
         asked.append(time.monotonic())
         step.stop_requested = STOPS[signal.Signals(number)]
 
-    for kind in STOPS:
-        signal.signal(kind, ask)
-    try:
+    with handling(STOPS, ask):
         yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
