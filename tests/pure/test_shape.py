@@ -31,6 +31,7 @@ LAYERS = {
     "model.infer": 3,
     "model.describe": 3,
     "model.operators": 3,
+    "model.recording": 3,
     "model": 1,
     "plan.plan": 1,
     "plan.shorthand": 1,

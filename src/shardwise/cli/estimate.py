@@ -94,7 +94,8 @@ def _messages(plan: Plan, asked: Question) -> list[tuple[Collective, int]]:
     """
     if asked.spec is None:
         raise ModelError(
-            "estimate --traffic: a module was given; needed sizes of a decoder: a preset or a file of sizes"
+            "estimate --traffic: a module was given; needed sizes of a decoder (a preset or a file of sizes), or "
+            "--trace, which counts what a module sends"
         )
     found = collectives_of(asked.spec, plan, asked.workload, is_cpu=asked.cluster.device.name == "cpu")
     return sorted(found.items(), key=lambda item: (item[0].axis, item[0].kind, -item[0].num_bytes))
@@ -114,14 +115,16 @@ def _traced(plan: Plan, asked: Question) -> list[TracedEstimate]:
     """The traced step of the first rank, and with a pipeline of the last.
 
     Raises:
-        ModelError: sizes that no model of Shardwise's own has, or a module.
+        ModelError: sizes that no model of Shardwise's own has; a module that needs values.
     """
     from shardwise.diagnose.trace_estimate import estimate_by_trace  # torch, for those who ask
+    from shardwise.diagnose.trace_module import estimate_module_by_trace
 
-    if asked.spec is None:
-        raise ModelError("estimate --trace: a module was given; needed sizes of a decoder: a preset or a file of sizes")
     ranks = [0, plan.world - 1] if plan.axes.pp > 1 else [0]
-    return [estimate_by_trace(asked.spec, plan, asked.workload, rank=rank) for rank in ranks]
+    if asked.spec is not None:
+        return [estimate_by_trace(asked.spec, plan, asked.workload, rank=rank) for rank in ranks]
+    assert asked.factory is not None, "a question without sizes has a module"
+    return [estimate_module_by_trace(asked.factory, plan, asked.workload, rank=rank) for rank in ranks]
 
 
 def _trace_json(traced: TracedEstimate) -> dict[str, object]:

@@ -71,6 +71,8 @@ class Question:
     """Axes that the module cannot have."""
     limits: ModelSpec | None = None
     """Sizes that axes must divide, where they are known."""
+    factory: Callable[[], Any] | None = None
+    """Of a module."""
 
     def stack(self, name: str) -> Stack:
         """The software stack of that name; of none, Shardwise's own on the cluster's devices."""
@@ -116,11 +118,14 @@ def question(
         profile = _described(model, module.factory, min(seq, longest or seq), str(options.get("trace_on") or "meta"))
         if profile.chosen == profile.experts > 1:
             assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
+    if profile.wide:
+        assumed.append("its forward was read in fp32, for it does not run in 16 bits; copies that it makes there: none")
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
     return Question(
         profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *_of_devices(found)),
         refused=tuple(refused), limits=spec or (module.limits if module else None),
+        factory=module.factory if module else None,
     )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ class TracedEstimate:
     rank: int
     layers: int
     """Layers on this rank."""
-    traced: tuple[int, int]
-    """Layers on this rank in the two traces."""
+    traced: tuple[int, ...]
+    """Layers on this rank in each trace: in two, or as they are in one."""
     num_params: int
     first: Mapping[str, Mapping[str, int]]
     """The first step: part -> kind -> bytes, as `StepPeaks.parts`."""
@@ -91,19 +91,8 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
 
     >>> estimate_by_trace(preset("llama-70b"), Plan.parse("fsdp64 tp8 / bf16"), work).peak  # doctest: +SKIP
     """
-    if workload.optimizer != "adamw":
-        raise ModelError(
-            f"estimate_by_trace: optimizer: found {workload.optimizer}, needed adamw, which is what is traced; give "
-            "trace_step a Training with the optimizer of your own, or use the closed form"
-        )
+    check_traceable(plan, workload)
     _check_whole(spec)
-    rows, rest = divmod(workload.global_batch, plan.axes.data)
-    if rest or rows % plan.batch.micro_batches:
-        raise PlanError(
-            f"estimate_by_trace: a global batch of {workload.global_batch} sequences is not divided by "
-            f"{plan.axes.data} data ranks x {plan.batch.micro_batches} micro-batches; give a multiple of "
-            f"{plan.axes.data * plan.batch.micro_batches}"
-        )
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
     here = _layers_here(spec, plan, rank)
     period = _period(plan)
@@ -125,6 +114,26 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     )
 
 
+def check_traceable(plan: Plan, workload: Workload) -> None:
+    """Refuse what is not traced: another optimizer, rows that are not divided.
+
+    Raises:
+        ModelError, PlanError: see `estimate_by_trace`.
+    """
+    if workload.optimizer != "adamw":
+        raise ModelError(
+            f"estimate_by_trace: optimizer: found {workload.optimizer}, needed adamw, which is what is traced; give "
+            "trace_step a Training with the optimizer of your own, or use the closed form"
+        )
+    rows, rest = divmod(workload.global_batch, plan.axes.data)
+    if rest or rows % plan.batch.micro_batches:
+        raise PlanError(
+            f"estimate_by_trace: a global batch of {workload.global_batch} sequences is not divided by "
+            f"{plan.axes.data} data ranks x {plan.batch.micro_batches} micro-batches; give a multiple of "
+            f"{plan.axes.data * plan.batch.micro_batches}"
+        )
+
+
 def _line(xs: tuple[int, int], x: int, first: int, second: int) -> int:
     return first + round(Fraction((second - first) * (x - xs[0]), xs[1] - xs[0]))
 
@@ -135,14 +144,15 @@ def _peaks(grow: Callable[[int, int], int], a: StepPeaks, b: StepPeaks) -> dict[
 
 
 def _traffic(grow: Callable[[int, int], int], a: StepPeaks, b: StepPeaks) -> dict[tuple[str, str], Traffic]:
-    sums = [_by_axis(a), _by_axis(b)]
+    sums = [by_axis(a), by_axis(b)]
     keys = sorted({*sums[0], *sums[1]})
     none = Traffic(0, 0)
     pairs = {key: (sums[0].get(key, none), sums[1].get(key, none)) for key in keys}
     return {key: Traffic(grow(x.times, y.times), grow(x.num_bytes, y.num_bytes)) for key, (x, y) in pairs.items()}
 
 
-def _by_axis(peaks: StepPeaks) -> dict[tuple[str, str], Traffic]:
+def by_axis(peaks: StepPeaks) -> dict[tuple[str, str], Traffic]:
+    """What a step sends, summed by kind and axis."""
     sums: dict[tuple[str, str], Traffic] = {}
     for issued, times in peaks.collectives.items():
         before = sums.get((issued.kind, issued.axis), Traffic(0, 0))

@@ -69,6 +69,8 @@ class StepTrace:
     """What the steps of one rank hold and send."""
 
     rank: int
+    layers: int
+    """Blocks on this rank."""
     resting: int
     """Bytes between two steps."""
     first: StepPeaks
@@ -150,7 +152,8 @@ def _count_steps(training: Training, placed: Placed, ledger: Ledger) -> StepTrac
     hook.remove()
     time.sleep(100 * ledger.patience_s)
     ledger.begin()
-    return StepTrace(rank=placed.mesh.rank, resting=ledger.total, first=peaks[0], later=peaks[-1])
+    layers = len(list(own_blocks(placed)))
+    return StepTrace(rank=placed.mesh.rank, layers=layers, resting=ledger.total, first=peaks[0], later=peaks[-1])
 
 
 def _peaks_of(ledger: Ledger) -> StepPeaks:

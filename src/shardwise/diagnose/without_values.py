@@ -6,6 +6,7 @@ expert are spread evenly over the experts. Everything else that needs values is 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -162,10 +163,28 @@ def _reduced_at_once(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futu
 @contextmanager
 def ledger_of_shapes(ledger: Pretending) -> Iterator[None]:
     """Tensors without memory, counted."""
-    with warnings.catch_warnings(), fake_tensors(), ledger:
+    with warnings.catch_warnings(), fake_tensors(), as_with_values(), ledger:
         # the step looks at addresses, to find gradients that lie side by side; here none do
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
+
+
+@contextmanager
+def as_with_values() -> Iterator[None]:
+    """Within it models of `transformers` take the course that they take on tensors with values.
+
+    They ask whether a tensor is fake, and then make masks that a real step does without.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if module is None or before is None:
+        yield
+        return
+    vars(module)["is_fake_tensor"] = lambda _: False
+    try:
+        yield
+    finally:
+        vars(module)["is_fake_tensor"] = before
 
 
 def _allocate_attributes(root: nn.Module, names: tuple[str, ...], device: torch.device) -> None:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -23,10 +24,12 @@ from shardwise.errors import ModelError
 from shardwise.model.infer.torch_private import TorchDispatchMode
 from shardwise.model.known import Known
 from shardwise.model.nested import put
-from shardwise.model.operators import Call, Recording, chain_of
+from shardwise.model.operators import chain_of
 from shardwise.model.profile import Attention, Profile
+from shardwise.model.recording import Call, Recording
 from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
 
+_FUSED = F.scaled_dot_product_attention
 BEFORE, AFTER = -1, 1 << 30
 """Phases of a forward that are no block's; a block's phase is its number."""
 
@@ -66,9 +69,20 @@ def describe(
     >>> profile.num_params == sum(p.numel() for p in Decoder(DecoderConfig()).parameters())
     True
     """
-    module = _module_on(model, device)
+    try:
+        return _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16)
+    except ModelError:  # whether it is due to the 16 bits is told by a forward without them
+        return _described(_module_on(model, device), sample, (blocks, device, name), torch.float32)
+
+
+def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype) -> Profile:
+    """The profile of a module that is computed with in a type, as mixed precision does: its parameters are cast."""
+    blocks, device, name = how
+    _cast(module, dtype)
     names = find_blocks(module, blocks)
-    args, kwargs = _inputs(sample, device)
+    args, kwargs = _inputs(sample, device, dtype)
+    if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
+        kwargs.setdefault("use_cache", False)
     tokens = _tokens((args, kwargs))
     recording = Recording.of(module, tokens)
     watch = _Watch(recording)
@@ -87,7 +101,9 @@ def describe(
         except Exception as error:
             raise _untraceable(module, watch, error, device) from error
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    return replace(chain_of(recording, module, names, name or type(module).__name__), buffers=buffers)
+    given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens
+    profile = chain_of(recording, module, names, name or type(module).__name__)
+    return replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
 
 
 def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str) -> ModelError:
@@ -116,8 +132,16 @@ def _module_on(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Mo
     return module.to(device).train()
 
 
-def _inputs(sample: Any, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    moved = put(sample, {path: tensor.to(device) for path, tensor in tensors_in(sample)})
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in a type; buffers keep theirs."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _inputs(sample: Any, device: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    given = ((path, tensor.to(device)) for path, tensor in tensors_in(sample))
+    moved = put(sample, {path: t.to(dtype) if t.is_floating_point() else t for path, t in given})
     if isinstance(moved, Mapping):
         return (), {key: value for key, value in moved.items() if key not in ("labels", "weight")}
     return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), {}
@@ -187,12 +211,18 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads_last = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1])
-        return heads_last.transpose(-2, -3)  # as fused kernels lay it out
+        like = q.transpose(-2, -3)  # fused kernels lay it out as the queries, or else heads last
+        out = torch.empty_like(like) if v.shape[-1] == q.shape[-1] else q.new_empty(*like.shape[:-1], v.shape[-1])
+        return out.transpose(-2, -3)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
         return None, None, None
+
+
+def _drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout in one kernel, as devices have it and as keyed draws are made: it keeps a mask of bytes."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 class _Calls(TorchFunctionMode):
@@ -207,9 +237,21 @@ class _Calls(TorchFunctionMode):
         self.watch.operation = f"`{getattr(func, '__name__', func)}`"
         if read := self.known.read(func, args, kwargs):
             return read[0]
-        result = self._attend(*args, **kwargs) if func is F.scaled_dot_product_attention else func(*args, **kwargs)
+        if func is F.dropout:
+            result = _drop(*args, **kwargs)
+        elif func is _FUSED:
+            result = self._attend(*args, **kwargs)
+        elif func is F.multi_head_attention_forward:
+            result = self._multi_head(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         self.known.follow(func, args, kwargs, result)
         return result
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        """That of `nn.MultiheadAttention`: torch does not tell a mode of what is called within."""
+        with patch.object(F, "scaled_dot_product_attention", self._attend):
+            return F.multi_head_attention_forward(*args, **kwargs)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
@@ -221,7 +263,7 @@ class _Calls(TorchFunctionMode):
         if meta:
             out: torch.Tensor = _Attended.apply(query, key, value)  # type: ignore[no-untyped-call]  # no types in torch
         else:
-            out = F.scaled_dot_product_attention(query, key, value, *others, **options)
+            out = _FUSED(query, key, value, *others, **options)
         self.watch.paused = False
         recording = self.watch.recording
         op = Attention(

@@ -3,140 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise, Profile, Split
+from shardwise.model.recording import Node, Recording
 
-MATMUL = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
 NORMS = ("rsqrt", "native_layer_norm", "_fused_rms_norm", "native_group_norm")
-
-
-class Call(NamedTuple):
-    """One operation: tensors in, tensors out."""
-
-    name: str
-    given: list[torch.Tensor]
-    gave: list[torch.Tensor]
-    phase: int
-
-
-@dataclass
-class Node:
-    """A recorded operation; memory goes by the address of its storage."""
-
-    name: str
-    phase: int
-    ins: dict[int, float]
-    """Storage -> elements read."""
-    outs: dict[int, float]
-    weight: str = ""
-    rows: int = 0
-    sizes: tuple[int, int] = (0, 0)
-    attention: Attention | None = None
-    bool_outs: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def is_matmul(self) -> bool:
-        """A product with a parameter."""
-        return bool(self.weight)
-
-
-@dataclass
-class Recording:
-    """Everything that one forward did."""
-
-    tokens: int
-    parameters: dict[int, str]
-    """Storage -> name."""
-    shapes: dict[str, tuple[int, ...]]
-    width: int
-    """Bytes of an element."""
-    nodes: list[Node] = field(default_factory=list)
-    saved: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    """Phase -> storage -> a tensor in it that autograd keeps."""
-    used: dict[str, int] = field(default_factory=dict)
-    """Parameter -> the phase that used it first."""
-    sources: dict[int, Node] = field(default_factory=dict)
-    """Storage -> the product that it is made from, through element-wise operations alone."""
-    alive: list[torch.Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, module: nn.Module, tokens: int) -> Recording:
-        """For one forward of a module."""
-        named = dict(module.named_parameters())
-        floats = [p.element_size() for p in named.values() if p.is_floating_point()]
-        return cls(
-            tokens=tokens,
-            parameters={key_of(p): name for name, p in named.items()},
-            shapes={name: tuple(p.shape) for name, p in named.items()},
-            width=max(floats, default=4),
-        )
-
-    def keep(self, tensor: torch.Tensor, phase: int) -> None:
-        """Autograd keeps a tensor."""
-        if key_of(tensor) not in self.parameters:
-            self.saved.setdefault(phase, {}).setdefault(key_of(tensor), tensor)
-
-    def operation(self, call: Call) -> None:
-        """An operation was run."""
-        ins = {key_of(t): float(t.numel()) for t in call.given}
-        for key in ins:
-            if key in self.parameters:
-                self.used.setdefault(self.parameters[key], call.phase)
-        new = [t for t in call.gave if key_of(t) not in ins]
-        written = [t for t in call.gave if key_of(t) in ins] if call.name.endswith("_") else []
-        if not new and not written:
-            return  # a view
-        self.alive.extend(new)  # the address of one that is freed would be another's
-        outs = {key_of(t): float(t.numel()) for t in (*new, *written)}
-        node = Node(call.name, call.phase, ins, outs)
-        node.bool_outs = {key_of(t): t.numel() for t in new if t.dtype is torch.bool}
-        weight = next((t for t in call.given[::-1] if key_of(t) in self.parameters and t.dim() > 1), None)
-        if call.name in MATMUL and weight is not None:
-            self._product(node, call, weight)
-        elif call.name in ("bmm", "baddbmm"):
-            node.rows, node.sizes = call.gave[0].shape[0], (call.given[-2].shape[-1], call.given[-1].shape[-1])
-        source = node if node.is_matmul else next((self.sources[k] for k in ins if k in self.sources), None)
-        if source is not None:
-            self.sources.update(dict.fromkeys(outs, source))
-        self.nodes.append(node)
-
-    def _product(self, node: Node, call: Call, weight: torch.Tensor) -> None:
-        node.weight = self.parameters[key_of(weight)]
-        if call.name == "convolution":
-            node.sizes = (weight.numel() // weight.shape[0], weight.shape[0])
-            node.rows = call.gave[0].numel() // weight.shape[0]
-        else:
-            node.sizes = (weight.shape[-2], weight.shape[-1])
-            node.rows = call.gave[0].numel() // weight.shape[-1]
-
-    def attention(self, op: Attention, given: Sequence[torch.Tensor], out: torch.Tensor, phase: int) -> None:
-        """Fused attention was called."""
-        self.alive.append(out)
-        ins = {key_of(t): float(t.numel()) for t in given}
-        self.nodes.append(Node("attention", phase, ins, {key_of(out): float(out.numel())}, attention=op))
-
-    def kv_heads(self, query: torch.Tensor, key: torch.Tensor) -> int:
-        """Heads of the keys before they were repeated: from the width of the product that made them."""
-        heads, size = query.shape[-3], query.shape[-1]
-        source = self.sources.get(key_of(key))
-        if key.shape[-3] != heads or source is None:
-            return int(key.shape[-3])
-        if self.sources.get(key_of(query)) is not source:
-            own = source.sizes[1] // size
-        else:
-            own = (source.sizes[1] // size - heads) // 2  # one product of queries, keys and values
-        return own if 0 < own <= heads and heads % own == 0 else heads
-
-
-def key_of(tensor: torch.Tensor) -> int:
-    """Address of a tensor's storage, on meta too."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], title: str) -> Profile:
@@ -199,6 +75,17 @@ def _params(ops: Iterable[Op]) -> int:
     return sum(op.params for op in ops if isinstance(op, Matmul))
 
 
+class Kept(NamedTuple):
+    """What autograd keeps, per token."""
+
+    elements: int
+    """In the type that is computed with; a copy in another type of one that is counted is none."""
+    widened: int
+    """Bytes beyond those: of copies, and of elements in fp32."""
+    others: int
+    """Bytes of masks and indices, which have a type of their own."""
+
+
 class _Phase:
     """The nodes of one phase, on their way to operators."""
 
@@ -207,6 +94,8 @@ class _Phase:
         self.nodes = [node for node in recording.nodes if node.phase == phase]
         self.left = dict(recording.saved.get(phase, {}))
         """Saved storages that no operator was given yet."""
+        self.counted: set[int] = set()
+        """Origins of those that one was given."""
         for node in self.nodes:
             if node.attention is not None:  # it counts its own
                 for key in (*node.ins, *node.outs):
@@ -217,19 +106,30 @@ class _Phase:
     def per_token(self, elements: float) -> int:
         return round(elements / self.recording.tokens)
 
-    def take(self, keys: Iterable[int]) -> tuple[int, int]:
-        """Elements, and bytes of masks, that are kept of some storages; each is given once."""
-        taken = [tensor for key in keys if (tensor := self.left.pop(key, None)) is not None]
-        masks = sum(t.untyped_storage().nbytes() for t in taken if t.dtype is torch.bool)
-        num_bytes = sum(t.untyped_storage().nbytes() for t in taken if t.dtype is not torch.bool)
-        return self.per_token(num_bytes / self.recording.width), self.per_token(masks)
+    def take(self, keys: Iterable[int]) -> Kept:
+        """What is kept of some storages; each is given once."""
+        elements = widened = others = 0.0
+        for key in keys:
+            tensor = self.left.pop(key, None)
+            if tensor is None:
+                continue
+            num_bytes, origin = tensor.untyped_storage().nbytes(), self.recording.origin(key)
+            if not tensor.is_floating_point():
+                others += num_bytes
+            elif origin in self.counted:
+                widened += num_bytes
+            else:
+                self.counted.add(origin)
+                elements += num_bytes / tensor.element_size()
+                widened += max(0.0, num_bytes * (1 - self.recording.width / tensor.element_size()))
+        return Kept(*map(self.per_token, (elements, widened, others)))
 
-    def share(self, groups: list[list[int]]) -> list[tuple[int, int]]:
-        """What each chain keeps (see `take`): who reads a storage keeps it, else who made it."""
+    def share(self, groups: list[list[int]]) -> list[Kept]:
+        """What each chain keeps: who reads a storage keeps it, else who made it."""
         nodes = [[self.nodes[i] for i in members] for members in groups]
         reads = [self.take(key for node in chain for key in node.ins) for chain in nodes]
         rest = [self.take(key for node in chain for key in node.outs) for chain in nodes]
-        return [(a[0] + b[0], a[1] + b[1]) for a, b in zip(reads, rest, strict=True)]
+        return [Kept(*map(sum, zip(*both, strict=True))) for both in zip(reads, rest, strict=True)]
 
     def _groups(self) -> list[int]:
         """Chains: an element-wise operation is in that of its consumers, where they are all in one; else its own."""
@@ -309,7 +209,7 @@ def _matmul(found: _Phase, name: str, members: list[int]) -> Matmul:
     experts = recording.shapes[name][0] if _stacked(recording, node) else 0
     ins, outs = node.sizes
     kept = [key for i in members for key in found.nodes[i].ins if key not in recording.parameters]
-    saves, _ = found.take(kept)
+    saves = found.take(kept).elements
     chosen = max(1, round(rows / recording.tokens)) if experts else 0
     split: Split = "row" if found.split[members[0]] else "column"
     return Matmul(_short(name), ins, outs, split, saves // max(chosen, 1), experts, chosen)
@@ -339,7 +239,9 @@ def _attentions(found: _Phase) -> list[tuple[int, Op]]:
                 continue
             rows = max(1, round(found.recording.tokens / max(scores.sizes[1], 1)))
             heads = max(1, scores.rows // rows)
-            ops.append((i, Attention(heads, heads, scores.sizes[0], node.sizes[1], causal=False, name="unfused")))
+            kept = found.take((*scores.ins, *node.ins)).elements
+            seen = Attention(heads, heads, scores.sizes[0], node.sizes[1], causal=False, name="unfused", kept=kept)
+            ops.append((i, seen))
             scores = None
     return ops
 
@@ -356,7 +258,7 @@ def _joined(ops: list[tuple[int, Op]]) -> list[tuple[int, Op]]:
         if before is not None:
             sums = {
                 key: getattr(op, key) + getattr(before, key)
-                for key in ("moved", "saves", "saves_apart", "masks", "kernels")
+                for key in ("moved", "saves", "saves_apart", "widened", "masks", "kernels")
             }
             op = replace(op, **sums)
         joined[op.name, op.per_choice] = (first, op)
@@ -372,24 +274,31 @@ def _touches(found: _Phase, members: list[int], experts: set[int]) -> bool:
     return bool(reads & given) and bool(gives & taken)
 
 
-def _pointwise(found: _Phase, members: list[int], kept: tuple[int, int], chosen: int) -> Pointwise | None:
+def _pointwise(found: _Phase, members: list[int], kept: Kept, chosen: int) -> Pointwise | None:
     nodes = [found.nodes[i] for i in members]
     made = {key for node in nodes for key in node.outs}
     reads = {key: n for node in nodes for key, n in node.ins.items() if key not in made}
     inner = {key for node in nodes for key in node.ins} & made
     gives = {key: n for node in nodes for key, n in node.outs.items() if key not in inner}
-    apart, masks = kept
     moved = found.per_token(
         sum(n for key, n in (*reads.items(), *gives.items()) if key not in found.recording.parameters)
     )
-    if not moved and not apart and not masks:
+    if not moved and not any(kept):
         return None
     own = found.per_token(sum(n for key, n in reads.items() if key not in found.recording.parameters))
     # a chain that also reads what is not divided (a residual) is not either
     split: Split = "heads" if all(found.split[i] for i in members) else "sequence"
     per = max(chosen, 1)
     return Pointwise(
-        _name(nodes), moved // per, split, min(apart, own) // per, apart // per, len(nodes), masks // per, chosen
+        name=_name(nodes),
+        moved=moved // per,
+        split=split,
+        saves=min(kept.elements, own) // per,
+        saves_apart=kept.elements // per,
+        kernels=len(nodes),
+        masks=kept.others // per,
+        per_choice=chosen,
+        widened=kept.widened // per,
     )
 
 

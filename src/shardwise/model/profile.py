@@ -53,11 +53,13 @@ class Attention:
     dropout: bool = False
     name: str = "attention"
     split: Split = "heads"
+    kept: int = 0
+    """Elements per token that a forward was seen to keep; 0: none was seen."""
 
     @property
     def saves(self) -> int:
         """Fused: queries, keys, values and the output (the log-sum-exp is counted in bytes by `plan.memory`)."""
-        return self.heads * (self.qk_dim + self.v_dim) + self.kv_heads * (self.qk_dim + self.v_dim)
+        return self.kept or self.heads * (self.qk_dim + self.v_dim) + self.kv_heads * (self.qk_dim + self.v_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,9 @@ class Pointwise:
     """Experts per token, for an operator on routed tokens: it happens for each choice. 0: once per token."""
     upcast: bool = False
     """The primitives work in fp32: the first `saves` of what they keep has 4 bytes."""
+    widened: int = 0
+    """Bytes that the primitives keep in 16 bits beyond 2 per element of `saves_apart`, read off a forward: copies in
+    fp32."""
 
 
 Op = Matmul | Attention | Pointwise
@@ -151,6 +156,10 @@ class Profile:
     chosen: int = 0
     buffers: int = 0
     """Bytes of its buffers, which each rank has whole."""
+    given: int = 8
+    """Bytes of what its forward is given, per token: of token ids."""
+    wide: bool = False
+    """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
 
     def __hash__(self) -> int:
         return hash_of(self)

@@ -90,7 +90,7 @@ def _saved(op: Op, how: Saving) -> float:
     kept = op.saves * width
     if not how.fused:
         first = max(width, 4.0) if op.upcast else width
-        kept = op.saves * first + (op.saves_apart - op.saves) * width
+        kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
     return (kept + op.masks) * max(op.per_choice, 1) / shard
 
 

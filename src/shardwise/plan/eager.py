@@ -42,8 +42,8 @@ def kept_by(block: Block, local: Local) -> float:
 def kept_op(op: Op, local: Local) -> float:
     """Bytes per token that an operator keeps."""
     tp, sequence, ep, width, divided = local
-    if isinstance(op, Attention):  # keys and values are repeated for every query head
-        whole = op.heads * (2 * op.qk_dim + 2 * op.v_dim) * width + 4 * op.heads
+    if isinstance(op, Attention):  # of ours keys and values are repeated for every query head
+        whole = (op.kept or op.heads * (2 * op.qk_dim + 2 * op.v_dim)) * width + 4 * op.heads
         copied = op.heads * op.v_dim * width + op.heads * 4 if divided else 0.0  # ours gives another layout, and merges
         tables = op.qk_dim * 4.0 if divided else 0.0  # of positions that are given
         return (whole + copied) / tp + tables
@@ -61,14 +61,17 @@ def _kept_apart(op: Pointwise, local: Local) -> float:
         return op.saves_apart * max(width, 4.0) / tp
     if op.name == "norm":
         shard = tp if sequence else 1
-        if op.kernels == 1:  # LayerNorm: its input, mean and deviation
+        if op.upcast:  # RMSNorm computes in fp32
+            return (op.saves_apart * max(width, 4.0) + 4) / shard
+        if op.kernels == 1 and not op.widened:  # LayerNorm: its input, mean and deviation
             return (op.saves_apart * width + 8) / shard
-        return (op.saves_apart * max(width, 4.0) + 4) / shard  # RMSNorm computes in fp32
     if op.name == "combine":  # the results, and the same in the places of their tokens
         return 2 * op.saves_apart * width * choices / tp
     if op.name == "route":
         return op.saves_apart * 4.0 / (tp if sequence else 1)
-    return (op.saves_apart * width + op.masks) * choices / (tp if op.split == "heads" or op.per_choice else 1)
+    wide = op.widened if width < 4 else 0
+    shard = tp if op.split == "heads" or op.per_choice else 1
+    return (op.saves_apart * width + wide + op.masks) * choices / shard
 
 
 @lru_cache(maxsize=4096)
@@ -80,14 +83,25 @@ def working_in(block: Block, local: Local) -> float:
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
     tp, sequence, _, width, _ = local
-    hidden = next(
-        (op for op in reversed(block.ops) if isinstance(op, Pointwise) and op.name in ("swiglu", "gelu")), None
-    )
-    if hidden is None:
+    hidden, last = _before_last_product(block)
+    if hidden is None or last is None:
         return 2 * block.width * width
-    inner = hidden.saves * max(hidden.per_choice, 1) / tp  # swiglu: three gradients, less the input of the product
+    # swiglu: three gradients, less the input of the product
+    inner = max(hidden.saves, last.ins) * max(hidden.per_choice, 1) / tp
     stream = 0.0 if hidden.per_choice else (2 + 2 / tp) * block.width if sequence else block.width
     return (inner + stream) * width
+
+
+def _before_last_product(block: Block) -> tuple[Pointwise | None, Matmul | None]:
+    """The activation whose result the last row-sharded product takes, and that product."""
+    places = [place for place, op in enumerate(block.ops) if isinstance(op, Matmul) and op.split == "row"]
+    if not places:
+        return None, None
+    before = reversed(block.ops[: places[-1]])
+    hidden = next((op for op in before if isinstance(op, Pointwise) and (op.split == "heads" or op.per_choice)), None)
+    last = block.ops[places[-1]]
+    assert isinstance(last, Matmul)
+    return hidden, last
 
 
 @lru_cache(maxsize=4096)

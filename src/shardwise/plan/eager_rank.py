@@ -60,9 +60,9 @@ class _Rank:
         return self.division.dense(block) + self.division.experts(block)
 
     def inputs(self) -> float:
-        """Tokens and labels of the whole step; with `cp` the whole sequences too, and positions."""
-        cp = self.plan.axes.cp
-        return self.tokens * self.plan.batch.micro_batches * (16.0 * cp + 8.0 if cp > 1 else 16.0)
+        """What is given and labels of the whole step; with `cp` the whole sequences too, and positions."""
+        cp, both = self.plan.axes.cp, self.division.profile.given + 8.0
+        return self.tokens * self.plan.batch.micro_batches * (both * cp + 8.0 if cp > 1 else both)
 
     @property
     def whole_stream(self) -> float:

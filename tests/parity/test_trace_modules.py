@@ -1,0 +1,46 @@
+"""Modules that are no reference model: their traced step against the real one, to the byte."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.diagnose.trace_module import training_of_module
+from shardwise.diagnose.trace_step import StepTrace, measure_step, trace_step
+from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
+from tests.modules import factory
+from tests.parity.test_trace_memory import check_close, check_equal
+
+FAST = [("gpt2", "fsdp2 / bf16"), ("pictures", "dp2")]
+SOAK = [
+    *((model, plan) for model in ("llama", "qwen3", "window") for plan in ("dp2", "fsdp2 / bf16", "tp2")),
+    ("bert", "fsdp2 / mb2"),
+    ("two", "fsdp2 / recompute=blocks"),
+    ("llama", "pp2 / 1f1b mb2"),
+]
+
+
+def training(model: str) -> Any:
+    seq = {"pictures": 3, "two": 64}.get(model, 64)
+    return training_of_module(factory(model), Workload(seq_len=seq, global_batch=8))
+
+
+def measured(model: str, text: str) -> StepTrace:
+    torch.manual_seed(0)
+    plan = Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        return measure_step(training(model), plan, mesh)
+
+
+@pytest.mark.parametrize(("model", "plan"), [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in SOAK)])
+def test_equal_to_the_byte(world: Any, model: str, plan: str) -> None:
+    parsed = Plan.parse(plan)
+    real = world(parsed.world, partial(measured, model, plan), timeout_s=300)
+    for rank in {0, parsed.world - 1}:
+        traced = trace_step(training(model), parsed, rank=rank)
+        (check_close if parsed.axes.pp > 1 else check_equal)(traced, real[rank])
