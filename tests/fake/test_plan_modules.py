@@ -10,6 +10,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
+from shardwise.cli.estimate import estimate
 from shardwise.cli.plan import plan
 from shardwise.errors import ExitCode, ShardwiseError
 
@@ -70,6 +71,30 @@ def invoke(*words: str) -> tuple[int, str, BaseException | None]:
     app.command()(plan)
     result = CliRunner().invoke(app, [*words, "--seq", "32", "--json"], env={"COLUMNS": "200"})
     return result.exit_code, result.output, result.exception
+
+
+def test_the_step_of_a_module_is_traced(here: Path) -> None:
+    app = Typer()
+    app.command()(estimate)
+    words = [
+        "pp2 / 1f1b mb2",
+        "--model",
+        "planned_net:Net",
+        "--cluster",
+        "cpu:2",
+        "--seq",
+        "32",
+        "--global-batch",
+        "64",
+    ]
+    result = CliRunner().invoke(app, [*words, "--trace", "--json"])
+    answer = json.loads(result.stdout)
+    peaks = [each["peak_bytes"] for each in answer["trace"]]
+    assert result.exit_code == 0 and [each["rank"] for each in answer["trace"]] == [0, 1]
+    assert answer["memory"]["allocated"] == pytest.approx(max(peaks), rel=0.03)
+    assert {each["kind"] for each in answer["trace"][0]["collectives"]} >= {"send", "all-reduce"}
+    refused = CliRunner().invoke(app, [*words, "--traffic"])
+    assert "or --trace, which counts what a module sends" in str(refused.exception)
 
 
 def test_a_factory_a_class_and_a_config(here: Path) -> None:

@@ -86,8 +86,8 @@ def working_in(block: Block, local: Local) -> float:
     hidden, last = _before_last_product(block)
     if hidden is None or last is None:
         return 2 * block.width * width
-    # swiglu: three gradients, less the input of the product
-    inner = max(hidden.saves, last.ins) * max(hidden.per_choice, 1) / tp
+    # swiglu: three gradients, less the input of the product; of relu that is needed still
+    inner = (hidden.saves or 2 * last.ins) * max(hidden.per_choice, 1) / tp
     stream = 0.0 if hidden.per_choice else (2 + 2 / tp) * block.width if sequence else block.width
     return (inner + stream) * width
 
