@@ -126,6 +126,7 @@ def test_no_bound_is_above_an_estimate() -> None:
                         time = bounds.plan_time(flow, spread)
                         size = bounds.plan_size(flow, spread, bounds.flow_size(flow, every_rank=True))
                         assert bounds.least_size(bounds.flow_size(flow)) <= size * (1 + 1e-9), plan
+                        assert bounds.core_size(core) <= each.memory.device, plan
                         assert bounds.core_time(core) <= time * (1 + 1e-9), plan
                         assert time <= each.time.total * (1 + 1e-9), plan
                         assert size <= each.memory.device * (1 + 1e-9), plan

@@ -15,12 +15,12 @@ from math import log2
 from operator import itemgetter
 
 from shardwise.model.profile import Block
-from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes, saving_of
+from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division
 from shardwise.plan.links import collective_time, group_of
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
-from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule, Tensor
+from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
 from shardwise.plan.timing import HOST_UPDATE, STRAGGLERS
@@ -124,7 +124,8 @@ class Bounds:
         pipe, stack = flow.pipe, self.space.stack
         count, blocks = pipe.micro_batches, max(len(self.space.profile.blocks) // pipe.pp - 1, 0)
         seconds += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
-        seconds += self._update(spread, count)
+        owned = self._owned(spread, *self._local(pipe))
+        seconds += self._update_of(owned, count, offloaded=spread.offloaded)
         gather, reduce = self._sent(spread)
         hides = stack.overlap_data
         if spread.zero == 3 and pipe.pp > 1 and stack.keeps_shards:
@@ -140,12 +141,8 @@ class Bounds:
             seconds += total - hides * min(behind, total) + (stack.gather_wait * blocks if spread.zero else 0.0)
         return seconds * self.stragglers
 
-    def _update(self, spread: Spread, count: int) -> float:
-        """Seconds of the optimizer on an average rank, and of what an offloaded state moves."""
-        return self._update_of(self._owned(spread, *self._local(spread.pipe)), count, offloaded=spread.offloaded)
-
     def _update_of(self, owned: float, count: int, *, offloaded: bool) -> float:
-        """The same of so many parameters of a rank, and micro-batches."""
+        """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
         cluster, workload = self.space.cluster, self.space.workload
         traffic = owned * (2 * STATE_BYTES[workload.optimizer] + 16) * workload.trained
         if offloaded:
@@ -253,6 +250,11 @@ class Bounds:
         return 0.0, both("all_reduce", gradient)
 
     # ------------------------------------------------------------ memory
+
+    def core_size(self, core: Core) -> float:
+        """Below all its plans' device memory: one rank has the largest block in full, the last one logits and one."""
+        blocks = self._full(core).values()
+        return self.on_device(max(*blocks, min(blocks) + self._logits(core)))
 
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
         """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
@@ -369,11 +371,8 @@ class Bounds:
     def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
         """(for each policy, bytes that a micro-batch keeps; those of each distinct block in full)."""
         if core not in self._saved:
-            space = self.space
-            plan = Plan(axes=core.axes, zero=3, precision=core.precision, tensor=Tensor(sequence=core.sequence))
-            how = saving_of(plan, space.stack_for(core), space.workload.seq_len)
-            tokens = core.samples * space.workload.seq_len / core.cp
-            full = {id(block): saved_bytes(block, how) * tokens for block, _ in self._blocks}
+            space, full = self.space, self._full(core)
+            how, tokens = space.saving(core), core.samples * space.workload.seq_len / core.cp
             less = {
                 mode: {
                     id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how) * tokens
@@ -389,6 +388,11 @@ class Bounds:
                 kept.append(tuple(accumulate(sizes, initial=0.0)))
             self._saved[core] = (kept, [full[id(block)] for block, _ in self._blocks])
         return self._saved[core]
+
+    def _full(self, core: Core) -> dict[int, float]:
+        """Bytes that each distinct block keeps of a micro-batch, by its `id`."""
+        tokens = core.samples * self.space.workload.seq_len / core.cp
+        return {id(block): saved_bytes(block, self.space.saving(core)) * tokens for block, _ in self._blocks}
 
 
 def _cut_as(schedule: Schedule) -> tuple[int, bool]:

@@ -205,7 +205,9 @@ class Walk:
             cores = list(self.space.cores(world, refused))
             if self.limit == math.inf and self.space.has("accumulation"):  # what is nearest keeps one sample at a time
                 cores = [core for core in cores if core.samples == 1]
-            for core in self._undominated(cores) if world > EXACT else cores:
+            fit = [core for core in cores if self.bounds.core_size(core) <= self.limit]
+            self.pruned["bound on memory"] += len(cores) - len(fit)
+            for core in self._undominated(fit) if world > EXACT else fit:
                 self._push(core, self.bounds.core_time(core) + self._least_update(core, 1), 0.0, world)
         self.pruned.update(refused)
         while self._heap and len(ranked) < top:

@@ -19,7 +19,7 @@ from shardwise.findings import nearest
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import compute_width
+from shardwise.plan.activations import Saving, compute_width, saving_of
 from shardwise.plan.constraints import ROWS
 from shardwise.plan.plan import (
     LOOPED,
@@ -209,6 +209,18 @@ class Space:
         plan = Plan(axes=Axes(cp=core.cp), float8=Float8(recipe=core.float8))
         return stack_of(plan.with_(compile=self.compiles(plan)), self.stack)
 
+    def saving(self, core: Core) -> Saving:
+        """What decides on the bytes that a core's blocks keep."""
+        key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8)
+        if key not in self._savings:
+            plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
+            self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len)
+        return self._savings[key]
+
+    @cached_property
+    def _savings(self) -> dict[tuple[object, ...], Saving]:
+        return {}
+
     @cached_property
     def _compiles(self) -> dict[tuple[object, ...], bool]:
         return {}
@@ -256,12 +268,9 @@ class Space:
             if row:
                 refused[row] = refused.get(row, 0) + 1
                 continue
-            for samples, precision, recipe in product(self._samples, self.precisions, recipes):
-                yield Core(world, tp, cp, ep, samples, sequence, loss, context, precision, recipe)
-
-    @cached_property
-    def _samples(self) -> list[int]:
-        return divisors(self.workload.global_batch)
+            samples = divisors(self.workload.global_batch)
+            for size, precision, recipe in product(samples, self.precisions, recipes):
+                yield Core(world, tp, cp, ep, size, sequence, loss, context, precision, recipe)
 
     # ------------------------------------------------------------ step 2: stages
 
