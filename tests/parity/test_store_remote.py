@@ -32,6 +32,7 @@ from shardwise.checkpoint.remote import RemoteFiles, RemotePath, located
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import app
 from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.launch.resuming import resume
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World, WorldError
 from shardwise.train.optimizers import adamw
@@ -229,6 +230,10 @@ def in_memory(url: str) -> list[str]:
                 loaded = Store(url).load_latest(fresh)
             assert loaded is not None and loaded.step == fresh.step == 2
             said.append(f"{kind}: {loaded.skipped[0].reason}")
+            other = make(mesh, "one")
+            with pytest.warns(UserWarning, match="in place of"):
+                begun = resume(Store("memory://test/another"), other, url)
+            assert begun is not None and begun.step == other.step == 2, "`--resume URL`"
             newest.put(name, data)
         newest.remove(FILE)  # `latest` says that it was there
         with pytest.warns(UserWarning, match="no readable manifest"):

@@ -38,22 +38,34 @@ def find(path: str | os.PathLike[str]) -> Found:
     Raises:
         CheckpointError: there is none.
     """
+    place = place_of(path)
+    files = files_for(place)
+    if files.is_file(place / FILE):
+        return Found(place, (), files)
+    listing = directory_of(place, files).listing()
+    if not listing.complete:
+        reasons = "; ".join(item.reason for item in listing.damaged) or "it is empty"
+        raise CheckpointError(f"{place}: found no whole checkpoint: {reasons}; give another path")
+    return Found(listing.complete[0][0], listing.damaged, files)
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint, or the store, that a path or a URL stands for: itself, or that of a run's directory.
+
+    Raises:
+        CheckpointError: neither is there.
+    """
     path = located(path)
     files = files_for(path)
     if files.is_file(path / FILE):
-        return Found(path, (), files)
-    stores = [directory_of(place, files) for place in (path / "checkpoints", path)]
-    store = next((store for store in stores if store.is_store()), None)
-    if store is None:
-        raise CheckpointError(
-            f"{path}: found no checkpoint, store or run there; needed a directory with {FILE}, {MARKER} or "
-            "checkpoints/; give another path"
-        )
-    listing = store.listing()
-    if not listing.complete:
-        reasons = "; ".join(item.reason for item in listing.damaged) or "it is empty"
-        raise CheckpointError(f"{store.path}: found no whole checkpoint: {reasons}; give another path")
-    return Found(listing.complete[0][0], listing.damaged, files)
+        return path
+    for place in (path / "checkpoints", path):
+        if directory_of(place, files).is_store():
+            return place
+    raise CheckpointError(
+        f"{path}: found no checkpoint, store or run there; needed a directory with {FILE}, {MARKER} or "
+        "checkpoints/; give another path"
+    )
 
 
 def inspect(path: Path) -> dict[str, Any]:

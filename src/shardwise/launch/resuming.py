@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.cadence import Cadence, Every
-from shardwise.checkpoint.compare import find
+from shardwise.checkpoint.compare import place_of
 from shardwise.checkpoint.remote import RemotePath, located
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.parallel.mesh import Mesh
@@ -27,7 +27,7 @@ def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool 
     if own is not None or wanted in ("auto", "never"):
         return own
     place = located(wanted)
-    found = find(place).path if isinstance(place, RemotePath) else find_checkpoint(place)
+    found = place_of(place) if isinstance(place, RemotePath) else find_checkpoint(place)
     return store.load(state, found, convert_state=convert_state)
 
 
