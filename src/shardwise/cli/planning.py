@@ -119,7 +119,7 @@ def question(
         if profile.chosen == profile.experts > 1:
             assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
     if profile.wide:
-        assumed.append("its forward was read in fp32, for it does not run in 16 bits; copies that it makes there: none")
+        assumed.append("its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted")
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
     return Question(
