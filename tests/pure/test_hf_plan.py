@@ -13,6 +13,7 @@ from shardwise.cli.planning import question
 from shardwise.errors import ConfigError, ExitCode, ModelError, PlanError
 from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
 from shardwise.model.rules import STYLES, match
+from shardwise.models.hf import hf_config
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.stack import load_stack
 
@@ -229,3 +230,19 @@ def test_tp_is_left_out_where_layers_would_stay_whole() -> None:
     asked = question("hf:gpt2", "h100:8", seq=512, batch=8, tokens=None)
     assert "tp" in asked.refused and "tp is left out: hf.whole" in asked.assumed
     assert question("hf:mixtral", "h100:8", seq=512, batch=8, tokens=None).refused == ()
+
+
+def test_that_a_sample_is_text_alone_is_said(tmp_path: Path) -> None:
+    config = hf_config("gemma3")
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    for part in (config.text_config, config.vision_config):
+        for key, value in small.items():
+            setattr(part, key, value)
+    config.text_config.num_key_value_heads, config.text_config.head_dim, config.text_config.vocab_size = 2, 16, 320
+    config.text_config.layer_types = config.text_config.layer_types[:2]
+    config.save_pretrained(tmp_path)
+    asked = question(f"hf:{tmp_path}", "h100:8", seq=32, batch=8, tokens=None)
+    assert [note for note in asked.assumed if "vision part keeps and computes is not counted" in note]
+    assert not any(
+        "is text alone" in note for note in question("hf:llama", "h100:1", seq=8, batch=1, tokens=None).assumed
+    )

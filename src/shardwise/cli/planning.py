@@ -111,6 +111,7 @@ def question(
     size, notes = _batch(batch, tokens, seq, found.world)
     refused = module.refused(seq) if module else {}
     assumed += [f"{axis} is left out: {why}" for axis, why in refused.items() if why != "module.no-experts"]
+    assumed += module.notes if module else ()
     workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
     if spec:
         profile = profile_of(spec)
@@ -223,6 +224,8 @@ class _Module:
     refused: Callable[[int], dict[str, str]]
     """Of a number of tokens: axes that it cannot have, and why."""
     limits: ModelSpec | None = None
+    notes: tuple[str, ...] = ()
+    """What is not counted."""
 
 
 def _module(model: str) -> _Module:
@@ -241,7 +244,9 @@ def _module(model: str) -> _Module:
     config = chain_config(model)
     limits = sizes_of(config)
     unknown = {} if limits else dict.fromkeys(("tp", "ep"), "its configuration does not say what they must divide")
-    return _Module(hf_factory(config), longest_sequence(config), lambda _: refused_of(config) | unknown, limits)
+    others = [kind for kind in ("vision", "audio") if getattr(config, f"{kind}_config", None) is not None]
+    notes = tuple(f"a sample is text alone: what the {kind} part keeps and computes is not counted" for kind in others)
+    return _Module(hf_factory(config), longest_sequence(config), lambda _: refused_of(config) | unknown, limits, notes)
 
 
 def _of_devices(cluster: Cluster) -> list[str]:
