@@ -114,7 +114,12 @@ def _rows(batch: Batch, rows: int) -> Batch:
 def _loss(output: Any, batch: Batch) -> Loss:
     """See `estimate_module_by_trace`."""
     given = getattr(output, "logits", output)
-    values = next(tensor for _, tensor in tensors_in(given) if tensor.is_floating_point())
+    values = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
+    if values is None:
+        raise ModelError(
+            "estimate --trace: the forward returned no floating tensor, and a step needs a loss; needed one: return "
+            "logits, or give trace_step a Training with the loss of your own"
+        )
     ids = batch[1] if isinstance(batch, tuple) and len(batch) == 2 else None
     if ids is not None and values.shape[:-1] == ids.shape:
         return token_cross_entropy(values, ids)

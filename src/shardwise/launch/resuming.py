@@ -9,11 +9,11 @@ import torch
 
 from shardwise.checkpoint.cadence import Cadence, Every
 from shardwise.checkpoint.compare import place_of
-from shardwise.checkpoint.remote import RemotePath, located
+from shardwise.checkpoint.remote import located
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.metrics import read_metrics
-from shardwise.train.rundir import RunDir, find_checkpoint
+from shardwise.train.rundir import RunDir
 from shardwise.train.settings import TrainSettings
 from shardwise.train.state import TrainState
 
@@ -26,9 +26,7 @@ def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool 
     own = store.load_latest(state, convert_state=convert_state) if wanted != "never" else None
     if own is not None or wanted in ("auto", "never"):
         return own
-    place = located(wanted)
-    found = place_of(place) if isinstance(place, RemotePath) else find_checkpoint(place)
-    return store.load(state, found, convert_state=convert_state)
+    return store.load(state, place_of(wanted), convert_state=convert_state)
 
 
 def kept_at(run: RunDir, settings: TrainSettings) -> Path:

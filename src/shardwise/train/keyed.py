@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 Key = tuple[int, int]
 """A row: its position in the endless run of epochs, and its sample."""
 
 
-class KeyedDataset:
+class KeyedDataset(Dataset[Any]):
     """A data set that is read by keys, each sample with generators of its own.
 
     Rows that the data set reads together (`__getitems__`, `get_batch`) share those of the first: they are the same

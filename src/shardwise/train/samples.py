@@ -189,7 +189,7 @@ class SampleWindows:
     def _make_workers(self, pin: bool) -> DataLoader[Any]:
         options = self.options
         return DataLoader(
-            self._dataset,  # type: ignore[arg-type]  # read by `__getitems__` alone
+            self._dataset,
             batch_sampler=self._sampler,
             collate_fn=self._collate,
             num_workers=options.workers,
