@@ -88,3 +88,8 @@ def _splits() -> tuple[dict[str, Array], Division, dict[str, str]]:
 
 SPLITS = _splits()
 """Five small tensors over two ranks: arguments of `write_checkpoint`."""
+
+
+def entries(store: Path) -> list[str]:
+    """What saves and removals left in a store: who holds it is another matter."""
+    return sorted(path.name for path in store.iterdir() if path.name != "lock")

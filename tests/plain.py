@@ -56,6 +56,11 @@ class Plain:
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.step = int(scalars["step"])
 
+    def close(self) -> None:
+        """As the end of a mesh."""
+        while self.mesh.at_exit:
+            self.mesh.at_exit.pop()()
+
     def is_of(self, seed: int) -> bool:
         """Whether every bit is that of `values(seed)`."""
         wanted = values(seed)

@@ -10,9 +10,12 @@ import json
 import os
 import re
 import stat
+import sys
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from io import FileIO
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -231,6 +234,36 @@ def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: s
         raise ConfigError(
             f"{file}: cannot be written ({error.strerror}); check the folder and its permissions"
         ) from None
+
+
+def append_line(file: FileIO, record: Mapping[str, Any]) -> None:
+    """Append a record as one line of JSON, whole or not at all: half of one could not be read when others follow.
+
+    Args:
+        file: opened unbuffered, for appending.
+        record: plain data.
+
+    Raises:
+        OSError: it cannot be written; the file is as it was.
+    """
+    end, line = os.fstat(file.fileno()).st_size, f"{json.dumps(record)}\n".encode()
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+def add_record(path: Path, record: Mapping[str, Any]) -> None:
+    """The same at the end of a file. Where that fails, as on a full disk, it is said, and the run goes on."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            append_line(file, record)
+    except OSError as error:
+        text = f"shardwise: {path} lacks a record: {error.strerror or error}; the run goes on, and later ones are tried"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _toml(data: Mapping[str, Any], comment: str) -> str:

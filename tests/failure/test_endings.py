@@ -26,6 +26,7 @@ from shardwise.launch.supervisor import Supervisor, _Change
 from shardwise.launch.worlds import World, Worlds
 from shardwise.plan.plan import Plan
 from shardwise.train.metrics import MetricsLog, read_metrics
+from shardwise.train.rundir import RunDir
 from tests.failure import recovering
 from tests.failure.test_recovery import start as start_recovering
 from tests.failure.test_run_verb import finish, start
@@ -302,3 +303,14 @@ def test_metrics_on_a_full_disk_end_no_run(
     assert read_metrics(path) == [{"step": 1}, {"step": 4}]
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("shardwise: metrics are not written: No space left on device (")
+
+
+def test_an_event_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path / "gone")
+    run.add_event("stopped", step=1)
+    assert capfd.readouterr().err == (
+        f"shardwise: {run.events} lacks a record: No such file or directory; the run goes on, and later ones are tried\n"
+    )
+    run.path.mkdir()
+    run.add_event("stopped", step=2)
+    assert [row["step"] for row in run.read_events("stopped")] == [2]

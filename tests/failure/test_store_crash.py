@@ -26,6 +26,7 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.testing.world import World, WorldError
 from shardwise.train.optimizers import adamw
+from tests.checkpoints import entries
 from tests.damages import FILES, Case, damage, restore
 from tests.parity.placing import LAYOUTS, State, place
 
@@ -156,7 +157,7 @@ def save_onto_a_full_disk(path: str, limit_rank: int) -> str:
 def test_one_rank_that_cannot_write_fails_all_and_cleans_up(world: World, tmp_path: Path, rank: int) -> None:
     for message in world(2, save_onto_a_full_disk, str(tmp_path), rank):
         assert f"saving step 1 to {tmp_path}: rank {rank}:" in message
-    assert sorted(os.listdir(tmp_path)) == ["store.json"]
+    assert entries(tmp_path) == ["store.json"]
 
 
 @pytest.fixture

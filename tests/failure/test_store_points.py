@@ -23,7 +23,9 @@ from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.testing.world import World
+from shardwise.train.lock import RunLock
 from shardwise.train.optimizers import adamw
+from tests.checkpoints import entries
 from tests.parity.placing import LAYOUTS, State, place
 
 T = TypeVar("T")
@@ -103,6 +105,7 @@ def points(path: str, scene: str, half: bool) -> list[str]:
             store._directory.files = Counted(at, end_after_half if half else end)
             child = os.fork()
             if child == 0:
+                RunLock.join(where / "lock", print)  # the parent may hold the store
                 store.save(state)
                 os._exit(0)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -120,7 +123,7 @@ def points(path: str, scene: str, half: bool) -> list[str]:
                 again.load_latest(state_at(mesh, 0))
             state.step = 5
             again.save(state)
-            assert sorted(os.listdir(where)) == ["latest", "step-00000005", "store.json"], (
+            assert entries(where) == ["latest", "step-00000005", "store.json"], (
                 scene,
                 at,
                 os.listdir(where),
@@ -167,7 +170,7 @@ def failures(path: str, scene: str) -> int:
             store._directory.files = LOCAL
             state.step = 5
             store.save(state)
-            assert sorted(os.listdir(where)) == ["latest", "step-00000005", "store.json"], (at, os.listdir(where))
+            assert entries(where) == ["latest", "step-00000005", "store.json"], (at, os.listdir(where))
             if files.count < at:
                 return count
     raise AssertionError("it never came to an end")

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.errors import ExitCode, ReplicaError
 from shardwise.testing import World
 from shardwise.train import agreement, replicas
-from shardwise.train.agreement import _digest
+from shardwise.train.exchange import digest
 from tests.parity import grid, points
 
 WHERE = {
@@ -161,4 +161,4 @@ def test_memory_without_a_value_is_not_compared(world: World) -> None:
 
 def test_where_an_object_lies_in_memory_is_no_difference() -> None:
     a, b = torch.Generator(), torch.Generator()
-    assert repr(a) != repr(b) and _digest([a, "x"]) == _digest([b, "x"]) != _digest([a, "y"])
+    assert repr(a) != repr(b) and digest([a, "x"]) == digest([b, "x"]) != digest([a, "y"])

@@ -129,7 +129,7 @@ def test_pruning_keeps_the_newest_saves(world: World, tmp_path: Path) -> None:
     for seen in world(2, keep_two, str(tmp_path)):
         assert seen == [[one], [two, one], [three, two], [four, three], [three, four]]
     assert (tmp_path / "latest").read_text() == f"{three}\n"
-    assert sorted(os.listdir(tmp_path)) == ["latest", three, four, "store.json"]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "lock", three, four, "store.json"]
 
 
 def manifest_of(path: str) -> None:

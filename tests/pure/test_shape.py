@@ -38,6 +38,7 @@ LAYERS = {
     "plan": 2,
     "parallel": 3,
     "models": 3,
+    "train.lock": 1,  # files and processes; who holds a run's directory, or a store
     "train": 4,
     "checkpoint": 4,
     "communicate": 4,

@@ -24,10 +24,12 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"h100.*96g", "h100-96g", ""),
     (r"h100.*nvl\b", "h100-nvl", ""),
     (r"h[18]00.*pcie", "h100-pcie", ""),
-    (r"h[18]00", "h100", ""),
-    (r"a[18]00.*40g", "a100-40g", ""),
-    (r"a[18]00.*80g", "a100-80g", ""),
-    (r"a[18]00", "a100-80g", "an A100 of 80 GB"),
+    (r"h800", "h800", ""),
+    (r"h100", "h100", ""),
+    (r"a800", "a800", ""),
+    (r"a100.*40g", "a100-40g", ""),
+    (r"a100.*80g", "a100-80g", ""),
+    (r"a100", "a100-80g", "an A100 of 80 GB"),
     (r"mi355", "mi355x", ""),
     (r"mi350", "mi350x", ""),
     (r"mi325", "mi325x", ""),
@@ -128,9 +130,6 @@ def _carded(name: str, memory: float, cluster: Cluster) -> Cluster:
 def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
     """Links by what the row says of them."""
     text = cells["interconnect"].lower()
-    if re.search(r"[ah]800", name):  # export variants: 400 GB/s of links, both ways together
-        share = 400 / (900 if "h" in name else 600)
-        cluster = cluster.with_(local=replace(cluster.local, bandwidth=cluster.local.bandwidth * share))
     domain = re.search(r"nvl(?:ink)?(?: domain)?[ -]?(\d+)", text)
     if domain and int(domain.group(1)) > cluster.per_node:
         cluster = cluster.with_(domain=min(int(domain.group(1)), cluster.world))

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import DamagedError
-from shardwise.checkpoint.loading import Converted, Proof, checksums
+from shardwise.checkpoint.loading import Converted, Proof, as_stored, checksums
 from shardwise.checkpoint.manifest import Manifest, TensorEntry
+from shardwise.checkpoint.partial_state import check_imported, weights
 from shardwise.errors import CheckpointError
 
 Kind = tuple[tuple[int, ...], str]
@@ -147,3 +148,22 @@ def with_converted(proof: Proof, manifest: Manifest, converted: tuple[Converted,
     if not converted:
         return proof
     return replace(proof, matched=len(manifest.tensors), stored=len(manifest.tensors), converted=converted)
+
+
+class Templated(Protocol):
+    """A state that says what it would read; `shardwise.checkpoint.store.Saveable` is one."""
+
+    def template(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Fresh tensors of what a checkpoint holding `names` would load."""
+        ...
+
+
+def wanted(state: Templated, manifest: Manifest, *, weights_only: bool) -> tuple[Manifest, Reading, set[str]]:
+    """What is read of a checkpoint, into what, and which tensors are here as they are stored."""
+    if weights_only:
+        known, template = weights(manifest, state.template(()))
+    else:
+        check_imported(manifest)
+        known, template = manifest, state.template(manifest.tensors.keys())
+    reading = Reading.of(state, known, template)
+    return known, reading, as_stored(known, reading.template) - reading.sources

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
-from shardwise.checkpoint.converting import Reading, convert, with_converted
+from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
+from shardwise.checkpoint.holding import Held, Holder
 from shardwise.checkpoint.loading import (
     Arrivals,
     Converted,
     Proof,
-    as_stored,
     bits,
     check_damage,
     check_names,
@@ -36,7 +36,7 @@ from shardwise.checkpoint.loading import (
 )
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
-from shardwise.checkpoint.partial_state import check_imported, followers, scalars_for, weights
+from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located
 from shardwise.checkpoint.saving import Save, SaveJob, Saving, check_same
 from shardwise.checkpoint.snapshot import HostCopy
@@ -141,6 +141,7 @@ class Store:
         self._going_on: Saving | None = None
         self._last_s = self._held_up_s = 0.0
         self._findings: list[Finding] = []
+        self._holder = Holder(self.path)
         self._directory.check_is_store()
 
     def checkpoints(self) -> list[Path]:
@@ -163,6 +164,7 @@ class Store:
 
         Raises:
             CheckpointError: on all ranks, when any of them failed; older checkpoints are untouched.
+            LockedError: another run holds the store.
         """
         job = self._prepare(state, metric)
         try:
@@ -225,16 +227,25 @@ class Store:
         One that is damaged, or that `latest` names and that is not there, is skipped with a warning, and named in the
         result. `convert_state` is that of `load`.
 
+        A run that goes on from a store must be the only one that does: it is refused while another one saves there.
+
         Raises:
             CheckpointError: every checkpoint is damaged, or the checkpoint is not of this model and optimizer.
+            LockedError: another run holds the store.
         """
         self.wait()
         peers = Peers.of(state.mesh)
-        mended = peers.on_first(f"loading from {self.path}", self._directory.mend)
+        held, mended = peers.on_first(f"loading from {self.path}", lambda: self._begin(state))
+        self._findings += held.check()
         if mended is not None:
             what = f"{mended}: it was written anew, from a checkpoint that is whole"
             self._findings.append(Finding(id="checkpoint.store", severity="note", what=what))
         return self._load_newest(state, self._directory, convert_state=convert_state)
+
+    def _begin(self, state: Saveable) -> tuple[Held, str | None]:
+        """On rank 0: mend the store, unless another run holds it."""
+        held = self._holder.look(state.mesh)
+        return held, None if held.refusal else self._directory.mend()
 
     def _load_newest(self, state: Saveable, directory: StoreDirectory, **how: bool) -> Loaded | None:
         """As `load`, the newest checkpoint of a store whose files are whole; None: it holds none at all."""
@@ -331,7 +342,7 @@ class Store:
         digests of the parts that were read as they are stored.
         """
         peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
-        known, reading, own = peers.together(doing, lambda: _wanted(state, manifest, weights_only=weights_only))
+        known, reading, own = peers.together(doing, lambda: wanted(state, manifest, weights_only=weights_only))
         template = reading.template
         told = peers.gather((bits(known, template), bits(known, own)))
 
@@ -359,9 +370,11 @@ class Store:
         scalars, tensors = state.scalars(), state.tensors()
         doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
         self._directory.check_shared(peers.world)
-        told = peers.gather((dict(scalars) | {"metric": metric}, self._copy.fits(tensors), processor()))
-        check_same([theirs for theirs, _, _ in told])
-        if not all(fits for _, fits, _ in told):
+        own = (dict(scalars) | {"metric": metric}, self._copy.fits(tensors), processor(), self._holder.take(state.mesh))
+        told = peers.gather(own)
+        self._findings += told[0][3].check()
+        check_same([each[0] for each in told])
+        if not all(each[1] for each in told):
             self._copy.lay_out(peers, tensors, doing)
         probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None
         job = SaveJob(
@@ -374,7 +387,7 @@ class Store:
             config=self._config,
             probe=probe,
             metric=metric,
-            processors=processors([one for _, _, one in told]),
+            processors=processors([each[2] for each in told]),
             copy=self._copy,
             start=start,
             waited_s=waited,
@@ -384,14 +397,3 @@ class Store:
         except (RuntimeError, MemoryError, OSError) as error:  # of one rank: told to all where they meet next
             job.failure = f"copying to host memory: {error}".splitlines()[0]
         return job
-
-
-def _wanted(state: Saveable, manifest: Manifest, *, weights_only: bool) -> tuple[Manifest, Reading, set[str]]:
-    """What is read of a checkpoint, into what, and which tensors are here as they are stored."""
-    if weights_only:
-        known, template = weights(manifest, state.template(()))
-    else:
-        check_imported(manifest)
-        known, template = manifest, state.template(manifest.tensors.keys())
-    reading = Reading.of(state, known, template)
-    return known, reading, as_stored(known, reading.template) - reading.sources

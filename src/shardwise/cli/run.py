@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +25,7 @@ from shardwise.launch.server import server_for
 from shardwise.launch.stopping import Stopping, catching
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
+from shardwise.records import add_record
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering, Recovery
@@ -227,8 +227,7 @@ def _check_record(recovering: Recovering | None, *, max_recoveries: int | None, 
 
 
 def _append(path: Path, event: str, **facts: Any) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(dumps({"event": event, **facts}) + "\n")
+    add_record(path, {"event": event, **facts})
 
 
 def _plan(word: str) -> Plan:

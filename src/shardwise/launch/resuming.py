@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from shardwise.checkpoint.compare import place_of
 from shardwise.checkpoint.remote import located
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.parallel.mesh import Mesh
+from shardwise.records import add_record
 from shardwise.train.metrics import read_metrics
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import TrainSettings
@@ -48,8 +48,7 @@ def record_resume(run: RunDir, loaded: Loaded) -> None:
         "skipped": [f"{item.path.name}: {item.reason}" for item in loaded.skipped],
         "proof": loaded.proof.to_dict(),
     }
-    with run.resumes.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    add_record(run.resumes, record)
 
 
 def open_cadence(run: RunDir, settings: TrainSettings, mesh: Mesh) -> Cadence:

@@ -170,7 +170,7 @@ def open_mesh(
     try:
         mesh = _arrange(plan, here)
         yield mesh
-        for finish in mesh.at_exit:
+        for finish in reversed(mesh.at_exit):
             finish()
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             mesh.groups.clear()

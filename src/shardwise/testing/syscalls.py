@@ -96,8 +96,8 @@ def counted(log: Path) -> dict[str, int]:
     Other threads are left out: an injection counts by thread.
     """
     rows = [match.groups() for line in log.read_text().splitlines() if (match := re.match(r"(\d+) +(\w+)\(", line))]
-    found = Counter(call for owner, call in rows if owner == rows[0][0] and call in FILE_CALLS)
-    return dict(sorted(found.items()))
+    ours = [(owner, call) for owner, call in rows if call in FILE_CALLS]
+    return dict(sorted(Counter(call for owner, call in ours if owner == ours[0][0]).items()))
 
 
 class _Child:

@@ -7,9 +7,6 @@ follow from, and one digest of it is compared. What is written down is exchanged
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,16 +19,15 @@ from shardwise.errors import ReplicaError
 from shardwise.parallel.history import Operation
 from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
+from shardwise.train.exchange import by_value, digest, gathered, listed
 from shardwise.train.losses import Losses
 from shardwise.train.lr import LrSchedule
 from shardwise.train.options import StepOptions
-from shardwise.train.replicas import checksum, gathered, listed
+from shardwise.train.replicas import checksum
 from shardwise.train.state import TrainState
 
 MOST_NAMED = 3
 """Further differences that a message names."""
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""What the text of an object without one of its own says of its place in memory."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -46,7 +42,7 @@ class Facts:
 
     def digests(self) -> tuple[int, int, int]:
         """Numbers that are equal where the facts are."""
-        return self.place, _digest(self.of_all.items()), _digest(self.of_place.items())
+        return self.place, digest(self.of_all.items()), digest(self.of_place.items())
 
 
 def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> None:
@@ -119,11 +115,11 @@ def _initial_values(placed: Placed) -> Iterator[tuple[str, str]]:
     """
     history, views = (placed.blueprint.history, placed.blueprint.views) if placed.blueprint is not None else (None, {})
     if history is not None:
-        texts = [_digest(_words(operation)) for operation in history.operations]
+        texts = [digest(_words(operation)) for operation in history.operations]
         for name in placed.named_parameters():
             if name in views:
                 steps = [texts[index] for index in history.closure(views[name].storage)]
-                yield f"the initial value of {name}", f"{_digest([views[name], *steps]):x}"
+                yield f"the initial value of {name}", f"{digest([views[name], *steps]):x}"
     for name, buffer in placed.named_buffers().items():
         is_garbage = history is not None and name in views and not history.is_written(views[name].storage)
         if not (is_garbage or buffer.is_meta or isinstance(buffer, DTensor)):
@@ -144,11 +140,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, tuple | list):
         return ", ".join(map(_plain, value))
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
-
-
-def _digest(words: Iterable[Any]) -> int:
-    text = _ADDRESS.sub("", repr(list(words)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def _difference(everyones: list[Facts], step: int) -> str:
@@ -174,8 +165,6 @@ def _differing(
 ) -> Iterator[tuple[str, list[tuple[str, list[int]]]]]:
     """Name -> (value, its ranks), the commonest value first, of what is not the same on some ranks."""
     for name in dict.fromkeys(name for rank in ranks for name in facts(rank)):
-        holders: dict[str, list[int]] = defaultdict(list)
-        for rank in ranks:
-            holders[facts(rank).get(name, "nothing")].append(rank)
-        if len(holders) > 1:
-            yield name, sorted(holders.items(), key=lambda item: -len(item[1]))
+        found = by_value({rank: facts(rank).get(name, "nothing") for rank in ranks})
+        if len(found) > 1:
+            yield name, found

@@ -16,6 +16,7 @@ import platform
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -47,12 +48,14 @@ class Owner:
     started: str
     """UTC, ISO 8601."""
     released: bool = False
+    job: str = ""
+    """Of which its processes are, where several sets of them take turns."""
 
     @classmethod
-    def here(cls) -> Owner:
+    def here(cls, job: str = "") -> Owner:
         """This process."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(owner=_user(), host=platform.node(), place=_place(), pids=(_this_process(),), started=now)
+        return cls(owner=_user(), host=platform.node(), place=_place(), pids=(_this_process(),), started=now, job=job)
 
     def __str__(self) -> str:
         return f"{self.owner} on {self.host}, pid {self.pids[0][0]}, since {self.started}"
@@ -83,8 +86,8 @@ class RunLock:
         self._beat = threading.Thread(target=self._keep_alive, name="shardwise-lock", daemon=True)
 
     @classmethod
-    def take(cls, folder: Path, on_lost: Callable[[str], None], *, stale_s: float = STALE_S) -> RunLock:
-        """Become the owner of a directory.
+    def take(cls, folder: Path, on_lost: Callable[[str], None], *, stale_s: float = STALE_S, job: str = "") -> RunLock:
+        """Become the owner of a directory; or join it, where it is a process of the caller's own `job`.
 
         Raises:
             LockedError: somebody who lives holds it, or won it at this moment.
@@ -97,8 +100,10 @@ class RunLock:
             newest = _newest(folder)
             before = _read(folder, newest) if newest else None
             if before is not None and not before.released and not _is_dead(before, _path(folder, newest), stale_s):
+                if job and before.job == job and (joined := cls.join(folder, on_lost)) is not None:
+                    return joined
                 raise _refusal(folder, before)
-            lock = cls(folder, newest + 1, Owner.here(), on_lost)
+            lock = cls(folder, newest + 1, Owner.here(job), on_lost)
             if not _create(lock._path, lock.owner) or _newest(folder) > lock.generation:
                 # the second: whoever made our number anew after it was cleaned away is not the newest
                 raise _refusal(folder, _read(folder, _newest(folder)))
@@ -112,6 +117,41 @@ class RunLock:
                 "this user can write, on a file system with hard links; choose another --out or --checkpoints"
             ) from error
         return lock
+
+    @classmethod
+    def await_free(cls, folder: Path, *, stale_s: float = STALE_S, job: str = "") -> None:
+        """Return when nobody holds a directory, or only processes of the caller's own `job`.
+
+        An owner on another host is watched until its file is touched (it lives) or stale (it is dead), so that a job
+        which begins again on another node waits in place of failing.
+
+        Raises:
+            LockedError: at once where the owner is on this host, else within `BEAT_S`.
+        """
+        seen: tuple[int, float] | None = None
+        while True:
+            newest = _newest(folder)
+            owner = _read(folder, newest) if newest else None
+            if owner is None or owner.released or (job and owner.job == job):
+                return
+            path = _path(folder, newest)
+            try:
+                if _is_dead(owner, path, stale_s):
+                    return
+                touched = (newest, path.stat().st_mtime)
+            except FileNotFoundError:  # it has just changed hands
+                continue
+            if _is_here(owner) or (seen is not None and touched != seen):
+                raise _refusal(folder, owner)
+            seen = touched
+            time.sleep(min(1.0, stale_s / 10))
+
+    @classmethod
+    def is_held_here(cls, folder: Path) -> bool:
+        """Whether this process is one of those that hold a directory."""
+        newest = _newest(folder)
+        owner = _read(folder, newest) if newest else None
+        return owner is not None and not owner.released and _is_here(owner) and _this_process() in owner.pids
 
     @classmethod
     def join(cls, folder: Path, on_lost: Callable[[str], None]) -> RunLock | None:
@@ -151,9 +191,13 @@ class RunLock:
             with suppress(OSError):
                 os.utime(self._path)
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
+        """Begin to touch the file."""
         self._beat.start()
         return self
+
+    def __enter__(self) -> Self:
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -174,9 +218,14 @@ def _refusal(folder: Path, owner: Owner | None) -> LockedError:
 
 
 def _is_dead(owner: Owner, path: Path, stale_s: float) -> bool:
-    if owner.host == platform.node() and owner.place == _place():
+    if _is_here(owner):
         return not any(_runs(pid, began) for pid, began in owner.pids)
     return _age_s(path) > stale_s
+
+
+def _is_here(owner: Owner) -> bool:
+    """Whether its pids are processes of this host."""
+    return owner.host == platform.node() and owner.place == _place()
 
 
 def _runs(pid: int, began: float) -> bool:

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.extras import optional_module
+from shardwise.records import append_line
 from shardwise.train.rundir import write_text
 
 PEAK_FLOPS: Mapping[str, float] = {
@@ -58,7 +58,9 @@ class MetricsLog:
         try:
             if after_step is not None and path.exists():
                 keep = [row for row in read_metrics(path) if row.get("step", 0) <= after_step]
-                write_text(path, "".join(_line(row) for row in keep))  # who is killed here loses no record
+                write_text(
+                    path, "".join(f"{json.dumps(_finite(row))}\n" for row in keep)
+                )  # who is killed here loses no record
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
@@ -68,7 +70,7 @@ class MetricsLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that are not finite are written as null: JSON has none."""
         try:
-            self._append(_line(record).encode())
+            append_line(self._file, _finite(record))
         except OSError as error:
             if not self._has_failed:
                 print(
@@ -82,17 +84,6 @@ class MetricsLog:
             for key, value in record.items():
                 if isinstance(value, int | float) and key != "step":
                     self._board.add_scalar(key, value, record.get("step"))
-
-    def _append(self, line: bytes) -> None:
-        """Write a line whole, or nothing of it: half of one could not be read when others follow."""
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            with suppress(OSError):
-                self._file.truncate(end)
-            raise
 
     def close(self) -> None:
         """Close the files."""
@@ -114,9 +105,8 @@ def _board(folder: Path | None) -> Any:
     return module.SummaryWriter(str(folder))
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite) + "\n"
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ReplicaError
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import AXES
+from shardwise.train.exchange import gathered, listed
+from shardwise.train.issued import Issued
 from shardwise.train.norm import axes_covered
 from shardwise.train.optim import PREFIX
 from shardwise.train.state import TrainState
@@ -61,7 +63,7 @@ class Replicas:
 
     def __init__(self, state: TrainState) -> None:
         """See the class."""
-        self._state, self._mesh = state, state.mesh
+        self._state, self._mesh, self._issued = state, state.mesh, Issued(state.mesh)
         self._groups: dict[Ends, list[str]] = defaultdict(list)
         """Who holds the same as this rank -> names of those parameters. What it alone holds is not here."""
         for name, parameter in state.placed.named_parameters().items():
@@ -81,9 +83,11 @@ class Replicas:
             What was healed, as JSON, the same on every rank.
 
         Raises:
-            ReplicaError: on all ranks: copies differ, and no majority says which are right.
+            ReplicaError: on all ranks: copies differ, and no majority says which are right; or ranks of a group have
+                called different collectives.
         """
         mesh, state = self._mesh, self._state
+        self._issued.check(state.step)
         if self._rows == 0:
             return ()
         live = state.placed.named_parameters()
@@ -164,14 +168,6 @@ def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def gathered(own: list[tuple[int, int, int]], mesh: Mesh) -> list[list[list[int]]]:
-    """The rows of every rank, by rank; every rank has as many."""
-    mine = torch.tensor(own, dtype=torch.int64, device=mesh.device)
-    table = [torch.empty_like(mine) for _ in range(mesh.world)]
-    dist.all_gather(table, mine)
-    return [rows.tolist() for rows in table]
-
-
 def _holders(parameter: torch.Tensor, mesh: Mesh) -> Ends:
     """The least and the greatest rank that hold the same elements of a parameter as this one."""
     outside = {axis for axis in AXES if axis != "pp" and mesh.size(axis) > 1}
@@ -191,12 +187,3 @@ def _holders(parameter: torch.Tensor, mesh: Mesh) -> Ends:
             most += (mesh.size(axis) - 1 - most // stride % mesh.size(axis)) * stride
         stride *= mesh.size(axis)
     return least, most
-
-
-def listed(ranks: list[int]) -> str:
-    """Ranks for a message.
-
-    >>> listed([0, 2])
-    '0, 2'
-    """
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -22,6 +22,7 @@ import psutil
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.plan.plan import Plan
+from shardwise.records import add_record
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
@@ -150,9 +151,7 @@ class RunDir:
 
     def add_event(self, event: str, **facts: Any) -> None:
         """Append a record to `events`, with the time. One process per run calls it."""
-        record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
-        with self.events.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        add_record(self.events, {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts})
 
     def read_events(self, event: str) -> list[dict[str, Any]]:
         """The records of one kind; a last line that was cut by a crash is left out."""

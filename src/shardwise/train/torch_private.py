@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -60,3 +63,19 @@ def local_of(tensor: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The last collectives that this process called, of all groups, oldest first: torch's flight recorder.
+
+    Those between two ranks are left out. Empty where torch does not record: no process group, or a back-end without it.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    found = json.loads(dump()) if dump is not None else {}
+    return [entry for entry in found.get("entries", ()) if not entry["is_p2p"]]
+
+
+def group_names() -> dict[str, list[int]]:
+    """The ranks of each process group of this process, by the name that the flight recorder gives it."""
+    names = dist.distributed_c10d._world.pg_names
+    return {name: dist.get_process_group_ranks(group) for group, name in names.items()}

@@ -1,0 +1,86 @@
+"""`Holder`: one store, one run. Rank 0 of a script holds its store, as `shardwise train` holds its directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.checkpoint.remote import RemotePath
+from shardwise.errors import LockedError, UsageError
+from shardwise.findings import Finding
+from shardwise.launch.environment import recovering_job
+from shardwise.launch.variables import variables
+from shardwise.parallel.mesh import Mesh
+from shardwise.train.lock import RunLock, end_at_once
+
+
+class Held(NamedTuple):
+    """What rank 0 found, for all ranks."""
+
+    refusal: str = ""
+    """Why this run must not write here; empty: it may."""
+    note: str = ""
+    """Why the place could not be locked."""
+
+    def check(self) -> list[Finding]:
+        """What there is to say of it.
+
+        Raises:
+            LockedError: another run holds the store.
+        """
+        if self.refusal:
+            raise LockedError(self.refusal)
+        what = f"{self.note}; nothing keeps another run from writing there"
+        return [Finding(id="checkpoint.lock", severity="warning", what=what)] if self.note else []
+
+
+class Holder:
+    """Sees to it that a store is one run's: a run goes on from it when nobody holds it, and holds it once it saves."""
+
+    def __init__(self, store: Path) -> None:
+        """Look at nothing yet."""
+        self._store = store
+        self._mesh: Mesh | None = None
+        self._noted = False
+        self._job = recovering_job(variables()) or ""
+
+    def look(self, mesh: Mesh) -> Held:
+        """On rank 0, before a run goes on from what is there: whether another run holds the store."""
+        return self._on_first(mesh, lambda: RunLock.await_free(self._folder, job=self._job))
+
+    def take(self, mesh: Mesh) -> Held:
+        """Hold the store from now on, on rank 0, until the mesh is closed; other ranks do nothing."""
+
+        def act() -> None:
+            RunLock.await_free(self._folder, job=self._job)
+            lock = RunLock.take(self._folder, end_at_once, job=self._job).start()
+            mesh.at_exit.append(lock.release)
+            self._mesh = mesh
+
+        return self._on_first(mesh, act)
+
+    @property
+    def _folder(self) -> Path:
+        return self._store / "lock"
+
+    def _on_first(self, mesh: Mesh, act: Callable[[], None]) -> Held:
+        """Do it where another run may be in the way.
+
+        Not where this process holds the store, or has joined the lock of the run's directory around it. An object store
+        has nothing that can be locked, and where this user cannot write no lock is needed.
+        """
+        if mesh.rank != 0 or mesh is self._mesh or isinstance(self._store, RemotePath):
+            return Held()
+        place = next(parent for parent in (self._store, *self._store.parents) if parent.exists())
+        folders = (self._folder, self._store.parent / "lock")
+        try:
+            if os.access(place, os.W_OK) and not any(map(RunLock.is_held_here, folders)):
+                act()
+        except LockedError as error:
+            return Held(refusal=f"{error}; to read a checkpoint beside that run: Store.load(state, path)")
+        except (UsageError, OSError) as error:  # it is tried again, and not said again
+            note, self._noted = "" if self._noted else f"{self._store}: {error}", True
+            return Held(note=note)
+        return Held()
