@@ -305,12 +305,13 @@ def test_metrics_on_a_full_disk_end_no_run(
     assert line.startswith("shardwise: metrics are not written: No space left on device (")
 
 
-def test_an_event_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_without_a_record_that_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(tmp_path / "gone")
     run.add_event("stopped", step=1)
-    assert capfd.readouterr().err == (
-        f"shardwise: {run.events} lacks a record: No such file or directory; the run goes on, and later ones are tried\n"
-    )
+    why = "No such file or directory; the run goes on, and later ones are tried"
+    assert capfd.readouterr().err == f"shardwise: {run.events} lacks a record: {why}\n"
     run.path.mkdir()
     run.add_event("stopped", step=2)
     assert [row["step"] for row in run.read_events("stopped")] == [2]

@@ -18,6 +18,7 @@ import pytest
 from shardwise.errors import ExitCode, LockedError, UsageError
 from shardwise.train import lock as lock_module
 from shardwise.train.lock import RunLock
+from shardwise.train.rundir import RunDir
 
 fork = get_context("fork")
 TINY = ["--steps", "1", "--batch", "2", "--model", "tiny", "--dim", "32", "--layers", "1", "--heads", "2",
@@ -206,6 +207,9 @@ def test_the_place_of_the_checkpoints_is_held_too(tmp_path: Path) -> None:
     assert ran.returncode == ExitCode.OK and (place / "step-00000001").is_dir(), ran.stderr
     (holder,) = (place / "lock").iterdir()
     assert json.loads(holder.read_text())["released"]
+    first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
+    # one of them names the store that is the other's own
+    assert first.locks(None)[1] == second.locks(str(first.checkpoints))[1] == first.checkpoints / "lock"
 
 
 def test_signals_reach_python_while_the_heart_beats(tmp_path: Path) -> None:

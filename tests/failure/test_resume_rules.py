@@ -138,7 +138,8 @@ def test_out_is_no_url() -> None:
 def test_a_file_url_is_locked_as_the_path_it_is() -> None:
     run = RunDir(Path("a"))
     assert run.locks("file:///b/c") == run.locks("/b/c") == (Path("a/lock"), Path("/b/c/lock"))
-    assert run.locks("s3://b/c") == run.locks(None) == (Path("a/lock"),)
+    assert run.locks("s3://b/c") == (Path("a/lock"),)
+    assert run.locks(None) == (Path("a/lock"), Path("a/checkpoints/lock"))
 
 
 def test_a_config_that_is_empty_is_no_reason_to_remove_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import ExitCode, NonFiniteError
+from shardwise.errors import ExitCode, NonFiniteError, UsageError
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -88,6 +88,27 @@ def test_stop(world, plan: str) -> None:
         assert first == (1, False, None)
         assert second[:2] == (2, True) and "not finite" in second[2] and "over all 2 ranks" in second[2]
         assert all(tensor.isfinite().all() for tensor in rank["end"].values())
+
+
+def skip_too_often(text: str, most: int) -> Any:
+    """One good step, then none."""
+    data = points.Points(CASE.rows)
+    data.y[CASE.global_batch :] = torch.inf
+    with points.placed_state(text, CASE, data, shuffle=False) as state:
+        seen = []
+        with pytest.raises(SystemExit) as ended:
+            for metrics in sw.steps(state, points.weighted, until=CASE.steps, options=sw.StepOptions(max_skips=most)):
+                seen.append(metrics.skipped)
+        return ended.value.code, seen, snapshot(state)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_no_more_are_skipped_in_a_row_than_allowed(world, most: int) -> None:
+    for code, seen, end in world(2, skip_too_often, "dp2 / fp64", most):
+        assert code == ExitCode.NON_FINITE and seen == [False] + [True] * (most + 1)
+        assert all(tensor.isfinite().all() for tensor in end.values())
+    with pytest.raises(UsageError, match="max_skips=-1, needed 0 or more"):
+        sw.StepOptions(max_skips=-1)
 
 
 def raise_and_go_on(text: str) -> dict[str, Any]:

@@ -66,17 +66,15 @@ class Holder:
         return self._store / "lock"
 
     def _on_first(self, mesh: Mesh, act: Callable[[], None]) -> Held:
-        """Do it where another run may be in the way.
+        """Do it where another run may be in the way: not where this process holds the store, or has joined who does.
 
-        Not where this process holds the store, or has joined the lock of the run's directory around it. An object store
-        has nothing that can be locked, and where this user cannot write no lock is needed.
+        An object store has nothing that can be locked, and where this user cannot write no lock is needed.
         """
         if mesh.rank != 0 or mesh is self._mesh or isinstance(self._store, RemotePath):
             return Held()
         place = next(parent for parent in (self._store, *self._store.parents) if parent.exists())
-        folders = (self._folder, self._store.parent / "lock")
         try:
-            if os.access(place, os.W_OK) and not any(map(RunLock.is_held_here, folders)):
+            if os.access(place, os.W_OK) and not RunLock.is_held_here(self._folder):
                 act()
         except LockedError as error:
             return Held(refusal=f"{error}; to read a checkpoint beside that run: Store.load(state, path)")

@@ -33,7 +33,9 @@ class Stack:
     compiles: bool = False
     """They do so in the blocks of a plan with `compile`; those of others run operator by operator."""
     fused_norms: bool = False
-    """Norms and rotations are one pass over memory each, though the rest is not fused."""
+    """Norms are one pass over memory each, though the rest is not fused."""
+    fused_rope: bool = False
+    """So are rotations."""
     cut: Literal["even", "balanced", "greedy"] = "balanced"
     """How it cuts a pipeline into stages; see `plan.division.cut`."""
     # memory: bytes per parameter
@@ -124,6 +126,9 @@ class Stack:
     tensor_wait: float = 0.0
     """Seconds per block, tp rank and micro-batch that the host loses in a pipeline whose receives wait for the device:
     its queue is empty, so that each collective starts behind the slowest of the ranks' hosts."""
+    adds_bytes: float = 0.0
+    """Bytes per weight and micro-batch that adding its gradient to the accumulated one moves, where the product that
+    makes it does not: 2 read, 4 read and 4 written for 16 bits into fp32."""
     reduces_late: float = 0.0
     """zero 1 and 2: gradients are reduced behind the last backward pass, parameter by parameter, and nothing hides
     them: how many times as long as in buckets that takes; 0: in buckets, which overlap."""

@@ -20,6 +20,8 @@ class StepOptions:
     """Largest absolute value of an element."""
     on_nonfinite: Literal["skip", "stop", "raise"] = "skip"
     """A loss or gradient that is not finite, on any rank: skip the update, end the loop in order, or raise."""
+    max_skips: int = 20
+    """Updates in a row that are skipped for that; one more ends the loop in order."""
     protect: Protect | None = None
     """What to do about spikes, and in place of `on_nonfinite` about what is not finite."""
     on_oom: Literal["raise", "halve"] = "raise"
@@ -31,6 +33,8 @@ class StepOptions:
     """Steps between comparisons of the parameters that ranks must hold alike; 0: never."""
 
     def __post_init__(self) -> None:
+        if self.max_skips < 0:
+            raise UsageError(f"StepOptions: found max_skips={self.max_skips}, needed 0 or more updates in a row")
         if self.protect is not None and self.on_nonfinite != "skip":
             raise UsageError(
                 f"StepOptions: on_nonfinite={self.on_nonfinite!r} beside {self.protect}; needed: one policy; "

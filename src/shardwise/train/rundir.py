@@ -104,13 +104,11 @@ class RunDir:
         return self.path / "lock"
 
     def locks(self, checkpoints: str | None) -> tuple[Path, ...]:
-        """Who uses the directory, and the one where its checkpoints are kept, if that is another.
+        """Who uses the directory, and who the one where its checkpoints are kept.
 
         An object store has nothing that can be locked: two runs must not be given the same URL.
         """
-        if checkpoints is None:
-            return (self.lock,)
-        place = re.sub("^(file|local)://", "", checkpoints)  # such a URL is the path
+        place = re.sub("^(file|local)://", "", checkpoints or str(self.checkpoints))  # such a URL is the path
         return (self.lock,) if "://" in place else (self.lock, Path(place) / "lock")
 
     @property
@@ -206,8 +204,9 @@ def check_out(run: RunDir, *, resume: str) -> None:
         return
     there = run.identity()
     if there is None:
-        # a start that died at once leaves its lock; the slots may be listed before the first one
-        if any(path not in (run.lock, run.devices) for path in run.path.iterdir()):
+        # a start that died at once leaves its locks; the slots may be listed before the first one
+        found = [*run.path.iterdir(), *(run.checkpoints.iterdir() if run.checkpoints.is_dir() else ())]
+        if set(found) - {run.lock, run.devices, run.checkpoints, run.checkpoints / "lock"}:
             raise UsageError(
                 f"--out {run.path} holds files, but no run (no config.json); needed: a new or empty directory, or a "
                 f"run's; choose another --out"

@@ -14,6 +14,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
+from shardwise.train.extra_state import ExtraState
 from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
@@ -93,6 +94,7 @@ class TrainState:
         self.weight = 0.0
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
+        self._extra = ExtraState(placed)
         self.mirror: Mirror | None = None
         """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
         self.is_joined = False
@@ -152,6 +154,8 @@ class TrainState:
         rare: dict[str, Any] = {"halvings": self.halvings} if self.halvings else {}
         if self.guard.losses or self.guard.hits:
             rare["guard"] = self.guard.to_json()
+        if extra := self._extra.to_json():
+            rare["extra_state"] = extra
         return rare | {
             "step": self.step,
             "skipped": self.skipped,
@@ -187,7 +191,12 @@ class TrainState:
         self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith(PREFIX)})
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Continue where `scalars()` was taken."""
+        """Continue where `scalars()` was taken.
+
+        Raises:
+            CheckpointError: modules keep more, or less, beside their parameters than those that were saved.
+        """
+        self._extra.load(scalars.get("extra_state", {}))
         self.step = int(scalars["step"])
         self.skipped = int(scalars["skipped"])
         self.weight = float(scalars["weight"])

@@ -60,7 +60,7 @@ class TrainStep:
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
-        self._flushes = 1
+        self._flushes, self._skips = 1, 0
         self._buffers = Buffers(placed)
         self._sums = WorldSums(placed, after=self._halving is not None)
         self._protection: Protection | None = None
@@ -318,7 +318,8 @@ class TrainStep:
         if cause is not None and self._protection is not None:
             done = self._protection.act(cause)
             stopping, self._events = done.stopping or stopping, [*self._events, *done.events]
-        elif not finite and not excused and self.options.on_nonfinite != "skip":
+        self._skips = 0 if finite or excused else self._skips + 1
+        if cause is None and self._skips > (self.options.max_skips if self.options.on_nonfinite == "skip" else 0):
             stopping = self._nonfinite(mean, norm)
         if self.options.check_replicas and number % self.options.check_replicas == 0:
             self._check_replicas()
@@ -363,7 +364,8 @@ class TrainStep:
     def _nonfinite(self, loss: float, norm: float) -> str:
         text = (
             f"step {self.state.step}: loss {loss}, gradient norm {norm} over all {self.state.mesh.world} ranks; the "
-            "update was not made; look for NaN in the data, lower the learning rate, or use on_nonfinite='skip'"
+            f"update was not made, {self._skips} in a row; look for NaN in the data, lower the learning rate, or go on "
+            "from an earlier checkpoint"
         )
         if self.options.on_nonfinite == "raise":
             raise NonFiniteError(text)

@@ -1,0 +1,116 @@
+"""What modules keep beside parameters and buffers (`nn.Module.get_extra_state`), as JSON for a checkpoint's scalars."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import CheckpointError, ModelError
+from shardwise.parallel.placed import Placed
+
+MOST_BYTES = 1 << 16
+"""Of one module, as JSON: more belongs into buffers, which are stored in parts and compared."""
+_TENSOR = "shardwise.tensor"
+"""The key that tells a tensor from a dict of the module's own."""
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+                  torch.int8, torch.uint8, torch.bool)
+}  # fmt: skip
+
+
+class ExtraState:
+    """The modules of a model that keep more than parameters and buffers.
+
+    Raises:
+        ModelError: what they keep is neither JSON nor tensors, or too large; or the model is a pipeline's.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        """Refuse at the start what no checkpoint would hold."""
+        self._modules = {
+            name or "the model": module
+            for part in placed.parts
+            for name, module in part.root.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        found = self.to_json()
+        if found and placed.mesh.size("pp") > 1:
+            raise ModelError(
+                f"get_extra_state of {next(iter(found))}: a checkpoint holds it once for all ranks, and in a pipeline "
+                "each stage has its own; needed: buffers (register_buffer) in its place, or a plan without pp"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """By module, what its `get_extra_state` gives; None is left out.
+
+        Raises:
+            ModelError: see the class.
+        """
+        found = {}
+        for name, module in self._modules.items():
+            value = module.get_extra_state()
+            if value is None:
+                continue
+            try:
+                found[name] = _as_json(value)
+                size = len(json.dumps(found[name], allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise ModelError(
+                    f"get_extra_state of {name}: a checkpoint cannot hold it: {error}; needed: finite numbers, "
+                    "strings, lists and dicts of them, or tensors; keep the rest elsewhere"
+                ) from None
+            if size > MOST_BYTES:
+                raise ModelError(
+                    f"get_extra_state of {name}: {size} bytes as JSON, needed at most {MOST_BYTES}; keep tensors as "
+                    "buffers (register_buffer)"
+                )
+        return found
+
+    def load(self, stored: Mapping[str, Any]) -> None:
+        """Give the modules what `to_json` gave.
+
+        Raises:
+            CheckpointError: it is of other modules than these.
+        """
+        own = {name for name, module in self._modules.items() if name in stored or module.get_extra_state() is not None}
+        if own != stored.keys():
+            name = min(own ^ stored.keys())
+            where = "this model has it, and the checkpoint does not" if name in own else "the checkpoint alone has it"
+            raise CheckpointError(f"get_extra_state of {name}: {where}; needed: the modules that were saved")
+        for name in stored:
+            self._modules[name].set_extra_state(_as_value(stored[name]))
+
+
+def _as_json(value: Any) -> Any:
+    """The same as JSON, so that `_as_value` gives it back exactly; a tensor is its bytes."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [_as_json(item) for item in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: _as_json(item) for key, item in value.items()}
+    if type(value) is torch.Tensor and str(value.dtype).removeprefix("torch.") in _DTYPES:
+        plain = value.detach().cpu().contiguous().reshape(-1)
+        data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        name = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: [name, list(value.shape), base64.b64encode(data).decode()]}
+    raise TypeError(f"found {'a dict whose keys are no strings' if type(value) is dict else type(value).__name__}")
+
+
+def _as_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_value(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() != {_TENSOR}:
+        return {key: _as_value(item) for key, item in value.items()}
+    dtype, shape, data = value[_TENSOR]
+    if not data:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
