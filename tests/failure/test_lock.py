@@ -96,6 +96,24 @@ def test_another_host_is_dead_when_its_heart_has_stopped(tmp_path: Path) -> None
         assert lock.taken_over is not None and lock.taken_over.host == "elsewhere"
 
 
+@pytest.mark.parametrize("ahead_s", [3600, -3600])
+def test_a_clock_that_is_wrong_changes_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    """Ages are by the clock of the file system, which touched the file: the same for all hosts."""
+    RunLock.take(tmp_path / "lock", lost)
+    rewrite(tmp_path / "lock", host="elsewhere", pids=[[1, 1.0]])
+    [path] = (tmp_path / "lock").iterdir()
+    now = time.time()
+    for name, factor in (("time", 1), ("time_ns", 10**9)):
+        monkeypatch.setattr(time, name, lambda factor=factor: (now + ahead_s) * factor)
+    with pytest.raises(LockedError):
+        RunLock.take(tmp_path / "lock", lost)
+    os.utime(path, (now - 61, now - 61))
+    with RunLock.take(tmp_path / "lock", lost) as lock:
+        assert lock.taken_over is not None and lock.taken_over.host == "elsewhere"
+
+
 def test_the_same_pid_in_another_container_is_another_host(tmp_path: Path) -> None:
     RunLock.take(tmp_path / "lock", lost)
     rewrite(tmp_path / "lock", place="another boot or namespace", pids=[[1, 1.0]])

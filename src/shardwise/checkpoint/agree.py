@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -42,6 +44,12 @@ class Peers:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def warn(self, text: str) -> None:
+        """On rank 0 a `UserWarning`; `-W error` does not end a run that can go on."""
+        if self.rank == 0:
+            with suppress(Warning):
+                warnings.warn(text, stacklevel=5)
 
     def together(self, doing: str, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if any rank failed, all raise what the lowest failed rank found.

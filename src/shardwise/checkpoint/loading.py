@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.digests import DIGEST
+from shardwise.checkpoint.directory import Skipped
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
@@ -90,6 +91,20 @@ class Proof:
     def to_dict(self) -> dict[str, Any]:
         """For the run's record."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded, which newer checkpoints could not be, and the evidence that it arrived."""
+
+    path: Path
+    step: int
+    manifest: Manifest
+    skipped: tuple[Skipped, ...]
+    seconds: float
+    proof: Proof
+    changes: tuple[str, ...] = ()
+    """What of the maths is not as it was saved, one line each, as far as state and plan tell."""
 
 
 def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[int]) -> None:

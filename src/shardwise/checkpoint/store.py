@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
 from shardwise.checkpoint.files import LOCAL, Files
@@ -24,7 +22,6 @@ from shardwise.checkpoint.holding import Held, Holder
 from shardwise.checkpoint.loading import (
     Arrivals,
     Converted,
-    Proof,
     bits,
     check_damage,
     check_names,
@@ -34,6 +31,7 @@ from shardwise.checkpoint.loading import (
     processors,
     prove,
 )
+from shardwise.checkpoint.loading import Loaded as Loaded
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
@@ -86,18 +84,6 @@ class Prober(Protocol):
     def measure(self, state: Any) -> tuple[float, float, str]:
         """Loss, gradient norm and a digest of the rows; every rank takes part, the state is as before."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """What was loaded, which newer checkpoints could not be, and the evidence that it arrived."""
-
-    path: Path
-    step: int
-    manifest: Manifest
-    skipped: tuple[Skipped, ...]
-    seconds: float
-    proof: Proof
 
 
 class Store:
@@ -259,11 +245,10 @@ class Store:
             except DamagedError as error:
                 skipped.append(Skipped(path, str(error)))
                 continue
-            if skipped and peers.rank == 0:
+            if skipped:
                 reasons = "; ".join(item.reason for item in skipped)
                 names = ", ".join(item.path.name for item in skipped)
-                with suppress(Warning):  # `-W error` must not end a run that can go on
-                    warnings.warn(f"{loaded.path}: loaded in place of {names}: {reasons}", stacklevel=3)
+                peers.warn(f"{loaded.path}: loaded in place of {names}: {reasons}")
             return loaded
         if skipped:
             reasons = "; ".join(item.reason for item in skipped)
@@ -322,6 +307,8 @@ class Store:
         peers, doing, files = Peers.of(state.mesh), f"loading {path}", files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
+        live = (state.placed.plan, state.scalars())
+        changes = () if weights_only else changed(manifest, *live, converts=convert_state)
         kept, converted, arrived = self._take_over(state, path, manifest, weights_only, convert_state)
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
@@ -330,8 +317,12 @@ class Store:
             proof = check_probe(proof, manifest, found, state.placed, used)
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
-        seconds = time.perf_counter() - start
-        return Loaded(path=path, step=manifest.step, manifest=manifest, skipped=skipped, seconds=seconds, proof=proof)
+        if changes and not self._config:  # who gives a configuration compares by that
+            peers.warn(f"{path}: changed since it was saved: {'; '.join(changes)}")
+        return Loaded(
+            path=path, step=manifest.step, manifest=manifest, skipped=skipped, proof=proof, changes=changes,
+            seconds=time.perf_counter() - start,
+        )  # fmt: skip
 
     def _take_over(
         self, state: Saveable, path: Path, manifest: Manifest, weights_only: bool, convert_state: bool

@@ -53,7 +53,7 @@ def ckpt(
     unsafe: Annotated[
         bool, typer.Option("--unsafe-pickle", help="convert: load as a program, which may do whatever you may.")
     ] = False,
-    to: Annotated[To, typer.Option(help="export: what to write.")] = To.SAFETENSORS,
+    to: Annotated[To | None, typer.Option(help="export: what to write; else by the suffix, or safetensors.")] = None,
     max_shard: Annotated[str | None, typer.Option("--max-shard-size", help="export: of a file, as 5GB.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="convert, export: of floating-point weights.")] = None,
     optimizer: Annotated[
@@ -72,7 +72,7 @@ def ckpt(
         raise UsageError(f"ckpt {action}: found {len(paths)} paths, needed {needed}; give {_TWO.get(action, 'one')}")
     given = {
         "--all": all_tensors, "--from": kind != From.AUTO, "--rename": rename, "--like": like, "--dtype": dtype,
-        "--params-in-order": in_order, "--unsafe-pickle": unsafe, "--to": to != To.SAFETENSORS,
+        "--params-in-order": in_order, "--unsafe-pickle": unsafe, "--to": to,
         "--max-shard-size": max_shard, "--optimizer": optimizer is not None, "--overwrite": overwrite,
     }  # fmt: skip
     idle = [name for name, value in given.items() if value and name not in _OPTIONS[action]]
@@ -91,8 +91,8 @@ def ckpt(
         from shardwise.checkpoint.foreign.export import MAX_SHARD, ExportOptions, parse_size
 
         run_export(paths[0], paths[1], ExportOptions(
-            to=to.value, dtype=dtype and dtype.value, max_shard=parse_size(max_shard) if max_shard else MAX_SHARD,
-            optimizer=bool(optimizer), overwrite=overwrite,
+            to=to and to.value, dtype=dtype and dtype.value, optimizer=bool(optimizer), overwrite=overwrite,
+            max_shard=parse_size(max_shard) if max_shard else MAX_SHARD,
         ), json)  # fmt: skip
     elif action is Action.INSPECT:
         _inspect(paths[0], all_tensors, json)

@@ -39,6 +39,7 @@ class To(StrEnum):
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
+    LIGHTNING = "lightning"
     DCP = "dcp"
 
 
@@ -98,10 +99,11 @@ def run_convert(source: Path, target: Path, options: Options, json: bool) -> Non
 
 def run_export(source: Path, target: Path, options: ExportOptions, json: bool) -> None:
     """Export, and say what was written."""
+    from shardwise.checkpoint.foreign.export import export, settled
+
+    options = settled(target, options)
     if options.to == "dcp":
-        from shardwise.checkpoint.foreign.dcp_out import export_dcp as export
-    else:
-        from shardwise.checkpoint.foreign.export import export
+        from shardwise.checkpoint.foreign.dcp_out import export_dcp as export  # it needs torch
     with _clearing_up(target):
         done = export(source, target, options)
     if json:

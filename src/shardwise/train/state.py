@@ -162,11 +162,22 @@ class TrainState:
             "weight": self.weight,
             "seed": self.seed,
             "base_lr": self.optimizer.base_lrs,
+            "optimizer": self._settings(),
             "data": self.batches.state_dict() if self.batches is not None else None,
             "ema_updates": self.ema.updates if self.ema is not None else None,
+            "ema_decay": self.ema.decay if self.ema is not None else None,
             "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
             "plan": str(self.placed.plan),
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """The optimizer's name, and the settings of its groups that are plain: what a later start is compared with."""
+        groups = [
+            {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(group.items())}
+            for group in self.optimizer.param_groups
+        ]
+        plain = [{k: v for k, v in group.items() if k != "lr" and _is_plain(v)} for group in groups]
+        return {"name": type(self.optimizer.torch).__name__, "groups": plain}
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.
@@ -210,8 +221,19 @@ class TrainState:
             self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]
 
 
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, int | float | str) for item in value)
+    return isinstance(value, int | float | str)
+
+
 def _check_micro_batches(placed: Placed, batches: object) -> None:
     """A loader that was given a number in place of the plan's batch knows nothing of its micro-batches."""
+    if batches is not None and not all(hasattr(batches, name) for name in ("state_dict", "load_state_dict")):
+        raise UsageError(
+            f"TrainState: found batches of type {type(batches).__name__}, which cannot say where it is; "
+            "needed: shardwise.loader(dataset, ...), or None, with make_step fed by hand"
+        )
     if not isinstance(batches, Batches):
         return
     planned, cut = placed.plan.batch.micro_batches, batches.spec.micro_batches

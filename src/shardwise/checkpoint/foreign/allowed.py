@@ -36,14 +36,14 @@ def storage_of(persistent: Any) -> Storage:
     """
     if not isinstance(persistent, tuple) or len(persistent) not in (5, 6) or persistent[0] != "storage":
         raise _bad("a persistent id that is no storage")
-    kind, key, numel = persistent[1], persistent[2], persistent[4]
+    kind, key, device, numel = persistent[1:5]
     if len(persistent) == 6 and persistent[5] is not None:
         raise _bad("a storage that is a view of another")
     if not isinstance(kind, Name) or kind.name not in STORAGES or kind.module not in ("torch", "torch.storage"):
         raise _bad(f"a storage of the type {str(kind)[:80]}")
     if type(numel) is not int or not 0 <= numel <= MAX_ELEMENTS or not isinstance(key, str | int):
         raise _bad(f"a storage of {str(numel)[:40]} elements")
-    return Storage(str(key)[:80], STORAGES[kind.name], numel)
+    return Storage(str(key)[:80], STORAGES[kind.name], numel, device[:32] if isinstance(device, str) else "")
 
 
 def _tensor(name: Name, args: tuple[Any, ...]) -> Tensor:

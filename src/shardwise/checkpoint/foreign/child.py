@@ -1,7 +1,7 @@
 """The process that reads pickles: it gives up memory, time, files and sockets first, and answers in JSON.
 
     stdin    {"jobs": [{"file": 3, "kind": "torch" | "pickle", "start": 0, "count": 4096}, ...]}
-    stdout   {"values": [...], "storages": [[file, start, bytes, crc or null], ...]}
+    stdout   {"values": [...], "storages": [[file, start, bytes, crc or null, device], ...]}
          or  {"refused": [found, needed, fix], "job": 0}
 
 No bytes of tensors pass through it: it says where they lie, and the parent, which checks that, reads them.
@@ -109,7 +109,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.values: list[Any] = []
-        self.storages: list[tuple[int, int, int, int | None]] = []
+        self.storages: list[tuple[int, int, int, int | None, str]] = []
         self._seen: dict[tuple[int, Place], int] = {}
         self._nodes = 0
 
@@ -154,7 +154,7 @@ class _Writer:
         place = opened.places[id(tensor.storage)]
         index = self._seen.setdefault((file, place), len(self.storages))
         if index == len(self.storages):
-            self.storages.append((file, *place))
+            self.storages.append((file, *place, tensor.storage.device))
         return [index, tensor.dtype, tensor.offset, tensor.shape, tensor.stride]
 
 

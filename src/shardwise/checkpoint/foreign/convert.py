@@ -14,14 +14,25 @@ from typing import Any, Literal
 from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.directory import MARKER, Directory
 from shardwise.checkpoint.files import LOCAL
-from shardwise.checkpoint.foreign.dcp import METADATA, read_dcp
-from shardwise.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
+from shardwise.checkpoint.foreign.beside import (
+    METADATA,
+    SUFFIXES,
+    is_dcp,
+    is_weights_file,
+    model_in,
+    models_in,
+    states_in,
+)
+from shardwise.checkpoint.foreign.dcp import read_dcp
+from shardwise.checkpoint.foreign.deepspeed import read_deepspeed
+from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.names import read_rules, rename
 from shardwise.checkpoint.foreign.opened import OpenFiles, reading
+from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
 from shardwise.checkpoint.foreign.state import Foreign, shown
-from shardwise.checkpoint.foreign.torch_files import SUFFIXES, read_torch
+from shardwise.checkpoint.foreign.torch_files import read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes, write_streamed
 from shardwise.checkpoint.format import Piece, check_name, whole
@@ -119,15 +130,23 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     _check_foreign(files, source)
     kind = _kind(files, source) if options.kind == "auto" else options.kind
     if kind == "fsdp":
-        kind = "dcp" if source.is_dir() and METADATA in files.names(source) else "torch"
-    if options.unsafe and kind in ("dcp", "safetensors"):
+        kind = "dcp" if is_dcp(files, source) or models_in(files, source) else "torch"
+    if options.unsafe and kind in ("dcp", "safetensors") and not any(map(Path.is_file, states_in(files, source))):
         raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
+    if kind == "deepspeed":
+        return read_deepspeed(files, source, options.unsafe, options.optimizer)
+    found = _read(files, source, kind, options)
+    how = Beside(optimizer=options.optimizer, in_order=options.in_order, unsafe=options.unsafe)
+    add_beside(files, source, found, how)
+    return found
+
+
+def _read(files: OpenFiles, source: Path, kind: Kind, options: Options) -> Foreign:
+    """The weights, and what else their files hold."""
     if kind == "safetensors":
         return read_safetensors(files, source)
     if kind == "dcp":
-        return read_dcp(files, source, options.in_order)
-    if kind == "deepspeed":
-        return read_deepspeed(files, source, options.unsafe, options.optimizer)
+        return read_dcp(files, model_in(files, source), options.in_order)
     found = read_torch(files, source, options.in_order, options.unsafe)
     found.kind = "lightning" if kind == "lightning" else found.kind
     return found
@@ -150,6 +169,8 @@ def _kind(files: OpenFiles, source: Path) -> Kind:
         return "safetensors"
     if is_deepspeed(files, source):
         return "deepspeed"
+    if models_in(files, source) and not any(is_weights_file(name) for name in names):
+        return "dcp"
     if any(name.endswith(SUFFIXES) for name in names):
         return "torch"
     raise CheckpointError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.foreign.beside import METADATA
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, Left, read_values
 from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown, step_of
@@ -16,9 +17,10 @@ from shardwise.checkpoint.foreign.views import Pieces, Source, View
 from shardwise.checkpoint.format import DTYPES, Box, whole
 from shardwise.errors import CheckpointError
 
-METADATA = ".metadata"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _GROUPS = "param_groups"
+_PARTS = ("state", _GROUPS)
+"""Of an optimizer's state_dict."""
 _OPTIMIZER = re.compile(r"(optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
 Path_ = tuple[Any, ...]
 
@@ -31,12 +33,50 @@ class _Item:
     offset: tuple[int, ...] | None
 
 
+@dataclass(frozen=True)
+class _Entries:
+    """What a directory holds: where each entry was in what was saved; the tensors; plain numbers that may matter."""
+
+    where: Path
+    paths: dict[str, Path_]
+    sources: dict[str, Source]
+    numbers: dict[str, Any]
+
+
 def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
     """A directory with `.metadata`: tensors are put together from their parts as they are read.
 
     Raises:
         CheckpointError: refused by the reader; a part that is missing, too much, of another shape, or elsewhere.
     """
+    entries = _entries(files, path, in_order)
+    return _sorted(entries.where, entries.paths, entries.sources, entries.numbers, in_order)
+
+
+def read_dcp_state(files: OpenFiles, path: Path, weights: Mapping[str, Source], in_order: bool) -> tuple[Named, str]:
+    """A directory with an optimizer's state alone, as Accelerate's `optimizer_0`; or nothing, and the reason.
+
+    Args:
+        files: they stay open.
+        path: has a `.metadata`.
+        weights: of another directory.
+        in_order: as `named_state`.
+
+    Raises:
+        CheckpointError: as `read_dcp`.
+    """
+    entries = _entries(files, path, in_order)
+    states: dict[str, dict[str, Any]] = {}
+    for name, at in entries.paths.items():
+        optimizer = _within(at, _is_optimizer)
+        if optimizer or at[0] in _PARTS:
+            value = entries.sources.get(name, entries.numbers.get(name))
+            states.setdefault(_joined(optimizer), {})[_joined(at[len(optimizer) :])] = value
+    found, reason = _optimizer(states, weights, in_order)
+    return found, reason or ("" if found else "the optimizer's state: there is none by parameter")
+
+
+def _entries(files: OpenFiles, path: Path, in_order: bool) -> _Entries:
     where = path / METADATA
     metadata = _instance(read_values(files, [Job(where, "pickle")])[0], where, "Metadata")
     kinds = metadata.get("state_dict_metadata")
@@ -47,7 +87,7 @@ def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
     tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
     sources = _tensors(files, where, tensors, items)
     numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items, in_order)
-    return _sorted(where, paths, sources, numbers, in_order)
+    return _Entries(where, paths, sources, numbers)
 
 
 def _wrong(where: Path, found: str, needed: str) -> CheckpointError:
@@ -65,11 +105,15 @@ def _instance(value: object, where: Path, name: str) -> Instance:
 
 
 def _paths(where: Path, planner: Any, names: Sequence[str]) -> dict[str, Path_]:
-    """Where each entry was in the state_dict that was saved, as the planner flattened it."""
+    """Where each entry was in the state_dict that was saved, as the planner flattened it, in the order of that.
+
+    The table of tensors has another order: what all ranks have is written by some, and stands there by who wrote it.
+    """
     known = planner if isinstance(planner, dict) else {}
+    order = {name: number for number, name in enumerate(known)}
     paths: dict[str, Path_] = {}
     first: dict[str, str] = {}
-    for name in (n for n in names if isinstance(n, str)):
+    for name in sorted((n for n in names if isinstance(n, str)), key=lambda name: order.get(name, len(order))):
         parts = known.get(name)
         if not isinstance(parts, list) or not parts or not all(isinstance(part, str | int) for part in parts):
             parts = [name]
@@ -173,7 +217,7 @@ def _numbers(
         and (
             path[-1] in STEP_KEYS
             or (path[-1] == _GROUPS and in_order)
-            or (any(_is_optimizer(p) for p in path) and "state" in path)
+            or ("state" in path and (path[0] == "state" or any(_is_optimizer(p) for p in path)))
         )
     ]
     values = read_values(files, [items[name][0].job for name in wanted])
@@ -198,6 +242,11 @@ def _sorted(
     tensors = {name: path for name, path in paths.items() if name in sources and not optimizers[name]}
     places = {name: _within(path, MODEL_KEYS.__contains__) for name, path in tensors.items()}
     places = {name: at for name, at in places.items() if at or len(paths[name]) == 1}
+    if not places and any(optimizers.values()):
+        raise CheckpointError(
+            f"{where}: found an optimizer's state alone, needed weights; give the directory above, {where.parents[1]}, "
+            "if it holds both"
+        )
     if not places:
         raise _wrong(where, f"no weights among {shown(list(paths))}", "a state_dict, alone or under `model`")
     model = _model_of(where, places)
@@ -247,7 +296,9 @@ def _joined(path: Path_) -> str:
     return ".".join(map(str, path))
 
 
-def _optimizer(states: Mapping[str, dict[str, Any]], weights: dict[str, Source], in_order: bool) -> tuple[Named, str]:
+def _optimizer(
+    states: Mapping[str, dict[str, Any]], weights: Mapping[str, Source], in_order: bool
+) -> tuple[Named, str]:
     """`state.<parameter>.<key>` of the one optimizer that has any, and numbers in place of parameters."""
     found = {
         name: {path: value for path, value in entries.items() if path.startswith("state.") and value is not None}

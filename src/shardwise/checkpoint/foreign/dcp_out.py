@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardwise.checkpoint.foreign.export import MODEL, Content, Exported, ExportOptions, finished, opened
+from shardwise.checkpoint.foreign.export import MODEL, Content, Exported, ExportOptions, finished, opened, settled
 from shardwise.checkpoint.foreign.views import Source, num_bytes, slabs
 from shardwise.checkpoint.foreign.writing import check_room, replacing, total_bytes
 
@@ -67,6 +68,7 @@ def export_dcp(source: Path, target: Path, options: ExportOptions) -> Exported:
 
     >>> export_dcp(Path("runs/a"), Path("dcp"), ExportOptions(to="dcp"))  # doctest: +SKIP
     """
+    options = settled(target, replace(options, to="dcp"))
     with opened(source, options) as content, replacing(target, options.overwrite, source) as partial:
         check_room(target.parent, total_bytes(content.all), f"export to {target}")
         tree = content.tree(True) if options.optimizer else {"model": content.weights}

@@ -13,26 +13,28 @@ into equal parts, the last one padded, and lays a rank's parts one after the oth
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, ranked, tagged
+from shardwise.checkpoint.foreign.deepspeed_ranks import (
+    Place,
+    Shapes,
+    Slices,
+    check_devices,
+    check_module,
+    check_order,
+)
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, shown, step_count, step_of
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
 from shardwise.checkpoint.format import whole
 from shardwise.errors import CheckpointError
-
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_OTHER = re.compile(r"layer_\d+.*|expert_.*|.*expp_rank_.*")
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-Shapes = list[dict[str, tuple[int, ...]]]
 
 
 @dataclass(kw_only=True)
@@ -42,36 +44,7 @@ class _Rank:
     weights: list[View]
     state: list[dict[str, View]]
     steps: list[Any]
-    slices: list[dict[str, tuple[int, int]]] | None
-    """Group -> parameter -> (start in the part, elements)."""
-
-
-@dataclass
-class _Place:
-    """Where a parameter's elements are: (rank, start in its flat part, elements), in their order."""
-
-    group: int
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
-
-
-def is_deepspeed(files: OpenFiles, path: Path) -> bool:
-    """Whether a directory is one of DeepSpeed's, or holds a tag of one."""
-    return any(_OPTIM.fullmatch(name) for name in files.names(_tagged(files, path)))
-
-
-def _tagged(files: OpenFiles, path: Path) -> Path:
-    names = files.names(path)
-    if "latest" in names and not any(_OPTIM.fullmatch(name) for name in names):
-        tag = files.read(path / "latest", 0, min(files.size(path / "latest"), 256)).decode("utf-8", "replace").strip()
-        if not _TAG.fullmatch(tag):
-            raise CheckpointError(
-                f"{path / 'latest'}: found {tag[:80]!r}, needed the name of a directory beside it, as global_step100; "
-                "give that directory"
-            )
-        return path / tag
-    if names == ["checkpoint"] or ("checkpoint" in names and files.is_directory(path / "checkpoint")):
-        return path / "checkpoint"  # Lightning keeps it there
-    return path
+    slices: Slices | None
 
 
 def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer: bool = True) -> Foreign:
@@ -81,15 +54,15 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer
         CheckpointError: refused by the reader; ranks missing; files of several saves; tensor-, pipeline- or
             expert-parallel parts; sizes that do not add up to the parameters.
     """
-    folder = _tagged(files, path)
+    folder = tagged(files, path)
     names = files.names(folder)
-    other = [name for name in names if _OTHER.fullmatch(name)]
+    other = [name for name in names if OTHER.fullmatch(name)]
     if other:
         raise CheckpointError(
             f"{folder}: found {other[0]}, of pipeline or expert parallelism; needed ZeRO over data-parallel ranks; "
             "convert it with DeepSpeed's own tools first"
         )
-    models, optims = _ranked(folder, names, _MODEL), _ranked(folder, names, _OPTIM)
+    models, optims = ranked(folder, names, MODEL), ranked(folder, names, OPTIM)
     if not models or not optims:
         raise CheckpointError(
             f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both: "
@@ -101,7 +74,11 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer
     _check_count(values[len(models) :], optims)
     shapes = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
     _check_one_save(model, models, ranks, optims, optimizer)
-    places = _sharded(shapes, ranks, folder) if stage3 else _flattened(shapes, ranks, folder)
+    check_devices(optims, [rank.weights for rank in ranks])
+    check_devices(models, [_tensors(m.get("module")) for m in model] if stage3 else [])
+    places = _sharded(shapes, ranks, folder) if stage3 else _flattened(shapes, ranks, folder, optims)
+    if not stage3:
+        check_module(optims, places, [rank.weights for rank in ranks], model[0].get("module"))
     found = Foreign(kind=f"deepspeed zero {'3' if stage3 else '1 or 2'}", weights={}, files=len(values))
     for name, place in places.items():
         shape = shapes[place.group][name]
@@ -112,23 +89,8 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer
     return found
 
 
-def _ranked(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
-    found: dict[int, str] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match and int(match[2]) > 0:
-            raise CheckpointError(
-                f"{folder / name}: a part of model parallelism (mp_rank {int(match[2])}); needed ZeRO over "
-                "data-parallel ranks alone; merge it with DeepSpeed's own tools first"
-            )
-        if match:
-            found[int(match[1] or 0)] = name
-    lacking = sorted(set(range(max(found, default=-1) + 1)) - set(found))
-    if lacking:
-        raise CheckpointError(
-            f"{folder}: found ranks {shown(sorted(found))}, and rank {lacking[0]} is missing; needed all: copy its file"
-        )
-    return [folder / found[rank] for rank in sorted(found)]
+def _tensors(module: object) -> list[View]:
+    return [item for item in module.values() if isinstance(item, View)] if isinstance(module, dict) else []
 
 
 def _field(value: Any, key: str, path: Path) -> Any:
@@ -174,7 +136,7 @@ def _entries(base: Any, count: int) -> tuple[list[dict[str, Any]], list[dict[str
     return [by_number.get(i) or {} for i in range(count)], (dials + [{}] * count)[:count]
 
 
-def _slices(value: Any, path: Path) -> list[dict[str, tuple[int, int]]] | None:
+def _slices(value: Any, path: Path) -> Slices | None:
     if not isinstance(value, list) or not any(value):
         return None
     found = []
@@ -252,20 +214,23 @@ def _shapes(value: Any, path: Path) -> Shapes:
     return found
 
 
-def _flattened(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, _Place]:
+def _flattened(shapes: Shapes, ranks: Sequence[_Rank], folder: Path, paths: Sequence[Path]) -> dict[str, Place]:
     """Stages 1 and 2."""
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     if any(len(rank.weights) != len(shapes) for rank in ranks):
         counts = sorted({len(rank.weights) for rank in ranks})
         raise CheckpointError(f"{folder}: found {counts} flat groups, needed {len(shapes)}: copy the files again")
+    slices = [rank.slices for rank in ranks if rank.slices is not None and len(rank.slices) == len(shapes)]
+    sliced = len(slices) == len(ranks)
+    sizes = [[view.shape[0] for view in rank.weights] for rank in ranks]
+    check_order(paths, shapes, sizes, slices if sliced else [])
     for group, named in enumerate(shapes):
-        sliced = all(rank.slices is not None and len(rank.slices) == len(shapes) for rank in ranks)
         start, bounds = 0, _bounds(rank.weights[group].shape[0] for rank in ranks)
         for name, shape in named.items():
-            count, place = math.prod(shape), _Place(group)
-            for number, rank in enumerate(ranks):
-                if sliced and rank.slices is not None:
-                    at, held = rank.slices[group].get(name, (0, 0))
+            count, place = math.prod(shape), Place(group)
+            for number in range(len(ranks)):
+                if sliced:
+                    at, held = slices[number][group].get(name, (0, 0))
                 else:
                     first, last = max(start, bounds[number]), min(start + count, bounds[number + 1])
                     at, held = first - bounds[number], max(0, last - first)
@@ -288,9 +253,9 @@ def _bounds(sizes: Iterable[int]) -> list[int]:
     return bounds
 
 
-def _sharded(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, _Place]:
+def _sharded(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, Place]:
     """Stage 3: each parameter in as many parts as there are ranks, in flat groups that may be cut anywhere."""
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     by_group = len(shapes) == len(ranks[0].weights)
     at = 0
     for group, named in enumerate(shapes):
@@ -299,7 +264,7 @@ def _sharded(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, 
             count = math.prod(shape)
             part = -(-count // len(ranks))
             spans = [(rank, at, min(part, count - rank * part)) for rank in range(len(ranks))]
-            places[name] = _Place(group, [span for span in spans if span[2] > 0])
+            places[name] = Place(group, [span for span in spans if span[2] > 0])
             at += part
         held = ranks[0].weights[group].shape[0] if by_group else sum(view.shape[0] for view in ranks[0].weights)
         if (by_group or group == len(shapes) - 1) and held != at:
@@ -315,7 +280,7 @@ def _sharded(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, 
     return places
 
 
-def _source(shape: tuple[int, ...], place: _Place, parts: Sequence[Sequence[View]], where: str) -> Source:
+def _source(shape: tuple[int, ...], place: Place, parts: Sequence[Sequence[View]], where: str) -> Source:
     """A parameter, or a state of its shape, from the ranks' flat parts."""
     runs, start = [], 0
     for rank, at, count in place.runs:
@@ -337,7 +302,7 @@ def _source(shape: tuple[int, ...], place: _Place, parts: Sequence[Sequence[View
 
 
 def _add_state(
-    found: Foreign, places: Mapping[str, _Place], shapes: Shapes, ranks: Sequence[_Rank], folder: Path
+    found: Foreign, places: Mapping[str, Place], shapes: Shapes, ranks: Sequence[_Rank], folder: Path
 ) -> None:
     groups = len(ranks[0].weights)
     for name, place in places.items():
@@ -378,7 +343,7 @@ def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stag
         count = math.prod(shape)
         part = -(-count // len(parts))
         spans = [(rank, 0, min(part, count - rank * part)) for rank in range(len(parts))]
-        place = _Place(0, [span for span in spans if span[2] > 0])
+        place = Place(0, [span for span in spans if span[2] > 0])
         views = [[flat(p, f"{paths[0]}: {name}")] for p in parts]
         found.weights[name] = _source(tuple(shape), place, views, f"{paths[0]}: {name}")
     ties = model.get("shared_params")

@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.foreign.dtypes import FLOATS
+from shardwise.checkpoint.foreign.lightning_out import lightning_tree
 from shardwise.checkpoint.foreign.torch_out import write_torch
 from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, slabs
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes
@@ -23,11 +24,13 @@ from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part, arrange, entry_at
 from shardwise.errors import CheckpointError, UsageError
 
-To = Literal["safetensors", "torch", "dcp"]
+To = Literal["safetensors", "torch", "lightning", "dcp"]
 MODEL, OPTIM, EMA = "model.", "optim.", "ema."
 MAX_SHARD = 5 * 10**9
-FILE_SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth", ".bin", ".ckpt")}
-"""Of targets that become one file; others become directories."""
+FILE_SUFFIXES: dict[To, tuple[str, ...]] = {
+    "safetensors": (".safetensors",), "lightning": (".ckpt",), "torch": (".pt", ".pth", ".bin", ".ckpt"), "dcp": (),
+}  # fmt: skip
+"""Of targets that become one file, the first that has one means it; others become directories."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -35,11 +38,12 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 class ExportOptions:
     """How a checkpoint is exported."""
 
-    to: To = "safetensors"
+    to: To | None = None
+    """None: what the target's suffix says; safetensors where it says nothing."""
     dtype: str | None = None
     """Of floating-point weights; None: as stored."""
     max_shard: int = MAX_SHARD
-    """Bytes of a file of a directory, unless a single tensor is larger."""
+    """Bytes of a file of a directory, unless a single tensor is larger; another one than the default is an order."""
     optimizer: bool = False
     overwrite: bool = False
 
@@ -95,6 +99,36 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def settled(target: Path, options: ExportOptions) -> ExportOptions:
+    """The options with the format that is written, once nothing in them and in the target contradicts the rest.
+
+    Raises:
+        UsageError: the suffix is that of another format; what has one file is to be bounded, or to hold what it cannot.
+    """
+    kinds = [kind for kind, suffixes in FILE_SUFFIXES.items() if target.suffix in suffixes]
+    to = options.to or (kinds[0] if kinds else "safetensors")
+    if kinds and to not in kinds:
+        raise UsageError(
+            f"{target}: found the suffix {target.suffix} of a file of {kinds[0]}, and --to {to}; needed one "
+            f"format: give --to {kinds[0]}, or another name"
+        )
+    if to == "lightning" and not kinds:
+        raise UsageError(f"{target}: found --to lightning, which is one file, needed a name that ends in .ckpt")
+    if options.optimizer and to == "safetensors":
+        raise UsageError(
+            "export --to safetensors --optimizer: found both, and Hugging Face's files hold weights only; needed one "
+            "of the two: leave out --optimizer, or use --to torch, lightning or dcp"
+        )
+    if options.max_shard != MAX_SHARD and (kinds or to == "dcp" or options.optimizer):
+        what = "a file for each tensor" if to == "dcp" else "one file with the optimizer's state in it"
+        raise UsageError(
+            f"{target}: found --max-shard-size {options.max_shard}, which bounds the files of a directory of weights, "
+            f"and {'a target that is one file' if kinds else what} as --to {to}; needed one of the two: leave it out, "
+            "or give a directory without --optimizer"
+        )
+    return replace(options, to=to)
+
+
 @contextmanager
 def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
     """The tensors of a checkpoint, for as long as its files are open.
@@ -102,11 +136,6 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
     Raises:
         CheckpointError: there is none, or a file of it is damaged.
     """
-    if options.optimizer and options.to == "safetensors":
-        raise UsageError(
-            "export --to safetensors --optimizer: found both, and Hugging Face's files hold weights only; needed one "
-            "of the two: leave out --optimizer, or use --to torch or --to dcp"
-        )
     found = find(source)
     with Reader(found.path) as reader:
         reader.check_directory()
@@ -128,6 +157,8 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
             notes.append("the moving average of the weights, which has no place in these files")
         if not options.optimizer and any(name.startswith(OPTIM) for name in names):
             notes.append("the optimizer's state; --optimizer takes it along" * (options.to != "safetensors"))
+        if options.optimizer and not states:
+            notes.append("the optimizer's state: the checkpoint has none")
         yield Content(
             weights=weights, optimizer=states, step=reader.manifest.step, notes=tuple(note for note in notes if note)
         )
@@ -140,12 +171,12 @@ def _typed(source: Source, dtype: str | None) -> Source:
 
 
 def export(source: Path, target: Path, options: ExportOptions) -> Exported:
-    """Write a checkpoint's weights as safetensors or as torch's files; they exist only when they are complete.
+    """Write a checkpoint's weights as safetensors or torch's files or Lightning's; they exist only when complete.
 
     Args:
         source: a checkpoint; a store or a run's directory stands for its newest.
-        target: a path that does not exist: a file (`.safetensors`, `.pt`), or a directory that will hold one file, or
-            several and their index.
+        target: a path that does not exist: a file (`.safetensors`, `.pt`, `.ckpt`), or a directory that will hold one
+            file, or several and their index.
         options: see there.
 
     Cost: reads and checks each byte once, writes it once; memory of a few MiB.
@@ -156,10 +187,14 @@ def export(source: Path, target: Path, options: ExportOptions) -> Exported:
 
     >>> export(Path("runs/a"), Path("llama"), ExportOptions(dtype="bfloat16"))  # doctest: +SKIP
     """
-    file = target.suffix in FILE_SUFFIXES[options.to]
+    options = settled(target, options)
+    file = options.to is not None and target.suffix in FILE_SUFFIXES[options.to]
     with opened(source, options) as content, replacing(target, options.overwrite, source, file=file) as partial:
         check_room(target.parent, total_bytes(content.all), f"export to {target}")
-        if options.to == "torch":
+        if options.to == "lightning":
+            write_torch(partial, lightning_tree(content.weights, content.optimizer, content.step))
+            names = [target.name]
+        elif options.to == "torch":
             names = _export_torch(partial, target, content, options)
         else:
             names = _export_safetensors(partial, target, content, options)

@@ -52,6 +52,8 @@ class Storage:
     dtype: str
     """torch's name; `untyped`: bytes."""
     numel: int
+    device: str = ""
+    """That it was on, as `cuda:1`."""
 
 
 @dataclass(eq=False, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from shardwise.checkpoint.foreign.beside import ASIDE, is_state_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.state import Foreign, shown
 from shardwise.checkpoint.foreign.views import Source, View
@@ -15,8 +16,6 @@ from shardwise.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX = 256 * 1024 * 1024
-ASIDE = ("optimizer", "scheduler", "rng_state", "scaler", "training_args", "random_states")
-"""How files begin that trainers put beside the weights."""
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -39,7 +38,7 @@ def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
             weights[name] = view
     if listed is not None:
         check_index(path, listed, list(weights))
-    return Foreign(kind="safetensors", weights=weights, notes=aside(files, path), files=len(shards))
+    return Foreign(kind="safetensors", weights=weights, files=len(shards))
 
 
 def ours(path: Path) -> CheckpointError:
@@ -48,12 +47,6 @@ def ours(path: Path) -> CheckpointError:
         f"{path}: found a checkpoint of Shardwise's own, needed one of another library; `shardwise ckpt export` writes "
         "it as files that others read, and a run begins with it as it is"
     )
-
-
-def aside(files: OpenFiles, path: Path) -> list[str]:
-    """A note of what trainers put beside the weights."""
-    names = [name for name in files.names(path) if name.startswith(ASIDE)]
-    return [f"what a trainer kept in files of its own: {shown(names)}"] if names else []
 
 
 def check_index(path: Path, listed: dict[str, str], found: list[str]) -> None:
@@ -79,7 +72,7 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
     """
     there = files.names(path)
     indexes = [name for name in there if name.endswith(suffix + INDEX_SUFFIX)]
-    singles = [name for name in there if name.endswith(suffix) and not name.startswith(ASIDE)]
+    singles = [n for n in there if n.endswith(suffix) and not n.startswith(ASIDE) and not is_state_file(n)]
     if len(indexes) == 1:
         listed = _index(files, path / indexes[0])
         for name in set(listed.values()):

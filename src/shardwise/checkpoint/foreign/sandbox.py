@@ -164,8 +164,8 @@ class _Checked:
         self._files = files
         self._storages = [self._storage(paths, item) for item in storages]
 
-    def _storage(self, paths: Mapping[int, Path], item: Any) -> tuple[Path, int, int, int | None]:
-        number, start, count, crc = item
+    def _storage(self, paths: Mapping[int, Path], item: Any) -> tuple[Path, int, int, int | None, str]:
+        number, start, count, crc, device = item
         path = paths[number]
         if not (type(start) is int and type(count) is int and min(start, count) >= 0):
             raise refusal(str(path), ("a storage without a place", "one inside the file", "report this"))
@@ -173,7 +173,7 @@ class _Checked:
             raise refusal(
                 str(path), (f"a storage that ends at {start + count}", "one inside the file", "copy it again")
             )
-        return path, start, count, crc if type(crc) is int else None
+        return path, start, count, crc if type(crc) is int else None, str(device)
 
     def values(self, items: Any, count: int) -> list[Any]:
         if not isinstance(items, list) or len(items) != count:
@@ -196,7 +196,7 @@ class _Checked:
 
     def _view(self, item: Any) -> View:
         index, dtype, offset, shape, stride = item
-        path, start, count, crc = self._storages[index]
+        path, start, count, crc, device = self._storages[index]
         counts = [offset, *shape, *stride]
         if dtype not in DTYPES or len(shape) != len(stride) or len(shape) > MAX_DIMS:
             raise refusal(str(path), (f"a tensor of the type {dtype}", "one that can be stored", "report this"))
@@ -206,7 +206,7 @@ class _Checked:
         last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if numel else -1
         if numel > MAX_ELEMENTS or (last + 1) * size > count:
             raise refusal(str(path), (f"a tensor of shape {shape} in {count} bytes", "one inside", "copy it again"))
-        return View(self._files, path, (start, count, crc), dtype, offset, tuple(shape), tuple(stride))
+        return View(self._files, path, (start, count, crc), dtype, offset, tuple(shape), tuple(stride), device)
 
 
 def _key(key: Any) -> Any:

@@ -18,6 +18,15 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "p
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 PREFIXES = ("model.", "module.", "net.")
 """What DDP puts before every name, and a LightningModule whose only child is the model."""
+_NUMBERS = (
+    "its parameters are numbers, and the file does not say which names they have; if the optimizer was made from "
+    "model.parameters(), in that order and in one group, --params-in-order says so"
+)
+_UNORDERED = (
+    "its parameters are numbers, and safetensors files hold the weights in the order of their names, so that not even "
+    "--params-in-order can say whose they are; needed names: make the optimizer from model.named_parameters(), or save "
+    "the weights with torch.save"
+)
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _MAX_STEP = 10**18
 _SHOWN = 3
@@ -112,13 +121,16 @@ def _bare(names: list[str]) -> list[str]:
     return names
 
 
-def named_state(value: Any, weights: Mapping[str, Source], in_order: bool) -> tuple[Named, str]:
+def named_state(
+    value: Any, weights: Mapping[str, Source], in_order: bool, *, sorted_names: bool = False
+) -> tuple[Named, str]:
     """State of a torch optimizer's state_dict by the names of its parameters; or nothing, and the reason.
 
     Args:
         value: {"state": {number or name: {key: tensor or number}}, "param_groups": [{"params": [...]}, ...]}.
         weights: of the same checkpoint, in their order.
         in_order: the user says that the numbers are those of `model.parameters()`.
+        sorted_names: the weights are in no order but that of their names, so nobody can know that of the numbers.
     """
     state = value.get("state") if isinstance(value, dict) else None
     if not isinstance(state, dict):
@@ -126,7 +138,9 @@ def named_state(value: Any, weights: Mapping[str, Source], in_order: bool) -> tu
     if not state:
         return {}, ""
     groups = [group for group in value.get("param_groups") or [] if isinstance(group, dict)]
-    names, reason = _names(list(state), groups, weights, in_order)
+    names, reason = _names(list(state), groups, weights, in_order and not sorted_names)
+    if reason == _NUMBERS and sorted_names:
+        reason = _UNORDERED
     if not names:
         return {}, f"the optimizer's state: {reason}"
     if len(set(names.values())) < len(names):
@@ -160,10 +174,7 @@ def _names(
     if listed and all(isinstance(part, list) for part in listed):
         return _by_param_names(numbers, groups, weights)
     if not in_order:
-        return {}, (
-            "its parameters are numbers, and the file does not say which names they have; if the optimizer was made "
-            "from model.parameters(), in that order and in one group, --params-in-order says so"
-        )
+        return {}, _NUMBERS
     if len(groups) > 1:  # the numbers go through one group after the other, the model's order does not
         return {}, (
             f"it has {len(groups)} groups, so its order is not the model's, whatever --params-in-order says; needed "

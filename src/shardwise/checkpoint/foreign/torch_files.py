@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.foreign.beside import SUFFIXES, is_weights_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
-from shardwise.checkpoint.foreign.safetensors import ASIDE, aside, check_index, shards_of
+from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, named_state, step_of, weights_of
 from shardwise.checkpoint.foreign.views import Source, View
@@ -17,7 +18,6 @@ OPTIMIZER_KEYS = (
     "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict", "optimizer_states",
 )  # fmt: skip
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num", "steps")
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th")
 
 
 def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = False) -> Foreign:
@@ -28,15 +28,13 @@ def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = Fals
     """
     if path.is_file():
         return of_value(_values(files, [path], unsafe)[0], str(path), in_order)
-    names = [name for name in files.names(path) if not name.startswith(ASIDE)]
+    names = [name for name in files.names(path) if is_weights_file(name)]
     suffix = next((s for s in SUFFIXES if any(name.endswith(s) for name in names)), ".bin")
     shards, listed = shards_of(files, path, suffix)
-    notes = aside(files, path)
     if listed is None:
-        single = of_value(_values(files, shards, unsafe)[0], str(shards[0]), in_order)
-        single.notes += notes
-        return single
+        return of_value(_values(files, shards, unsafe)[0], str(shards[0]), in_order)
     weights: dict[str, Source] = {}
+    notes: list[str] = []
     for shard, value in zip(shards, _values(files, shards, unsafe), strict=True):
         found, said = weights_of(value, str(shard))
         twice = [name for name in found if name in weights]

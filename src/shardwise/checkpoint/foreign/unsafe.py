@@ -67,7 +67,7 @@ class _Writer:
     """Values as JSON, as `child.py` writes them; each tensor's bytes go to a file."""
 
     def __init__(self, descriptor: int) -> None:
-        self.storages: list[tuple[int, int, int, None]] = []
+        self.storages: list[tuple[int, int, int, None, str]] = []
         self._descriptor, self._at = descriptor, 0
         self._seen: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
         """The tensors are held: an address is one tensor's for as long as that lives."""
@@ -112,7 +112,7 @@ class _Writer:
         if index == len(self.storages):
             array: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
             data = memoryview(array)
-            self.storages.append((self._descriptor, self._at, len(data), None))
+            self.storages.append((self._descriptor, self._at, len(data), None, "cpu"))  # where it was loaded to
             self._at += len(data)
             while data:
                 data = data[os.write(self._descriptor, data) :]

@@ -79,6 +79,8 @@ class View:
     """In elements, as the strides."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    device: str = ""
+    """That it was on when it was saved, as `cuda:1`, where the file says it."""
 
     @property
     def is_contiguous(self) -> bool:

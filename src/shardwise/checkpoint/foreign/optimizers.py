@@ -1,0 +1,88 @@
+"""`add_beside`: the optimizer's state that lies in a file or a directory of its own, beside the weights."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.foreign.beside import aside, is_dcp, states_in, steps_done
+from shardwise.checkpoint.foreign.dcp import read_dcp_state
+from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
+from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.sandbox import Job, read_values
+from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown
+from shardwise.checkpoint.foreign.torch_files import OPTIMIZER_KEYS
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """How state beside the weights is read: as the options of `convert` say."""
+
+    optimizer: bool
+    in_order: bool
+    unsafe: bool
+
+
+def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> None:
+    """Add what lies beside the weights: the optimizer's state, or a note why not; the step, where a trainer wrote it.
+
+    Args:
+        files: they stay open.
+        path: what the user gave: a directory of a trainer, or one file or directory of DCP in it.
+        found: the weights that were read from it.
+        how: see there.
+
+    Raises:
+        CheckpointError: the state is refused by its reader, or torn.
+    """
+    alone = path.is_file() or is_dcp(files, path)
+    if alone:
+        with suppress(CheckpointError):  # it was not asked for: a directory that may not be listed is no error
+            _tell(found, [state for state in states_in(files, path.parent) if state != path], path.parent)
+        return
+    found.notes += aside(files, path)
+    found.step = found.step or steps_done(files, path) or 0
+    states = states_in(files, path)
+    names = shown([state.name for state in states])
+    if not states:
+        with suppress(CheckpointError):
+            if is_deepspeed(files, path):
+                found.notes.append("the optimizer's state: it is DeepSpeed's; --from deepspeed takes it, with weights")
+    elif not how.optimizer:
+        found.notes.append(f"the optimizer's state in {names}: as --no-optimizer says")
+    elif found.optimizer:
+        found.notes.append(f"the optimizer's state in {names}: that in the file of the weights is taken")
+    elif len(states) > 1:
+        found.notes.append(f"the optimizer's state: there are {len(states)} ({names}), one can be taken over")
+    else:
+        found.optimizer, reason = _state(files, states[0], found, how)
+        found.notes += [f"{reason} (in {names})"] if reason else []
+
+
+def _tell(found: Foreign, states: list[Path], directory: Path) -> None:
+    """Weights that were given alone, and not their state, which is there: say so."""
+    if states and not found.optimizer:
+        names = shown([state.name for state in states])
+        found.notes.append(f"the optimizer's state: it is in {names}; give {directory}, which holds both")
+
+
+def _state(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> tuple[Named, str]:
+    """State by the weights' names; or nothing, and the reason."""
+    by_name = found.kind == "safetensors"
+    try:
+        if is_dcp(files, path):
+            return read_dcp_state(files, path, found.weights, how.in_order and not by_name)
+        value = read_values(files, [Job(path)], unsafe=how.unsafe)[0]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; or give --no-optimizer, which takes the weights alone") from error
+    return named_state(_inner(value), found.weights, how.in_order, sorted_names=by_name)
+
+
+def _inner(value: Any) -> Any:
+    """A state_dict of an optimizer, which some put into a dict or a list of one."""
+    if isinstance(value, dict) and "state" not in value:
+        value = next((value[key] for key in OPTIMIZER_KEYS if value.get(key)), value)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
