@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -75,6 +76,34 @@ def ranks_of(process: subprocess.Popen[str], folder: Path) -> list[int]:
         time.sleep(0.02)
     time.sleep(0.1)
     return [int((folder / f"ready{rank}").read_text()) for rank in (0, 1)]
+
+
+LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
+"""127.0.0.1 and ::1, as the kernel writes them."""
+GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Else it takes connections at the address of the host's name."""
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process and those below it take connections."""
+    process, held = psutil.Process(pid), set()
+    for each in (process, *process.children(recursive=True)):
+        for link in Path(f"/proc/{each.pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                held.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in held}
+
+
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_nobody_beyond_this_machine_can_connect(tmp_path: Path, how: str) -> None:
+    script = f"{TORCH}torch.distributed.init_process_group('gloo')\n" + PATIENT.format(stubborn=False)
+    process = start(tmp_path, script, "--nproc", "2", "--", str(tmp_path), SHARDWISE_START=how, **GLOO)
+    ranks_of(process, tmp_path)
+    found = listening(process.pid)
+    process.kill()
+    process.communicate()
+    assert found and found <= LOOPBACK
 
 
 @pytest.fixture

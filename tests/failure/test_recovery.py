@@ -26,6 +26,7 @@ from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.testing.killer import Killer
 from shardwise.testing.world import World
 from tests.failure import recovering
+from tests.failure.test_forked_ranks import GLOO, LOOPBACK, listening
 
 SCRIPT = Path(recovering.__file__)
 SOAK = os.environ.get("SHARDWISE_SOAK")
@@ -223,10 +224,12 @@ def test_a_loop_of_the_scripts_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
-    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05", **GLOO)
     wait_for_steps(process, tmp_path, 2)
     found = psutil.Process(process.pid).children(recursive=True)
     assert len(found) >= 3  # the fork server, two ranks, and perhaps two that stand by
+    heard_on = listening(process.pid)
+    assert heard_on and heard_on <= LOOPBACK
     process.send_signal(signal.SIGKILL)
     finish(process)
     _, alive = psutil.wait_procs(found, timeout=25)

@@ -49,16 +49,43 @@ def place_of(host: int, port: int, hosts: int = HOSTS) -> dict[str, str]:
     return {**os.environ, **names, "MASTER_PORT": str(port), "RANK": str(host), "PACE_S": "0.02"}
 
 
-def start_host(host: int, port: int, *words: str, hosts: int = HOSTS) -> subprocess.Popen[str]:
+def start_host(host: int, port: int, *words: str, hosts: int = HOSTS, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "shardwise", *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=place_of(host, port, hosts))
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=place_of(host, port, hosts) | env)
 
 
-def start_run(out: Path, plan: str, hosts: int = HOSTS) -> list[subprocess.Popen[str]]:
+def start_run(out: Path, plan: str, hosts: int = HOSTS, **env: str) -> list[subprocess.Popen[str]]:
+    """`env` are variables of the last host."""
     out.mkdir(exist_ok=True)
     words = ("run", "--recover", "--events", str(out / "events"), str(SCRIPT), plan, "--", str(out), "1000000")
     port = free_port()
-    return [start_host(host, port, *words, hosts=hosts) for host in range(hosts)]
+    return [start_host(host, port, *words, hosts=hosts, **(env if host == hosts - 1 else {})) for host in range(hosts)]
+
+
+AHEAD_S = 3600
+WRONG_CLOCK = f"""
+import datetime, os, time
+open(f"{{__file__}}.{{os.getpid()}}", "w").close()
+def ahead(clock, by):
+    return lambda: clock() + by
+class Ahead(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(seconds={AHEAD_S})
+time.time, time.time_ns = ahead(time.time, {AHEAD_S}), ahead(time.time_ns, {AHEAD_S} * 10**9)
+datetime.datetime = Ahead
+"""
+
+
+def wrong_clock(folder: Path) -> dict[str, str]:
+    """Variables under which every Python program has a clock that is an hour ahead, from its first line on."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(WRONG_CLOCK)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+    ask = "import datetime, time; print(min(time.time(), time.time_ns() / 1e9, datetime.datetime.now().timestamp()))"
+    said = subprocess.run([sys.executable, "-c", ask], env=os.environ | env, capture_output=True, text=True, check=True)
+    assert float(said.stdout) > time.time() + AHEAD_S - 60
+    return env
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -79,10 +106,13 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ],
 )
 def test_kills_on_all_hosts_change_no_bit(world: World, tmp_path: Path, plan: str, blows: int, count: int) -> None:
+    """Nor does the clock of the last host, which is wrong: no host is compared by the time that it thinks it is."""
     here, there = tmp_path / "undisturbed", tmp_path / "killed"
     here.mkdir()
-    hosts = start_run(there, plan, count)
+    hosts = start_run(there, plan, count, **wrong_clock(tmp_path / "clock"))
     wait_for_steps(hosts[0], there, 2)
+    (forks,) = psutil.Process(hosts[-1].pid).children()  # and so the ranks, which are forked from it
+    assert {hosts[-1].pid, forks.pid} <= {int(path.suffix[1:]) for path in (tmp_path / "clock").glob("*.py.*")}
     names = [f"rank {rank}" for rank in range(4)]
     each = len(names) // count
     assert [sorted(c.name() for c in ranks_of(host)) for host in hosts] == [

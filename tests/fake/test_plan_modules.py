@@ -93,8 +93,9 @@ def test_the_step_of_a_module_is_traced(here: Path) -> None:
     assert result.exit_code == 0 and [each["rank"] for each in answer["trace"]] == [0, 1]
     assert answer["memory"]["allocated"] == pytest.approx(max(peaks), rel=0.03)
     assert {each["kind"] for each in answer["trace"][0]["collectives"]} >= {"send", "all-reduce"}
-    refused = CliRunner().invoke(app, [*words, "--traffic"])
-    assert "or --trace, which counts what a module sends" in str(refused.exception)
+    sent = json.loads(CliRunner().invoke(app, [*words, "--traffic", "--json"]).stdout)
+    assert sent["traffic"] == answer["trace"][0]["collectives"]
+    assert any("--traffic shows what its traced step sends" in note for note in sent["assumed"])
 
 
 def test_a_factory_a_class_and_a_config(here: Path) -> None:
@@ -122,8 +123,8 @@ def test_a_factory_a_class_and_a_config(here: Path) -> None:
         ("planned_net:Looks", r"`item` in forward \(Looks\) failed on meta.*--trace-on cpu runs it for real"),
         ("planned_net:Selects", r"failed on meta.*--trace-on cpu.*shape \[1, 32\]"),
         ("hf:lama", "did you mean 'llama'"),
-        ("hf:t5", "an encoder and a decoder.*needed one chain of blocks"),
-        ("hf:vit", "a model of pictures.*vit-l-16"),
+        ("hf:vit", "a sample of hf:vit counts as 3 tokens, always; leave --seq out"),
+        ("hf:clap", "ClapModel takes input_ids.*write a function that builds ClapModel"),
         ("hf:missing/config.json", "no such file"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import OutOfMemoryError, UsageError
 from shardwise.testing import World, fail_at
-from shardwise.train.halving import cut_rows
+from shardwise.train.halving import cut_rows, is_out_of_memory
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -43,6 +43,25 @@ FAULTS = [
     (0, 2, "backward", torch.OutOfMemoryError("planted")),
     (1, 3, "backward", RuntimeError("DefaultCPUAllocator: can't allocate memory")),
 ]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_what_is_memory_that_ran_out(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) is is_memory
 
 
 @pytest.mark.parametrize(("plan", "loss"), [("dp2", "weighted"), ("dp2 / mb2", "a_scalar_mean"), ("dp1", "weighted")])

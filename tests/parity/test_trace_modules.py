@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.diagnose.trace_estimate import OPTIMIZERS
 from shardwise.diagnose.trace_module import training_of_module
 from shardwise.diagnose.trace_step import StepTrace, measure_step, trace_step
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-from tests.modules import factory
+from tests.modules import factory, hugging_face
 from tests.parity.test_trace_memory import check_close, check_equal
 
 FAST = [("gpt2", "fsdp2 / bf16"), ("pictures", "dp2")]
@@ -22,19 +24,26 @@ SOAK = [
     ("bert", "fsdp2 / mb2"),
     ("two", "fsdp2 / recompute=blocks"),
     ("llama", "pp2 / 1f1b mb2"),
+    ("qwen3_moe", "dp2 / bf16"),
+    ("qwen3_moe", "fsdp2"),
 ]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def training(model: str) -> Any:
+def made(model: str) -> Any:
+    return hugging_face(model, **EXPERTS) if model == "qwen3_moe" else factory(model)
+
+
+def training(model: str, optimizer: str = "adamw") -> Any:
     seq = {"pictures": 3, "two": 64}.get(model, 64)
-    return training_of_module(factory(model), Workload(seq_len=seq, global_batch=8))
+    return training_of_module(made(model), Workload(seq_len=seq, global_batch=8, optimizer=optimizer))
 
 
-def measured(model: str, text: str) -> StepTrace:
+def measured(model: str, text: str, optimizer: str = "adamw") -> StepTrace:
     torch.manual_seed(0)
     plan = Plan.parse(text)
     with sw.open_mesh(plan) as mesh:
-        return measure_step(training(model), plan, mesh)
+        return measure_step(training(model, optimizer), plan, mesh)
 
 
 @pytest.mark.parametrize(("model", "plan"), [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in SOAK)])
@@ -44,3 +53,13 @@ def test_equal_to_the_byte(world: Any, model: str, plan: str) -> None:
     for rank in {0, parsed.world - 1}:
         traced = trace_step(training(model), parsed, rank=rank)
         (check_close if parsed.axes.pp > 1 else check_equal)(traced, real[rank])
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [pytest.param(*cell, marks=pytest.mark.soak) for cell in product(("fsdp2", "dp2 / bf16"), OPTIMIZERS)],
+)
+def test_other_optimizers_equal_to_the_byte(world: Any, plan: str, optimizer: str) -> None:
+    parsed = Plan.parse(plan)
+    real = world(parsed.world, partial(measured, "llama", plan, optimizer), timeout_s=300)
+    check_equal(trace_step(training("llama", optimizer), parsed), real[0])

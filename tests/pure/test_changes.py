@@ -62,8 +62,8 @@ def test_every_setting_has_a_kind_that_somebody_chose() -> None:
     """A new setting of the train table is `other` by default: look here whether it changes the maths."""
     known = {
         "steps", "tokens", "global_batch", "micro_batches", "clip_norm", "clip_value", "nonfinite", "spike", "on_oom",
-        "check_replicas", "seed", "deterministic", "eval_every", "checkpoint_every", "keep", "checkpoints", "grace_s",
-        "resume", "out", "name", "nproc", "port", "device", "sample", "tensorboard",
+        "check_replicas", "seed", "deterministic", "eval_every", "checkpoint_every", "keep", "keep_every", "keep_best",
+        "checkpoints", "grace_s", "resume", "out", "name", "nproc", "port", "device", "sample", "tensorboard",
     }  # fmt: skip
     assert {key.partition(".")[2] for key in KEYS if key.startswith("train.")} - known == set()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.compare import diff, find, verify
+from shardwise.checkpoint.compare import diff, find, place_of, verify
 from shardwise.checkpoint.format import Box, whole
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError
@@ -49,6 +50,67 @@ def test_a_run_stands_for_its_newest_checkpoint(store: Path, capsys: pytest.Capt
     assert "model.w" in capsys.readouterr().out
     assert run("verify", store.parent) == 0
     assert "step-00000008: whole: step 8, 5 tensors" in capsys.readouterr().out
+
+
+def told(run: Path, checkpoints: object, out: object) -> Path:
+    """A run's directory whose record says where its checkpoints are kept."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.json").write_text(json.dumps({"settings": {"train": {"checkpoints": checkpoints, "out": out}}}))
+    return run
+
+
+def test_a_run_that_keeps_its_checkpoints_elsewhere_stands_for_them(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever directory this process is in, a relative place is one from where the run was started."""
+    newest, elsewhere = store / "step-00000008", tmp_path / "start" / "kept"
+    assert place_of(told(tmp_path / "absolute", str(store), "runs/a")) == store
+    assert find(told(tmp_path / "url", f"file://{store}", "runs/a")).path == newest
+    shutil.copytree(store, elsewhere)
+    run = told(tmp_path / "start" / "runs" / "a", "kept", "runs/a")
+    assert place_of(run) == elsewhere and verify(run).path == elsewhere / newest.name
+    monkeypatch.chdir(tmp_path / "start")
+    assert place_of(told(tmp_path / "moved", "kept", "runs/a")) == Path("kept")
+    assert place_of(told(tmp_path / "moved", "kept", str(tmp_path / "moved"))) == Path("kept")
+    assert place_of(Path("runs/a")) == elsewhere
+    # what it names now comes before what lies in it: those are older
+    assert place_of(told(store.parent, str(elsewhere), "run")) == elsewhere
+    shutil.rmtree(elsewhere)
+    assert place_of(store.parent) == store
+    with pytest.raises(CheckpointError, match=r"nor a store at .*start/kept, which its config.json names; needed"):
+        find(run)
+
+
+def test_a_record_is_data_and_leads_to_a_store_alone(store: Path, tmp_path: Path) -> None:
+    other = told(tmp_path / "other", str(store), "other")
+    with pytest.raises(CheckpointError, match="found no checkpoint"):
+        place_of(told(tmp_path / "chain", str(other), "chain"))  # a run is no store
+    with pytest.raises(CheckpointError, match="found no checkpoint"):
+        place_of(told(tmp_path / "one", str(store / "step-00000008"), "one"))
+    link = tmp_path / "link"
+    link.mkdir()
+    (link / "config.json").symlink_to(other / "config.json")
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "config.json")
+    large = told(tmp_path / "large", str(store), "large")
+    with (large / "config.json").open("a") as file:
+        file.write(" " * 2**20)
+    for run, text in (
+        (tmp_path / "torn", '{"settings": '),
+        (tmp_path / "list", "[]"),
+        (tmp_path / "deep", "[" * 10**5),
+    ):
+        run.mkdir()
+        (run / "config.json").write_text(text)
+    told(tmp_path / "number", 7, "number")
+    told(tmp_path / "control", f"{store}\0", "control")
+    told(tmp_path / "no-out", str(store), None)
+    for name in ("link", "fifo", "large", "torn", "list", "deep", "number", "control", "no-out"):
+        with pytest.raises(CheckpointError, match="found no checkpoint"):
+            place_of(tmp_path / name)
+    for place in ("s3://me:secret@bucket/run", "x" * 4000, "nothing://a/b"):
+        with pytest.raises(CheckpointError):
+            place_of(told(tmp_path / "odd", place, "odd"))
 
 
 def test_diff(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

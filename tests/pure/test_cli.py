@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.config import read_clip, read_count
 from shardwise.cli.main import VERBS, main
-from shardwise.cli.train import _clip, _count
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.version import __version__
 
@@ -135,6 +135,11 @@ def test_dry_run_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("--clip", "zero"), ExitCode.USAGE, "--clip"),
         (("--tokens", "many"), ExitCode.USAGE, "--tokens"),
         (("--resume", "nowhere"), ExitCode.CHECKPOINT, "nowhere"),
+        (("--checkpoint-every", ""), ExitCode.USAGE, "checkpoint_every: found ''"),
+        (("--checkpoint-every", "9" * 400 + "h"), ExitCode.USAGE, "checkpoint_every: found '999999"),
+        (("--checkpoint-every", "9" * 5000), ExitCode.USAGE, "checkpoint_every: found '999999"),
+        (("--checkpoint-every", "10m", "--set", "train.keep_every=5"), ExitCode.USAGE, "needed a number of steps"),
+        (("--eval-every", "0", "--set", "train.keep_best=1"), ExitCode.USAGE, "needed evaluations during the run"),
         (("--out", "/proc/run"), ExitCode.USAGE, "cannot write"),
         (("missing.toml",), ExitCode.USAGE, "missing.toml"),
     ],
@@ -157,10 +162,13 @@ def test_out_that_is_a_file_or_holds_something_else(tmp_path: Path, capsys: pyte
 
 
 def test_clip_and_tokens() -> None:
-    assert _clip("1.5") == _clip("norm:1.5") == {"train.clip_norm": 1.5}
-    assert _clip("value:0.5") == {"train.clip_value": 0.5}
-    assert _clip("none") == {"train.clip_norm": 0.0}
-    assert [_count(text) for text in ("300", "4M", "1.5B", "2k")] == [300, 4_000_000, 1_500_000_000, 2000]
+    assert read_clip("1.5") == read_clip("norm:1.5") == {"train.clip_norm": 1.5}
+    assert read_clip("value:0.5") == {"train.clip_value": 0.5}
+    assert read_clip("none") == {"train.clip_norm": 0.0}
+    assert [read_count(text) for text in ("300", "4M", "1.5B", "2k")] == [300, 4_000_000, 1_500_000_000, 2000]
     for text in ("-1", "size:3", ""):
         with pytest.raises(ConfigError):
-            _clip(text)
+            read_clip(text)
+    for text in ("0", "4X", "9" * 400, "1e300", "nan"):
+        with pytest.raises(ConfigError):
+            read_count(text)

@@ -154,3 +154,50 @@ def test_a_dtype_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="fp8"):
         rates.of("fp8")
     assert rates.of("fp64") == rates.fp32 / 2
+
+
+def test_a_word_names_the_links() -> None:
+    usual, slow = load_cluster("h100:8x16"), load_cluster("h100:8x16@eth100")
+    assert (slow.name, slow.world, slow.local) == ("h100:8x16@eth100", 128, usual.local)
+    assert slow.network == load_cluster("l4").network != usual.network
+    both = load_cluster("h100@pcie5/ib200")
+    assert (both.world, both.local.bandwidth, both.network) == (8, 40e9, load_cluster("a100-80g").network)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("h100:8x2@ib40", "unknown link 'ib40'; did you mean 'ib400'"),
+        ("h100:8x2@pcie5/ib400/eth100", "found 3 links, needed @network, or @local/network"),
+        ("a100:8x2", r"unknown; did you mean 'a100-40g' or 'a100-80g'\? A preset is written"),
+    ],
+)
+def test_a_wrong_word_is_told_what_it_may_be(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        load_cluster(text)
+
+
+@pytest.mark.parametrize(
+    ("domain", "says"),
+    [
+        (3, r"line 4: domain: found 3, which neither divides the 8 devices of a node"),
+        (12, "neither divides"),
+        (5000, "found 5000, and 2 nodes of 8 have 16 devices; needed at most those"),
+        (4, ""),
+        (16, ""),
+        (0, ""),
+    ],
+)
+def test_a_domain_is_part_of_a_node_or_some_nodes(domain: int, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE.replace("per_node = 8", f"per_node = 8\ndomain = {domain}", 1))
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            load_cluster(file)
+    else:
+        assert load_cluster(file).domain == (domain or 8)
+
+
+def test_part_of_a_rack_keeps_its_domain_in_a_file(tmp_path: Path) -> None:
+    load_cluster("gb200:4x2").save(tmp_path / "c.toml")
+    assert load_cluster(tmp_path / "c.toml").domain == 72

@@ -227,11 +227,6 @@ def test_a_plan_for_devices_without_a_known_name_is_asked_for() -> None:
         resolve("plan.shorthand=auto", around=around)
 
 
-def test_an_automatic_plan_for_a_factory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs the model's sizes"):
-        resolve("plan.shorthand=auto", "model.factory=a.b:c")
-
-
 def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
     with pytest.raises(PlanError, match="llama-8b does not fit 2 x cpu.*needs the least"):
         resolve("model.preset=llama-8b")

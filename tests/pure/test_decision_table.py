@@ -20,6 +20,7 @@ from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.plan import Plan
 from shardwise.plan.search import find_plan
+from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
 
 
@@ -60,13 +61,24 @@ def test_a_model_too_large_for_one_device_and_little_memory_shards_parameters_an
     assert plan.recompute.mode != "none" or plan.offload.state or plan.axes.cp * plan.axes.tp * plan.axes.pp > 1
 
 
-@pytest.mark.parametrize(("model", "where"), [("llama-1b", "l4:8"), ("llama-3b", "rtx4090:8")])
+@pytest.mark.parametrize(
+    ("model", "where"), [("llama-1b", "a4000:8"), ("llama-1b", "rtx3080:8"), ("llama-3b", "rtx4090:8")]
+)
 def test_up_to_three_billion_parameters_and_little_memory_shard_states(model: str, where: str) -> None:
     plan = best(model, where, 2048, 64, forbid=("tp", "cp", "pp"))
     assert plan.axes.dp_shard >= 4
     assert plan.zero >= 2
     free = best(model, where, 2048, 64)
     assert free.zero >= 1 or free.axes.pp * free.axes.tp > 1
+
+
+def test_whole_gradients_that_fit_are_reduced_once_per_step_where_links_are_slow() -> None:
+    """Over PCIe, with several micro-batches: zero 2 would reduce behind each of them."""
+    plan = best("llama-1b", "l4:8", 2048, 64)
+    assert plan.axes.dp_shard >= 4 and plan.zero == 1 and plan.batch.micro_batches > 1
+    sizes, cluster, workload = preset("llama-1b"), load_cluster("l4:8"), Workload(seq_len=2048, global_batch=64)
+    one, two = (estimate_time(profile_of(sizes), cluster, plan.with_(zero=zero), workload).total for zero in (1, 2))
+    assert two > 1.2 * one
 
 
 def test_where_nothing_else_fits_states_go_to_the_host() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,13 +14,22 @@ from typer.testing import CliRunner
 
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
+from shardwise.cli.made_for import load_made_for
 from shardwise.cli.main import _command, main
 from shardwise.cli.plan import plan
 from shardwise.cli.planning import count_of, question
-from shardwise.errors import ExitCode, ShardwiseError
+from shardwise.errors import ExitCode, ShardwiseError, UsageError
 from shardwise.hardware.cluster import load_cluster
+from shardwise.model.profile import Attention, profile_of
+from shardwise.model.spec import preset
+from shardwise.plan.advice import advise
+from shardwise.plan.band import band, band_of_kind, likeness
 from shardwise.plan.plan import Plan
+from shardwise.plan.space import Space
+from shardwise.plan.stack import load_stack
+from shardwise.plan.workload import Workload
 
+STACK = load_stack("shardwise")
 RUNNER = CliRunner()
 
 
@@ -229,3 +239,112 @@ def test_the_page_is_one_well_formed_file_that_needs_nothing_else(here: Path, mo
     assert ("node 1" in text) is False
     assert "a&amp;b&lt;script&gt;" in text
     assert "<script" not in text
+
+
+def test_a_plan_file_says_what_it_was_made_for_and_options_win(here: Path) -> None:
+    words = ("--seq", "2048", "--global-batch", "16", "--optimizer", "lion", "--forbid", "pp")
+    assert invoke(plan, "llama-1b", "h100:8", *words)[0] == ExitCode.OK
+    assert Plan.load("plan.toml") == Plan.parse(str(Plan.load("plan.toml")))  # a plan as any other
+    made = load_made_for("plan.toml")
+    assert (made.model, made.cluster, made.seq, made.global_batch) == ("llama-1b", "h100:8", 2048, 16)
+    assert (made.optimizer, made.goal, made.forbid) == ("lion", "time", ("pp",))
+    code, text, error = invoke(explain, "plan.toml")
+    assert (code, error) == (ExitCode.OK, None)
+    assert "as plan.toml says it was made for: --model llama-1b --cluster h100:8 --seq 2048" in text
+    alone = json.loads(invoke(estimate, "plan.toml", "--json")[1])
+    given = ("--model", "llama-1b", "--cluster", "h100:8", "--seq", "2048", "--optimizer", "lion")
+    assert alone["time"] == json.loads(invoke(estimate, "plan.toml", *given, "--json")[1])["time"]
+    other = json.loads(invoke(estimate, "plan.toml", "--seq", "1024", "--cluster", "h200:8", "--json")[1])
+    assert other["time"]["total"] < alone["time"]["total"]
+    assert other["memory"]["limit"] > alone["memory"]["limit"]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("", "explain: --model is missing, and p.toml does not say what it was made for"),
+        ('model = "llama-1b"', "--cluster is missing"),
+        ('model = "mine.py:build"\ncluster = "h100:8"', "not imported.*give --model mine.py:build if you trust it"),
+        ('model = "gone.toml"\ncluster = "h100:8"', "the model in gone.toml, which is no file here"),
+        ('model = "llama-1b"\ncluster = "gone.toml"', "the cluster in gone.toml, which is no file here"),
+        ('model = "llama-1b"\ncluster = "probe"', "as it was measured; give --cluster cluster.toml"),
+        ('model = 3\ncluster = "h100:8"', "p.toml, line 3: made_for.model: found int 3, needed a string"),
+        ('model = "llama-1b"\ncluster = "h100:8"\nseq = -1', "seq_len: found -1"),
+    ],
+)
+def test_what_a_file_cannot_say(here: Path, monkeypatch: pytest.MonkeyPatch, made: str, says: str) -> None:
+    (here / "p.toml").write_text(f'precision = "bf16"\n[made_for]\n{made}\nof_a_later_version = 1\n')
+    assert Plan.load("p.toml") == Plan.parse("bf16")
+    (here / "mine.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(here)
+    _, _, error = invoke(explain, "p.toml")
+    assert isinstance(error, ShardwiseError)
+    assert re.search(says, str(error), re.DOTALL), str(error)
+
+
+def test_a_shorthand_needs_a_model(here: Path) -> None:
+    _, _, error = invoke(estimate, "fsdp8 bf16", "--cluster", "h100:8")
+    assert isinstance(error, UsageError)
+    assert "estimate: --model is missing, and a shorthand does not say it; give --model llama-8b" in str(error)
+
+
+def test_what_would_fit_is_shown_and_does(here: Path) -> None:
+    words = ("--seq", "2048", "--global-batch", "2", "--forbid", "offload", "--forbid", "recompute")
+    code, text, _ = invoke(plan, "llama-1b", "l4:1", *words)
+    assert code == ExitCode.REFUSED
+    assert "what would fit, each change alone, with a global batch of 2" in text
+    found = json.loads(invoke(plan, "llama-1b", "l4:1", *words, "--json")[1])
+    advice = {each["change"]: each for each in found["would_fit"]}
+    nodes, seq = "2 nodes in place of 1 (l4:1x2)", next(change for change in advice if change.startswith("--seq"))
+    assert {nodes, "without --forbid offload"} <= set(advice)
+    assert all(word in text for word in advice)
+    for change, cluster, length in ((nodes, "l4:1x2", "2048"), (seq, "l4:1", seq.split()[1])):
+        shown = advice[change]
+        more = ("--model", "llama-1b", "--cluster", cluster, "--seq", length, "--global-batch", "2", "--json")
+        code, text, _ = invoke(estimate, shown["plan"]["shorthand"], *more)
+        assert (code, json.loads(text)["memory"]["device"]) == (ExitCode.OK, shown["device_bytes"])
+    assert invoke(plan, "llama-1b", "l4:1x2", *words)[0] == ExitCode.OK
+
+
+def test_nothing_that_was_not_tried_is_advised(here: Path) -> None:
+    """Words that no plan is freed by, and axes that a module cannot have, are not shown."""
+    sizes, cluster = preset("llama-1b"), load_cluster("l4:1")
+    forbid = ("offload", "recompute", "tp")
+    space = Space(profile_of(sizes), sizes, cluster, Workload(seq_len=2048, global_batch=2), STACK, forbid=forbid)
+    changes = [each.change for each in advise(space, fixed=("recompute",))]
+    assert "without --forbid offload" in changes
+    assert not {"without --forbid tp", "without --forbid recompute"} & set(changes)
+    assert not any(word.startswith(("--allow fp16", "--allow fp32")) for word in changes)
+    assert advise(space, seconds=-1.0) == ()
+
+
+def test_lamb_is_planned_as_what_it_keeps(here: Path) -> None:
+    words = ("--model", "llama-1b", "--cluster", "h100:8", "--seq", "2048", "--global-batch", "8", "--json")
+    found = [json.loads(invoke(estimate, "fsdp8 bf16", *words, "--optimizer", name)[1]) for name in ("lamb", "adamw")]
+    assert found[0]["memory"] == found[1]["memory"]
+
+
+def test_the_band_is_of_the_device_and_of_the_layout(here: Path) -> None:
+    words = ("--model", "llama-1b", "--seq", "2048", "--global-batch", "8")
+    text = invoke(estimate, "dp2 pp2 tp2 / 1f1b mb4 / bf16", *words, "--cluster", "h100:8")[1]
+    assert "no measurement" not in text
+    kind = band_of_kind("time", "tp + pp + replicas")
+    assert kind is not None
+    assert kind.p90 > 2 * band("time", "h100").p90  # why one band for all would say too much
+    said = f"(tp + pp + replicas): time half within {kind.median:.0%}, nine of ten within {kind.p90:.0%} of {kind.rows}"
+    assert said in " ".join(text.split())
+    text = " ".join(invoke(estimate, "fsdp8 bf16", *words, "--cluster", "trainium2:8")[1].split())
+    assert text.count("no measurement of trainium2: its constants are nominal; on others half of the") == 2
+    found = json.loads(invoke(estimate, "fsdp8 bf16", *words, "--cluster", "trainium2:8", "--json")[1])
+    assert "no measurement of trainium2" in found["time"]["band"]["caution"]
+    text = invoke(estimate, "cp8 bf16", *words, "--cluster", "h100:8")[1]
+    assert "(cp): time fewer than 10, so nobody knows" in " ".join(text.split())
+
+
+def test_a_model_without_attention_is_like_no_published_one() -> None:
+    profile = profile_of(preset("llama-1b"))
+    assert "without attention" not in likeness(Plan(), profile)
+    blocks = tuple(
+        replace(block, ops=tuple(op for op in block.ops if not isinstance(op, Attention))) for block in profile.blocks
+    )
+    assert likeness(Plan(), replace(profile, blocks=blocks)).endswith("none of them is of a model without attention")

@@ -12,7 +12,7 @@ from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
-from shardwise.plan.memory import WORKSPACE, estimate_memory
+from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory
 from shardwise.plan.plan import Axes, Plan, Schedule
 from shardwise.plan.stack import load_stack, stack_of
 from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
@@ -251,3 +251,13 @@ def test_a_pipeline_holds_whole_gradients_until_its_last_micro_batch() -> None:
     assert gradients("fsdp32 zero2 / mb2 gbs64 / bf16 / recompute=blocks") < 0.1 * whole
     beside = gradients("fsdp32 zero1 / mb2 gbs64 / bf16 / recompute=blocks offload=state")
     assert beside > 1.8 * whole, "what waits for the last reduction is not on the host"
+
+
+def test_the_worst_rank_is_the_one_that_reserves_the_most() -> None:
+    """`fits` compares what is reserved: of few live tensors more, with holes, another rank may take the most."""
+    states = RankMemory(0, {"weights": 30e9, "activations": 10e9}, "backward")
+    passing = RankMemory(1, {"weights": 9e9, "activations": 30e9}, "backward")
+    memory = Memory((states, passing), fragmentation=0.1, context=1e9, limit=42.5e9)
+    assert memory.worst is passing
+    assert memory.reserved == pytest.approx(42e9)
+    assert not memory.fits

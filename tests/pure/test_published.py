@@ -411,5 +411,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: d
     numbers = json.loads(out.read_text())
     assert numbers["rows"] == len(RAWS) and numbers["used"] == len(rows)
     assert where.exists() and (where.parent / "images" / "accuracy-time.png").stat().st_size > 1000
+    assert (where.parent / "accuracy.toml").exists()
     assert predict(rows["fsdp-1"]).step_time > 0
     assert accuracy.main([str(tmp_path / "none.csv")]) == 2 and "cannot be read" in capsys.readouterr().err

@@ -18,13 +18,15 @@ from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.constraints import check
+from shardwise.plan.front import APART, front_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import ALIKE, Candidate, Search, Walk, every_plan, find_plan
-from shardwise.plan.space import FEATURES, OPT_IN, Flow, Space, simplicity
+from shardwise.plan.space import FEATURES, OPT_IN, Flow, Space
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import estimate_time
+from shardwise.plan.walk import simplicity
 from shardwise.plan.workload import Workload
 
 SMALL = replace(preset("llama-1b"), num_layers=4)
@@ -146,6 +148,14 @@ def test_processor_time_of_a_question(model: str, where: str, batch: int, second
     assert process_time() - before < seconds
 
 
+@pytest.mark.soak
+def test_no_ring_through_all_of_sixteen_thousand_devices_is_chosen() -> None:
+    sizes, workload = preset("llama-405b"), Workload(seq_len=8192, global_batch=16384)
+    found = find_plan(profile_of(sizes), sizes, load_cluster("h100:8x2048"), workload)
+    assert found.best is not None
+    assert found.best.plan.axes.dp_shard * found.best.plan.axes.cp < 8192
+
+
 # ---------------------------------------------------------------- what a search says
 
 
@@ -171,12 +181,64 @@ def test_reasons() -> None:
 
 def test_the_front_holds_what_nothing_beats() -> None:
     found = eight()
+    assert len(found.front) > 10
     for each in found.front:
+        assert each in found.seen
         assert not any(
             other.time.total < each.time.total and other.memory.device < each.memory.device for other in found.seen
         )
     assert found.best is not None
     assert found.front[-1].time.total <= found.best.time.total * (1 + ALIKE)
+
+
+FRONTS = [
+    (SMALL, "h100:2", 80, 2048, 2),
+    (SMALL, "h100:3x2", 12, 1024, 3),
+    (MOE, "h100:4", 14, 1024, 2),
+    (replace(preset("qwen-0.5b"), num_layers=4), "h100:2", 80, 1024, 6),
+    (replace(preset("bert-base"), num_layers=3), "h100:4", 10, 512, 3),
+]
+
+
+@pytest.mark.parametrize(("spec", "where", "gib", "seq_len", "batch"), FRONTS)
+def test_the_front_is_that_of_all_plans(spec: ModelSpec, where: str, gib: float, seq_len: int, batch: int) -> None:
+    """In full where no point is left out; else within the share that points are apart, and of plans of the whole."""
+    there, workload = cluster(where, gib), Workload(seq_len=seq_len, global_batch=batch)
+    space = space_of(spec, there, workload)
+    fits = [each for each in (estimated(space, plan) for plan in every_plan(space)) if each.memory.fits]
+    expected: list[tuple[float, float]] = []
+    for time, size in sorted((each.time.total, each.memory.device) for each in fits):
+        if not expected or size < expected[-1][1]:
+            expected.append((time, size))
+    limit = there.device.memory
+    whole = [(each.time.total, each.memory.device) for each in front_of(space, limit, apart=0.0)]
+    for got, needed in zip(whole, expected, strict=True):
+        assert got == pytest.approx(needed, rel=1e-9)
+    few = [(each.time.total, each.memory.device) for each in find(spec, there, workload).front]
+    assert min(size for _, size in few) <= expected[-1][1] * (1 + 2 * ALIKE)
+    for time, size in expected:
+        assert any(t <= time * (1 + 2 * ALIKE) and s <= size * (1 + 1.1 * APART) for t, s in few)
+
+
+def test_rows_that_refuse_a_flow_refuse_all_its_plans() -> None:
+    where, workload = cluster("h100:8"), Workload(seq_len=1024, global_batch=8)
+    space = replace(space_of(MIXED, where, workload), allow=("fp8", "fp16"))
+    refused = 0
+    for core in list(space.cores(8, {}))[::23]:
+        for pipe in space.pipes(core):
+            for (schedule, offload), policy in product(space.flows(pipe), range(len(space.recomputes))):
+                flow = Flow(pipe, schedule, policy, offload)
+                for spread in list(space.spreads(pipe))[::3]:
+                    row, legal = space.refuses(flow, spread.zero), not space.broken(space.plan(flow, spread))
+                    assert not (row and legal), space.plan(flow, spread)
+                    refused += bool(row)
+    assert refused
+
+
+def test_looped_schedules_are_tried_with_what_divides_the_blocks_of_a_rank() -> None:
+    space = space_of(replace(preset("llama-1b"), num_layers=24), cluster("h100:8"), TINY)
+    tried = {schedule.stages for schedule in space.schedules(4) if schedule.kind == "interleaved"}
+    assert tried == {2, 3, 4, 6}
 
 
 def test_nothing_fits_gives_the_plan_that_needs_least() -> None:

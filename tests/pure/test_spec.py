@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -264,3 +265,30 @@ def test_sizes_from_a_file(tmp_path: Path) -> None:
     file.write_text('preset = "llama-8b"\n\nnum_layer = 2\n')
     with pytest.raises(ConfigError, match=r"mine.toml, line 3.*did you mean 'num_layers'"):
         load_spec(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "means"),
+    [
+        ("llama-3-8b", "llama-8b"), ("llama-3.1-70b", "llama-70b"), ("llama3-70b", "llama-70b"),
+        ("meta-llama/Llama-3.1-8B", "llama-8b"), ("meta-llama/Meta-Llama-3-70B-Instruct", "llama-70b"),
+        ("meta-llama/Llama-3.2-1B", "llama-1b"), ("meta-llama/Llama-2-7b-chat-hf", "llama-7b"),
+        ("llama-2-70b", "llama2-70b"), ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen-7b"), ("google/gemma-2-9b-it", "gemma2-9b"), ("gpt2", "gpt2-small"),
+        ("bigscience/bloom-7b1", "bloom-7b"), ("Llama-8B", "llama-8b"),
+    ],
+)  # fmt: skip
+def test_usual_names_are_presets(name: str, means: str) -> None:
+    assert preset(name) == preset(means)
+    assert spec_from_dict({"preset": name, "num_layers": 2}) == spec_from_dict({"preset": means, "num_layers": 2})
+
+
+@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.3", "llama-3.2-11b", "llama-3-405b", "bert-base-cased"])
+def test_names_of_other_sizes_are_no_presets(name: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(repr(name)) + ": unknown preset"):
+        preset(name)
+
+
+def test_an_unknown_name_of_a_repository_is_near_its_last_part() -> None:
+    with pytest.raises(UsageError, match="did you mean 'mistral-7b'"):
+        preset("mistralai/Mistral-7B-v0.3")

@@ -28,6 +28,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.band import kind_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.stack import Stack
@@ -120,7 +121,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     return Row(
         id=cells["id"],
         group=cells["id"].split("-")[0],
-        kind=kind_of(plan, spec),
+        kind=kind_of(plan, experts=spec.kind == "moe"),
         spec=spec,
         cluster=cluster,
         plan=plan,
@@ -181,14 +182,3 @@ def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tu
     best = min(times, key=lambda micro: times[micro][0])
     cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best}, the fastest that fits"
     return times[best][1]
-
-
-def kind_of(plan: Plan, spec: ModelSpec) -> str:
-    """`tp + pp + zero 1`, `zero 3`, `experts + ...`, `one device`."""
-    axes = plan.axes
-    parts = [name for name in ("tp", "pp", "cp") if getattr(axes, name) > 1]
-    if axes.data > 1:
-        parts.append(f"zero {plan.zero}" if axes.dp_shard > 1 and plan.zero else "replicas")
-    if spec.kind == "moe":
-        parts.insert(0, "experts")
-    return " + ".join(parts) or "one device"

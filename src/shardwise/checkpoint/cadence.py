@@ -16,7 +16,10 @@ Llama 3 Herd of Models, 2024, section 3.3.4) are one per 50,676 device-hours."""
 _MINUTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _FIRST_PLAN = 3
-"""Steps before the first interval is planned: the first ones are slower than the rest."""
+"""Steps before the first interval is planned, or `auto` makes its first save: these are slower than the rest."""
+_LONGEST_S = 100 * 366 * 86400.0
+_MOST_STEPS = 2**62
+"""More is a slip of the pen: no run is so long."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +31,31 @@ class Every:
     auto: bool = False
 
     @classmethod
-    def parse(cls, text: str | int) -> Every:
-        """`500`, `10m` (also `30s`, `2h`), `auto`, `0` for never.
+    def parse(cls, text: str | int | None) -> Every:
+        """`500`, `10m` (also `30s`, `2h`), `auto`, `0` or None for never.
 
         Raises:
-            ConfigError: anything else.
+            ConfigError: anything else; more than 100 years, or 2**62 steps.
 
         >>> Every.parse("10m").seconds
         600.0
         """
-        if isinstance(text, int) or (text.isascii() and text.isdecimal()):
-            return cls(steps=int(text))
         if text == "auto":
             return cls(auto=True)
-        match = _MINUTES.fullmatch(text)
-        if match is None or float(match[1]) <= 0:
-            raise ConfigError(
-                f"checkpoint_every: found {text!r}, needed a number of steps (500), a time (10m, 30s, 2h) or auto"
-            )
-        return cls(seconds=float(match[1]) * _SECONDS[match[2]])
+        text = 0 if text is None else text
+        if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20:
+            text = int(text)
+        if isinstance(text, int):
+            if 0 <= text <= _MOST_STEPS:
+                return cls(steps=text)
+        elif match := _MINUTES.fullmatch(text):
+            seconds = float(match[1]) * _SECONDS[match[2]]
+            if 0 < seconds <= _LONGEST_S:
+                return cls(seconds=seconds)
+        raise ConfigError(
+            f"checkpoint_every: found {text!r:.40}, needed a number of steps (500; 0: only at the end), a time "
+            "(10m, 30s, 2h; at most 100 years) or auto; correct it"
+        )
 
 
 def best_interval(cost_s: float, between_failures_s: float) -> float:
@@ -71,6 +80,9 @@ def best_interval(cost_s: float, between_failures_s: float) -> float:
 class Cadence:
     """Says at each step whether to save. Rank 0 turns times into steps, and tells all ranks at the same steps.
 
+    What a save costs is not known before one was made: `auto` makes its first one after the first steps of each start,
+    and plans from what that took; as it also gets the memory for all saves, it no longer counts when there is another.
+
     Args:
         every: what was asked for.
         world: ranks, for the rate of failures.
@@ -91,27 +103,37 @@ class Cadence:
     clock: Callable[[], float] = time.monotonic
     reason: str = ""
     """Why the next save is when it is; empty until it is planned."""
+    news: str = ""
+    """The reason, at the first step that has one, and at the one where `auto` first plans from a measured save."""
     _due: int | None = None
     _plan_at: int | None = None
     _from: tuple[int, float] | None = None
     _cost_s: float = 0.0
     _busy_s: float = 0.0
     _saved_at: int = field(default=0)
+    _saves: int = 0
+    _told: str = ""
 
     def is_due(self, step: int) -> bool:
         """Whether to save after this step; called once for each step, on every rank."""
         if self.every.steps is not None:
             return self.every.steps > 0 and step % self.every.steps == 0
+        self.news = ""
         if self._from is None:
-            self._from = (step, self.clock())
-            self._saved_at, self._plan_at = step, step + _FIRST_PLAN
+            self._from, self._saved_at = (step, self.clock()), step
+            if self.every.auto:
+                self._due = step + _FIRST_PLAN
+                self._tell("early", "the first of this start, early, to measure what a save costs")
+            else:
+                self._plan_at = step + _FIRST_PLAN
         if step == self._plan_at:
             self._plan(step)
         return self._due is not None and step >= self._due
 
     def saved(self, step: int, *, stalled_s: float, busy_s: float) -> None:
         """A save was made: what it took from training, and how long it took in the background."""
-        self._cost_s, self._busy_s = max(self._cost_s, stalled_s), max(self._busy_s, busy_s)
+        self._cost_s = stalled_s if self._saves < 2 else max(self._cost_s, stalled_s)
+        self._busy_s, self._saves = max(self._busy_s, busy_s), self._saves + 1
         self._saved_at, self._due = step, None
         self._from, self._plan_at = (step, self.clock()), step + 1 if self.every.steps is None else None
 
@@ -125,18 +147,21 @@ class Cadence:
         self._due = max(step, self._saved_at + steps)
         left = self._due - step
         self._plan_at = step + left // 2 if left >= 2 else None
-        self.reason = f"next checkpoint at step {self._due}: {why}, {step_s:.3g} s a step"
+        self._tell("planned", f"{why}, {step_s:.3g} s a step")
+
+    def _tell(self, kind: str, why: str) -> None:
+        self.reason = f"next checkpoint at step {self._due}: {why}"
+        self.news, self._told = ("" if kind == self._told else self.reason), kind
 
     def _interval(self) -> tuple[float, str]:
         if self.every.seconds is not None:
             return self.every.seconds, f"every {self.every.seconds:g} s"
         prior = DEVICE_HOURS_PER_FAILURE / self.world
         between_s = 3600 * (prior + self.hours) / (1 + self.failures)
-        cost = max(self._cost_s, 1e-3)
-        best = best_interval(cost, between_s)
+        best = best_interval(self._cost_s, between_s)
         seconds = max(best, 2 * self._busy_s)
         return seconds, (
-            f"sqrt(2 C M) - C = {best:.3g} s with C = {cost:.3g} s a save and one failure in "
+            f"sqrt(2 C M) - C = {best:.3g} s with C = {self._cost_s:.3g} s a save and one failure in "
             f"M = {between_s / 3600:.3g} h "
             f"({self.failures} seen in {self.hours:.3g} h, {DEVICE_HOURS_PER_FAILURE:,.0f} device-hours each before)"
             + (f", and twice the {self._busy_s:.3g} s of a save" if seconds > best else "")

@@ -11,13 +11,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from shardwise.checkpoint.directory import MARKER, Skipped
-from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.format import DTYPES, cut, whole
+from shardwise.checkpoint.files import LOCAL, Files, read_whole
+from shardwise.checkpoint.format import DTYPES, DamagedError, Fields, cut, parse_json, whole
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.reading import SLAB_BYTES, Reader
-from shardwise.checkpoint.remote import files_for, located
+from shardwise.checkpoint.remote import RemotePath, files_for, located
 from shardwise.errors import CheckpointError
+
+RECORD = "config.json"
+"""Of a run, in its directory: its settings say where its checkpoints are kept."""
+_RECORD_BYTES = 2**20
 
 
 class Found(NamedTuple):
@@ -52,20 +56,67 @@ def find(path: str | os.PathLike[str]) -> Found:
 def place_of(path: str | os.PathLike[str]) -> Path:
     """The checkpoint, or the store, that a path or a URL stands for: itself, or that of a run's directory.
 
+    A run's is where its record says, else in the directory itself.
+
     Raises:
-        CheckpointError: neither is there.
+        CheckpointError: neither is there, or the place that the record names cannot be looked at.
     """
     path = located(path)
     files = files_for(path)
     if files.is_file(path / FILE):
         return path
+    if (elsewhere := kept_elsewhere(path)) is not None:
+        return elsewhere
     for place in (path / "checkpoints", path):
         if directory_of(place, files).is_store():
             return place
+    named = _recorded(path)
+    also = f", nor a store at {named}, which its {RECORD} names" if named is not None else ""
     raise CheckpointError(
-        f"{path}: found no checkpoint, store or run there; needed a directory with {FILE}, {MARKER} or "
+        f"{path}: found no checkpoint, store or run there{also}; needed a directory with {FILE}, {MARKER} or "
         "checkpoints/; give another path"
     )
+
+
+def kept_elsewhere(path: str | os.PathLike[str]) -> Path | None:
+    """The store that the record of a run's directory names (`--checkpoints`); None: it names none, or none is there.
+
+    The record is data alone: it is read as a checkpoint's files are (no link, no more than 1 MiB), and only a store is
+    taken from it, never another run.
+
+    Raises:
+        CheckpointError: the place cannot be looked at: a server that does not answer, a URL that is none.
+    """
+    run = located(path)
+    place = _recorded(run)
+    try:
+        return place if place is not None and directory_of(place, files_for(place)).is_store() else None
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{run / RECORD} names {place} as the place of the checkpoints, which cannot be looked at: {error}; give "
+            "the path of a checkpoint, or of the directory that holds them"
+        ) from error
+
+
+def _recorded(run: Path) -> Path | None:
+    """What the record says, if there is one that can be read.
+
+    A relative path is one from the directory in which the run was started. That is the run's own without its `--out`,
+    where this was relative too, and still is its name; else, as for a new start, that of this process.
+    """
+    if isinstance(run, RemotePath):  # a run's directory lies on a disk; this is a copy, or none
+        return None
+    where = str(run / RECORD)
+    try:
+        settings = Fields(parse_json(read_whole(LOCAL, run / RECORD, _RECORD_BYTES), where).get("settings"), where)
+        train = Fields(settings.data.get("train"), where)
+        place, out = train.text("checkpoints"), Path(train.text("out"))
+    except (OSError, DamagedError):
+        return None
+    named, here = located(place), Path(os.path.abspath(run))
+    if isinstance(named, RemotePath) or ".." in out.parts or here.parts[-len(out.parts) :] != out.parts:
+        return named
+    return Path(*here.parts[: -len(out.parts)]) / named
 
 
 def inspect(path: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""`--plan auto`: the fastest plan for this machine, with its reasons, where the sizes of the model are known."""
+"""`--plan auto`: the fastest plan for this machine, with its reasons, for sizes and for modules."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwise.cli.planning import Question
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import profile_of
@@ -11,23 +12,22 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
-from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import Workload
 
+AUTO = "auto"
 
-def this_machine(found: Cluster | None, num_ranks: int) -> Cluster:
-    """`num_ranks` devices of this machine; `found`: its accelerators, None: cores of its CPU.
+
+def this_machine(found: Cluster | None, num_ranks: int, hosts: int = 1) -> Cluster:
+    """`num_ranks` devices of this machine, or of several like it; `found`: its accelerators, None: cores of its CPU.
 
     >>> this_machine(None, 2).world
     2
     """
     cluster = found or load_cluster("cpu")
-    return cluster.with_(nodes=1, per_node=num_ranks, domain=num_ranks)
+    return cluster.with_(nodes=hosts, per_node=num_ranks // hosts, domain=num_ranks // hosts)
 
 
-def auto_plan(
-    spec: ModelSpec, cluster: Cluster, workload: Workload, *, compiles: bool = False
-) -> tuple[Plan, Mapping[str, str]]:
+def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping[str, str]]:
     """The fastest plan that fits with some memory to spare, and why each field is what it is.
 
     `compiles`: this machine can compile blocks.
@@ -38,17 +38,20 @@ def auto_plan(
     Cost: about 0.2 s for a few devices.
 
     >>> from shardwise.model.spec import preset
-    >>> str(auto_plan(preset("tiny"), load_cluster("cpu:2"), Workload(seq_len=64, global_batch=4))[0])
+    >>> spec, workload = preset("tiny"), Workload(seq_len=64, global_batch=4)
+    >>> str(auto_plan(of_sizes(spec, load_cluster("cpu:2"), workload))[0])
     'dp2 / fp32'
     """
-    forbid = () if compiles else ("compile",)
-    stack = stack_on(cluster.device.name)
-    found = find_plan(profile_of(spec), spec, cluster, workload, top=1, stack=stack, forbid=forbid)
+    forbid = (*asked.refused, *(() if compiles else ("compile",)))
+    cluster = asked.cluster
+    found = find_plan(
+        asked.profile, asked.limits, cluster, asked.workload, top=1, stack=asked.stack(""), forbid=forbid
+    )  # fmt: skip
     if found.best is None:
         least = found.nearest
         needs = f"; `{least.plan}` needs the least, {least.memory.device / GIB:.1f} GiB" if least else ""
         raise PlanError(
-            f"plan auto: {spec.name} does not fit {cluster.world} x {cluster.device.name} with "
+            f"plan auto: {asked.profile.name} does not fit {cluster.world} x {cluster.device.name} with "
             f"{cluster.device.memory / GIB:.1f} GiB each{needs}; use more devices, a smaller model or shorter samples"
         )
     reasons = {each.field: each.reason for each in decisions(found.best, found.space) if each.reason}
@@ -56,3 +59,8 @@ def auto_plan(
     others = [reasons[name] for name in ("axes.tp", "axes.pp", "axes.cp") if name in reasons]
     split = {"axes.dp_replicate": "; ".join(filter(None, [data, *others])), "axes.dp_shard": data, "zero": data}
     return found.best.plan, {name: why for name, why in split.items() if why} | reasons
+
+
+def of_sizes(spec: ModelSpec, cluster: Cluster, workload: Workload) -> Question:
+    """The question of a model whose sizes are known."""
+    return Question(profile=profile_of(spec), spec=spec, cluster=cluster, workload=workload, limits=spec)

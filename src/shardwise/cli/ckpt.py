@@ -91,7 +91,7 @@ def ckpt(
         from shardwise.checkpoint.foreign.export import MAX_SHARD, ExportOptions, parse_size
 
         run_export(paths[0], paths[1], ExportOptions(
-            to=to and to.value, dtype=dtype and dtype.value, optimizer=bool(optimizer), overwrite=overwrite,
+            to=to.value if to else None, dtype=dtype and dtype.value, optimizer=bool(optimizer), overwrite=overwrite,
             max_shard=parse_size(max_shard) if max_shard else MAX_SHARD,
         ), json)  # fmt: skip
     elif action is Action.INSPECT:

@@ -1,4 +1,4 @@
-"""Reads `run.toml` and flags into `RunSettings`, and keeps where each value came from. No torch.
+"""Reads `run.toml` and flags into `RunSettings`, keeps where each value came from, and checks them. No torch.
 
 default  <  file  <  flag  <  --set section.key=value         what is still None is derived, see cli/derive.py
 """
@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from shardwise.checkpoint.cadence import Every
 from shardwise.errors import ConfigError
 from shardwise.findings import nearest
 from shardwise.records import parse_toml, read_small
-from shardwise.train.settings import KEYS, SECTIONS, RunSettings, get
+from shardwise.train.settings import KEYS, SECTIONS, RunSettings, TrainSettings, get
 
 OriginKind = Literal["default", "file", "flag", "derived"]
 
@@ -215,3 +216,60 @@ def _explain(error: dict[str, Any], origins: Mapping[str, Origin]) -> str:
     if error["type"].endswith("_type") and isinstance(found, str) and origin.kind == "file":
         text += "; leave out the quotes"
     return text
+
+
+def read_clip(text: str) -> dict[str, Any]:
+    """The settings that `--clip` means: `1.0`, `norm:1.0`, `value:0.5`, `none`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    kind, _, number = text.rpartition(":")
+    if text == "none":
+        return {"train.clip_norm": 0.0}
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if kind not in ("", "norm", "value") or value <= 0:
+        raise ConfigError(f"--clip {text!r}: needed a positive number, `norm:1.0`, `value:0.5` or `none`")
+    return {"train.clip_value": value} if kind == "value" else {"train.clip_norm": value}
+
+
+def read_count(text: str) -> int:
+    """`300000`, `4M`, `1.5B`.
+
+    Raises:
+        ConfigError: anything else, or more than 10^18.
+
+    >>> read_count("4M")
+    4000000
+    """
+    factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+    factor = factors.get(text[-1:].lower(), 1.0)
+    try:
+        count = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        count = 0.0
+    if not 1 <= count <= 1e18:
+        raise ConfigError(f"--tokens {text!r}: needed a count such as 300000, 4M or 1.5B")
+    return int(count)
+
+
+def check_saves(train: TrainSettings) -> None:
+    """Refuse a cadence that is none, and checkpoints to be kept that would not be made.
+
+    Raises:
+        ConfigError: saying which.
+    """
+    every = Every.parse(train.checkpoint_every)
+    if train.keep_every and every.steps is None:
+        raise ConfigError(
+            f"train.keep_every = {train.keep_every}: found checkpoint_every = {train.checkpoint_every!r}, whose steps "
+            "are multiples of a number by chance alone, needed a number of steps; give one, or leave keep_every out"
+        )
+    if train.keep_best and train.eval_every == 0:
+        raise ConfigError(
+            f"train.keep_best = {train.keep_best}: found eval_every = 0, so that only the last checkpoint has a "
+            "held-out loss, needed evaluations during the run; give --eval-every, or leave keep_best out"
+        )

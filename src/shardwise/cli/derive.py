@@ -9,8 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.auto import auto_plan, this_machine
+from shardwise.cli.auto import AUTO, auto_plan, of_sizes, this_machine
 from shardwise.cli.config import Configuration
+from shardwise.cli.planning import question
 from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.spec import ModelSpec, refuse_unbuilt, spec_from_dict
@@ -29,7 +30,6 @@ DIALS: Mapping[str, tuple[str, ...]] = {
 CPU_STEPS, GPU_STEPS = 440, 2000
 CPU_BATCH, GPU_BATCH = 4, 64
 CPU_SEQ, GPU_SEQ = 128, 1024
-AUTO = "auto"
 """The plan's shorthand that asks for the planner's choice."""
 LEARNING_RATES: Mapping[str, tuple[float, str]] = {
     "adamw": (4e-3, "AdamW on a small decoder"),
@@ -167,20 +167,26 @@ def _choose_plan(
         return plan, {}
     nproc, why = _num_ranks(configuration, around, device)
     chosen["train.nproc"] = (nproc, why)
-    unknown = "the model's sizes" if spec is None else "devices of a known name"
-    if spec is None or (device != "cpu" and around.cluster is None):
-        if given == AUTO:
-            raise ConfigError(
-                f"plan.shorthand = 'auto' needs {unknown}, and finds none here; give a plan, such as dp{nproc}, or let "
-                "`shardwise plan MODEL CLUSTER` find one"
-            )
+    is_named = device == "cpu" or around.cluster is not None
+    if not is_named and given == AUTO:
+        raise ConfigError(
+            "plan.shorthand = 'auto' needs devices of a known name, and finds none here; give a plan, such as "
+            f"dp{nproc}, or let `shardwise plan MODEL CLUSTER` find one"
+        )
+    if not is_named or (spec is None and given != AUTO):  # a module is read by torch: only where that is asked for
+        unknown = "devices of a known name" if not is_named else "the model's sizes (`--plan auto` reads the module)"
         plan = Plan(axes=Axes(dp_replicate=nproc), precision="fp32" if device == "cpu" else "bf16")
         chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; nothing is planned without {unknown}")
         return plan, {"axes.dp_replicate": "data parallel: the simplest layout"}
     seq_len, batch = _lengths(configuration, spec, device, nproc)
-    workload = Workload(seq_len=seq_len, global_batch=batch, optimizer=workload_optimizer(settings.optimizer))
-    compiles = around.compiles and spec.num_params >= COMPILED
-    plan, reasons = auto_plan(spec, this_machine(around.cluster, nproc), workload, compiles=compiles)
+    optimizer, cluster = workload_optimizer(settings.optimizer), this_machine(around.cluster, nproc)
+    if spec is not None:
+        asked = of_sizes(spec, cluster, Workload(seq_len=seq_len, global_batch=batch, optimizer=optimizer))
+    else:
+        word = str(settings.model.factory)
+        asked = question(word, cluster, seq=seq_len, batch=batch, tokens=None, optimizer=optimizer)
+    compiles = around.compiles and asked.profile.num_params >= COMPILED
+    plan, reasons = auto_plan(asked, compiles=compiles)
     chosen["plan.shorthand"] = (str(plan), f"{nproc} processes: {why}; the planner's choice")
     if given == AUTO:
         chosen["plan.shorthand"] = (AUTO, str(configuration.origin("plan.shorthand")))
@@ -212,10 +218,10 @@ def _num_ranks(configuration: Configuration, around: Surroundings, device: str) 
     return max(1, around.num_devices), f"all {device} devices of this machine"
 
 
-def _lengths(configuration: Configuration, spec: ModelSpec, device: str, nproc: int) -> tuple[int, int]:
+def _lengths(configuration: Configuration, spec: ModelSpec | None, device: str, nproc: int) -> tuple[int, int]:
     """Tokens of a sample and samples of a step, as they are given or will be chosen."""
     settings, cpu = configuration.settings, device == "cpu"
-    seq_len = settings.data.seq_len or min(CPU_SEQ if cpu else GPU_SEQ, spec.max_seq_len)
+    seq_len = settings.data.seq_len or min(CPU_SEQ if cpu else GPU_SEQ, spec.max_seq_len if spec else CPU_SEQ)
     batch = CPU_BATCH if cpu else GPU_BATCH
     ranks = nproc * (settings.train.micro_batches or 1)
     return seq_len, settings.train.global_batch or -(-batch // ranks) * ranks

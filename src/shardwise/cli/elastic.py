@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.auto import this_machine
+from shardwise.cli.auto import AUTO, this_machine
 from shardwise.cli.config import Configuration
-from shardwise.cli.derive import AUTO, Derived, Surroundings, workload_optimizer
+from shardwise.cli.derive import Derived, Surroundings, workload_optimizer
 from shardwise.errors import UsageError
 from shardwise.launch.elastic import Elastic, Transition, parse_span
 from shardwise.launch.elastic_plan import Known

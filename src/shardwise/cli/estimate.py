@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.made_for import question_of
+from shardwise.cli.output import console, plan_json, print_json, show_likeness
 from shardwise.cli.plan import load_plan
 from shardwise.cli.planning import (
     BatchOption,
+    BlocksOption,
     ClusterOption,
     JsonOption,
     ModelOption,
@@ -22,13 +25,13 @@ from shardwise.cli.planning import (
     TokensOption,
     TraceOnOption,
     estimate_json,
-    question,
     show_assumed,
     show_memory,
     show_time,
 )
-from shardwise.errors import ExitCode, ModelError, PlanError
+from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.hardware.cluster import GIB
+from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.messages import Collective
@@ -40,34 +43,42 @@ from shardwise.plan.traffic import collectives_of
 if TYPE_CHECKING:
     from shardwise.diagnose.trace_estimate import TracedEstimate
 
+TRACED = "what a module sends is not predicted: --traffic shows what its traced step sends (as --trace), summed by axis"
+
 
 def estimate(
     plan: Annotated[str, typer.Argument(help="A shorthand ('fsdp8 tp2 / mb4 / bf16'), or a .toml or .json file.")],
-    model: ModelOption,
-    cluster: ClusterOption,
+    model: ModelOption = "",
+    cluster: ClusterOption = "",
     seq: SeqOption = None,
     tokens: TokensOption = None,
     global_batch: BatchOption = None,
-    optimizer: OptimizerOption = "adamw",
+    optimizer: OptimizerOption = "",
     stack: StackOption = "",
     price: PriceOption = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
     trace_on: TraceOnOption = "meta",
+    blocks: BlocksOption = "",
     json: JsonOption = False,
 ) -> None:
     """Estimate one plan: exit 0, 1 when it is refused or does not fit, 2 on a usage error."""
     parsed = load_plan(plan)
-    batch = global_batch or (parsed.batch.global_size if tokens is None else None)
-    more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on}
-    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, **more)
-    found = asked.stack(stack)
+    given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
+    more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
+    asked, name = question_of("estimate", plan, parsed, **given, **more)
+    parsed, asked = _with_blocks(parsed, asked, blocks)
+    found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
+    if traffic and asked.spec is None:  # of a module nothing is predicted
+        trace, asked = True, replace(asked, assumed=(*asked.assumed, TRACED))
     traced = _traced(parsed, asked) if trace else []
     if json:
         answer = estimate_json(memory, step, asked.cluster)
-        if traffic:
-            answer["traffic"] = [{**each._asdict(), "times": n} for each, n in _messages(parsed, asked)]
+        if traffic and asked.spec is not None:
+            answer["traffic"] = [{**each._asdict(), "times": n} for each, n in _messages(parsed, asked, asked.spec)]
+        elif traffic:
+            answer["traffic"] = _trace_json(traced[0])["collectives"]
         if trace:
             answer["trace"] = [_trace_json(each) for each in traced]
         print_json({"plan": plan_json(parsed), **answer, "assumed": list(asked.assumed)})
@@ -76,8 +87,9 @@ def estimate(
         out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
         show_memory(out, memory, asked.cluster)
         show_time(out, step, asked.cluster)
-        if traffic:
-            out.print(_traffic_table(parsed, asked))
+        show_likeness(out, parsed, asked.profile)
+        if traffic and asked.spec is not None:
+            out.print(_traffic_table(parsed, asked, asked.spec))
         for each in traced:
             out.print(_trace_table(each))
         show_assumed(out, asked, found)
@@ -85,27 +97,32 @@ def estimate(
         raise typer.Exit(ExitCode.REFUSED)
 
 
-def _messages(plan: Plan, asked: Question) -> list[tuple[Collective, int]]:
+def _with_blocks(plan: Plan, asked: Question, pattern: str) -> tuple[Plan, Question]:
+    """Both with the blocks of a pattern: the option's, the plan's, or what the module was read with."""
+    pattern = pattern or (plan.blocks if plan.blocks != "auto" else asked.blocks)
+    if asked.factory is None:
+        if pattern != "auto":
+            raise UsageError(f"--blocks {pattern}: a model of known sizes has known blocks; leave it out")
+        return plan, asked
+    return plan.with_(blocks=pattern or "auto"), asked.of_blocks(pattern)
+
+
+def _messages(plan: Plan, asked: Question, spec: ModelSpec) -> list[tuple[Collective, int]]:
     """What rank 0 sends in a step, by axis and kind.
 
     Raises:
-        ModelError: sizes that no model of Shardwise's own has, or a module.
+        ModelError: sizes that no model of Shardwise's own has.
         PlanError: what is not predicted, see `collectives_of`.
     """
-    if asked.spec is None:
-        raise ModelError(
-            "estimate --traffic: a module was given; needed sizes of a decoder (a preset or a file of sizes), or "
-            "--trace, which counts what a module sends"
-        )
-    found = collectives_of(asked.spec, plan, asked.workload, is_cpu=asked.cluster.device.name == "cpu")
+    found = collectives_of(spec, plan, asked.workload, is_cpu=asked.cluster.device.name == "cpu")
     return sorted(found.items(), key=lambda item: (item[0].axis, item[0].kind, -item[0].num_bytes))
 
 
-def _traffic_table(plan: Plan, asked: Question) -> Table:
+def _traffic_table(plan: Plan, asked: Question, spec: ModelSpec) -> Table:
     table = Table(title="rank 0 sends in a step", title_justify="left")
     for name in ("axis", "kind", "times", "MiB each", "MiB"):
         table.add_column(name, justify="left" if name in ("axis", "kind") else "right")
-    for each, times in _messages(plan, asked):
+    for each, times in _messages(plan, asked, spec):
         size = each.num_bytes / 2**20
         table.add_row(each.axis, each.kind, str(times), f"{size:,.3f}", f"{size * times:,.1f}")
     return table

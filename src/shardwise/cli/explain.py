@@ -8,7 +8,8 @@ import typer
 from rich.table import Table
 
 from shardwise.cli.estimate import estimates
-from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.made_for import question_of
+from shardwise.cli.output import console, plan_json, print_json, show_likeness
 from shardwise.cli.plan import load_plan
 from shardwise.cli.planning import (
     BatchOption,
@@ -20,7 +21,6 @@ from shardwise.cli.planning import (
     StackOption,
     TokensOption,
     TraceOnOption,
-    question,
     show_assumed,
     show_memory,
     show_time,
@@ -33,28 +33,33 @@ from shardwise.plan.space import OPT_IN, Space
 
 def explain(
     plan: Annotated[str, typer.Argument(help="A plan.toml, or a shorthand.")],
-    model: ModelOption,
-    cluster: ClusterOption,
+    model: ModelOption = "",
+    cluster: ClusterOption = "",
     seq: SeqOption = None,
     tokens: TokensOption = None,
     global_batch: BatchOption = None,
-    optimizer: OptimizerOption = "adamw",
+    optimizer: OptimizerOption = "",
     stack: StackOption = "",
     trace_on: TraceOnOption = "meta",
     json: JsonOption = False,
 ) -> None:
-    """Explain a plan: what each decision's nearest alternatives would do."""
+    """Explain a plan: what each decision's nearest alternatives would do.
+
+    A file that `shardwise plan` wrote says what it was made for: of that, only what differs is given.
+    """
     parsed = load_plan(plan)
-    batch = global_batch or (parsed.batch.global_size if tokens is None else None)
-    asked = question(model, cluster, seq=seq, batch=batch, tokens=tokens, optimizer=optimizer, trace_on=trace_on)
-    found = asked.stack(stack)
+    given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
+    more = {"optimizer": optimizer, "stack": stack, "trace_on": trace_on}
+    asked, name = question_of("explain", plan, parsed, **given, **more)
+    found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
     words = tuple(word for word in OPT_IN if word != "fp8" or asked.cluster.device.rates.fp8)
     space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words)
     chosen = Candidate(plan=parsed, memory=memory, time=step)
     why = decisions(chosen, space)
     if json:
-        print_json({"plan": plan_json(parsed), "decisions": [vars(d) for d in why], "binds": binds(chosen, space)})
+        shown = {"decisions": [vars(d) for d in why], "binds": binds(chosen, space), "assumed": list(asked.assumed)}
+        print_json({"plan": plan_json(parsed), **shown})
         return
     out = console()
     table = Table(title=str(parsed), title_justify="left")
@@ -66,5 +71,6 @@ def explain(
     out.print(mesh_picture(parsed), markup=False)
     show_memory(out, memory, asked.cluster)
     show_time(out, step, asked.cluster)
+    show_likeness(out, parsed, asked.profile)
     out.print(f"what binds: {binds(chosen, space)}")
     show_assumed(out, asked, found)

@@ -7,12 +7,15 @@ weight gets a value.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
+from shardwise.diagnose.read_module import ONE_BLOCK, WHOLE, Planned, said_of, stacks_of
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec
-from shardwise.models.hf import hf_factory, longest_sequence
+from shardwise.models.hf import hf_config, hf_factory, longest_sequence
+from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
 from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
@@ -59,11 +62,61 @@ def hf_findings(config: Any, plan: Plan) -> list[Finding]:
     return list(unique.values())
 
 
-def refused_axes(config: Any) -> dict[str, str]:
-    """Axes that a model cannot have, or whose layers would stay whole -> the id of the limit."""
+def refused_axes(config: Any, blocks: str = "auto") -> dict[str, str]:
+    """Axes that a model cannot have, or whose layers would stay whole -> the id of the limit.
+
+    Args:
+        config: of `hf_config`.
+        blocks: the pattern of its repeated blocks, or `WHOLE`.
+    """
     texts = {"tp": "tp2", "ep": "fsdp2 ep2", "cp": "cp2", "pp": "pp2 / gpipe mb2"}
-    found = {axis: hf_findings(config, Plan.parse(text)) for axis, text in texts.items()}
-    return {axis: findings[0].id for axis, findings in found.items() if findings}
+    known: dict[str, str] = {}
+    if blocks == WHOLE:
+        known = dict.fromkeys(ONE_BLOCK, "module.no-blocks")
+        blocks = "auto"
+    plans = {axis: Plan.parse(text).with_(blocks=blocks) for axis, text in texts.items() if axis not in known}
+    found = {axis: hf_findings(config, plan) for axis, plan in plans.items()}
+    return known | {axis: findings[0].id for axis, findings in found.items() if findings}
+
+
+def planned_hf(model: str, blocks: str = "auto") -> Planned:
+    """The planner's MODEL `hf:...`: a configuration, and what its model is fed.
+
+    Args:
+        model: see `hf_config`.
+        blocks: the pattern of its repeated blocks.
+
+    Raises:
+        ConfigError, DataError: see `hf_config`.
+        ModelError: a model that takes what is not known, or a pattern that matches nothing.
+
+    >>> planned_hf("hf:vit").usual  # doctest: +SKIP
+    3
+    """
+    config, notes = steady(hf_config(model))
+    inputs, factory = inputs_of(config), hf_factory(config)
+    found = stacks_of(factory, blocks, several=inputs is not None and (inputs.is_text or not inputs.is_fixed))
+    notes += [*said_of(found), *([inputs.note] if inputs else [])]
+    if found not in (WHOLE, blocks):
+        notes.append(f"its blocks are {found} (give --blocks)")
+    limits = sizes_of(config) if inputs is None or inputs.is_text else None
+    left = {} if limits else dict.fromkeys(("tp", "ep"), "its configuration does not say what they must divide")
+    if inputs is None:
+        others = [kind for kind in ("vision", "audio") if getattr(config, f"{kind}_config", None) is not None]
+        notes += [f"a sample is text alone: what the {kind} part keeps and computes is not counted" for kind in others]
+        longest = longest_sequence(config)
+        return Planned(
+            made=lambda _: factory, longest=longest, refused=lambda _: refused_axes(config, found) | left,
+            limits=limits, notes=tuple(notes), blocks=found, how=advice(config),
+        )  # fmt: skip
+    if not inputs.is_text:
+        left["cp"] = "what it is fed is no text, whose tokens could be divided"
+    fed = inputs.sample
+    return Planned(
+        made=lambda seq: partial(with_example, factory, fed(seq)), longest=inputs.longest, usual=inputs.usual,
+        is_fixed=inputs.is_fixed, refused=lambda _: refused_axes(config, found) | left, limits=limits,
+        notes=tuple(notes), blocks=found, how=advice(config),
+    )  # fmt: skip
 
 
 def sizes_of(config: Any) -> ModelSpec | None:

@@ -14,6 +14,8 @@ from rich.text import Text
 
 from shardwise.cli.config import Configuration, Origin
 from shardwise.cli.derive import Derived
+from shardwise.model.profile import Profile
+from shardwise.plan.band import likeness
 from shardwise.plan.plan import Plan
 from shardwise.plan.report import plan_rows, plan_table
 
@@ -115,6 +117,11 @@ def _why(origin: Origin) -> str:
 def print_plan(out: Console, derived: Derived) -> None:
     """The plan in one table with a reason per choice."""
     out.print(plan_table(derived.plan, derived.spec, plan_reasons(derived), title=f"plan: {derived.plan}"))
+
+
+def show_likeness(out: Console, plan: Plan, profile: Profile) -> None:
+    """How far the estimates of layouts such as this one have been from published runs."""
+    out.print(likeness(plan, profile), style="dim", markup=False)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

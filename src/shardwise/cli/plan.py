@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.made_for import kept_as, made_for, save_plan
+from shardwise.cli.output import console, plan_json, print_json, show_likeness
 from shardwise.cli.planning import (
     BatchOption,
+    BlocksOption,
     JsonOption,
     OptimizerOption,
     PriceOption,
@@ -30,12 +34,14 @@ from shardwise.cli.planning import (
 )
 from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
+from shardwise.plan.advice import Advice, advise
+from shardwise.plan.band import likeness
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
-from shardwise.plan.search import Candidate, Search, find_plan
+from shardwise.plan.search import HEADROOM, Search, find_plan
 
 
 def plan(
@@ -56,12 +62,13 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
     trace_on: TraceOnOption = "meta",
+    blocks: BlocksOption = "",
     json: JsonOption = False,
 ) -> None:
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
-    more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on}
+    more: dict[str, Any] = {"optimizer": kept_as(optimizer), "price": price, "trace_on": trace_on, "blocks": blocks}
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
     forbidden = (*(forbid or ()), *asked.refused)
     found = find_plan(
@@ -73,14 +80,19 @@ def plan(
     whole = complete(chosen.plan, asked)
     if found.best:
         _check(whole, asked)
-        whole.save(out)
+        words = (allow or (), forbid or ())
+        save_plan(whole, out, made_for(model, cluster, asked, goal, words, stack))
     if html:
         from shardwise.plan.page import page
 
         html.write_text(page(found, asked.assumed), encoding="utf-8")
+    advice = () if found.best else advise(found.space, asked.refused)
     if json:
-        print_json({**search_json(found, whole, asked), "written": str(out) if found.best else None})
+        more = {"would_fit": [_advice_json(each) for each in advice]} if not found.best else {}
+        print_json({**search_json(found, whole, asked), **more, "written": str(out) if found.best else None})
     else:
+        if not found.best:
+            _show_nothing_fits(console(), found, advice)
         _show(found, whole, asked, out)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
@@ -88,7 +100,7 @@ def plan(
 
 def complete(plan: Plan, asked: Question) -> Plan:
     """The plan with the batch that it was made for."""
-    return change(plan, batch__global_size=asked.workload.global_batch)
+    return change(plan, batch__global_size=asked.workload.global_batch, blocks=asked.blocks or "auto")
 
 
 def _check(plan: Plan, asked: Question) -> None:
@@ -122,6 +134,7 @@ def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:
         ],
         "estimated": found.estimated,
         "pruned": dict(found.pruned),
+        "published": likeness(whole, asked.profile),
         "assumed": list(asked.assumed),
     }  # fmt: skip
 
@@ -130,8 +143,6 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
     out = console()
     chosen = found.best or found.nearest
     assert chosen is not None
-    if not found.best:
-        _show_nothing_fits(out, found, chosen)
     reasons = {decision.field: decision.reason for decision in decisions(chosen, found.space)}
     reasons |= dict.fromkeys(("axes.dp_replicate", "axes.dp_shard"), reasons.pop("data", ""))
     out.print(plan_table(whole, asked.spec, reasons, title=f"{'plan' if found.best else 'nearest plan'}: {whole}"))
@@ -143,6 +154,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
     out.print()
     show_memory(out, chosen.memory, asked.cluster)
     show_time(out, chosen.time, asked.cluster)
+    show_likeness(out, whole, asked.profile)
     out.print(f"what binds: {binds(chosen, found.space)}")
     if len(found.ranked) > 1:
         out.print(_runners_up(found))
@@ -153,14 +165,33 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
         out.print(f"written: {path}")
 
 
-def _show_nothing_fits(out: Any, found: Search, least: Candidate) -> None:
-    device = found.space.cluster.device
+def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) -> None:
+    """What is missing, and each change that was found to help, with a plan that fits then."""
+    device, least = found.space.cluster.device, found.nearest
+    assert least is not None
     out.print(
-        f"nothing fits: every legal plan needs more than the {device.memory / GIB:.0f} GiB of {device.name}; the one "
-        f"that needs the least needs {least.memory.device / GIB:.1f} GiB. Use devices with as much, more nodes, a "
-        "smaller batch or shorter sequences, or --allow offload-activations",
+        f"nothing fits: every legal plan needs more than the {device.memory / GIB:.0f} GiB of {device.name}, of which "
+        f"{HEADROOM:.0%} stay free; the one that needs the least needs {least.memory.device / GIB:.1f} GiB",
         style="red",
     )
+    if not advice:
+        out.print("no more nodes, --allow, --forbid or shorter samples were found that help: use devices with more")
+        return
+    batch = found.space.workload.global_batch
+    table = Table(title=f"what would fit, each change alone, with a global batch of {batch:,}", title_justify="left")
+    for column in ("change", "a plan that fits then", "GiB", "step"):
+        table.add_column(column, overflow="fold")
+    for each in advice:
+        size, step = each.found.memory.device / GIB, each.found.time.total
+        table.add_row(each.change, Text(str(each.found.plan)), f"{size:.1f}", seconds(step))
+    out.print(table)
+    out.print("these are plans that were found fast; plan again with the change for the best one\n", style="dim")
+
+
+def _advice_json(advice: Advice) -> dict[str, Any]:
+    found = advice.found
+    return {"change": advice.change, "plan": plan_json(found.plan), "device_bytes": found.memory.device,
+            "seconds": found.time.total}  # fmt: skip
 
 
 def _runners_up(found: Search) -> Table:

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +26,9 @@ from shardwise.plan.search import ASSUMED_HOST, near_batches
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from shardwise.diagnose.read_module import Planned
 
 COLOURS = (
     "blue",
@@ -53,6 +57,7 @@ TraceOnOption = Annotated[str, typer.Option(help="Where a module's forward is re
 StackOption = Annotated[
     str, typer.Option(help="Software stack that runs the plan; empty: Shardwise's own on such devices.")
 ]
+BlocksOption = Annotated[str, typer.Option(help="Name pattern of a module's repeated blocks: layers.*")]
 PriceOption = Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -73,6 +78,22 @@ class Question:
     """Sizes that axes must divide, where they are known."""
     factory: Callable[[], Any] | None = None
     """Of a module."""
+    blocks: str = "auto"
+    """The pattern of a module's blocks as it was read; empty: it is one block."""
+    described: Callable[[str], tuple[Profile, tuple[str, ...]]] | None = None
+    """Of a module: its profile with the blocks of another pattern, and what is to be said of it."""
+
+    def of_blocks(self, pattern: str) -> Question:
+        """The same of a module whose blocks are those of a pattern.
+
+        Raises:
+            ModelError: it matches nothing.
+        """
+        if self.described is None or pattern in ("auto", self.blocks):
+            return self
+        profile, notes = self.described(pattern)
+        kept = (note for note in self.assumed if not note.startswith("it has no repeated blocks"))
+        return replace(self, profile=profile, blocks=pattern, assumed=(*kept, *notes))
 
     def stack(self, name: str) -> Stack:
         """The software stack of that name; of none, Shardwise's own on the cluster's devices."""
@@ -80,45 +101,45 @@ class Question:
 
 
 def question(
-    model: str, cluster: str, *, seq: int | None, batch: int | None, tokens: str | None, **options: Any
+    model: str, cluster: str | Cluster, *, seq: int | None, batch: int | None, tokens: str | None, **options: Any
 ) -> Question:
     """What the words of a verb ask.
 
     Args:
         model: a preset, a file of sizes, `hf:NAME`, or `pkg.mod:factory`.
-        cluster: a preset or a file.
+        cluster: a preset or a file, or one that was read.
         seq: tokens per sample; None: 4096, or as many as the model has positions for where that is less, marked as
             assumed.
         batch: samples per step.
         tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
-        **options: `optimizer`, `price`, and `trace_on`, where a module's forward is read (`meta` or `cpu`).
+        **options: `optimizer`, `price`, `trace_on`, where a module's forward is read (`meta` or `cpu`), and `blocks`,
+            the pattern of a module's repeated blocks.
 
     Raises:
         UsageError: an unknown name; both a batch and tokens.
         ConfigError: a file that does not describe what it should.
     """
-    found = read_cluster(cluster)
+    found = read_cluster(cluster) if isinstance(cluster, str) else cluster
     if options.get("price"):
         found = found.with_(device=replace(found.device, price=float(options["price"])))
     spec = None if _is_module(model) else load_spec(model)
-    module = _module(model) if spec is None else None
+    blocks, device = options.get("blocks") or "auto", str(options.get("trace_on") or "meta")
+    if spec is not None and blocks != "auto":
+        raise UsageError(f"--blocks {blocks}: {model} is a preset or sizes, whose blocks are known; leave it out")
+    module = _module(model, blocks) if spec is None else None
     longest = module.longest if module else spec.max_seq_len if spec else None
     has_host = found.host_memory or found.device.name.startswith("cpu")
     assumed = [] if has_host else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
-    if seq is None:
-        seq = min(4096, longest or 4096)
-        assumed.append(f"sequence length: {seq} tokens (give --seq)")
+    seq, said = _length(model, seq, module, longest)
     size, notes = _batch(batch, tokens, seq, found.world)
     refused = module.refused(seq) if module else {}
-    assumed += [f"{axis} is left out: {why}" for axis, why in refused.items() if why != "module.no-experts"]
-    assumed += module.notes if module else ()
+    assumed += [*said, *(_left_out(module, refused) if module else ()), *(module.notes if module else ())]
     workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
     if spec:
         profile = profile_of(spec)
-    elif module:  # sizes per token are those of a sample that its positions allow
-        profile = _described(model, module.factory, min(seq, longest or seq), str(options.get("trace_on") or "meta"))
-        if profile.chosen == profile.experts > 1:
-            assumed.append(f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all")
+    elif module:
+        profile, more = _described(model, module, seq, device)
+        assumed += more
     if profile.wide:
         assumed.append("its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted")
     if longest and seq > longest:
@@ -126,7 +147,8 @@ def question(
     return Question(
         profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *_of_devices(found)),
         refused=tuple(refused), limits=spec or (module.limits if module else None),
-        factory=module.factory if module else None,
+        factory=module.made(seq) if module else None, blocks=module.blocks if module else "auto",
+        described=partial(_described, model, module, seq, device) if module else None,
     )  # fmt: skip
 
 
@@ -214,39 +236,32 @@ def _is_module(model: str) -> bool:
     return model.startswith("hf:") or (":" in model and not model.endswith((".toml", ".json")))
 
 
-@dataclass(frozen=True)
-class _Module:
-    """A model that is no reference model."""
+def _module(model: str, blocks: str) -> Planned:
+    """A model that is no reference model; torch is imported here."""
+    if model.startswith("hf:"):
+        from shardwise.cli.hf import planned_hf
 
-    factory: Callable[[], Any]
-    longest: int | None
-    """Tokens that it has positions for, where it says so."""
-    refused: Callable[[int], dict[str, str]]
-    """Of a number of tokens: axes that it cannot have, and why."""
-    limits: ModelSpec | None = None
-    notes: tuple[str, ...] = ()
-    """What is not counted."""
+        return planned_hf(model, blocks)
+    from shardwise.diagnose.read_module import planned_module
+
+    return planned_module(model, blocks)
 
 
-def _module(model: str) -> _Module:
-    if not model.startswith("hf:"):
-        from shardwise.diagnose.read_module import example_length, example_of, module_factory, refused_axes  # torch
+def _left_out(module: Planned, refused: Mapping[str, str]) -> list[str]:
+    """Axes that the module cannot have, and why; of a module that is one block, its notes say it."""
+    known = ("module.no-experts", "" if module.blocks else "module.no-blocks")
+    return [f"{axis} is left out: {why}" for axis, why in refused.items() if why not in known]
 
-        factory = module_factory(model)
-        example = example_of(factory)
-        unknown = dict.fromkeys(("tp", "ep"), "the sizes that it must divide are not known for a module")
-        longest = None if example is None else example_length(example)
-        return _Module(factory, longest, lambda seq: unknown | refused_axes(factory, seq))
-    from shardwise.cli.hf import refused_axes as refused_of
-    from shardwise.cli.hf import sizes_of
-    from shardwise.models.hf import chain_config, hf_factory, longest_sequence
 
-    config = chain_config(model)
-    limits = sizes_of(config)
-    unknown = {} if limits else dict.fromkeys(("tp", "ep"), "its configuration does not say what they must divide")
-    others = [kind for kind in ("vision", "audio") if getattr(config, f"{kind}_config", None) is not None]
-    notes = tuple(f"a sample is text alone: what the {kind} part keeps and computes is not counted" for kind in others)
-    return _Module(hf_factory(config), longest_sequence(config), lambda _: refused_of(config) | unknown, limits, notes)
+def _length(model: str, seq: int | None, module: Planned | None, longest: int | None) -> tuple[int, list[str]]:
+    """Tokens of a sample, and what was assumed; of a model whose samples have a fixed number, no other."""
+    if module is not None and module.is_fixed and seq not in (None, longest):
+        raise UsageError(f"--seq {seq}: a sample of {model} counts as {longest} tokens, always; leave --seq out")
+    if seq is not None:
+        return seq, []
+    usual = module.usual if module else 4096
+    seq = min(usual, longest or usual)
+    return seq, [] if module is not None and module.is_fixed else [f"sequence length: {seq} tokens (give --seq)"]
 
 
 def _of_devices(cluster: Cluster) -> list[str]:
@@ -260,13 +275,19 @@ def _of_devices(cluster: Cluster) -> list[str]:
     return notes
 
 
-def _described(model: str, factory: Any, seq: int, device: str) -> Profile:
-    """The profile of a module, from its own forward."""
+def _described(
+    model: str, module: Planned, seq: int, device: str, blocks: str = "auto"
+) -> tuple[Profile, tuple[str, ...]]:
+    """The profile of a module, from its own forward, and what is to be said of it."""
     if device not in ("meta", "cpu"):
         raise UsageError(f"--trace-on: found {device!r}, needed meta (no memory) or cpu (runs the forward for real)")
-    from shardwise.diagnose.read_module import read_module
+    from shardwise.diagnose.read_module import read_planned
 
-    return read_module(model, factory, seq, device)
+    length = min(seq, module.longest or seq)  # sizes per token are those of a sample that its positions allow
+    profile, notes = read_planned(model, module, length, device, blocks)
+    if profile.chosen == profile.experts > 1:
+        notes += (f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all",)
+    return profile, notes
 
 
 # ---------------------------------------------------------------- what is shown

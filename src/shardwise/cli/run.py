@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.devices import launched, local_devices
+from shardwise.cli.auto import AUTO, auto_plan, this_machine
+from shardwise.cli.devices import launched, local_devices, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, plan_here
 from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import plan_json, print_json
+from shardwise.cli.planning import BatchOption, OptimizerOption, SeqOption, question
 from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
@@ -25,11 +27,15 @@ from shardwise.launch.server import server_for
 from shardwise.launch.stopping import Stopping, catching
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
+from shardwise.plan.repair import change
 from shardwise.records import add_record
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering, Recovery
 
+_WordsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[PLAN] [ARGS]...", help="The plan, then words for the script.")
+]
 _RecoveriesOption = Annotated[int | None, typer.Option(min=1, help="Under --recover: how often in all; default 1000.")]
 _EventsOption = Annotated[
     Path | None, typer.Option(help="Under --recover: append each recovery to this file, a line of JSON.")
@@ -39,9 +45,12 @@ _EventsOption = Annotated[
 def run(
     ctx: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script.")],
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[PLAN] [ARGS]...", help="The plan, then words for the script.")
-    ] = None,
+    words: _WordsArgument = None,
+    plan_option: Annotated[str | None, typer.Option("--plan", help="The plan, or auto; then no word is one.")] = None,
+    model: Annotated[str, typer.Option(help="For the plan auto: as in `shardwise plan`.")] = "",
+    seq: SeqOption = None,
+    global_batch: BatchOption = None,
+    optimizer: OptimizerOption = "adamw",
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes; default: the plan's, or one per device.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the rendezvous; 0: a free one.")] = 0,
     recover: Annotated[bool, typer.Option("--recover", help="Go on when a rank dies; needs steps().")] = False,
@@ -56,38 +65,35 @@ def run(
 ) -> None:
     """Run a script in several processes: `shardwise run train.py "dp2 tp2" --nproc 4 -- --fast`.
 
-    The first word after the script is the plan (shorthand or file); it is checked before anything starts, and the
-    script gets it as its first argument. What stands after `--` goes to the script unread.
+    The first word after the script is the plan (shorthand, file, or auto); it is checked before anything starts, and
+    the script gets it as its first argument. What stands after `--` goes to the script unread.
     """
-    given, after = list(words or ()), tuple(ctx.obj or ())
-    plan = _plan(given[0]) if given else None
+    given, after = [*([plan_option] if plan_option else ()), *(words or ())], tuple(ctx.obj or ())
     launch = launched(nproc_given=nproc is not None, command=shlex.join(["shardwise", "run", script, *given]))
     nodes = supervised(launch) if recover and launch is not None else Nodes()
+    started = launch if not recover else None
+    if model or given[:1] == [AUTO]:
+        ranks, wanted = _world(nproc, None, started, nodes), {"seq": seq, "batch": global_batch, "optimizer": optimizer}
+        given[:1] = [_auto(given[:1], model, ranks, started, nodes, **wanted)]
+    plan = _plan(given[0]) if given else None
     asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait, devices=devices)
-    world = _world(nproc, plan, launch if not recover else None, nodes)
+    world = _world(nproc, plan, started, nodes)
     if asked is not None and plan is not None and launch is not None:
-        if recover and nproc is None:
-            raise UsageError(
-                f"--recover --elastic {elastic}: found {launch.world} hosts and no --nproc, needed how many ranks each "
-                "host has: the plan is for all hosts, who are not always there; add --nproc RANKS_PER_HOST"
-            )
+        _check_ranks_per_host(elastic, launch, nproc, recover=recover)
         plan = plan_here(asked, plan, Known(device=local_devices()[0]), replace(launch, world=world), ranks=not recover)
         given[0] = str(plan)
-    if plan is not None:
-        refuse(check(plan, world=world))
+    refuse(check(plan, world=world) if plan is not None else [])
     if asked is not None:
         asked.check(world, plan)
     job = Job(target=script, args=(*given, *after), nproc=ranks_per_host(nodes, world), nodes=nodes, port=port)
     tell = partial(_append, events, "recovery") if events is not None else None
-    recovering = None
-    if recover or (asked is not None and launch is None):
-        recovering = recovery(port=port, limit=max_recoveries or 1000, tell=tell)
+    is_ours = recover or (asked is not None and launch is None)
+    recovering = recovery(port=port, limit=max_recoveries or 1000, tell=tell) if is_ours else None
     _check_record(recovering, max_recoveries=max_recoveries, events=None if nodes.index else events)
     if asked is not None and plan is not None and recovering is not None and launch is None:
         recovering = _elastic(asked, recovering, plan, job, events=events)
     if dry_run:
-        _show(job, plan, json=json)
-        return
+        return _show(job, plan, json=json)
     if launch is not None and not recover:
         from shardwise.launch.entry import main as become
 
@@ -149,6 +155,43 @@ def _world(nproc: int | None, plan: Plan | None, launch: Launch | None, nodes: N
     if launch is not None:
         return launch.world
     return plan.world if plan is not None else max(1, local_devices()[1]) * nodes.count
+
+
+def _check_ranks_per_host(elastic: str | None, launch: Launch, nproc: int | None, *, recover: bool) -> None:
+    if recover and nproc is None:
+        raise UsageError(
+            f"--recover --elastic {elastic}: found {launch.world} hosts and no --nproc, needed how many ranks each "
+            "host has: the plan is for all hosts, who are not always there; add --nproc RANKS_PER_HOST"
+        )
+
+
+def _auto(plan: list[str], model: str, ranks: int, launch: Launch | None, nodes: Nodes, **wanted: Any) -> str:
+    """The fastest plan for a script's model, which cannot be seen from here, on the devices that are; rank 0 says it.
+
+    Raises:
+        UsageError: another plan is given, or no model; or these devices have no known name.
+        PlanError: as `auto_plan`.
+    """
+    if plan != [AUTO]:
+        raise UsageError(f"--model {model}: found the plan `{' '.join(plan)}`; only `auto` needs a model")
+    if not model:
+        raise UsageError(
+            "the plan `auto` needs the script's model, found no --model; add --model MODEL as in `shardwise plan`, "
+            "with --seq and --global-batch; or give a plan"
+        )
+    around = surroundings(None, None)
+    if around.device != "cpu" and around.cluster is None:
+        raise UsageError(
+            "the plan `auto` needs devices of a known name, found none; let `shardwise plan MODEL CLUSTER` find one"
+        )
+    hosts = launch.world // launch.local_world if launch is not None else nodes.count
+    asked = question(model, this_machine(around.cluster, ranks, hosts), tokens=None, **wanted)
+    found, _ = auto_plan(asked, compiles=around.compiles)
+    if wanted["batch"]:
+        found = change(found, batch__global_size=wanted["batch"])
+    if launch is None or launch.rank == 0:
+        typer.echo(f"plan auto: {found}", err=True)
+    return str(found)
 
 
 def recovery(*, port: int, limit: int = 1000, tell: Callable[..., None] | None = None) -> Recovering:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.checkpoint.cadence import Every
-from shardwise.cli.config import Configuration, Given, Origin, read_configuration
+from shardwise.cli.config import (
+    Configuration,
+    Given,
+    Origin,
+    check_saves,
+    read_clip,
+    read_configuration,
+    read_count,
+)
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
@@ -30,7 +37,7 @@ from shardwise.cli.output import (
     print_plan,
 )
 from shardwise.cli.run import recovery, start
-from shardwise.errors import CheckpointError, ConfigError, ExitCode, UsageError
+from shardwise.errors import CheckpointError, ExitCode, UsageError
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
@@ -41,6 +48,7 @@ from shardwise.train.rundir import RunDir, check_not_lost, write_text
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering
+    from shardwise.train.settings import TrainSettings
 
 FLAGS = {
     "preset": "model.preset", "dim": "model.dim", "layers": "model.num_layers", "heads": "model.num_heads",
@@ -198,15 +206,15 @@ def _given(params: dict[str, Any]) -> list[Given]:
         if value is not None and (value or not isinstance(value, list | tuple)):
             flag = f"--{parameter.replace('_', '-')}"
             if parameter == "tokens":
-                value = _count(value)
-            if parameter == "checkpoint_every" and value.isdecimal():
+                value = read_count(value)
+            if parameter == "checkpoint_every" and value.isdecimal() and len(value) < 20:  # longer: refused as text
                 value = int(value)
             if parameter == "data":
                 value = tuple(value)
             if parameter == "sample" and not value:
                 flag = "--no-sample"
             given.append(Given(key=key, value=value, origin=Origin(kind="flag", detail=flag)))
-    for parameter, split in (("model", _model), ("plan", _plan), ("clip", _clip)):
+    for parameter, split in (("model", _model), ("plan", _plan), ("clip", read_clip)):
         if params.get(parameter) is not None:
             origin = Origin(kind="flag", detail=f"--{parameter}")
             given += [Given(key=key, value=value, origin=origin) for key, value in split(params[parameter]).items()]
@@ -221,36 +229,10 @@ def _plan(text: str) -> dict[str, Any]:
     return {"plan.file" if text.endswith((".toml", ".json")) else "plan.shorthand": text}
 
 
-def _clip(text: str) -> dict[str, Any]:
-    kind, _, number = text.rpartition(":")
-    if text == "none":
-        return {"train.clip_norm": 0.0}
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if kind not in ("", "norm", "value") or value <= 0:
-        raise ConfigError(f"--clip {text!r}: needed a positive number, `norm:1.0`, `value:0.5` or `none`")
-    return {"train.clip_value": value} if kind == "value" else {"train.clip_norm": value}
-
-
-def _count(text: str) -> int:
-    """`300000`, `4M`, `1.5B`."""
-    factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-    factor = factors.get(text[-1:].lower(), 1.0)
-    try:
-        count = float(text[:-1] if factor > 1 else text) * factor
-    except ValueError:
-        count = 0.0
-    if count < 1:
-        raise ConfigError(f"--tokens {text!r}: needed a count such as 300000, 4M or 1.5B")
-    return int(count)
-
-
 def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: Launch | None, how: How) -> None:
     """Everything that can be refused before a process starts."""
     settings = derived.settings
-    Every.parse(settings.train.checkpoint_every or 0)
+    check_saves(settings.train)
     world = launch.world if launch and how.nodes is None else int(settings.train.nproc or 1)
     refuse(
         check(
@@ -274,7 +256,17 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
             "run's directory; found none, needed --out; give it"
         )
     if launch is None or launch.rank == 0:
-        check_places(run, settings.train)
+        check_places(run, _resumed(settings.train))
+
+
+def _resumed(settings: TrainSettings) -> TrainSettings:
+    """With the store that `--resume` means where it names a run that keeps its checkpoints elsewhere."""
+    if settings.resume in ("auto", "never"):
+        return settings
+    from shardwise.checkpoint.compare import kept_elsewhere
+
+    place = kept_elsewhere(settings.resume)
+    return settings if place is None else settings.model_copy(update={"resume": str(place)})
 
 
 @contextmanager

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -12,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import nearest
 from shardwise.model.describe import describe
 from shardwise.model.profile import Profile
-from shardwise.model.tracer import tensors_in
+from shardwise.model.spec import ModelSpec
+from shardwise.model.tracer import find_blocks, tensors_in
 from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
@@ -26,9 +32,163 @@ from shardwise.testing.fake import fake_world
 
 LONGEST = 512
 """Tokens of a sample that is computed; on meta it is as long as asked for: what attention keeps may grow faster."""
+SHORT, LONGER = 32, 96
+"""Tokens that a forward is read with in place of one that takes too long; two tell whether all of it is per token."""
+PATIENCE_S = 5.0
+"""Seconds of a forward on meta after which it is asked whether its length is why."""
+ALIKE = 0.03
+"""How far what two lengths give per token may differ."""
+SHARE = 0.05
+"""Of all parameters: a list of layers with fewer is no stack of blocks."""
+WHOLE = ""
+"""In place of a pattern of blocks: the whole module is the one block."""
+ONE_BLOCK = ("pp", "cp", "recompute", "offload-activations", "compile")
+"""What a plan of a module without repeated blocks cannot have."""
+SAID_BY_EXAMPLE = (
+    "a module with other inputs says which in its attribute `example_input_array` (a tensor, a tuple or a dict of "
+    "them, as its forward takes a batch)"
+)
 
 
-def read_module(model: str, factory: Callable[[], nn.Module], seq_len: int, device: str) -> Profile:
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A module as the planner's MODEL, before its forward is read."""
+
+    made: Callable[[int], Callable[[], nn.Module]]
+    """Of a number of tokens: its factory. Whose module says in `example_input_array` what it is fed, if not ids."""
+    longest: int | None = None
+    """Tokens that it has positions for, where it says so."""
+    usual: int = 4096
+    """Tokens of a sample where nobody says how many."""
+    is_fixed: bool = False
+    """A sample has `longest` tokens, always."""
+    refused: Callable[[int], Mapping[str, str]] = field(default=lambda _: {})
+    """Of a number of tokens: axes that it cannot have, and why."""
+    limits: ModelSpec | None = None
+    """Sizes that axes must divide."""
+    notes: tuple[str, ...] = ()
+    """What is not counted, or was chosen."""
+    blocks: str = "auto"
+    """The pattern of its repeated blocks, or `WHOLE`."""
+    how: str = SAID_BY_EXAMPLE
+    """What to do about inputs that it does not take."""
+
+
+def planned_module(model: str, blocks: str = "auto") -> Planned:
+    """That of `package.module:function`.
+
+    Args:
+        model: its place.
+        blocks: the pattern of its repeated blocks; of a module that shows none the whole is one.
+
+    Raises:
+        ConfigError, ModelError: see `module_factory` and `blocks_of`.
+    """
+    factory = module_factory(model)
+    example = example_of(factory)
+    found = blocks_of(factory, blocks)
+    unknown = dict.fromkeys(("tp", "ep"), "the sizes that it must divide are not known for a module")
+    return Planned(
+        made=lambda _: factory,
+        longest=None if example is None else example_length(example),
+        refused=lambda seq: unknown | refused_axes(factory, seq, found),
+        notes=said_of(found),
+        blocks=found,
+    )
+
+
+def blocks_of(factory: Callable[[], nn.Module], pattern: str) -> str:
+    """The pattern, or `WHOLE` for a module that is asked for its repeated blocks and has none.
+
+    Raises:
+        ModelError: a pattern that matches nothing.
+    """
+    with torch.device("meta"):
+        module = factory()
+    try:
+        find_blocks(module, pattern)
+    except ModelError as error:
+        if pattern != "auto" or error.row != "module.no-blocks":
+            raise
+        return WHOLE
+    return pattern
+
+
+def stacks_of(factory: Callable[[], nn.Module], pattern: str, *, several: bool) -> str:
+    """`blocks_of`; for a model that is fed as several stacks are, or shows no blocks, `block_pattern`."""
+    found = blocks_of(factory, pattern)
+    if pattern != "auto" or not (several or found == WHOLE):
+        return found
+    with torch.device("meta"):
+        return block_pattern(factory()) or found
+
+
+def block_pattern(module: nn.Module) -> str:
+    """The pattern of the blocks of a model of several stacks, or of one of unlike layers; empty: it has none.
+
+    Stacks are lists of at least two modules in no other list, with a share of the parameters; of those at several
+    depths the ones that hold the most.
+
+    >>> block_pattern(t5)  # doctest: +SKIP
+    '*.block.*'
+    """
+    total = sum(p.numel() for p in module.parameters())
+    stacks: list[str] = []
+    for name, inner in module.named_modules():
+        if not isinstance(inner, nn.ModuleList) or len(inner) < 2 or any(name.startswith(f"{s}.") for s in stacks):
+            continue
+        called = all(type(layer).forward is not nn.Module.forward for layer in inner)
+        if called and sum(p.numel() for p in inner.parameters()) >= SHARE * total:
+            stacks.append(name)
+    if not stacks:
+        return ""
+    alike: dict[int, list[str]] = {}
+    for name in stacks:
+        alike.setdefault(name.count("."), []).append(name)
+    stacks = max(alike.values(), key=lambda names: sum(_size(module, name) for name in names))
+    parts = [name.split(".") for name in stacks]
+    shared = [each[0] if len(set(each)) == 1 else "*" for each in zip(*parts, strict=True)]
+    pattern = ".".join([*shared, "*"])
+    needed = {f"{name}.{i}" for name in stacks for i in range(len(list(module.get_submodule(name).children())))}
+    return pattern if set(find_blocks(module, pattern)) == needed else f"{stacks[0]}.*"
+
+
+def _size(module: nn.Module, name: str) -> int:
+    return sum(p.numel() for p in module.get_submodule(name).parameters())
+
+
+def said_of(blocks: str) -> tuple[str, ...]:
+    """What is assumed of a module that is one block."""
+    if blocks != WHOLE:
+        return ()
+    return (
+        "it has no repeated blocks: it is planned as one block, which is sharded as one unit (left out: "
+        f"{', '.join(ONE_BLOCK)}); a module within it that is called again and again is named with --blocks PATTERN",
+    )
+
+
+class Whole(nn.Module):
+    """A module as the one block of another."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.whole = module
+        if hasattr(module, "config"):  # of transformers: `describe` asks it whether keys would be kept
+            self.config = module.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives."""
+        return self.whole(*args, **kwargs)
+
+
+def read_module(
+    model: str,
+    factory: Callable[[], nn.Module],
+    seq_len: int,
+    device: str,
+    blocks: str = "auto",
+    how: str = SAID_BY_EXAMPLE,
+) -> Profile:
     """The profile of a module, from its own forward: of its `example_input_array`, else of `seq_len` token ids.
 
     Args:
@@ -36,9 +196,11 @@ def read_module(model: str, factory: Callable[[], nn.Module], seq_len: int, devi
         factory: makes it.
         seq_len: tokens of the sample, on a CPU at most `LONGEST`.
         device: `meta`, or `cpu`, which runs the forward for real.
+        blocks: the pattern of its repeated blocks, or `WHOLE`.
+        how: what to do about inputs that it does not take.
 
     Raises:
-        ModelError: a factory that fails, a module that does not take token ids, or one that cannot be read there.
+        ModelError: a factory that fails, a module that does not take its sample, or one that cannot be read there.
 
     Cost: see `describe`.
     """
@@ -47,7 +209,9 @@ def read_module(model: str, factory: Callable[[], nn.Module], seq_len: int, devi
         length = seq_len if device == "meta" else min(seq_len, LONGEST)
         sample = torch.zeros(1, length, dtype=torch.long, device=device)
     try:
-        return describe(factory, sample, device=device, name=model)
+        if blocks == WHOLE:
+            return describe(lambda: Whole(factory()), sample, blocks="whole", device=device, name=model)
+        return describe(factory, sample, blocks=blocks, device=device, name=model)
     except ModelError as error:
         if not str(error).startswith("describe:"):
             raise
@@ -55,10 +219,78 @@ def read_module(model: str, factory: Callable[[], nn.Module], seq_len: int, devi
         shapes = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}" for _, t in tensors_in(sample)
         )
-        raise ModelError(
-            f"model {model}: {said}. It was given {shapes}; a module with other inputs says which in its attribute "
-            "`example_input_array` (a tensor, a tuple or a dict of them, as its forward takes a batch)"
-        ) from error
+        raise ModelError(f"model {model}: {said}. It was given {shapes}; {how}") from error
+
+
+def read_planned(
+    model: str, planned: Planned, seq_len: int, device: str, blocks: str = "auto"
+) -> tuple[Profile, tuple[str, ...]]:
+    """`read_module`, at fewer tokens where a forward on meta takes long and is per token; and what is to be said of it.
+
+    A forward that goes through the tokens in a loop of its own (the scans of state spaces without their kernels) has
+    thousands of operators.
+
+    Args:
+        model: what it is called.
+        planned: the module.
+        seq_len: tokens of a sample.
+        device: `meta` or `cpu`.
+        blocks: a pattern in place of `planned.blocks`; auto: that.
+
+    Raises:
+        ModelError: see `read_module`.
+    """
+    factory = planned.made(seq_len)
+    read = partial(read_module, model, factory, device=device, how=planned.how)
+    read = partial(read, blocks=planned.blocks if blocks == "auto" else blocks)
+    long = device == "meta" and seq_len > LONGER and example_of(factory) is None
+    try:
+        with _patience(PATIENCE_S if long else None):
+            return read(seq_len=seq_len), ()
+    except _TooLong:
+        short, longer = read(seq_len=SHORT), read(seq_len=LONGER)
+    pairs = zip(_per_token(short), _per_token(longer), strict=True)
+    if all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs):
+        note = (
+            f"its forward takes long to read at {seq_len} tokens, and is the same per token at {SHORT} and {LONGER} "
+            "(a scan in a loop): it was read at these, without the memory and the kernels of a fused scan"
+        )
+        return longer, (note,)
+    warnings.warn(
+        f"the forward of {model} is read at {seq_len} tokens, which takes long: what it keeps is not the same per "
+        "token at fewer; a shorter --seq takes less",
+        stacklevel=2,
+    )
+    return read(seq_len=seq_len), ()
+
+
+def _per_token(profile: Profile) -> tuple[float, ...]:
+    """What grows with the tokens of a sample, but for fused attention, which the planner scales by itself."""
+    ops = [op for block in (*profile.blocks, profile.head) for op in block.ops]
+    return profile.forward_flops(LONGER), sum(op.saves for op in ops), sum(getattr(op, "moved", 0.0) for op in ops)
+
+
+class _TooLong(BaseException):
+    """A forward takes too long. No `Exception`: it is not the module's own."""
+
+
+@contextmanager
+def _patience(seconds: float | None) -> Iterator[None]:
+    """Within it a module is not entered after so many seconds of this process."""
+    if seconds is None:
+        yield
+        return
+    end = time.process_time() + seconds
+
+    def check(*args: object) -> None:
+        if time.process_time() > end:
+            raise _TooLong
+
+    hook = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def example_of(factory: Callable[[], nn.Module]) -> Any:
@@ -73,14 +305,16 @@ def example_length(example: Any) -> int:
     return int(first.shape[1]) if first.dim() > 1 else 1
 
 
-def refused_axes(factory: Callable[[], nn.Module], seq_len: int) -> dict[str, str]:
+def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "auto") -> dict[str, str]:
     """Axes that a module cannot have -> the id of the limit (docs/constraints.md), as `apply` would find it.
 
     Cost: the passes on one rank of two of a pretended world, for each axis; shapes only.
     """
+    if blocks == WHOLE:
+        return dict.fromkeys(ONE_BLOCK, "module.no-blocks")
     refused = {}
     for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2")):
-        plan = Plan.parse(text)
+        plan = Plan.parse(text).with_(blocks=blocks)
         example = example_of(factory)
         sample = torch.zeros(1, seq_len, dtype=torch.long) if example is None else example
         with fake_world(2), open_mesh(plan, device="cpu") as mesh:

@@ -20,11 +20,26 @@ from shardwise.models.moe import MoEOutput
 from shardwise.models.presets import build
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import first_blocks
-from shardwise.parallel.placed import Batch
+from shardwise.parallel.placed import Batch, Placed
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.workload import Workload
 from shardwise.train.loss import Loss, token_cross_entropy
+from shardwise.train.optim import NamedOptimizer
+from shardwise.train.optimizers import adafactor, adamw, lion, muon, sgd
+
+RATE = 1e-4
+OPTIMIZERS: Mapping[str, Callable[[Placed], NamedOptimizer]] = {
+    "adamw": partial(adamw, lr=RATE),
+    "adamw-bf16": partial(adamw, lr=RATE, state_dtype="bf16"),
+    "adamw-8bit": partial(adamw, lr=RATE, state_dtype="8bit"),
+    "lion": partial(lion, lr=RATE),
+    "muon": partial(muon, lr=RATE),
+    "sgd-momentum": partial(sgd, lr=RATE, momentum=0.9),
+    "adafactor": partial(adafactor, lr=RATE),
+    "sgd": partial(sgd, lr=RATE),
+}
+"""By the names that a workload has for them (`shardwise.plan.workload.STATE_BYTES`): what is traced."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     Args:
         spec: sizes of a model that `shardwise.models.presets.build` can make.
         plan: any layout; its batch is the workload's.
-        workload: sequence length and global batch in sequences. The optimizer is AdamW.
+        workload: sequence length, global batch in sequences, and the optimizer, one of `OPTIMIZERS`.
         rank: of `plan.world`; the ranks of the first and the last pipeline stage hold the embedding and the head.
 
     Raises:
@@ -115,16 +130,11 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
 
 
 def check_traceable(plan: Plan, workload: Workload) -> None:
-    """Refuse what is not traced: another optimizer, rows that are not divided.
+    """Refuse what is not traced: rows that are not divided.
 
     Raises:
-        ModelError, PlanError: see `estimate_by_trace`.
+        PlanError: see `estimate_by_trace`.
     """
-    if workload.optimizer != "adamw":
-        raise ModelError(
-            f"estimate_by_trace: optimizer: found {workload.optimizer}, needed adamw, which is what is traced; give "
-            "trace_step a Training with the optimizer of your own, or use the closed form"
-        )
     rows, rest = divmod(workload.global_batch, plan.axes.data)
     if rest or rows % plan.batch.micro_batches:
         raise PlanError(
@@ -205,7 +215,8 @@ def _trace(spec: ModelSpec, plan: Plan, workload: Workload, rank: int, num_layer
 def training_of(spec: ModelSpec, workload: Workload) -> Training:
     """What `trace_step` traces of a spec: its reference model, the workload's batch without values, its loss."""
     loss = _moe_loss if spec.kind == "moe" else token_loss
-    return Training(model=build(spec), batch=partial(_batch, workload), loss=loss)
+    optimizer = OPTIMIZERS[workload.optimizer]
+    return Training(model=build(spec), batch=partial(_batch, workload), loss=loss, optimizer=optimizer)
 
 
 def _batch(workload: Workload, mesh: Mesh) -> Batch:

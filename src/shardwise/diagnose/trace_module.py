@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.diagnose.read_module import example_length, example_of
-from shardwise.diagnose.trace_estimate import TracedEstimate, by_axis, check_traceable
-from shardwise.diagnose.trace_step import trace_step
+from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, check_traceable
+from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
 from shardwise.model.nested import put
@@ -22,6 +22,9 @@ from shardwise.parallel.placed import Batch
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 from shardwise.train.loss import Loss, mean_over, token_cross_entropy
+
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a module's own code raises where it cannot be run."""
 
 
 def estimate_module_by_trace(
@@ -35,8 +38,8 @@ def estimate_module_by_trace(
     Args:
         factory: makes the module, on meta.
         plan: any layout that `apply` takes of it; its batch is the workload's.
-        workload: sequence length, that of the example where the module has one, and global batch in samples. The
-            optimizer is AdamW.
+        workload: sequence length, that of the example where the module has one, global batch in samples, and the
+            optimizer, one of `OPTIMIZERS`.
         rank: of `plan.world`.
 
     Raises:
@@ -48,7 +51,7 @@ def estimate_module_by_trace(
     >>> estimate_module_by_trace(Transformer, Plan.parse("fsdp8 / bf16"), work).peak  # doctest: +SKIP
     """
     check_traceable(plan, workload)
-    step = trace_step(training_of_module(factory, workload), plan, rank=rank)
+    step = _traced(training_of_module(factory, workload), plan, rank)
     with torch.device("meta"):
         num_params = sum(parameter.numel() for parameter in factory().parameters())
     return TracedEstimate(
@@ -60,6 +63,22 @@ def estimate_module_by_trace(
         later=step.later.parts,
         traffic=dict(sorted(by_axis(step.later).items())),
     )
+
+
+def _traced(training: Training, plan: Plan, rank: int) -> StepTrace:
+    """`trace_step`, in which what the module's own code raises is told as its own.
+
+    Raises:
+        ModelError: it fails.
+    """
+    try:
+        return trace_step(training, plan, rank=rank)
+    except FAILURES as error:
+        raise ModelError(
+            f"estimate --trace: the step of the module failed without values: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}; needed a module that trains on a batch of these shapes: run its "
+            "forward and backward on one, and correct what fails; if nothing does, leave out --trace"
+        ) from error
 
 
 def training_of_module(factory: Callable[[], nn.Module], workload: Workload) -> Training:
@@ -77,7 +96,10 @@ def training_of_module(factory: Callable[[], nn.Module], workload: Workload) -> 
             f"example_input_array has {example_length(example)}; needed the same: give --seq {example_length(example)}"
         )
     batch = partial(_batch, workload, example, names)
-    return Training(model=partial(_without_example, factory), batch=batch, loss=_loss, sample=_rows(batch(None), 1))
+    optimizer, sample = OPTIMIZERS[workload.optimizer], _rows(batch(None), 1)
+    return Training(
+        model=partial(_without_example, factory), batch=batch, loss=_loss, sample=sample, optimizer=optimizer
+    )
 
 
 def _without_example(factory: Callable[[], nn.Module]) -> nn.Module:

@@ -6,6 +6,7 @@ expert are spread evenly over the experts. Everything else that needs values is 
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from shardwise.diagnose.torch_private import (
     is_fake,
     real_tensors,
     rebuild_buckets,
+    storage_key,
     work_that_holds,
 )
 from shardwise.errors import ModelError
@@ -69,6 +72,11 @@ class Training:
     """See `apply`."""
 
 
+FAKE_LOGGER = "torch._subclasses.fake_tensor"
+GROUPED = "aten._grouped_mm.default"
+"""Products of rows and matrices by group, as experts have them."""
+
+
 class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types here
     """A ledger that answers for values that are not there. Entered inside `fake_tensors`."""
 
@@ -106,6 +114,16 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func is torch.ops.aten.bincount.default:
             return self._spread_evenly(args[0].numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+        if str(func) == GROUPED:
+            return grouped(*args)
+        return self._of_shapes(func, args, kwargs, given)
+
+    def _of_shapes(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """What torch says of the shapes of an operation's results.
+
+        Raises:
+            ModelError: they depend on values, or torch does not know them.
+        """
         try:
             return func(*args, **kwargs)
         except NEEDS_VALUES as error:
@@ -113,6 +131,14 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
                 f"trace_step: {func} gives what depends on the values of its input {tuple(given[0].shape)}, and a "
                 "trace has shapes only; needed operations whose shapes follow from those of the batch: write the "
                 "forward without it (masks in place of selections), or measure real processes"
+            ) from error
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            found = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in given)
+            raise ModelError(
+                f"trace_step: {func} of {found or 'no tensors'} failed on shapes alone ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}); needed operations of which torch knows what they give: run the "
+                "module's forward on real tensors of these shapes; if that fails too, mend it, else write it with "
+                "other operations, leave out --trace, or measure real processes"
             ) from error
 
     def _spread_evenly(self, count: int, num_bins: int) -> torch.Tensor:
@@ -122,6 +148,19 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
         counts = [share + (i < rest) for i in range(used)]
         with real_tensors():
             return torch.tensor(counts + [0] * (num_bins - used), dtype=torch.int64)
+
+
+def grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
+    """What products by group give. On shapes torch knows those in bf16 only; on memory those in fp32 run as well.
+
+    Rows are padded to 16 bytes, as the real kernel's are.
+    """
+    rows, columns = left.shape[-2], right.shape[-1]
+    padded = -(-columns * left.element_size() // 16) * 16 // left.element_size()
+    if left.dim() != right.dim():  # each group of rows, or of columns, with a matrix of its own
+        return left.new_empty_strided((rows, columns), (padded, 1))
+    groups = left.shape[0] if left.dim() == 3 or ends is None else ends.shape[0]
+    return left.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1))
 
 
 @contextmanager
@@ -163,10 +202,31 @@ def _reduced_at_once(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futu
 @contextmanager
 def ledger_of_shapes(ledger: Pretending) -> Iterator[None]:
     """Tensors without memory, counted."""
-    with warnings.catch_warnings(), fake_tensors(), as_with_values(), ledger:
+    swap = patch.object(torch.utils, "swap_tensors", partial(_swap, torch.utils.swap_tensors))
+    with warnings.catch_warnings(), _without_tracebacks(), swap, fake_tensors(), as_with_values(), ledger:
         # the step looks at addresses, to find gradients that lie side by side; here none do
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module"
+        )  # of outputs that are views: a real run says it
         yield
+
+
+def _swap(exchange: Callable[[torch.Tensor, torch.Tensor], None], one: torch.Tensor, other: torch.Tensor) -> None:
+    """Two that are one storage stay: an LSTM looks up its weights by it, and torch refuses where others know them."""
+    if storage_key(one.untyped_storage()) != storage_key(other.untyped_storage()):
+        exchange(one, other)
+
+
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Within it torch does not log what a kernel of shapes refuses: it is told as an error."""
+    logger = logging.getLogger(FAKE_LOGGER)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
-from importlib.resources import files
 from math import inf
 from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import ConfigError, PlanError, UsageError
-from shardwise.findings import nearest
+from shardwise.hardware.presets import MIXED, domain_fault, read_word
+from shardwise.hardware.presets import device_names as device_names
 from shardwise.records import RecordError, as_dict, from_dict, hash_of, located, read_file, write_file
 
 Origin = Literal["measured", "read", "table", "assumed"]
@@ -190,8 +188,11 @@ class Cluster:
 def load_cluster(source: str | os.PathLike[str]) -> Cluster:
     """A preset (`h100`, `h100:8` one node of 8, `h100:8x16` 16 nodes of 8), or a .toml or .json file.
 
+    A preset's links are those that its device usually has; `h100:8x16@eth100` names the network, and
+    `h100:8x16@pcie5/eth100` the fast tier too.
+
     Raises:
-        UsageError: an unknown device, with the nearest; a size that is no number.
+        UsageError: an unknown device or link, with the nearest; a size that is no number.
         ConfigError: a file that does not describe a cluster, with key and line.
     """
     if isinstance(source, str) and not source.endswith((".toml", ".json")):
@@ -220,16 +221,14 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
         )
     for key in ("device", "nodes", "per_node"):
         if isinstance(rest.get(key), list):
-            raise RecordError((key,), f"found a list; {_MIXED}")
+            raise RecordError((key,), f"found a list; {MIXED}")
     for keys in _QUANTITIES:
         _check(keys, _at(rest, keys), measured=_at(rest, (keys[0], "origin")) == "measured")
-    return from_dict(Cluster, _with_origins(rest))
-
-
-_MIXED = (
-    "needed one kind of device and a number of equal nodes, as h100:8x16; a job goes at the pace of its slowest node: "
-    "plan for one kind, or for as many of the smallest as there are nodes"
-)
+    cluster = from_dict(Cluster, _with_origins(rest))
+    fault = domain_fault(cluster.domain, cluster.nodes, cluster.per_node, cluster.device.name)
+    if fault:
+        raise RecordError(("domain",), fault)
+    return cluster
 
 
 class _Quantity(NamedTuple):
@@ -360,33 +359,10 @@ def _default(kind: type, path: tuple[str, ...]) -> str:
     raise error
 
 
-def device_names() -> list[str]:
-    """Names that presets know."""
-    return [name for name in _table() if name != "link"]
-
-
 def _preset(text: str) -> Cluster:
-    if re.search(r"[,+;]", text):
-        raise UsageError(f"cluster {text!r}: found several kinds of nodes; {_MIXED}")
-    match = re.fullmatch(r"([a-zA-Z0-9.-]+?)(?::(\d+)(?:x(\d+))?)?", text)
-    name = match.group(1).lower() if match else text
-    if match is None or name not in device_names():
-        raise UsageError(
-            f"cluster {text!r}: unknown; {nearest(name, device_names())} A preset is written device:per-nodexnodes, "
-            "as h100:8x16; or give a .toml file, `probe` or `detect`"
-        )
-    entry = dict(_table()[name])
-    local, network = (from_dict(Link, _table()["link"][entry.pop(tier)]) for tier in ("local", "network"))
-    shape: dict[str, Any] = {key: entry.pop(key) for key in ("per_node", "domain", "host_bandwidth") if key in entry}
-    per_node = int(match.group(2) or shape.pop("per_node", 8))
-    shape.pop("per_node", None)
-    nodes = int(match.group(3) or 1)
-    if not per_node or not nodes:
-        raise UsageError(f"cluster {text!r}: found a size of 0, needed at least one node of one device")
-    device = from_dict(Device, {"name": name, **entry})
-    return Cluster(name=text, device=device, nodes=nodes, per_node=per_node, local=local, network=network, **shape)
-
-
-@cache
-def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(files("shardwise.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+    """The cluster that a word names, see `presets.read_word`."""
+    word = read_word(text)
+    local, network = (from_dict(Link, link) for link in (word.local, word.network))
+    device = from_dict(Device, word.device)
+    size: dict[str, Any] = {"nodes": word.nodes, "per_node": word.per_node, **word.shape}
+    return Cluster(name=text, device=device, local=local, network=network, **size)

@@ -82,7 +82,8 @@ def _note_change(job: RunJob) -> None:
     before = next((row["plan"] for row in reversed(job.run.read_events("elastic"))), None)
     if before == str(job.plan):
         return
-    stopped_s = time.time() - job.run.metrics.stat().st_mtime if job.run.metrics.exists() else None
+    since = time.time() - job.run.metrics.stat().st_mtime if job.run.metrics.exists() else None
+    stopped_s = max(since, 0.0) if since is not None else None  # by this clock, and that of the file system
     job.run.add_event(
         "elastic",
         before=Plan.parse(before).world if before is not None else None,

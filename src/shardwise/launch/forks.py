@@ -21,7 +21,7 @@ POLL_S = 0.05
 def environments(job: Job, port: int) -> list[dict[str, str]]:
     """The variables of every rank of a job on this machine, whose rendezvous is on this port of the first one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    keep = {name: value for name, value in variables().items() if name == "OMP_NUM_THREADS"}
+    keep = {name: value for name, value in variables().items() if name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
     return [{**rank_environment(job, rank, port, cores), **keep} for rank in job.ranks]
 
 

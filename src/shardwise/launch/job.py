@@ -93,7 +93,8 @@ def rank_environment(job: Job, rank: int, port: int, num_cores: int) -> dict[str
     """The variables of one rank: those that torchrun sets, so that any torch script reads them.
 
     `OMP_NUM_THREADS` is the machine's cores shared among the ranks, unless the caller set it. SHARDWISE_INIT is
-    set to what torchrun's readers do anyway: one inherited from an outer world would send ranks there.
+    set to what torchrun's readers do anyway: one inherited from an outer world would send ranks there. Ranks of one
+    host listen on loopback only: gloo would take the interface of the host's name.
     """
     world, local_world = str(job.world), str(job.nproc)
     names = {
@@ -113,5 +114,7 @@ def rank_environment(job: Job, rank: int, port: int, num_cores: int) -> dict[str
         "TORCHELASTIC_RUN_ID": "shardwise",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    threads = {"OMP_NUM_THREADS": str(max(1, num_cores // job.nproc))}
-    return {**threads, **job.environment, **names}
+    defaults = {"OMP_NUM_THREADS": str(max(1, num_cores // job.nproc))}
+    if job.nodes.count == 1 and sys.platform.startswith("linux"):
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**defaults, **job.environment, **names}

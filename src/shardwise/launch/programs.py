@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its type stubs
@@ -25,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from shardwise.errors import LaunchError
 from shardwise.launch.forks import environments
 from shardwise.launch.job import ADDRESS, Job
+from shardwise.launch.keeper import open_store
 from shardwise.launch.local import Outcome, check_port, outcome_of, wait_for
 from shardwise.launch.stopping import STOP_SIGNALS, Stopping, catching
 
@@ -85,8 +85,8 @@ class _Programs:
 def _store(job: Job) -> TCPStore:
     check_port(job)
     try:
-        return TCPStore(ADDRESS, job.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    except RuntimeError as error:
+        return open_store(ADDRESS, job.port)
+    except (OSError, RuntimeError) as error:
         raise LaunchError(
             f"cannot open the rendezvous on {ADDRESS}:{job.port or 'a free port'}: {str(error).splitlines()[0]}; "
             f"choose another port"

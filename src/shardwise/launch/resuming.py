@@ -1,21 +1,36 @@
-"""How `shardwise train` goes on from a checkpoint, and when it makes the next one."""
+"""How `shardwise train` goes on from a checkpoint, when it makes the next one, and which of them it keeps."""
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from shardwise.checkpoint.cadence import Cadence, Every
 from shardwise.checkpoint.compare import place_of
+from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.remote import located
-from shardwise.checkpoint.store import Loaded, Store
+from shardwise.checkpoint.store import Loaded, Prober, Store
+from shardwise.launch.runjob import RunJob
 from shardwise.parallel.mesh import Mesh
 from shardwise.records import add_record
 from shardwise.train.metrics import read_metrics
 from shardwise.train.rundir import RunDir
-from shardwise.train.settings import TrainSettings
+from shardwise.train.settings import RunSettings, TrainSettings
 from shardwise.train.state import TrainState
+
+
+def read_job(argv: list[str]) -> RunJob:
+    """The job of a rank: by the record of a start that is not loaded yet, else by that of the run."""
+    run = RunDir(Path(argv[0]))
+    if run.starting.config_json.is_file():
+        with suppress(FileNotFoundError):  # another rank has made it the run's meanwhile
+            return replace(RunJob.read([str(run.starting.path), *argv[1:]]), run=run)
+    return RunJob.read(argv)
 
 
 def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool = False) -> Loaded | None:
@@ -38,6 +53,44 @@ def kept_at(run: RunDir, settings: TrainSettings) -> Path:
     return located(settings.checkpoints) if settings.checkpoints is not None else run.checkpoints
 
 
+def open_store(run: RunDir, settings: RunSettings, probe: Prober) -> Store:
+    """The store of a run, with what is to stay in it.
+
+    Raises:
+        CheckpointError: see `Store`.
+    """
+    train = settings.train
+    keep = Retention(last=train.keep, every=train.keep_every, best=train.keep_best)
+    return Store(kept_at(run, train), keep=keep, probe=probe, config=settings.model_dump(mode="json"))
+
+
+@dataclass
+class HeldOut:
+    """Losses of the held-out split, by which `train.keep_best` chooses among checkpoints."""
+
+    seen: dict[int, float]
+    """By step."""
+
+    def before(self, step: int) -> float | None:
+        """That of the evaluation at a step, or of the last one before it; None: there was none, or it is not finite."""
+        loss = self.seen.get(max((at for at in self.seen if at <= step), default=-1), math.inf)
+        return loss if math.isfinite(loss) else None
+
+
+def read_held_out(run: RunDir, step: int, mesh: Mesh) -> HeldOut:
+    """What the run's record knows, which ends at the step that it goes on from: its last evaluation. A collective."""
+    rows = read_metrics(run.metrics) if mesh.is_first and run.metrics.exists() else []
+    found = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    loss = _shared(found[-1] if found and found[-1] is not None else math.inf, mesh)
+    return HeldOut({step: loss})
+
+
+def _shared(value: float, mesh: Mesh) -> float:
+    """Rank 0's number, which is not negative, on all ranks: the maximum, with every other rank at 0."""
+    told = torch.tensor(value if mesh.is_first else 0.0, dtype=torch.float64, device=mesh.device)
+    return float(mesh.all_reduce_max(told))
+
+
 def record_resume(run: RunDir, loaded: Loaded) -> None:
     """What was loaded, and the proof, for the run's record."""
     record = {
@@ -53,19 +106,13 @@ def record_resume(run: RunDir, loaded: Loaded) -> None:
 
 def open_cadence(run: RunDir, settings: TrainSettings, mesh: Mesh) -> Cadence:
     """When a run saves; every start that went on from a checkpoint counts as a failure, for `auto`."""
-
-    def share(value: float) -> float:
-        # the maximum, with every other rank at 0, is rank 0's number
-        told = torch.tensor(value if mesh.is_first else 0.0, dtype=torch.float64, device=mesh.device)
-        return float(mesh.all_reduce_max(told))
-
     rows = read_metrics(run.metrics) if mesh.is_first and run.metrics.exists() else []
     resumes = run.resumes.read_text(encoding="utf-8").count("\n") if run.resumes.exists() else 0
     hours = sum(float(row.get("step_s") or 0.0) for row in rows) / 3600
     return Cadence(
-        Every.parse(settings.checkpoint_every or 0),
+        Every.parse(settings.checkpoint_every),
         world=mesh.world,
-        share=share,
+        share=partial(_shared, mesh=mesh),
         failures=resumes,
         hours=hours,
     )

@@ -11,19 +11,19 @@ import math
 import sys
 import time
 import warnings
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.cadence import Cadence
+from shardwise.checkpoint.saving import Save
 from shardwise.checkpoint.store import Store
 from shardwise.errors import ExitCode
 from shardwise.launch.allowed import go_on
-from shardwise.launch.resuming import kept_at, open_cadence, record_resume
+from shardwise.launch.resuming import HeldOut, open_cadence, open_store, read_held_out, read_job, record_resume
 from shardwise.launch.runjob import RunJob as RunJob
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
@@ -96,6 +96,7 @@ class Session:
     """On rank zero."""
     num_params: int
     cadence: Cadence
+    held_out: HeldOut
     last: StepMetrics | None = None
     saved_step: int | None = None
     begun: float = field(default_factory=time.perf_counter)
@@ -117,13 +118,15 @@ class Session:
             check_replicas=settings.check_replicas,
         )
         try:
-            for m in steps(self.state, make_loss(self.spec), until=self.total, options=options, store=self.store):
+            for m in steps(self.state, make_loss(self.spec), until=self.total, options=options, store=self):
                 self._after(m)
         except SystemExit as stop:
             self._say_stopped(int(stop.code or 0))
             raise
-        self._save()
+        if not settings.keep_best:
+            self._save()  # first: an evaluation may be long
         loss, bits = self._evaluate()
+        self._save()
         summary = Summary(
             step=self.state.step,
             tokens=int(self.state.weight),
@@ -172,7 +175,10 @@ class Session:
         if _due(m.step, self.settings.train.eval_every):
             self._evaluate()
         self._say_findings()
-        if self.cadence.is_due(m.step):
+        is_due = self.cadence.is_due(m.step)
+        if self.cadence.news:
+            self.progress.note(f"step {m.step}: {self.cadence.news}")
+        if is_due:
             self._save_beside()
 
     def _evaluate(self) -> tuple[float, float]:
@@ -181,6 +187,7 @@ class Session:
         total = evaluate(self.state.placed, token_loss, batches)
         nats = float(total.sum)
         loss, bits = nats / float(total.weight), nats / math.log(2) / self.text.held_out_bytes
+        self.held_out.seen[self.state.step] = loss
         record = {"step": self.state.step, "eval_loss": loss, "eval_bits_per_byte": bits}
         if self.log is not None:
             self.log.write(record | {"eval_tokens": int(total.weight), "unigram_entropy": self.text.entropy})
@@ -190,9 +197,13 @@ class Session:
         )
         return loss, bits
 
+    def save(self, state: TrainState) -> Save:
+        """What the loop calls when it is told to stop: a save with the loss by which `train.keep_best` chooses."""
+        return self.store.save(state, metric=self.held_out.before(state.step))
+
     def _save(self) -> None:
         if self.saved_step != self.state.step:
-            saved = self.store.save(self.state)
+            saved = self.save(self.state)
             self.saved_step = self.state.step
             self.progress.note(f"step {saved.step}: saved {saved.path} ({saved.size_bytes / 1e6:.1f} MB)")
             self._say_findings()
@@ -206,7 +217,7 @@ class Session:
 
     def _save_beside(self) -> None:
         """Save while training goes on; what it took goes into the metrics."""
-        saving = self.store.save_async(self.state)
+        saving = self.store.save_async(self.state, metric=self.held_out.before(self.state.step))
         self.saved_step = self.state.step
         before = self.cadence.reason
         stalled = saving.stalled_s - saving.waited_s + saving.previous_held_up_s
@@ -293,12 +304,7 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         seed=train.seed,
     )
     rows = [text.train[i] for i in range(min(PROBE_ROWS, len(text.train)))]
-    store = Store(
-        kept_at(run, train),
-        keep=train.keep,
-        probe=Probe(rows, make_loss(spec)),
-        config=settings.model_dump(mode="json"),
-    )
+    store = open_store(run, settings, Probe(rows, make_loss(spec)))
     with warnings.catch_warnings():  # what was skipped is said below
         warnings.filterwarnings("ignore", ".*: loaded in place of ")
         loaded = go_on(run, train, store, state, job.allow)
@@ -331,7 +337,8 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
                 progress=progress,
                 log=log,
                 num_params=spec.num_params if spec is not None else _count(placed),
-                cadence=open_cadence(run, settings.train, mesh),
+                cadence=open_cadence(run, train, mesh),
+                held_out=read_held_out(run, state.step, mesh),
                 saved_step=state.step if loaded is not None and loaded.path.parent == store.path else None,
             )
             return session.train()
@@ -375,15 +382,6 @@ def _environment(mesh: Mesh) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def read_job(argv: list[str]) -> RunJob:
-    """The job of a rank: by the record of a start that is not loaded yet, else by that of the run."""
-    run = RunDir(Path(argv[0]))
-    if run.starting.config_json.is_file():
-        with suppress(FileNotFoundError):  # another rank has made it the run's meanwhile
-            return replace(RunJob.read([str(run.starting.path), *argv[1:]]), run=run)
-    return RunJob.read(argv)
 
 
 def main(argv: list[str]) -> None:

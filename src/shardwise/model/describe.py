@@ -19,19 +19,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from shardwise.errors import ModelError
+from shardwise.model.experts import keep_rows
 from shardwise.model.infer.torch_private import TorchDispatchMode
 from shardwise.model.known import Known
 from shardwise.model.nested import put
 from shardwise.model.operators import chain_of
 from shardwise.model.profile import Attention, Profile
-from shardwise.model.recording import Call, Recording
+from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
 from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
 
 _FUSED = F.scaled_dot_product_attention
-BEFORE, AFTER = -1, 1 << 30
-"""Phases of a forward that are no block's; a block's phase is its number."""
 
 
 def describe(
@@ -83,8 +83,9 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     args, kwargs = _inputs(sample, device, dtype)
     if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
         kwargs.setdefault("use_cache", False)
-    tokens = _tokens((args, kwargs))
-    recording = Recording.of(module, tokens)
+    shape = _tokens((args, kwargs))
+    recording = Recording.of(module, shape)
+    recording.inputs = {key_of(tensor): tensor for _, tensor in tensors_in((args, kwargs))}
     watch = _Watch(recording)
     with ExitStack() as stack:
         for hook in _phase_hooks(module, names, watch):
@@ -95,13 +96,13 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         stack.enter_context(_Calls(watch))
         stack.enter_context(_Operations(watch))
         try:
-            module(*args, **kwargs)
+            recording.given_out = _output(module(*args, **kwargs))
         except ModelError:
             raise
         except Exception as error:
             raise _untraceable(module, watch, error, device) from error
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens
+    given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // _tokens(sample)[1]
     profile = chain_of(recording, module, names, name or type(module).__name__)
     return replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
 
@@ -129,6 +130,8 @@ def _module_on(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Mo
             module = meta_copy(model())
     else:
         module = model()
+    if device == "meta":
+        keep_rows(module)
     return module.to(device).train()
 
 
@@ -140,27 +143,38 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _inputs(sample: Any, device: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given = ((path, tensor.to(device)) for path, tensor in tensors_in(sample))
+    given = [(path, tensor.to(device)) for path, tensor in tensors_in(sample)]
+    if device == "meta" and given and given[0][1].dim() and given[0][1].shape[0] == 1:
+        # of one row, tensors that a batch has once look like those that each row has
+        given = [(path, torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t) for path, t in given]
     moved = put(sample, {path: t.to(dtype) if t.is_floating_point() else t for path, t in given})
     if isinstance(moved, Mapping):
         return (), {key: value for key, value in moved.items() if key not in ("labels", "weight")}
     return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), {}
 
 
-def _tokens(inputs: Any) -> int:
+def _output(output: Any) -> int:
+    """Elements of what a loss takes of an output: logits, or the first numbers."""
+    found = (tensor for _, tensor in tensors_in(getattr(output, "logits", output)) if tensor.is_floating_point())
+    first = next(found, None)
+    return 0 if first is None else first.numel()
+
+
+def _tokens(inputs: Any) -> tuple[int, int]:
+    """Samples, and their tokens."""
     first = next((tensor for _, tensor in tensors_in(inputs)), None)
     if first is None or first.dim() < 1:
         raise ModelError(
             "describe: the sample holds no tensor of rows; needed a batch as forward takes it: give a tensor of shape "
             "(rows, tokens, ...), a tuple or a dict with one"
         )
-    return first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
+    return first.shape[0], first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
 
 
 def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch) -> Iterator[Any]:
     for index, name in enumerate(names):
         block = module.get_submodule(name)
-        yield block.register_forward_pre_hook(partial(watch.enter, index))
+        yield block.register_forward_pre_hook(partial(watch.enter, index), with_kwargs=True)
         yield block.register_forward_hook(partial(watch.leave, index, index == len(names) - 1))
     for path, inner in module.named_modules():
         yield inner.register_forward_pre_hook(partial(watch.inside, path))
@@ -181,8 +195,11 @@ class _Watch:
     def where(self) -> str:
         return self.modules[-1][0] if self.modules else ""
 
-    def enter(self, index: int, *args: object) -> None:
+    def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
+        first = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
+        if first is not None:
+            self.recording.entered.setdefault(index, first.numel())
 
     def leave(self, index: int, last: bool, *args: object) -> None:
         self.phase = AFTER if last else index
@@ -257,6 +274,8 @@ class _Calls(TorchFunctionMode):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
     ) -> torch.Tensor:
         given = dict(zip(("attn_mask", "dropout_p", "is_causal"), others, strict=False)) | options
+        if key.shape[-3] != query.shape[-3] and not given.get("enable_gqa"):  # no fused kernel repeats heads unasked
+            return _FUSED(query, key, value, *others, **options)
         causal = bool(given.get("is_causal")) or (given.get("attn_mask") is not None and self.watch.is_causal())
         meta = query.is_meta
         self.watch.paused = True
@@ -290,5 +309,8 @@ class _Operations(TorchDispatchMode):
         if not self.watch.paused:
             given = [tensor for _, tensor in tensors_in((args, kwargs or {}))]
             gave = [tensor for _, tensor in tensors_in(result)]
-            self.watch.recording.operation(Call(func.overloadpacket.__name__, given, gave, self.watch.phase))
+            count = flop_registry.get(func.overloadpacket)
+            flops = int(count(*args, **(kwargs or {}), out_val=result)) if count is not None else 0
+            name = func.overloadpacket.__name__
+            self.watch.recording.operation(Call(name, given, gave, self.watch.phase, flops))
         return result

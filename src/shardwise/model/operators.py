@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
 from torch import nn
 
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise, Profile, Split
-from shardwise.model.recording import Node, Recording
+from shardwise.model.recording import AFTER, BEFORE, Node, Recording, per
 
 NORMS = ("rsqrt", "native_layer_norm", "_fused_rms_norm", "native_group_norm")
 
 
 def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], title: str) -> Profile:
-    """The profile of a recorded forward."""
+    """The profile of a recorded forward. What it does before the first block is ahead of that block's operators."""
     alike: dict[object, Block] = {}
-    chain = []
-    for index, name in enumerate(names):
-        own = sum(p.numel() for p in module.get_submodule(name).parameters())
-        block = _block(recording, index, own)
-        chain.append(alike.setdefault((block.name, block.ops, block.small, block.width), block))
-    after = max((n.phase for n in recording.nodes), default=0)
-    head = _head(recording, after, names)
-    total = sum(p.numel() for p in module.parameters())
+    chain: list[Block] = []
+    owners = _owners(module, names)
+    for index in range(len(names)):
+        found = [] if index else [replace(op, split="none") for op in _operators(recording, BEFORE, ())]
+        own = [name for name, owner in owners.items() if owner == index]
+        block = _block(recording, index, own, tuple(found))
+        sizes = block.small, block.width, block.ahead, block.frozen
+        chain.append(alike.setdefault((block.name, block.ops, sizes), block))
+    head, tied = _head(recording, owners)
     products = [op for op in head.ops if isinstance(op, Matmul)]
-    tied = bool(products) and _is_tied(recording, after)
-    vocab, dim = (products[-1].outs, products[-1].ins) if products else (0, chain[0].width if chain else 0)
+    outputs = ceil(recording.given_out / recording.tokens)
+    vocab, dim = (products[-1].outs, products[-1].ins) if tied else (outputs, ceil(chain[-1].width))
+    total = sum(map(math.prod, recording.shapes.values()))
     rest = sum(block.params for block in chain) + head.params - (vocab * dim if tied else 0)
+    frozen = sum(math.prod(recording.shapes[name]) for name in recording.frozen if owners[name] == BEFORE)
     attentions = [op for block in chain for op in block.ops if isinstance(op, Attention)]
     experts = [op for block in chain for op in block.matmuls if op.experts]
     return Profile(
@@ -44,45 +48,49 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         kv_heads=attentions[0].kv_heads if attentions else 0,
         experts=experts[0].experts if experts else 0,
         chosen=experts[0].chosen if experts else 0,
+        frozen=frozen,
     )
 
 
-def _in_blocks(name: str, names: tuple[str, ...]) -> bool:
-    return any(name.startswith(f"{block}.") for block in names)
+def _owners(module: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
+    """Parameter -> the block that holds it, the first of several; BEFORE: none does."""
+    parameters = dict(module.named_parameters())
+    held = {id(p): i for i in reversed(range(len(names))) for p in module.get_submodule(names[i]).parameters()}
+    return {name: held.get(id(parameter), BEFORE) for name, parameter in parameters.items()}
 
 
-def _is_tied(recording: Recording, after: int) -> bool:
-    """The head multiplies with a parameter that was used before the blocks."""
-    used = [node.weight for node in recording.nodes if node.phase == after and node.is_matmul]
-    return bool(used) and recording.used[used[-1]] < 0
+def _head(recording: Recording, owners: dict[str, int]) -> tuple[Block, bool]:
+    """What is behind the last block, and whether it ends in a product with a parameter that is used before."""
+    own = [name for name, phase in recording.used.items() if phase == AFTER and owners[name] == BEFORE]
+    for name in own:
+        owners[name] = AFTER
+    used = [node.weight for node in recording.nodes if node.phase == AFTER and node.weight]
+    tied = bool(used) and recording.used[used[-1]] == BEFORE and owners[used[-1]] == BEFORE
+    own += used[-1:] if tied else []
+    return replace(_block(recording, AFTER, own, ()), name="head"), tied
 
 
-def _head(recording: Recording, after: int, names: tuple[str, ...]) -> Block:
-    ops, width = _operators(recording, after)
-    own = {name for name, phase in recording.used.items() if phase == after and not _in_blocks(name, names)}
-    own |= {node.weight for node in recording.nodes if node.phase == after and node.is_matmul}
-    total = sum(math.prod(recording.shapes[name]) for name in own)
-    return Block("head", ops, small=total - _params(ops), width=width)
-
-
-def _block(recording: Recording, index: int, num_params: int) -> Block:
-    ops, width = _operators(recording, index)
-    kind = "moe" if any(isinstance(op, Matmul) and op.experts for op in ops) else "dense"
-    return Block(kind, ops, small=num_params - _params(ops), width=width)
-
-
-def _params(ops: Iterable[Op]) -> int:
-    return sum(op.params for op in ops if isinstance(op, Matmul))
+def _block(recording: Recording, phase: int, own: Sequence[str], found: tuple[Op, ...]) -> Block:
+    """A block from the parameters that it holds, and what runs ahead of it."""
+    ops = _operators(recording, phase, own)
+    products = [op for op in ops if isinstance(op, Matmul)]
+    kind = "moe" if any(op.experts for op in products) else "dense"
+    first = next((op.takes for op in products), 0)
+    width = per(recording.entered[phase], recording.tokens) if phase in recording.entered else first
+    sizes = {name: math.prod(recording.shapes[name]) for name in own}
+    frozen = sum(size for name, size in sizes.items() if name in recording.frozen)
+    small = sum(sizes.values()) - sum(op.params for op in products)
+    return Block(kind, (*found, *ops), small, width, len(found), frozen)
 
 
 class Kept(NamedTuple):
     """What autograd keeps, per token."""
 
-    elements: int
+    elements: float
     """In the type that is computed with; a copy in another type of one that is counted is none."""
-    widened: int
+    widened: float
     """Bytes beyond those: of copies, and of elements in fp32."""
-    others: int
+    others: float
     """Bytes of masks and indices, which have a type of their own."""
 
 
@@ -94,8 +102,9 @@ class _Phase:
         self.nodes = [node for node in recording.nodes if node.phase == phase]
         self.left = dict(recording.saved.get(phase, {}))
         """Saved storages that no operator was given yet."""
-        self.counted: set[int] = set()
-        """Origins of those that one was given."""
+        self.spare = Kept(0, 0, 0)
+        self.counted = set(recording.inputs)
+        """Origins of those that one was given, or a step has anyway: in 16 bits it is a copy that is kept."""
         for node in self.nodes:
             if node.attention is not None:  # it counts its own
                 for key in (*node.ins, *node.outs):
@@ -103,8 +112,8 @@ class _Phase:
         self.group = self._groups()
         self.split = self._splits()
 
-    def per_token(self, elements: float) -> int:
-        return round(elements / self.recording.tokens)
+    def per_token(self, elements: float) -> float:
+        return per(elements, self.recording.tokens)
 
     def take(self, keys: Iterable[int]) -> Kept:
         """What is kept of some storages; each is given once."""
@@ -123,6 +132,17 @@ class _Phase:
                 elements += num_bytes / tensor.element_size()
                 widened += max(0.0, num_bytes * (1 - self.recording.width / tensor.element_size()))
         return Kept(*map(self.per_token, (elements, widened, others)))
+
+    def take_elements(self, keys: Iterable[int]) -> float:
+        """Those of `take`; its other bytes are told by `rest`."""
+        kept = self.take(keys)
+        self.spare = Kept(0, self.spare.widened + kept.widened, self.spare.others + kept.others)
+        return kept.elements
+
+    def rest(self) -> Kept:
+        """What nobody was given."""
+        kept = self.take(list(self.left))
+        return Kept(kept.elements, self.spare.widened + kept.widened, self.spare.others + kept.others)
 
     def share(self, groups: list[list[int]]) -> list[Kept]:
         """What each chain keeps: who reads a storage keeps it, else who made it."""
@@ -164,11 +184,11 @@ class _Phase:
 
 
 def _is_anchor(node: Node) -> bool:
-    return node.is_matmul or node.attention is not None or bool(node.sizes[0])
+    return node.attention is not None or bool(node.sizes[0])
 
 
-def _operators(recording: Recording, phase: int) -> tuple[tuple[Op, ...], int]:
-    """The operators of a phase in order, and the elements per token of its first input."""
+def _operators(recording: Recording, phase: int, own: Sequence[str]) -> tuple[Op, ...]:
+    """The operators of a phase in order; `own`: parameters that are counted here."""
     found = _Phase(recording, phase)
     weights: dict[str, list[int]] = {}
     for i, node in enumerate(found.nodes):
@@ -176,11 +196,11 @@ def _operators(recording: Recording, phase: int) -> tuple[tuple[Op, ...], int]:
             weights.setdefault(node.weight, []).append(i)
     ops: list[tuple[int, Op]] = []
     for name, members in weights.items():
-        ops.append((members[0], _matmul(found, name, members)))
+        ops.append((members[0], _matmul(found, name, members, name in own)))
     experts = {i for members in weights.values() for i in members if _stacked(recording, found.nodes[members[0]])}
     chosen = max((op.chosen for _, op in ops if isinstance(op, Matmul)), default=0)
     ops = [(i, _not_divided(op, ops)) for i, op in ops]
-    ops += _attentions(found)
+    ops += _computed(found)
     groups: dict[int, list[int]] = {}
     for i, node in enumerate(found.nodes):
         if not _is_anchor(node):
@@ -190,10 +210,11 @@ def _operators(recording: Recording, phase: int) -> tuple[tuple[Op, ...], int]:
         near = _touches(found, members, experts)
         if (op := _pointwise(found, members, sizes, chosen if near else 0)) is not None:
             ops.append((members[-1], op))
-    ops = _joined(ops)
-    ordered = tuple(op for _, op in sorted(ops, key=lambda pair: pair[0]))
-    first = next((op for op in ordered if isinstance(op, Matmul)), None)
-    return ordered, first.ins if first else 0
+    if any(rest := found.rest()):
+        kept_by_none = Pointwise("kept", 0, "none", masks=rest.others, widened=rest.widened, kernels=0)
+        kept_by_none = replace(kept_by_none, saves=rest.elements, saves_apart=rest.elements)
+        ops.append((len(found.nodes), kept_by_none))
+    return tuple(op for _, op in sorted(_joined(ops), key=lambda pair: pair[0]))
 
 
 def _stacked(recording: Recording, node: Node) -> bool:
@@ -203,16 +224,32 @@ def _stacked(recording: Recording, node: Node) -> bool:
     )
 
 
-def _matmul(found: _Phase, name: str, members: list[int]) -> Matmul:
-    recording, node = found.recording, found.nodes[members[0]]
-    rows = sum(found.nodes[i].rows for i in members)
-    experts = recording.shapes[name][0] if _stacked(recording, node) else 0
-    ins, outs = node.sizes
-    kept = [key for i in members for key in found.nodes[i].ins if key not in recording.parameters]
-    saves = found.take(kept).elements
+def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
+    """All products of a phase with one parameter."""
+    recording, nodes = found.recording, [found.nodes[i] for i in members]
+    experts = recording.shapes[name][0] if _stacked(recording, nodes[0]) else 0
+    ins, outs = nodes[0].sizes
+    if not experts:  # of a part of it, as of the queries alone
+        outs = math.prod(recording.shapes[name]) // ins
+    kept = [key for node in nodes for key in node.ins if key not in recording.parameters]
+    saves = found.take_elements(kept)
+    rows = sum(node.rows * node.sizes[0] * node.sizes[1] for node in nodes) / (ins * outs)
     chosen = max(1, round(rows / recording.tokens)) if experts else 0
     split: Split = "row" if found.split[members[0]] else "column"
-    return Matmul(_short(name), ins, outs, split, saves // max(chosen, 1), experts, chosen)
+    taken = sum(node.taken for node in nodes)
+    return Matmul(
+        _short(name),
+        ins,
+        outs,
+        split,
+        per(saves, max(chosen, 1)),
+        experts,
+        chosen,
+        trained=name not in recording.frozen,
+        rows=per(rows, recording.tokens * max(chosen, 1)),
+        overlap=rows * ins / taken if nodes[0].name == "convolution" else 1.0,
+        own=own,
+    )
 
 
 def _not_divided(op: Op, ops: list[tuple[int, Op]]) -> Op:
@@ -226,24 +263,55 @@ def _short(name: str) -> str:
     return parts[-1] if parts else name
 
 
-def _attentions(found: _Phase) -> list[tuple[int, Op]]:
-    """Fused ones, and those that a forward writes out as two batched products around a softmax."""
+def _computed(found: _Phase) -> list[tuple[int, Op]]:
+    """Products of computed operands: attention, fused or written out around a softmax, and others."""
     ops: list[tuple[int, Op]] = []
-    scores: Node | None = None
+    pairs = _around_softmax(found.nodes)
     for i, node in enumerate(found.nodes):
         if node.attention is not None:
             ops.append((i, node.attention))
-        elif not node.is_matmul and node.sizes[0]:
-            if scores is None:
-                scores = node
-                continue
-            rows = max(1, round(found.recording.tokens / max(scores.sizes[1], 1)))
-            heads = max(1, scores.rows // rows)
-            kept = found.take((*scores.ins, *node.ins)).elements
-            seen = Attention(heads, heads, scores.sizes[0], node.sizes[1], causal=False, name="unfused", kept=kept)
-            ops.append((i, seen))
-            scores = None
+        elif i in pairs:
+            ops.append((pairs[i], _written_out(found, node, found.nodes[pairs[i]])))
+        elif node.sizes[0] and not node.is_matmul and i not in pairs.values():
+            kept, rows = found.take_elements(node.ins), found.per_token(node.rows)
+            ops.append((i, Matmul(node.name, *node.sizes, "none", kept, rows=rows, own=False)))
     return ops
+
+
+def _around_softmax(nodes: list[Node]) -> dict[int, int]:
+    """Products of queries and keys -> the product that takes the softmax of what each gives."""
+    made: dict[int, tuple[int, bool]] = {}  # storage -> the product that it comes from, and whether through a softmax
+    pairs: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        before = [made[key] for key in node.ins if key in made]
+        if _is_anchor(node):
+            first = next((product for product, soft in before if soft), None)
+            if first is not None and not node.is_matmul and node.sizes[0]:
+                pairs[first] = i
+            elif not node.is_matmul and node.sizes[0]:
+                made.update(dict.fromkeys(node.outs, (i, False)))
+        elif before:
+            product, soft = max(before, key=lambda each: each[1])
+            made.update(dict.fromkeys(node.outs, (product, soft or "softmax" in node.name or node.name == "exp")))
+    return pairs
+
+
+def _written_out(found: _Phase, scores: Node, mixed: Node) -> Attention:
+    """Attention of two batched products around a softmax."""
+    recording = found.recording
+    samples = recording.samples if scores.batch % recording.samples == 0 else 1
+    kept = found.take_elements((*scores.ins, *mixed.ins))
+    return Attention(
+        heads=scores.batch // samples,
+        kv_heads=scores.batch // samples,
+        qk_dim=scores.sizes[0],
+        v_dim=mixed.sizes[1],
+        causal=False,
+        name="unfused",
+        kept=kept,
+        rows=scores.rows / scores.batch * samples / recording.tokens,
+        reach=scores.sizes[1] * recording.samples / recording.tokens,
+    )
 
 
 def _joined(ops: list[tuple[int, Op]]) -> list[tuple[int, Op]]:
@@ -258,7 +326,7 @@ def _joined(ops: list[tuple[int, Op]]) -> list[tuple[int, Op]]:
         if before is not None:
             sums = {
                 key: getattr(op, key) + getattr(before, key)
-                for key in ("moved", "saves", "saves_apart", "widened", "masks", "kernels")
+                for key in ("moved", "saves", "saves_apart", "widened", "masks", "spread", "kernels")
             }
             op = replace(op, **sums)
         joined[op.name, op.per_choice] = (first, op)
@@ -288,17 +356,18 @@ def _pointwise(found: _Phase, members: list[int], kept: Kept, chosen: int) -> Po
     own = found.per_token(sum(n for key, n in reads.items() if key not in found.recording.parameters))
     # a chain that also reads what is not divided (a residual) is not either
     split: Split = "heads" if all(found.split[i] for i in members) else "sequence"
-    per = max(chosen, 1)
+    times = max(chosen, 1)
     return Pointwise(
         name=_name(nodes),
-        moved=moved // per,
+        moved=per(moved, times),
         split=split,
-        saves=min(kept.elements, own) // per,
-        saves_apart=kept.elements // per,
+        saves=per(min(kept.elements, own), times),
+        saves_apart=per(kept.elements, times),
         kernels=len(nodes),
-        masks=kept.others // per,
+        masks=per(kept.others, times),
         per_choice=chosen,
-        widened=kept.widened // per,
+        widened=per(kept.widened, times),
+        spread=found.per_token(sum(max(node.ins.values()) for node in nodes if "batch_norm" in node.name)),
     )
 
 

@@ -27,17 +27,34 @@ class Matmul:
     ins: int
     outs: int
     split: Split = "none"
-    saves: int = 0
+    saves: float = 0
     """Elements that it keeps per token for the backward pass: its input, where nobody else keeps it."""
     experts: int = 0
     chosen: int = 0
     trained: bool = True
     """False: no product for the weight's gradient, and no input kept."""
+    rows: float = 1.0
+    """Rows per token (and choice): of what is computed once per sample less, of the places of a picture or of a weight
+    that is used several times more."""
+    overlap: float = 1.0
+    """How often it reads an element of its input: windows of a convolution overlap."""
+    own: bool = True
+    """False: its weight is counted elsewhere, or is computed."""
 
     @property
     def params(self) -> int:
         """Elements of the weight (of all experts)."""
-        return self.ins * self.outs * max(self.experts, 1)
+        return self.ins * self.outs * max(self.experts, 1) if self.own else 0
+
+    @property
+    def takes(self) -> float:
+        """Elements of its input per token."""
+        return self.ins * self.rows * max(self.chosen, 1) / self.overlap
+
+    @property
+    def gives(self) -> float:
+        """Elements of its output per token."""
+        return self.outs * self.rows * max(self.chosen, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +70,15 @@ class Attention:
     dropout: bool = False
     name: str = "attention"
     split: Split = "heads"
-    kept: int = 0
+    kept: float = 0
     """Elements per token that a forward was seen to keep; 0: none was seen."""
+    rows: float = 1.0
+    """Queries per token."""
+    reach: float = 1.0
+    """Keys per token of the sequence: of windows less, of an encoder's output other than one."""
 
     @property
-    def saves(self) -> int:
+    def saves(self) -> float:
         """Fused: queries, keys, values and the output (the log-sum-exp is counted in bytes by `plan.memory`)."""
         return self.kept or self.heads * (self.qk_dim + self.v_dim) + self.kv_heads * (self.qk_dim + self.v_dim)
 
@@ -67,24 +88,26 @@ class Pointwise:
     """An operator bound by memory: norm, activation, rotation, residual sum, dropout, router."""
 
     name: str
-    moved: int
+    moved: float
     """Elements read and written in the forward pass, in one kernel."""
     split: Split
-    saves: int = 0
+    saves: float = 0
     """Kept by a fused kernel."""
-    saves_apart: int = 0
+    saves_apart: float = 0
     """Kept where each primitive is a kernel of its own."""
     kernels: int = 1
     """Kernels of the primitives; a fused one is one."""
-    masks: int = 0
+    masks: float = 0
     """Bytes of dropout masks."""
     per_choice: int = 0
     """Experts per token, for an operator on routed tokens: it happens for each choice. 0: once per token."""
     upcast: bool = False
     """The primitives work in fp32: the first `saves` of what they keep has 4 bytes."""
-    widened: int = 0
+    widened: float = 0
     """Bytes that the primitives keep in 16 bits beyond 2 per element of `saves_apart`, read off a forward: copies in
     fp32."""
+    spread: float = 0
+    """Elements of which a batch norm takes statistics, over the rows of all data ranks."""
 
 
 Op = Matmul | Attention | Pointwise
@@ -101,8 +124,13 @@ class Block:
     ops: tuple[Op, ...]
     small: int = 0
     """Norms, and biases that every tp rank holds whole."""
-    width: int = 0
+    width: float = 0
     """Elements of its input per token: what full recompute keeps, and a pipeline sends."""
+    ahead: int = 0
+    """So many of its operators run before the first block of the chain: they are not recomputed with it, and their
+    parameters are the profile's `embedding`."""
+    frozen: int = 0
+    """Parameters without a gradient."""
 
     @cached_property
     def params(self) -> int:
@@ -117,7 +145,7 @@ class Block:
     @cached_property
     def met_params(self) -> int:
         """Parameters that one token meets: all but the experts it is not routed to."""
-        idle = sum(op.ins * op.outs * (op.experts - op.chosen) for op in self.matmuls if op.experts)
+        idle = sum(op.params // op.experts * (op.experts - op.chosen) for op in self.matmuls if op.experts)
         return self.params - idle
 
     @cached_property
@@ -158,6 +186,8 @@ class Profile:
     """Bytes of its buffers, which each rank has whole."""
     given: int = 8
     """Bytes of what its forward is given, per token: of token ids."""
+    frozen: int = 0
+    """Parameters of the embedding without a gradient."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
 
@@ -169,6 +199,13 @@ class Profile:
         """Distinct parameters; a tied head counts once."""
         tied = self.vocab * self.dim if self.tied else 0
         return self.embedding + sum(block.params for block in self.blocks) + self.head.params - tied
+
+    @property
+    def trained(self) -> float:
+        """Share of the parameters that get a gradient."""
+        head = self.head.frozen - (min(self.frozen, self.head.frozen) if self.tied else 0)
+        frozen = self.frozen + head + sum(block.frozen for block in self.blocks)
+        return 1 - frozen / self.num_params if frozen else 1.0
 
     def forward_flops(self, seq_len: int) -> float:
         """Floating point operations of a forward pass per token: 2 per multiply-add, causal attention halved.
@@ -188,18 +225,18 @@ def block_flops(block: Block, seq_len: int) -> float:
     total = 0.0
     for op in block.ops:
         if isinstance(op, Matmul):
-            total += 2.0 * op.ins * op.outs * (op.chosen if op.experts else 1)
+            total += 2.0 * op.ins * op.gives
         elif isinstance(op, Attention):
-            total += attention_flops(op, seq_len)
+            total += op.rows * attention_flops(op, seq_len * op.reach)
     return total
 
 
-def attention_flops(op: Attention, seq_len: int) -> float:
+def attention_flops(op: Attention, seq_len: float) -> float:
     """Operations of one attention per query token: two products over the keys that it sees, on average."""
     return 2.0 * op.heads * (op.qk_dim + op.v_dim) * seen(op, seq_len)
 
 
-def seen(op: Attention, seq_len: int) -> float:
+def seen(op: Attention, seq_len: float) -> float:
     """Keys that a query sees, on average over a sequence."""
     keys = seq_len / 2 if op.causal else float(seq_len)
     if op.window and op.window < seq_len:

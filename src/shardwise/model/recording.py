@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,7 +12,8 @@ from torch import nn
 
 from shardwise.model.profile import Attention
 
-MATMUL = frozenset(("mm", "addmm", "bmm", "baddbmm", "convolution"))
+BEFORE, AFTER = -1, 1 << 30
+"""Phases of a forward that are no block's; a block's phase is its number."""
 
 
 class Call(NamedTuple):
@@ -21,6 +23,8 @@ class Call(NamedTuple):
     given: list[torch.Tensor]
     gave: list[torch.Tensor]
     phase: int
+    flops: int = 0
+    """Of a product, as torch counts them."""
 
 
 @dataclass
@@ -33,8 +37,13 @@ class Node:
     """Storage -> elements read."""
     outs: dict[int, float]
     weight: str = ""
-    rows: int = 0
+    rows: float = 0.0
+    """Of a product, so many of `sizes[0]` elements against a matrix of `sizes`."""
     sizes: tuple[int, int] = (0, 0)
+    batch: int = 1
+    """Products of computed operands in one call."""
+    taken: int = 0
+    """Elements of a product's input."""
     attention: Attention | None = None
     bool_outs: dict[int, int] = field(default_factory=dict)
 
@@ -49,9 +58,12 @@ class Recording:
     """Everything that one forward did."""
 
     tokens: int
+    samples: int
     parameters: dict[int, str]
     """Storage -> name."""
     shapes: dict[str, tuple[int, ...]]
+    frozen: frozenset[str]
+    """Parameters without a gradient."""
     width: int
     """Bytes of an element of what is computed with."""
     nodes: list[Node] = field(default_factory=list)
@@ -64,23 +76,37 @@ class Recording:
     casts: dict[int, int] = field(default_factory=dict)
     """Storage -> the one that it is a copy of in another type: in fp32 throughout the two are one."""
     alive: list[torch.Tensor] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    """Storages that some phase was given: a later one that keeps them too keeps the same bytes."""
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Storage -> what forward was given; a step holds it anyway."""
+    entered: dict[int, int] = field(default_factory=dict)
+    """Block -> elements of its input."""
+    given_out: int = 0
+    """Elements of what forward returns, and a loss takes."""
 
     @classmethod
-    def of(cls, module: nn.Module, tokens: int) -> Recording:
-        """For one forward of a module."""
+    def of(cls, module: nn.Module, shape: tuple[int, int]) -> Recording:
+        """For one forward of a module on so many samples, of so many tokens together."""
         named = dict(module.named_parameters())
         floats = [p.element_size() for p in named.values() if p.is_floating_point()]
         return cls(
-            tokens=tokens,
+            samples=shape[0],
+            tokens=shape[1],
             parameters={key_of(p): name for name, p in named.items()},
             shapes={name: tuple(p.shape) for name, p in named.items()},
+            frozen=frozenset(name for name, p in named.items() if not p.requires_grad),
             width=max(floats, default=4),
         )
 
     def keep(self, tensor: torch.Tensor, phase: int) -> None:
         """Autograd keeps a tensor."""
-        if self.origin(key_of(tensor)) not in self.parameters:
-            self.saved.setdefault(phase, {}).setdefault(key_of(tensor), tensor)
+        key = key_of(tensor)
+        if key in self.inputs and not tensor.is_floating_point():
+            return
+        if self.origin(key) not in self.parameters and key not in self.held:
+            self.held.add(key)
+            self.saved.setdefault(phase, {})[key] = tensor
 
     def operation(self, call: Call) -> None:
         """An operation was run."""
@@ -98,10 +124,9 @@ class Recording:
         node = Node(call.name, call.phase, ins, outs)
         node.bool_outs = {key_of(t): t.numel() for t in new if t.dtype is torch.bool}
         weight = next((t for t in call.given[::-1] if self.name_of(t) and t.dim() > 1), None)
-        if call.name in MATMUL and weight is not None:
-            self._product(node, call, weight)
-        elif call.name in ("bmm", "baddbmm"):
-            node.rows, node.sizes = call.gave[0].shape[0], (call.given[-2].shape[-1], call.given[-1].shape[-1])
+        if call.flops:
+            _product(node, call, weight)
+            node.weight = self.name_of(weight) if weight is not None else ""
         source = node if node.is_matmul else next((self.sources[k] for k in ins if k in self.sources), None)
         if source is not None:
             self.sources.update(dict.fromkeys(outs, source))
@@ -115,20 +140,13 @@ class Recording:
         """The parameter that a tensor is, or is a copy of; empty: none."""
         return self.parameters.get(self.origin(key_of(tensor)), "")
 
-    def _product(self, node: Node, call: Call, weight: torch.Tensor) -> None:
-        node.weight = self.name_of(weight)
-        if call.name == "convolution":
-            node.sizes = (weight.numel() // weight.shape[0], weight.shape[0])
-            node.rows = call.gave[0].numel() // weight.shape[0]
-        else:
-            node.sizes = (weight.shape[-2], weight.shape[-1])
-            node.rows = call.gave[0].numel() // weight.shape[-1]
-
     def attention(self, op: Attention, given: Sequence[torch.Tensor], out: torch.Tensor, phase: int) -> None:
         """Fused attention was called: it keeps what it is given, and its output."""
         self.alive.append(out)
         kept = {key_of(t): t.untyped_storage().nbytes() // t.element_size() for t in (*given, out)}
-        op = replace(op, kept=round(sum(kept.values()) / self.tokens))
+        shape, length = given[0].shape, self.tokens / self.samples
+        rows = math.prod(shape[:-3]) * shape[-2] / self.tokens
+        op = replace(op, kept=per(sum(kept.values()), self.tokens), rows=rows, reach=given[1].shape[-2] / length)
         ins = {key_of(t): float(t.numel()) for t in given}
         self.nodes.append(Node("attention", phase, ins, {key_of(out): float(out.numel())}, attention=op))
 
@@ -143,6 +161,27 @@ class Recording:
         else:
             own = (source.sizes[1] // size - heads) // 2  # one product of queries, keys and values
         return own if 0 < own <= heads and heads % own == 0 else heads
+
+
+def _product(node: Node, call: Call, weight: torch.Tensor | None) -> None:
+    """Sizes of a product with a parameter, or of computed operands, from its operations."""
+    others = [t for t in call.given if t is not weight and t.dim() > 1]
+    if weight is None:
+        node.sizes = (others[-2].shape[-1], others[-1].shape[-1])
+        node.batch = math.prod(call.gave[0].shape[:-2])
+    elif call.name == "convolution":
+        node.sizes = (weight.numel() // weight.shape[0], weight.shape[0])
+    else:
+        node.sizes = (weight.shape[-2], weight.shape[-1])
+    node.rows = call.flops / (2 * node.sizes[0] * node.sizes[1])
+    node.taken = max((t.numel() for t in others), default=0)
+    if call.name == "convolution" and call.gave[0].numel() != node.rows * node.sizes[1]:
+        node.sizes = node.sizes[::-1]  # transposed: its weight has the channels that go in first
+
+
+def per(elements: float, tokens: int) -> float:
+    """Elements per token."""
+    return elements / tokens
 
 
 def key_of(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.findings import nearest
+from shardwise.model.aliases import canonical
 from shardwise.records import RecordError, from_dict, located, read_file
 
 ModelKind = Literal["llama", "gpt", "moe"]
@@ -284,10 +285,10 @@ def preset(name: str) -> ModelSpec:
         UsageError: an unknown name, with the nearest one.
     """
     table = _table()
+    given, name = name, canonical(name, table)  # `meta-llama/Llama-3.1-8B` and the like are `llama-8b`
     if name not in table:
-        raise UsageError(
-            f"model {name!r}: unknown preset; {nearest(name, list(table))} (or give a .toml file of sizes)"
-        )
+        hint = nearest(given.rpartition("/")[2].lower(), list(table))
+        raise UsageError(f"model {given!r}: unknown preset; {hint} (or give a .toml file of sizes)")
     return spec_from_dict(table[name], name=name)
 
 
@@ -306,6 +307,7 @@ def spec_from_dict(data: Mapping[str, Any], *, name: str = "custom") -> ModelSpe
         known = sizes.pop("preset")
         if not isinstance(known, str):
             raise RecordError(("preset",), f"found {known!r}, needed the name of a preset")
+        known = canonical(known, _table())
         if known not in _table():
             raise RecordError(("preset",), f"unknown preset {known!r}; {nearest(known, presets())}")
         base = {"name": known, **_table()[known]}

@@ -97,8 +97,8 @@ def chain_config(source: str) -> PreTrainedConfig:
         found = "an encoder and a decoder" if config.is_encoder_decoder else "a model of pictures"
         raise ModelError(
             f"model {source!r}: found {found} ({config.model_type}), needed one chain of blocks over token ids; to "
-            "train it, write a script for `shardwise run` (sw.apply takes such a model, `shardwise verify` too); to "
-            "plan, give a preset (`vit-l-16`, `bert-large`) or a file of the sizes of its blocks"
+            "train it, write a script for `shardwise run` (sw.apply takes such a model, `shardwise verify` too); "
+            "`shardwise plan` and `estimate` read it as it is"
         )
     return config
 
@@ -131,6 +131,11 @@ def build(config: PreTrainedConfig) -> nn.Module:
     attention = asked if asked == "flex_attention" else "sdpa" if fused else "eager"
     try:
         made: nn.Module = cast(Any, cls)._from_config(own, attn_implementation=attention, dtype=torch.float32)
+    except ImportError as error:
+        raise ConfigError(
+            f"model {PREFIX}{config.model_type}: {cls.__name__} needs a library that is not installed "
+            f"({_on_one_line(error)}); install it, or name a class that does without"
+        ) from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model {PREFIX}{config.model_type}: {cls.__name__} cannot be made of its configuration "
@@ -343,4 +348,4 @@ def _read(path: Path) -> PreTrainedConfig:
 
 def _on_one_line(error: Exception) -> str:
     """The first two lines: a refusal by huggingface_hub has what was refused in one and why in the next."""
-    return " ".join(" ".join(str(error).splitlines()[:2]).split())
+    return " ".join(" ".join(str(error).strip().splitlines()[:2]).split())

@@ -77,7 +77,13 @@ def saved_bytes(block: Block, how: Saving) -> float:
     Source of the count: arXiv:2205.05198, section 4.1, per operator; fused attention keeps its inputs, output and one
     fp32 number per query and head (arXiv:2205.14135).
     """
-    return sum(_saved(op, how) for op in block.ops)
+    return sum(_saved(op, how) for op in block.ops[block.ahead :])
+
+
+@lru_cache(maxsize=4096)
+def saved_ahead(block: Block, how: Saving) -> float:
+    """Bytes per token that is kept of what runs before the first block, whatever is recomputed."""
+    return sum(_saved(op, how) for op in block.ops[: block.ahead])
 
 
 def _saved(op: Op, how: Saving) -> float:
@@ -105,9 +111,9 @@ def _saved_input(op: Matmul, how: Saving) -> float:
 
 
 def _saved_attention(op: Attention, how: Saving) -> float:
-    fused = op.saves * how.width + 4 * op.heads
+    fused = op.saves * how.width + 4 * op.heads * op.rows
     if how.attention in ("unfused", "fused-softmax"):
-        scores = op.heads * how.keys
+        scores = op.heads * op.rows * how.keys * op.reach
         kept = 2 * how.width + 1  # probabilities before and behind dropout, which p = 0 does not save, and its mask
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
@@ -125,12 +131,12 @@ def _shard(op: Pointwise, how: Saving) -> float:
 def kept_outputs(block: Block, how: Saving) -> float:
     """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input."""
     total = block.width * how.residual / (how.tp if how.sequence else 1)
-    for op in block.ops:
+    for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
-            total += op.outs * how.width * max(op.chosen, 1) / shard * how.products
+            total += op.gives * how.width / shard * how.products
         elif isinstance(op, Attention):
-            total += (op.heads * op.v_dim * how.width + 4 * op.heads) / how.tp
+            total += (op.heads * op.v_dim * how.width + 4 * op.heads) * op.rows / how.tp
     return min(total, saved_bytes(block, how))
 
 
@@ -140,19 +146,20 @@ def working_bytes(block: Block, how: Saving) -> float:
     widest = 0.0
     for op in block.ops:
         if isinstance(op, Matmul):
-            outs = op.outs / (how.tp if op.split == "column" else 1)
-            ins = op.ins / (how.tp if op.split == "row" else 1)
-            widest = max(widest, (outs + ins) * how.width * max(op.chosen, 1))
+            outs = op.gives / (how.tp if op.split == "column" else 1)
+            ins = op.takes / (how.tp if op.split == "row" else 1)
+            widest = max(widest, (outs + ins) * how.width)
     return widest
 
 
 def kept_bytes(block: Block, index: int, plan: Plan, how: Saving) -> float:
     """Bytes per token that block `index` of the chain keeps under the plan's recompute."""
+    ahead = saved_ahead(block, how) if block.ahead else 0.0
     if is_recomputed(index, plan):
         if plan.recompute.mode == "ops":
-            return kept_outputs(block, how)
-        return block.width * how.residual / (how.tp if how.sequence else 1)
-    return saved_bytes(block, how)
+            return ahead + kept_outputs(block, how)
+        return ahead + block.width * how.residual / (how.tp if how.sequence else 1)
+    return ahead + saved_bytes(block, how)
 
 
 def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:

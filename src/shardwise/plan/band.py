@@ -1,11 +1,21 @@
-"""How far estimates have been from measurements. The numbers are data: `accuracy.toml`."""
+"""How far estimates were from measurements. The numbers are data: `accuracy.toml`, which `make accuracy` writes."""
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from typing import Any
+
+from shardwise.model.profile import Attention, Profile
+from shardwise.plan.plan import Plan
+
+FEW = 10
+"""Fewer runs of a kind of layout than these give no band of their own."""
+FEW_OF_DEVICE = 5
+"""Fewer runs on a device than these do not count as measurements of it."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +24,10 @@ class Band:
 
     median: float
     p90: float
+    rows: int = 0
+    """Measurements behind it; 0: not said."""
+    caution: str = ""
+    """Where nobody, or hardly anybody, published a run on the device: the errors are then those on others."""
 
     def around(self, value: float) -> tuple[float, float] | None:
         """Where 9 of 10 measurements lay, for an estimate; None: not known."""
@@ -22,19 +36,67 @@ class Band:
     def __str__(self) -> str:
         if not self.p90:
             return "not yet calibrated"
-        return f"half of the measurements within {self.median:.0%}, nine of ten within {self.p90:.0%}"
+        text = f"half of the measurements within {self.median:.0%}, nine of ten within {self.p90:.0%}"
+        return f"{self.caution}; on others {text}" if self.caution else text
 
 
 def band(what: str, device: str) -> Band:
-    """The band of `time` or `memory`, on a cluster's device.
+    """The band of `time` or `memory` on a cluster's device, over all layouts.
 
     >>> band("time", "h100").p90 < band("time", "cpu").p90
     True
+    >>> str(band("time", "trainium2"))[:43]
+    'no measurement of trainium2: its constants '
     """
-    entry = _table().get(f"cpu-{what}" if device.startswith("cpu") else what, _table()[what])
-    return Band(float(entry["median"]), float(entry["p90"]))
+    table, is_cpu = _table(), device.startswith("cpu")
+    found = _band(table.get(f"cpu-{what}" if is_cpu else what, table[what]))
+    runs = sum(table["devices"].get(device, {}).values())
+    if is_cpu or runs >= FEW_OF_DEVICE:
+        return found
+    few = f"only {runs} measurements of {device}" if runs else f"no measurement of {device}: its constants are nominal"
+    return replace(found, caution=few)
+
+
+def band_of_kind(what: str, kind: str) -> Band | None:
+    """The band of layouts of a kind (see `kind_of`), on all devices; None: fewer than `FEW` runs were published."""
+    entry = _table()["kinds"].get(kind, {}).get(what, {})
+    return _band(entry) if entry.get("rows", 0) >= FEW else None
+
+
+def kind_of(plan: Plan, *, experts: bool) -> str:
+    """Kind of layout: the axes in use and how data ranks share.
+
+    >>> kind_of(Plan.parse("pp2 fsdp4 tp2 zero1"), experts=True), kind_of(Plan(), experts=False)
+    ('experts + tp + pp + zero 1', 'one device')
+    """
+    axes = plan.axes
+    parts = ["experts"] if experts else []
+    parts += [name for name in ("tp", "pp", "cp") if getattr(axes, name) > 1]
+    if axes.data > 1:
+        parts.append(f"zero {plan.zero}" if axes.dp_shard > 1 and plan.zero else "replicas")
+    return " + ".join(parts) or "one device"
+
+
+def likeness(plan: Plan, profile: Profile) -> str:
+    """One sentence: how far the estimates of layouts of this plan's kind have been from published runs."""
+    kind = kind_of(plan, experts=profile.experts > 0)
+    said = []
+    for what in ("time", "memory"):
+        found = band_of_kind(what, kind)
+        errors = (
+            f"half within {found.median:.0%}, nine of ten within {found.p90:.0%} of {found.rows:,}" if found else ""
+        )
+        said.append(f"{what} {errors or f'fewer than {FEW}, so nobody knows'}")
+    text = f"published runs laid out as this plan is ({kind}): {'; '.join(said)}"
+    if not any(isinstance(op, Attention) for block in profile.blocks for op in block.ops):
+        text += "; none of them is of a model without attention"
+    return text
+
+
+def _band(entry: Mapping[str, Any]) -> Band:
+    return Band(float(entry["median"]), float(entry["p90"]), int(entry.get("rows", 0)))
 
 
 @cache
-def _table() -> dict[str, dict[str, float]]:
+def _table() -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("shardwise.plan").joinpath("accuracy.toml").read_text(encoding="utf-8"))

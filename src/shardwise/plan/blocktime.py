@@ -133,8 +133,8 @@ def _passes(
 
 
 UPCAST = 9.0
-"""What the primitives of an RMSNorm move over the one kernel that does it, in 16 bits: 36 B per element
-against 4 (to fp32 6, square 8, mean 4, scale 8, back 6, weight 4). In fp32: 28 against 8, as of others with 6 kernels."""
+"""What the primitives of an RMSNorm move over the one kernel that does it, in 16 bits: 36 B per element against
+4 (to fp32 6, square 8, mean 4, scale 8, back 6, weight 4). In fp32: 28 against 8, as of others with 6 kernels."""
 
 
 def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
@@ -145,7 +145,8 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
     if isinstance(op, Matmul):
         return _matmul(op, tokens, setting)
     if isinstance(op, Attention):
-        ahead = attention_time(op, (batch, length // setting.axes.cp, length), tp, device, stack)
+        queries, keys = round(length // setting.axes.cp * op.rows), round(length * op.reach)
+        ahead = attention_time(op, (batch, max(queries, 1), max(keys, 1)), tp, device, stack)
         return ahead, attention_backward(ahead, stack)
     shard = tp if op.split == "heads" or setting.sequence and op.split == "sequence" or op.per_choice else 1
     moved = op.moved * max(op.per_choice, 1) * tokens / shard
@@ -158,6 +159,7 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
 
 def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     axes, device = setting.axes, setting.cluster.device
+    tokens *= op.rows
     ins, outs, rows, groups = op.ins, op.outs, ceil(tokens), 1
     if op.experts:
         local = op.experts / axes.ep

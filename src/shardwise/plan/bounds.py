@@ -18,12 +18,11 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division
-from shardwise.plan.links import collective_time, group_of
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
-from shardwise.plan.timing import HOST_UPDATE, STRAGGLERS
+from shardwise.plan.timing import HOST_UPDATE, STRAGGLERS, Part, Wire
 from shardwise.plan.workload import STATE_BYTES
 
 Upto = tuple[float, ...]
@@ -56,7 +55,7 @@ class Bounds:
     _works: dict[Core, Work] = field(default_factory=dict)
     _saved: dict[Core, tuple[list[Upto], list[float]]] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
-    _sends: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+    _sends: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], Kept] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
@@ -122,17 +121,18 @@ class Bounds:
         """With what data axes send and compute cannot hide, and an offloaded update; `family`: the `flow_time`."""
         seconds, forward, backward = family or self.flow_time(flow)
         pipe, stack = flow.pipe, self.space.stack
-        count, blocks = pipe.micro_batches, max(len(self.space.profile.blocks) // pipe.pp - 1, 0)
+        count, blocks = pipe.micro_batches, self._blocks_of(pipe.pp)
         seconds += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
         owned = self._owned(spread, *self._local(pipe))
         seconds += self._update_of(owned, count, offloaded=spread.offloaded)
-        gather, reduce = self._sent(spread)
+        gather, again, reduce = self._sent(spread)
         hides = stack.overlap_data
         if spread.zero == 3 and pipe.pp > 1 and stack.keeps_shards:
-            exposed = (max(0.0, gather - hides * backward) + stack.gather_wait * blocks) * count
+            exposed = (max(0.0, again - hides * backward) + stack.gather_wait * blocks) * count
             seconds += exposed + max(0.0, reduce - hides * backward)
         elif spread.zero == 3:
-            exposed = max(0.0, gather - hides * forward) + max(0.0, gather + reduce - hides * backward)
+            exposed = max(0.0, gather - hides * forward) + max(0.0, again + reduce - hides * backward)
+            exposed += (gather + reduce) / (len(self.space.profile.blocks) + 1)
             seconds += (exposed + 2 * stack.gather_wait * blocks) * count
         else:
             times = count if spread.zero == 2 and pipe.pp == 1 else 1
@@ -144,7 +144,7 @@ class Bounds:
     def _update_of(self, owned: float, count: int, *, offloaded: bool) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
         cluster, workload = self.space.cluster, self.space.workload
-        traffic = owned * (2 * STATE_BYTES[workload.optimizer] + 16) * workload.trained
+        traffic = owned * (2 * STATE_BYTES[workload.optimizer] + 16) * workload.trained * self.space.profile.trained
         if offloaded:
             moved = owned * 12 * count * (1 - self.space.stack.overlap_data)
             return (traffic / HOST_UPDATE + moved) / cluster.host_bandwidth
@@ -169,7 +169,7 @@ class Bounds:
             sum(count * times[block].again(recompute.mode) for block, count in counts.items())
             for recompute, counts in zip(space.recomputes, self._recomputed, strict=True)
         )
-        shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end)]
+        shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end) if time.forward]
         return Work(
             busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
             head=end.forward + end.backward,
@@ -225,29 +225,29 @@ class Bounds:
             ]
         return self._cuts[key]
 
-    def _sent(self, spread: Spread) -> tuple[float, float]:
-        """Seconds of (one gathering of parameters, one reduction of gradients) of an average rank."""
-        core, key = spread.pipe.core, (spread.pipe.pp, spread.dp_replicate, spread.dp_shard, spread.zero)
-        both = (core.tp, core.cp, core.ep, core.precision, *key)
-        if both not in self._sends:
-            self._sends[both] = self._send(spread)
-        return self._sends[both]
+    def _blocks_of(self, pp: int) -> int:  # at least, on the rank with most parameters
+        return max(len(self.space.profile.blocks) // pp - (pp > 1), 0)
 
-    def _send(self, spread: Spread) -> tuple[float, float]:
-        space, axes = self.space, spread.axes
-        dense, experts = self._local(spread.pipe)
-        width = spread.pipe.core.width
-        gradient = space.stack.reduce_bytes or width
-        data, spare = group_of(axes, "data"), group_of(axes, "expert_data")
-
-        def both(kind: str, size: float) -> float:
-            share, cluster = space.stack.network, space.cluster
-            seconds = collective_time(kind, dense * size, data, cluster, share)
-            return seconds + (collective_time(kind, experts * size, spare, cluster, share) if experts else 0.0)
-
-        if spread.zero:
-            return both("all_gather", width), both("reduce_scatter", gradient)
-        return 0.0, both("all_reduce", gradient)
+    def _sent(self, spread: Spread) -> tuple[float, float, float]:
+        """Seconds on an average rank: (sent once or ahead of a forward pass, gathered for a backward pass, reduced)."""
+        pipe, core, profile = spread.pipe, spread.pipe.core, self.space.profile
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.pp, spread.dp_replicate, spread.dp_shard, spread.zero)
+        if key not in self._sends:
+            plan = Plan(axes=spread.axes, zero=spread.zero, precision=core.precision)  # type: ignore[arg-type]  # 0 to 3
+            (dense, experts), shards = self._local(pipe), core.cp * spread.dp_shard if spread.zero else 1
+            ends, blocks = min(dense, (profile.embedding + profile.head.params) / core.tp), self._blocks_of(pipe.pp)
+            apart = experts if core.ep > 1 else 0.0
+            parts = (
+                Part("data", dense - ends + experts - apart, max(blocks, 1), 1, shards),
+                Part("data", ends, 1, 1, shards, True),
+                Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep)),
+            )
+            wire = Wire(plan, self.space.stack, self.space.cluster, parts)
+            sums = wire.time("reduce_scatter" if spread.zero else "all_reduce", wire.gradient)
+            ahead, again = (wire.time("all_gather", core.width, again=each) for each in (False, True))
+            once = (ahead if spread.zero else 0.0) + (wire.across() if spread.zero < 3 else 0.0)
+            self._sends[key] = once, again, sums
+        return self._sends[key]
 
     # ------------------------------------------------------------ memory
 

@@ -31,6 +31,8 @@ class Stage:
         return tuple(Counter(self.blocks).items())
 
 
+STAGES = 8
+"""The most stages on a rank that looped schedules are tried with."""
 Ranks = tuple[tuple[Stage, ...], ...]
 """Stages of each rank of the `pp` axis, in the order of the chain."""
 
@@ -243,3 +245,16 @@ def split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
             for end in range(part + 1, len(costs) + 1)
         }
     return best[len(costs)][2]
+
+
+def loops_of(blocks: int, pp: int) -> list[int]:
+    """Stages on a rank that looped schedules are tried with: divisors of its blocks, powers of two, up to `STAGES`.
+
+    Of blocks that `pp` does not divide, the rank with most of them counts.
+
+    >>> loops_of(48, 4), loops_of(126, 16)
+    ([2, 3, 4, 6, 8], [2, 4])
+    """
+    least, most = blocks // pp, -(-blocks // pp)
+    divides = {number for number in range(2, STAGES + 1) if most % number == 0}
+    return [number for number in sorted(divides | {2, 4, 8}) if number <= least]

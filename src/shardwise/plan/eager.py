@@ -25,25 +25,34 @@ class Local(NamedTuple):
     """Bytes of an element."""
     divided: bool
     """Sequences are divided over ranks."""
+    synchronised: bool = False
+    """Batch norms are Shardwise's own, over the rows of all data ranks."""
 
 
 def local_of(plan: Plan) -> Local:
     """The same for all blocks of a plan."""
     axes = plan.axes
-    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1)
+    norms = axes.data * axes.cp > 1 or axes.pp > 1 or plan.mixed
+    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms)
 
 
 @lru_cache(maxsize=4096)
 def kept_by(block: Block, local: Local) -> float:
     """Bytes per token that a block keeps for its backward pass."""
-    return sum(kept_op(op, local) for op in block.ops)
+    return sum(kept_op(op, local) for op in block.ops[block.ahead :])
+
+
+@lru_cache(maxsize=4096)
+def kept_ahead(block: Block, local: Local) -> float:
+    """Bytes per token that is kept of what runs before the first block."""
+    return sum(kept_op(op, local) for op in block.ops[: block.ahead])
 
 
 def kept_op(op: Op, local: Local) -> float:
     """Bytes per token that an operator keeps."""
-    tp, sequence, ep, width, divided = local
+    tp, _, ep, width, divided, _ = local
     if isinstance(op, Attention):  # of ours keys and values are repeated for every query head
-        whole = (op.kept or op.heads * (2 * op.qk_dim + 2 * op.v_dim)) * width + 4 * op.heads
+        whole = (op.kept or op.heads * (2 * op.qk_dim + 2 * op.v_dim)) * width + 4 * op.heads * op.rows
         copied = op.heads * op.v_dim * width + op.heads * 4 if divided else 0.0  # ours gives another layout, and merges
         tables = op.qk_dim * 4.0 if divided else 0.0  # of positions that are given
         return (whole + copied) / tp + tables
@@ -55,7 +64,7 @@ def kept_op(op: Op, local: Local) -> float:
 
 
 def _kept_apart(op: Pointwise, local: Local) -> float:
-    tp, sequence, ep, width, _ = local
+    tp, sequence, ep, width, _, synchronised = local
     choices = max(op.per_choice, 1)
     if op.name == "qk-norm":
         return op.saves_apart * max(width, 4.0) / tp
@@ -63,7 +72,7 @@ def _kept_apart(op: Pointwise, local: Local) -> float:
         shard = tp if sequence else 1
         if op.upcast:  # RMSNorm computes in fp32
             return (op.saves_apart * max(width, 4.0) + 4) / shard
-        if op.kernels == 1 and not op.widened:  # LayerNorm: its input, mean and deviation
+        if op.kernels == 1 and op.saves == op.saves_apart:  # LayerNorm: its input, mean and deviation
             return (op.saves_apart * width + 8) / shard
     if op.name == "combine":  # the results, and the same in the places of their tokens
         return 2 * op.saves_apart * width * choices / tp
@@ -71,6 +80,8 @@ def _kept_apart(op: Pointwise, local: Local) -> float:
         return op.saves_apart * 4.0 / (tp if sequence else 1)
     wide = op.widened if width < 4 else 0
     shard = tp if op.split == "heads" or op.per_choice else 1
+    if synchronised and op.spread:  # ours keeps centred, centred and scaled elements in fp32, not the input
+        wide += op.spread * (3 * max(width, 4.0) - width)
     return (op.saves_apart * width + wide + op.masks) * choices / shard
 
 
@@ -82,12 +93,14 @@ def working_in(block: Block, local: Local) -> float:
     Where sequences are sharded, a product's input is gathered again for the gradient of its weight, and the gradient of
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
-    tp, sequence, _, width, _ = local
+    tp, sequence, _, width, _, synchronised = local
+    if synchronised and (spread := max((op.spread for op in block.ops if isinstance(op, Pointwise)), default=0)):
+        return 3 * spread * max(width, 4.0)
     hidden, last = _before_last_product(block)
     if hidden is None or last is None:
-        return 2 * block.width * width
+        return max((op.takes + op.gives for op in block.matmuls), default=2 * block.width) * width
     # swiglu: three gradients, less the input of the product; of relu that is needed still
-    inner = (hidden.saves or 2 * last.ins) * max(hidden.per_choice, 1) / tp
+    inner = (hidden.saves * max(hidden.per_choice, 1) or 2 * last.takes) / tp
     stream = 0.0 if hidden.per_choice else (2 + 2 / tp) * block.width if sequence else block.width
     return (inner + stream) * width
 
@@ -107,15 +120,15 @@ def _before_last_product(block: Block) -> tuple[Pointwise | None, Matmul | None]
 @lru_cache(maxsize=4096)
 def outputs_of(block: Block, local: Local) -> tuple[float, float]:
     """Per-operator recompute: bytes per token kept, and those of them that backward has twice or has used up."""
-    tp, sequence, _, width, _ = local
+    tp, sequence, _, width, *_ = local
     stream = block.width * width / (tp if sequence else 1)
     kept = used = stream
-    for op in block.ops:
+    for op in block.ops[block.ahead :]:
         if isinstance(op, Attention):
-            share = (op.heads * op.v_dim * width + 4 * op.heads) / tp
+            share = (op.heads * op.v_dim * width + 4 * op.heads) * op.rows / tp
             kept, used = kept + share, used + share
         elif isinstance(op, Matmul):
-            share = op.outs * width * max(op.chosen, 1) / (tp if op.split == "column" else 1)
+            share = op.gives * width / (tp if op.split == "column" else 1)
             kept += share
             used += share if op.name != "down" else 0.0
     return kept, used
@@ -125,5 +138,5 @@ def outputs_of(block: Block, local: Local) -> tuple[float, float]:
 def deferred_in(block: Block, local: Local) -> float:
     """Bytes per token of gradients that wait for the weights' part of a divided backward: of each product's output."""
     tp = local.tp
-    outs = sum(op.outs * max(op.chosen, 1) / (tp if op.split == "column" else 1) for op in block.matmuls)
+    outs = sum(op.gives / (tp if op.split == "column" else 1) for op in block.matmuls)
     return (outs + block.width) * local.width

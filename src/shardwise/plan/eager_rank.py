@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.eager import Local, deferred_in, kept_by, kept_op, local_of, outputs_of, working_in
+from shardwise.plan.eager import Local, deferred_in, kept_ahead, kept_by, kept_op, local_of, outputs_of, working_in
 from shardwise.plan.messages_data import is_replicated, uses_fully_shard
 from shardwise.plan.moments import Moment, moments_of
 
@@ -28,6 +28,28 @@ def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states:
     return job.pipelined(moments_of(plan.schedule.kind, *shape)[rank])
 
 
+def frozen_outside(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Parameters of some stages without a gradient, outside blocks."""
+    profile, first = division.profile, any(stage.first for stage in stages)
+    tied = profile.frozen if profile.tied and first else 0  # they count once
+    head = profile.head.frozen - min(tied, profile.head.frozen) if any(stage.last for stage in stages) else 0
+    return profile.frozen * first + head
+
+
+def trained_share(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Share of the parameters of some stages that get a gradient."""
+    frozen = frozen_outside(division, stages)
+    frozen += sum(block.frozen * count for stage in stages for block, count in stage.counts)
+    if not frozen:
+        return 1.0
+    whole = sum(block.params * count for stage in stages for block, count in stage.counts)
+    outside = division.embedding * any(stage.first for stage in stages)
+    if any(stage.last for stage in stages):
+        tied = division.profile.tied and any(stage.first for stage in stages)
+        outside += division.profile.head.params - (division.embedding_table if tied else 0.0)
+    return 1 - frozen / (whole + outside)
+
+
 class _Rank:
     """Sizes of one rank, and its moments."""
 
@@ -35,12 +57,13 @@ class _Rank:
         self.division, self.stages, self.plan = division, stages, division.plan
         self.local = local_of(division.plan)
         self.width, self.tokens = self.local.width, division.tokens
-        self.gradients = states.pop("gradients")
-        whole = division.whole(stages)
+        trained, whole = trained_share(division, stages), division.whole(stages)
+        self.gradients = states.pop("gradients") * trained
+        states["optimizer"] *= trained
         self.engine = uses_fully_shard(self.plan)
         several = self.plan.batch.micro_batches > 1
         if self.plan.axes.pp > 1 and self.engine and several:  # nothing is reduced before the last micro-batch
-            self.gradients = whole * (4.0 if self.width < 4 else self.width)
+            self.gradients = whole * trained * (4.0 if self.width < 4 else self.width)
         if is_replicated(self.plan) and several:  # what is summed without a reduction, beside the buckets
             self.gradients *= 2
         self.accumulates = several or is_replicated(self.plan)
@@ -50,6 +73,7 @@ class _Rank:
         self.inner = sum(sizes[block] for _, block in self.blocks)
         self.largest = max(sizes.values(), default=0.0)
         self.outside = whole - self.inner
+        self.moving = self.outside - frozen_outside(division, stages)
         self.is_last = any(stage.last for stage in stages)
         self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
 
@@ -58,6 +82,10 @@ class _Rank:
     def params(self, block: Block) -> float:
         """Local parameters of a block, before data axes shard them."""
         return self.division.dense(block) + self.division.experts(block)
+
+    def trained(self, block: Block) -> float:
+        """Those of `params` that get a gradient."""
+        return self.params(block) * (1 - block.frozen / block.params) if block.frozen else self.params(block)
 
     def inputs(self) -> float:
         """What is given and labels of the whole step; with `cp` the whole sequences too, and positions."""
@@ -90,11 +118,12 @@ class _Rank:
 
     def kept(self, index: int, block: Block) -> float:
         """Bytes that a block keeps of one micro-batch."""
+        ahead = kept_ahead(block, self.local) * self.tokens if block.ahead else 0.0
         if not is_recomputed(index, self.plan):
-            return kept_by(block, self.local) * self.tokens
+            return ahead + kept_by(block, self.local) * self.tokens
         if self.plan.recompute.mode == "ops":
-            return outputs_of(block, self.local)[0] * self.tokens
-        return self.stream(block)
+            return ahead + outputs_of(block, self.local)[0] * self.tokens
+        return ahead + self.stream(block)
 
     def again(self, index: int, block: Block) -> float:
         """Bytes that a recomputed block has beside what it kept."""
@@ -107,8 +136,7 @@ class _Rank:
 
     def head(self) -> float:
         """Bytes that the last norm and the head keep of one micro-batch, without logits."""
-        norm = kept_op(self.division.profile.head.ops[0], Local(1, False, 1, self.width, False))
-        return (norm + self.division.profile.dim * self.width) * self.tokens
+        return kept_by(self.division.profile.head, Local(1, False, 1, self.width, False)) * self.tokens
 
     def logit(self) -> float:
         """Number of logits of one micro-batch on this rank."""
@@ -123,13 +151,15 @@ class _Rank:
 
     def fresh(self, block: Block) -> float:
         """Bytes of the gradients that are there at a block's largest moment: the head's, and of its last weight."""
-        head = self.division.dense(self.division.profile.head) if self.is_last else 0.0
+        head = self.trained(self.division.profile.head) if self.is_last else 0.0
         return (head + self.row(block)) * self.width
 
     def row(self, block: Block) -> float:
         """Elements of the block's last weight."""
         tp = self.plan.axes.tp
-        return max((op.ins * op.outs / tp for op in block.matmuls if op.split == "row" and not op.experts), default=0.0)
+        dense = [op for op in block.matmuls if not op.experts and op.trained]
+        rows = [op for op in dense if op.split == "row"]
+        return max((op.params / tp for op in rows or dense), default=0.0)
 
     # ---------------------------------------------------------------- without a pipeline
 
@@ -137,7 +167,7 @@ class _Rank:
         """At the loss, at the last, the last but one and the first block, and at the update."""
         pending = self.gradients if self.accumulates else 0.0
         waits = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
-        left = self.outside * 4.0 if waits else 0.0  # the last reduction of the micro-batch before is still held
+        left = self.moving * 4.0 if waits else 0.0  # the last reduction of the micro-batch before is still held
         kept = [self.kept(index, block) for index, block in self.blocks]
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
@@ -154,13 +184,13 @@ class _Rank:
     def at_block(self, place: int, left: float) -> Terms:
         """While the block at this place of the rank's runs backward; those behind it are done."""
         index, block = self.blocks[place]
-        done = sum(self.params(b) for _, b in self.blocks[place + 1 :])
+        done = sum(self.trained(b) for _, b in self.blocks[place + 1 :])
         new = self.row(block) * self.width if self.accumulates else self.fresh(block)
         if self.engine:
             new = self.fresh(block) + left
             if not self.accumulates:
                 new += done * 4.0 / (self.division.shards if self.plan.zero else 1)
-            new += self.params(block) * 4.0 * (done > 0)  # the reduction of the block behind is held
+            new += self.trained(block) * 4.0 * (done > 0)  # the reduction of the block behind is held
         elif not self.accumulates:
             new += done * self.width
         working = working_in(block, self.local) * self.tokens + self.again(index, block)

@@ -54,11 +54,46 @@ def group_of(axes: Axes, axis: str) -> Group:
     raise AssertionError(axis)
 
 
+HOP = 0.25
+"""A step inside a node, over a step between nodes, of a ring through several. NCCL's tuner: 3.4 us of NVLink, or 3 of
+the network's proxy, beside 14 of InfiniBand. With EFA, tensor parallelism over two and four nodes shows 0.2 to 0.3."""
+SWITCHED = 72
+"""Devices of the largest fast domain that is a switch, as NVLink's are. Larger ones are tori (slices of TPUs), whose
+rings run along one axis after the other."""
+
+
+def ring_latency(group: Group, cluster: Cluster) -> float:
+    """Seconds of the steps of a ring through a group, whatever is sent.
+
+    A ring crosses from node to node once per node, and stays inside for the other steps: `nsteps - nInterSteps` of
+    them in `ncclTopoTuneModel` of NCCL (src/graph/tuning.cc); see arXiv:2507.04786, section 5. In a torus, one ring per
+    axis: Chan et al. (2007), section 7; of two axes, as of the slices with fewest.
+    """
+    ranks, inside = group.size, group.inside(cluster)
+    if inside == ranks:
+        steps = ranks - 1.0 if cluster.domain <= SWITCHED else 2 * (ranks**0.5 - 1)
+        return steps * cluster.local.latency
+    domains = ranks / inside
+    return (domains - 1 + HOP * (ranks - domains)) * cluster.network.latency
+
+
+def _tree_latency(group: Group, cluster: Cluster) -> float:
+    """The same of a double binary tree over nodes, with a chain through each: up and down (NCCL's tuner, as above)."""
+    ranks, inside = group.size, group.inside(cluster)
+    if inside == ranks:
+        return 4 * log2(ranks) * cluster.local.latency
+    return 2 * (log2(ranks / inside) + HOP * (inside - 1)) * cluster.network.latency
+
+
 @lru_cache(maxsize=65536)
 def collective_time(kind: str, size: float, group: Group, cluster: Cluster, share: float = 1.0) -> float:
     """Seconds of a collective of `size` bytes: the whole tensor, gathered or to be reduced, on each rank.
 
     `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the bandwidth that it gets.
+
+    Gathers and reduce-scatters are rings, an all-reduce is a ring or a tree, whichever is faster: latency and transfer
+    add up, as in NCCL's tuner. From 2.23 on it has trees for the first two as well (PAT, arXiv:2506.20252), in groups
+    with one rank per node; they are not counted.
     """
     ranks, inside = group.size, group.inside(cluster)
     if ranks == 1 or size <= 0:
@@ -77,8 +112,12 @@ def collective_time(kind: str, size: float, group: Group, cluster: Cluster, shar
         here = size * (inside - 1) / ranks
         seconds = max(out / (network.bandwidth * share), here / (local.bandwidth * share))
         return seconds + latency * (1 + log2(ranks))
-    ring = (ranks - 1) * latency + part / wide
+    ring = ring_latency(group, cluster) + part / wide
     if kind in ("all_gather", "reduce_scatter"):
         return ring
-    tree = 2 * log2(ranks) * latency * 2 + 2 * size / (wide * 0.9)
-    return min(2 * ring, tree)
+    return min(2 * ring, _tree_latency(group, cluster) + 2 * size / (wide * 0.9))
+
+
+def messages_time(kind: str, size: float, count: int, group: Group, cluster: Cluster, share: float = 1.0) -> float:
+    """Seconds of `count` collectives that carry `size` bytes together: each pays its latency."""
+    return count * collective_time(kind, size / count, group, cluster, share) if count else 0.0

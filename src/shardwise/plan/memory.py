@@ -69,8 +69,8 @@ class Memory:
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that needs the most."""
-        return max(self.stages, key=lambda stage: stage.allocated)
+        """The rank that needs the most of the allocator: of two with as many live tensors, the one with more holes."""
+        return max(self.stages, key=self.reserved_of)
 
     @property
     def allocated(self) -> float:
@@ -204,20 +204,22 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     if workload.trained < 1:  # adapters: frozen weights need neither fp32 nor a master copy
         trained = whole * workload.trained
         return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}
+    share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
+    summed, updated = summed * share, owned * share
     low = width < 4
     pure = plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
-        return {"weights": kept * width, "gradients": summed * width, "optimizer": owned * state}
+        return {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
-        gradients = summed * width + owned * 4.0
-        return {"weights": kept * width, "master": owned * 4.0, "gradients": gradients, "optimizer": owned * state}
+        gradients = summed * width + updated * 4.0
+        return {"weights": kept * width, "master": updated * 4.0, "gradients": gradients, "optimizer": updated * state}
     return {
         "weights": kept * (width if master else max(width, 4.0)),
-        "master": owned * 4.0 if master else 0.0,
+        "master": updated * 4.0 if master else 0.0,
         "gradients": summed * (stack.grad_bytes if low else width)
-        + (whole * width if low and _spares(plan, stack) else 0.0),
-        "optimizer": owned * state,
+        + (whole * share * width if low and _spares(plan, stack) else 0.0),
+        "optimizer": updated * state,
     }
 
 

@@ -7,16 +7,26 @@ from html import escape
 from math import log
 
 from shardwise.hardware.cluster import GIB, Cluster
+from shardwise.plan.band import likeness
 from shardwise.plan.memory import Memory
-from shardwise.plan.plan import AXES, ZERO_BUBBLE, Plan
-from shardwise.plan.repair import change
-from shardwise.plan.schedule import table_of
+from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.search import Candidate, Search
-from shardwise.plan.simulate import Costs, simulate
+from shardwise.plan.timeline import Timeline, timeline_of
 
 COLOURS = ("#3b7dd8", "#2aa198", "#7cb342", "#e0a526", "#d9633b", "#b34fa0", "#6a5acd", "#8d9aa8", "#c0392b", "#16a085")
-FORWARD, BACKWARD, SPLIT = "#3b7dd8", "#2aa198", "#7cb342"
-EXPOSED, HIDDEN, OTHER = "#d9633b", "#e8c39e", "#8d9aa8"
+FORWARD, EXPOSED, OTHER, BUBBLE = "#3b7dd8", "#d9633b", "#8d9aa8", "rgba(140,154,168,.18)"
+STEP = {
+    "forward": (FORWARD, "forward"),
+    "recompute": ("#b34fa0", "recompute"),
+    "backward": ("#2aa198", "backward"),
+    "weights": ("#7cb342", "backward: gradients of weights, within it"),
+    "exposed": (EXPOSED, "exposed communication"),
+    "hidden": ("#e8c39e", "hidden communication, behind compute"),
+    "bubble": (BUBBLE, "idle: bubble and sends"),
+    "optimizer": ("#e0a526", "optimizer"),
+    "other": (OTHER, "other"),
+}
+"""Kind of a piece of the step -> colour and name."""
 WIDTH = 960
 MOST_RANKS = 16
 
@@ -72,70 +82,59 @@ def memory_picture(memory: Memory, names: Sequence[str]) -> str:
 
 
 def step_picture(found: Search, chosen: Candidate) -> str:
-    """The pipeline's schedule where there is one, and below it the step by what is exposed and what is hidden."""
-    parts: list[str] = []
-    keys = [(FORWARD, "compute, forward"), (BACKWARD, "compute, backward"), (EXPOSED, "exposed communication"),
-            (HIDDEN, "hidden communication"), (OTHER, "bubble, optimizer, other")]  # fmt: skip
-    y = 8.0
-    if chosen.plan.axes.pp > 1:
-        y = _pipeline(parts, chosen, y)
-        if chosen.plan.schedule.kind in ZERO_BUBBLE:
-            keys.insert(2, (SPLIT, "compute, gradients of weights"))
-    y = _step_bar(parts, chosen, y + 8)
-    legend = "".join(f'<span class="key">{_square(colour)} {escape(name)}</span>' for colour, name in keys)
-    return _svg(y + 10, parts, "timeline of one step") + f"<p>{legend}</p>"
+    """Per rank a lane of compute and, where anything is sent, one of communication; then seconds by what they are."""
+    step = timeline_of(found.space, chosen)
+    plan, total = chosen.plan, len(step.lanes)
+    lanes = step.lanes if total <= MOST_RANKS else (*step.lanes[:8], *step.lanes[-8:])
+    tall, low = (30, 22) if plan.axes.pp == 1 else (14, 6)
+    sends = any(lane.sent for lane in lanes)
+    scale, y, parts = (WIDTH - 100.0) / step.end, 8.0, list[str]()
+    for lane in lanes:
+        parts.append(_text(80, y + tall / 2 + 4, f"rank {lane.rank}" if plan.axes.pp > 1 else "compute", "end"))
+        rows = [(lane.compute, y, tall), (lane.sent, y + tall + 1, low)] if sends else [(lane.compute, y, tall)]
+        if sends and plan.axes.pp == 1:
+            parts.append(_text(80, y + tall + low / 2 + 5, "sent", "end", True))
+        for pieces, top, height in rows:
+            parts.append(_rect(90, top, step.end * scale, height, BUBBLE))
+            for start, end, kind, what in pieces:
+                width = max((end - start) * scale - 0.3, 0.0)
+                parts.append(
+                    _rect(90 + start * scale, top, width, height, STEP[kind][0], f"{what}: {end - start:.4g} s")
+                )
+        y += tall + (low + 1 if sends else 0) + 5
+    parts.append(_text(90, y + 10, "0 s", soft=True))
+    parts.append(_text(WIDTH - 10, y + 10, f"{step.end:.3g} s", "end", True))
+    parts.append(_text(WIDTH / 2, y + 10, _drawn(plan, step, chosen), "middle", True))
+    return _svg(y + 20, parts, "timeline of one step") + _step_legend(step) + f"<p>{escape(_how_far(found, plan))}</p>"
 
 
-def _pipeline(parts: list[str], chosen: Candidate, y: float) -> float:
-    """Every action of some ranks, to the scale of the simulated schedule; idle time is the bubble."""
-    plan, step = chosen.plan, chosen.time
-    busy = [seconds / max(plan.batch.micro_batches, 1) / plan.schedule.stages for seconds in step.stages]
-    stages = plan.axes.pp * plan.schedule.stages
-    one = [busy[stage % plan.axes.pp] if len(busy) == plan.axes.pp else 1.0 for stage in range(stages)]
-    costs = Costs.of_stages([t / 3 for t in one], [t / 3 for t in one], [t / 3 for t in one])
-    count, most = plan.batch.micro_batches, 4 * plan.axes.pp  # a multiple of pp suits every schedule
-    bubble = simulate(table_of(plan), costs).bubble
-    drawn = change(plan, batch__micro_batches=most) if count > most else plan
-    timeline = simulate(table_of(drawn), costs)
-    ranks = timeline.ranks if len(timeline.ranks) <= MOST_RANKS else (*timeline.ranks[:8], *timeline.ranks[-8:])
-    scale = (WIDTH - 100.0) / timeline.total
-    for row, spans in enumerate(ranks):
-        top = y + row * 20
-        place = row if len(timeline.ranks) <= MOST_RANKS or row < 8 else len(timeline.ranks) - 16 + row
-        parts.append(_text(80, top + 12, f"rank {place}", "end"))
-        parts.append(_rect(90, top, timeline.total * scale, 16, "rgba(140,154,168,.18)"))
-        for action, start, end in spans:
-            colour = {"F": FORWARD, "W": SPLIT}.get(action.work, BACKWARD)
-            parts.append(_rect(90 + start * scale, top, (end - start) * scale - 0.4, 16, colour, str(action)))
-    shown = f"drawn with {most} of the {count} micro-batches; " if drawn is not plan else ""
-    text = f"{shown}with all of them a rank waits {bubble:.1%} of the time on average (the bubble)"
-    parts.append(_text(90, y + len(ranks) * 20 + 12, text, soft=True))
-    return y + len(ranks) * 20 + 20
+def _drawn(plan: Plan, step: Timeline, chosen: Candidate) -> str:
+    """What of the micro-batches is drawn, and how much of a pipeline's time is lost to waiting."""
+    count, busy = plan.batch.micro_batches, chosen.time.stages
+    if plan.axes.pp == 1:
+        return "" if count == 1 else f"{count} micro-batches"
+    whole = max(busy) + chosen.time.terms.get("pipeline", 0.0)
+    waits = f"a rank waits {1 - sum(busy) / len(busy) / whole:.1%} of the pipeline's time on average"
+    return f"{waits}; drawn with {step.drawn} of the {count} micro-batches" if step.drawn < count else waits
 
 
-def _step_bar(parts: list[str], chosen: Candidate, y: float) -> float:
-    """The slowest rank's step: each term where it adds to the step, hidden communication in a lane below."""
-    step = chosen.time
-    scale, x = (WIDTH - 100.0) / step.total, 90.0
-    parts.append(_text(80, y + 15, "step", "end"))
-    kinds = {"compute": FORWARD, "recompute": BACKWARD}
-    sent = ("tensor", "context", "expert", "data", "stall")
-    for name, seconds in step.terms.items():
-        colour = kinds.get(name, EXPOSED if name in sent else OTHER)
-        pieces = [(FORWARD, seconds / 3), (BACKWARD, seconds * 2 / 3)] if name == "compute" else [(colour, seconds)]
-        for fill, value in pieces:
-            parts.append(_rect(x, y, value * scale - 0.6, 22, fill, f"{name}: {seconds:.4g} s"))
-            x += value * scale
-    parts.append(_text(80, y + 41, "hidden", "end"))
-    x = 90.0
-    for name, seconds in step.hidden.items():
-        if seconds > 0:
-            width = min(seconds * scale, WIDTH - 10 - x)
-            parts.append(_rect(x, y + 28, width, 16, HIDDEN, f"{name}: {seconds:.4g} s behind compute"))
-            x += width
-    parts.append(_text(90, y + 60, "0 s", soft=True))
-    parts.append(_text(WIDTH - 10, y + 60, f"{step.total:.3g} s", "end", True))
-    return y + 66
+def _step_legend(step: Timeline) -> str:
+    """Each colour with its seconds on the slowest rank, over all micro-batches."""
+    keys = []
+    for kind, (colour, name) in STEP.items():
+        terms = {what: seconds for what, (of, seconds) in step.seconds.items() if of == kind}
+        if kind == "weights" and any(p.kind == kind for lane in step.lanes for p in lane.compute):
+            keys.append(f'<span class="key">{_square(colour)} {name}</span>')
+        if terms or kind in ("exposed", "hidden", "bubble"):
+            each = ", ".join(f"{what.split(',')[0]} {seconds:.3g} s" for what, seconds in terms.items())
+            more = f" ({each})" if each and (len(terms) > 1 or kind in ("exposed", "hidden", "other")) else ""
+            text = f"{name} {sum(terms.values()):.3g} s{more}"
+            keys.append(f'<span class="key">{_square(colour)} {escape(text)}</span>')
+    return f"<p>{' '.join(keys)}</p>"
+
+
+def _how_far(found: Search, plan: Plan) -> str:
+    return f"How far off such estimates were: {likeness(plan, found.space.profile)}."
 
 
 def front_picture(found: Search) -> str:

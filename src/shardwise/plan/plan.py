@@ -23,6 +23,8 @@ from shardwise.records import RecordError, as_dict, from_dict, located, read_fil
 
 FORMAT = 1
 """Version of the plan's TOML and JSON form."""
+MADE_FOR = "made_for"
+"""A table of a plan's file that is no part of the plan: what it was made for, see `cli.made_for`."""
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first; the world size is their product."""
@@ -148,8 +150,7 @@ class Recompute:
     """Which activations are recomputed in the backward pass in place of being kept."""
 
     mode: RecomputeMode = "none"
-    """none; every block; every n-th block; a ratio of the blocks; per-op selective in every block
-    (matmuls and attention are kept, the rest is recomputed)."""
+    """none; all blocks; every n-th; a ratio of them; ops: in all blocks, all but matmuls and attention."""
     every: int = 1
     """Mode `every`: blocks 0, every, 2 x every, ..."""
     ratio: float = 1.0
@@ -224,8 +225,7 @@ class Context:
     """How the `cp` axis is used."""
 
     kind: ContextKind = "ring"
-    """How attention sees the whole sequence: keys and values go around a ring, are gathered, or are exchanged for
-    heads (all-to-all)."""
+    """How attention sees the whole sequence: keys and values go around a ring or are gathered, or all-to-all."""
     balance: BalanceKind = "zigzag"
     """Which part of the sequence a rank holds: an early and a late piece (equal work under a causal mask), or one."""
 
@@ -365,7 +365,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_dict`; missing keys take their defaults.
+        """The inverse of `to_dict`; missing keys take their defaults, and `made_for` is left to who asks for it.
 
         Raises:
             ConfigError: an unknown key with the nearest one, a wrong type, or an unknown `format`.
@@ -373,7 +373,7 @@ class Plan:
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"plan: found {type(data).__name__}, needed a table of keys")
-        rest = dict(data)
+        rest = {key: value for key, value in data.items() if key != MADE_FOR}
         found = rest.pop("format", FORMAT)
         if found != FORMAT or isinstance(found, bool):
             raise RecordError(("format",), f"found {found!r}, this version reads format {FORMAT}; plan again")

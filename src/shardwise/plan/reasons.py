@@ -110,6 +110,8 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     row = space.broken(plan)
     if row:
         return f"{label}: refused ({row})"
+    if plan.axes.pp * plan.schedule.stages > len(space.profile.blocks):
+        return f"{label}: more stages than blocks"
     device = space.cluster.device
     try:
         workload = space.workload_of(plan)

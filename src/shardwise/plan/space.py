@@ -21,10 +21,12 @@ from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import Saving, compute_width, saving_of
 from shardwise.plan.constraints import ROWS
+from shardwise.plan.division import loops_of
 from shardwise.plan.plan import (
     LOOPED,
     SCHEDULES,
     V_SHAPED,
+    ZERO_BUBBLE,
     Axes,
     Batch,
     Context,
@@ -42,10 +44,12 @@ from shardwise.plan.repair import Case, divisors
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.workload import Workload
 
-STAGES_PER_RANK = (2, 4, 8)
-"""Stages on a rank that looped schedules are tried with."""
 EVERY = (4, 3, 2)
+"""Of so many blocks one is recomputed: a dial that is not searched in full."""
 RATIOS = (0.75,)
+"""Shares of the blocks that are recomputed: another."""
+
+RECIPES: tuple[Float8Kind, ...] = ("rowwise-hp", "rowwise", "tensorwise")
 
 OPT_IN: dict[str, str] = {
     "fp8": "matrix products in float8, which change the numbers",
@@ -61,6 +65,13 @@ FEATURES: tuple[str, ...] = (
     "accumulation", "compile", "ring", "gather", "ulysses", *SCHEDULES,
 )  # fmt: skip
 """What `forbid` may name, beside what `allow` may."""
+
+
+FLOW_ROWS = frozenset({
+    "pp.micro-batches", "pp.zero-bubble-recompute-ops", "pp.zero-bubble-reshard", "recompute.ops-nested",
+    "fp8.context", "fp8.precision",
+})  # fmt: skip
+"""Rows that look at nothing of a plan but what `Space.refuses` names, so that one answer holds for all such plans."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -194,6 +205,22 @@ class Space:
             if hit is not None and hit.severity == "error":
                 yield row.id
 
+    def refuses(self, flow: Flow, zero: int = 0) -> str:
+        """Id of a row of `FLOW_ROWS` that refuses a flow with such a `zero`; empty: none does."""
+        core, pp = flow.pipe.core, flow.pipe.pp
+        zero = zero if flow.schedule.kind in ZERO_BUBBLE else 0  # those rows alone look at it
+        facts = (core.cp > 1, core.ep > 1, core.precision, core.float8, self.recomputes[flow.policy].mode)
+        key = (*facts, pp, flow.pipe.micro_batches, flow.schedule.kind, zero)
+        if key not in self._refused:
+            spread = Spread(flow.pipe, 1, flow.pipe.data, zero) if zero else Spread(flow.pipe, flow.pipe.data, 1, 0)
+            rows = (row for row in self._refusals(self.plan(flow, spread)) if row in FLOW_ROWS)
+            self._refused[key] = next(rows, "")
+        return self._refused[key]
+
+    @cached_property
+    def _refused(self) -> dict[tuple[object, ...], str]:
+        return {}
+
     def compiles(self, plan: Plan) -> bool:
         """Whether the blocks of a plan are compiled: wherever the stack does that, and no row refuses it."""
         if not self.stack.compiles or not self.has("compile"):
@@ -260,8 +287,7 @@ class Space:
         losses = [False, True] if tp > 1 and self.has("loss-parallel") else [False]
         kinds: tuple[ContextKind, ...] = ("ring", "gather", "ulysses")
         contexts: list[ContextKind] = [kind for kind in kinds if self.has(kind)] if cp > 1 else ["ring"]
-        recipes: tuple[Float8Kind, ...] = ("none", "rowwise-hp", "rowwise", "tensorwise")
-        recipes = recipes if self.has("fp8") else recipes[:1]
+        recipes: tuple[Float8Kind, ...] = ("none", *RECIPES) if self.has("fp8") else ("none",)
         for sequence, loss, context in product(sequences, losses, contexts):
             plan = Plan(axes=Axes(tp=tp, cp=cp), tensor=Tensor(sequence=sequence, loss=loss))
             row = self.broken(plan.with_(context=Context(kind=context)))
@@ -299,12 +325,12 @@ class Space:
     def _all_schedules(self, pp: int) -> list[Schedule]:
         found = []
         for kind in (kind for kind in SCHEDULES if self.has(kind)):
-            most = len(self.profile.blocks) // pp
-            stages = (2,) if kind in V_SHAPED else STAGES_PER_RANK if kind in LOOPED else (1,)
+            blocks = len(self.profile.blocks)
+            stages = [2] if kind in V_SHAPED else loops_of(blocks, pp) if kind in LOOPED else [1]
             found += [
                 Schedule(kind=kind, stages_per_rank=number if number > 2 else None)
                 for number in stages
-                if number <= most
+                if number <= blocks // pp
             ]
         return found
 
@@ -370,29 +396,3 @@ class Space:
             context=Context(kind=core.context),
         )
         return plan.with_(compile=True) if self.compiles(plan) else plan
-
-
-def worlds_of(cluster: Cluster, goal: str) -> list[int]:
-    """Numbers of devices to plan for: all of them; for the least cost also each smaller part of equal nodes."""
-    if goal != "cost":
-        return [cluster.world]
-    parts = {cluster.per_node * nodes for nodes in divisors(cluster.nodes)} | set(divisors(cluster.per_node))
-    return sorted(parts)
-
-
-def simplicity(plan: Plan) -> tuple[object, ...]:
-    """Orders plans that are as good: fewer axes first, then fewer other features, smaller `tp`, `pp`, ..."""
-    axes = plan.axes
-    degrees = (axes.tp, axes.pp, axes.cp, axes.ep, axes.dp_shard, axes.dp_replicate)
-    extras = (
-        plan.recompute.mode != "none",
-        plan.offload.state,
-        plan.offload.activations,
-        plan.tensor.sequence,
-        plan.tensor.loss,
-        axes.pp > 1 and plan.schedule.kind != "1f1b",
-        plan.float8.recipe != "none",
-        plan.context.kind != "ring",
-    )
-    features = sum(extras) + plan.zero
-    return (sum(degree > 1 for degree in degrees), features, *degrees, plan.batch.micro_batches, str(plan))

@@ -113,7 +113,10 @@ class Stack:
     overlap_pipeline: float = 0.5
     """Share of the sends between stages that hides, beyond the first and last micro-batch."""
     reduce_bytes: float = 0.0
-    """Bytes of a gradient on the wire; 0: the compute dtype."""
+    """Bytes of a gradient on the wire, where the plan names no type; 0: the compute dtype."""
+    bucket: float = 0.0
+    """Parameters that go in one message below zero 3, per data rank and for at least 40 of them (Megatron-Core's rule:
+    40 million, or a million per rank); 0: a message per block, as `fully_shard` sends."""
     network: float = 1.0
     """Share of the links' bandwidth that its collectives reach while kernels run."""
     step: float = 0.01
@@ -130,8 +133,8 @@ class Stack:
     """Bytes per weight and micro-batch that adding its gradient to the accumulated one moves, where the product that
     makes it does not: 2 read, 4 read and 4 written for 16 bits into fp32."""
     reduces_late: float = 0.0
-    """zero 1 and 2: gradients are reduced behind the last backward pass, parameter by parameter, and nothing hides
-    them: how many times as long as in buckets that takes; 0: in buckets, which overlap."""
+    """zero 1 and 2: gradients are reduced behind the last backward pass, and nothing hides them: how many times as long
+    as elsewhere that takes; 0: as they are ready, which overlaps."""
     gather_wait: float = 0.0
     """zero 3: seconds per block and direction that a gather cannot hide (stream synchronisation, copies)."""
 

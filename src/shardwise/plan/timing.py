@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log2
+from math import ceil, log2
+from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
@@ -12,8 +13,9 @@ from shardwise.plan.activations import compute_width, is_gathered, is_recomputed
 from shardwise.plan.blocktime import BlockTime, Setting, block_time
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.kernels import pointwise_time
-from shardwise.plan.links import collective_time, group_of
-from shardwise.plan.messages_data import reductions
+from shardwise.plan.links import collective_time, group_of, messages_time
+from shardwise.plan.messages import WIDTH
+from shardwise.plan.messages_data import is_replicated, reductions
 from shardwise.plan.plan import Plan
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
@@ -87,7 +89,7 @@ def estimate_time(
     """
     stack = stack_of(plan, stack)
     division = divide(profile, plan, workload, stack.cut)
-    ranks = [_rank_costs(division, stages, cluster, stack) for stages in division.ranks]
+    ranks = [rank_costs(division, stages, cluster, stack) for stages in division.ranks]
     pipeline = _pipeline(division, ranks, cluster, stack)
     slowest = max(ranks, key=lambda rank: rank.busy)
     count = plan.batch.micro_batches
@@ -124,7 +126,7 @@ def estimate_time(
 
 
 @dataclass(frozen=True)
-class _RankCosts:
+class RankCosts:
     """Seconds of one micro-batch through all stages of a rank."""
 
     forward: tuple[float, ...]
@@ -156,7 +158,8 @@ def _dtype(division: Division) -> str:
     return "tf32" if plan.precision == "fp32" and plan.tf32 else plan.precision
 
 
-def _rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> _RankCosts:
+def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> RankCosts:
+    """What a rank with these stages does for a micro-batch."""
     plan = division.plan
     frozen = division.workload.trained < 1
     held = is_gathered(plan)
@@ -190,7 +193,7 @@ def _rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster,
         forward.append(ahead)
         backward.append(back)
         weight.append(grads)
-    return _RankCosts(
+    return RankCosts(
         tuple(forward), tuple(backward), tuple(weight), **sums, params=division.whole(stages), stages=stages
     )
 
@@ -203,7 +206,7 @@ def _loss(division: Division, cluster: Cluster, stack: Stack) -> float:
     return pointwise_time(division.tokens * division.profile.vocab / shard, cluster.device, moved)
 
 
-def _pipeline(division: Division, ranks: list[_RankCosts], cluster: Cluster, stack: Stack) -> float:
+def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stack: Stack) -> float:
     """Seconds of all micro-batches through the schedule's own table, with the sends between stages."""
     plan = division.plan
     count, pp, turns = plan.batch.micro_batches, plan.axes.pp, plan.schedule.stages
@@ -232,49 +235,119 @@ def _pipeline(division: Division, ranks: list[_RankCosts], cluster: Cluster, sta
     return time + (count - few) * steady
 
 
-def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts) -> tuple[float, float]:
-    """(exposed, hidden) seconds of gradient reduction and parameter gathering."""
-    plan = division.plan
-    axes, count = plan.axes, plan.batch.micro_batches
-    width = compute_width(plan)
-    dense = sum(division.stage_dense(stage) for stage in heavy.stages)
-    experts = sum(division.stage_experts(stage) for stage in heavy.stages)
-    gradient = stack.reduce_bytes or width
-    data, replicas = group_of(axes, "data"), group_of(axes, "dp_replicate")
-    share = stack.network
+class Part(NamedTuple):
+    """Parameters of a rank that data axes gather and reduce alike."""
 
-    def both(kind: str, size: float) -> float:
-        spread = group_of(axes, "expert_data")
-        return collective_time(kind, dense * size, data, cluster, share) + (
-            collective_time(kind, experts * size, spread, cluster, share) if experts else 0.0
+    axis: str
+    """data or expert_data: whose ranks share them."""
+    params: float
+    groups: int
+    """Groups of `fully_shard` that they are in: blocks, or what is outside of them."""
+    tensors: int
+    """Products that they belong to, at most as many as parameters."""
+    shards: int = 1
+    """Ranks that share the optimizer state."""
+    outside: bool = False
+    """Embedding and head: gathered once for both passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What data axes send for a rank, message by message: each pays the latency of its collective."""
+
+    plan: Plan
+    stack: Stack
+    cluster: Cluster
+    parts: Sequence[Part]
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of a gradient on the wire."""
+        given = self.plan.communication.reduce_dtype
+        return WIDTH[given] if given else self.stack.reduce_bytes or compute_width(self.plan)
+
+    def time(self, kind: str, width: float, *, again: bool = False) -> float:
+        """Seconds of a collective over the shards for all parameters; `again`: of those gathered for each pass."""
+        axes, share = self.plan.axes, self.stack.network
+        return sum(
+            messages_time(kind, part.params * width, self._count(part), group_of(axes, part.axis), self.cluster, share)
+            for part in self.parts
+            if not (again and part.outside)
         )
 
-    across = collective_time("all_reduce", division.owned(heavy.stages) * gradient, replicas, cluster, share)
+    def across(self) -> float:
+        """Seconds of adding gradients over replicas."""
+        group, share = group_of(self.plan.axes, "dp_replicate"), self.stack.network
+        return sum(
+            messages_time(
+                "all_reduce", part.params * self.gradient / part.shards, self._count(part), group, self.cluster, share
+            )
+            for part in self.parts
+        )
+
+    def _count(self, part: Part) -> int:
+        """Messages: a group of `fully_shard` each; below zero 3 the stack's buckets, or those of DDP."""
+        plan, stack = self.plan, self.stack
+        if plan.zero == 3 or plan.reshards or not part.params:
+            return part.groups
+        if stack.bucket:
+            return ceil(part.params / (stack.bucket * max(plan.axes.data, 40)))
+        if is_replicated(plan):
+            size = part.params * compute_width(plan)
+            return min(ceil(size / (plan.communication.bucket_mb * 2**20)), part.tensors)
+        return part.groups
+
+
+def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> Wire:
+    """Of the stages of a rank; experts that `ep` does not divide go with the rest of their block."""
+    counts = [pair for stage in stages for pair in stage.counts]
+    inner = sum(division.dense(block) * count for block, count in counts)
+    experts = sum(division.stage_experts(stage) for stage in stages)
+    ends = sum(division.stage_dense(stage) for stage in stages) - inner
+    products = sum(len(tuple(block.matmuls)) * count for block, count in counts)
+    blocks, routed = sum(count for _, count in counts), sum(count for block, count in counts if block.expert_params)
+    apart = division.plan.axes.ep > 1
+    parts = [
+        Part("data", inner if apart else inner + experts, blocks, products, division.shards),
+        Part("data", ends, sum(stage.first or stage.last for stage in stages), 2, division.shards, outside=True),
+    ]
+    if apart:
+        parts.append(Part("expert_data", experts, routed, routed, division.expert_shards))
+    return Wire(division.plan, stack, cluster, [part for part in parts if part.params > 0 and part.groups])
+
+
+def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) -> tuple[float, float]:
+    """(exposed, hidden) seconds of gradient reduction and parameter gathering."""
+    plan = division.plan
+    axes, count, width = plan.axes, plan.batch.micro_batches, compute_width(plan)
+    wire = wire_of(division, heavy.stages, cluster, stack)
+    blocks = sum(len(stage.blocks) for stage in heavy.stages)
+    across = wire.across()
     forward, backward = sum(heavy.forward), sum(heavy.backward)
     if plan.zero == 3 or (plan.zero and plan.reshards):
-        gather, scatter = both("all_gather", width), both("reduce_scatter", gradient)
-        blocks = sum(len(stage.blocks) for stage in heavy.stages)
+        gather, again = wire.time("all_gather", width), wire.time("all_gather", width, again=True)
+        scatter = wire.time("reduce_scatter", wire.gradient)
         wait = 2 * stack.gather_wait * blocks
         first = gather / (blocks + 1)  # nothing runs ahead of the first gather, nor behind the last reduction
         last = scatter / (blocks + 1)
         ahead = max(0.0, gather - stack.overlap_data * forward)
-        back = max(0.0, gather + scatter + across / count - stack.overlap_data * backward)
+        back = max(0.0, again + scatter + across / count - stack.overlap_data * backward)
         exposed = (ahead + back + wait + first + last) * count
-        sent = (2 * gather + scatter) * count + across
+        sent = (gather + again + scatter) * count + across
         if axes.pp > 1 and stack.keeps_shards:  # backward passes leave weights for the forward passes between them
             early = min(count, axes.pp)
-            exposed = (max(0.0, gather - stack.overlap_data * backward) + wait / 2 + first) * count
+            exposed = (max(0.0, again - stack.overlap_data * backward) + wait / 2 + first) * count
             exposed += (ahead + wait / 2 + first) * early
             exposed += max(0.0, scatter + across - stack.overlap_data * backward) + last
-            sent = gather * (count + early) + scatter + across
+            sent = again * count + gather * early + scatter + across
         return exposed, max(0.0, sent - exposed)
     if plan.zero:
         times = reductions(plan)
-        total = (both("reduce_scatter", gradient) + across) * times + both("all_gather", width)
-        wait = stack.gather_wait * (1 + sum(len(stage.blocks) for stage in heavy.stages))
+        total = wire.time("reduce_scatter", wire.gradient) * times + across + wire.time("all_gather", width)
+        wait = stack.gather_wait * (1 + blocks)
         behind = backward * times + forward  # the gather hides behind the next forward pass
     else:
-        total = both("all_reduce", gradient) + across
+        total = wire.time("all_reduce", wire.gradient) + across
         wait, behind = 0.0, backward
     if plan.zero and stack.reduces_late:
         return total * stack.reduces_late + wait, 0.0
@@ -282,7 +355,7 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: _RankCosts)
     return total - hides + wait, hides
 
 
-def _offloaded(division: Division, rank: _RankCosts, cluster: Cluster, stack: Stack) -> float:
+def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Stack) -> float:
     """Seconds per micro-batch that saved tensors on their way to the host and back do not hide behind compute."""
     plan = division.plan
     how = saving_of(plan, stack, division.workload.seq_len, division.workload.compute)
@@ -300,7 +373,8 @@ def _update(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, 
     plan = division.plan
     owned = max(division.owned(stages) for stages in division.ranks)
     state = STATE_BYTES[division.workload.optimizer]
-    traffic = owned * (2 * state + 4 + 2 * 4 + 4) * division.workload.trained
+    trained = division.workload.trained * division.profile.trained
+    traffic = owned * (2 * state + 4 + 2 * 4 + 4) * trained
     device = cluster.device
     if plan.offload.state:
         moved = owned * (2 * 4 + 4) * plan.batch.micro_batches

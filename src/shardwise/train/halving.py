@@ -11,6 +11,7 @@ ones take over the newest copy of the state, with one halving more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,9 @@ _BATCH_NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FITS, _FULL, _HOPELESS = 0, 1, 2
 LIMIT = 16
 """Halvings of a run before it gives up."""
+_TEXTS = re.compile("DefaultCPUAllocator|_STATUS_ALLOC_FAILED|_ALLOCATION_FAILED|error: out of memory")
+"""In a plain RuntimeError: of torch's CPU allocator; of cuBLAS, cuDNN and their like, whose handles and workspaces are
+not torch's to allocate (cuDNN 9 has the second word); of the CUDA driver."""
 
 
 def cut_rows(
@@ -231,13 +235,13 @@ def go_on_halved(state: TrainState, *, halves: bool) -> list[dict[str, Any]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: an accelerator's, Python's, or that of torch's CPU allocator.
+    """Whether an error says that memory ran out: that of an accelerator, its libraries, Python, or torch's CPU.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
     (True, False)
     """
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    return known or (isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None)
 
 
 def _attempted(attempt: Callable[[], Any]) -> tuple[Any, str]:

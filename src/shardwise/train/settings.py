@@ -115,7 +115,11 @@ class TrainSettings(Section):
     checkpoint_every: Annotated[int, Field(ge=0)] | str | None = None
     """Steps between checkpoints, 0: at the end only; or a time (`10m`), or `auto`."""
     keep: Positive = 2
-    """Checkpoints kept."""
+    """Checkpoints kept: the newest."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Beside them, those of steps that are multiples of this; 0: none."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Beside them, so many with the smallest held-out loss, of the evaluation at their step or the last before it."""
     checkpoints: str | None = None
     """Where they are kept: a directory, or a URL (`s3://bucket/run`); not said: in the run's directory."""
     grace_s: Annotated[float, Field(gt=0.0)] | None = None

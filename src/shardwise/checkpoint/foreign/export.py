@@ -20,7 +20,6 @@ from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, 
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes
 from shardwise.checkpoint.format import whole
 from shardwise.checkpoint.header import encode_header
-from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part, arrange, entry_at
 from shardwise.errors import CheckpointError, UsageError
 
@@ -137,7 +136,7 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
         CheckpointError: there is none, or a file of it is damaged.
     """
     found = find(source)
-    with Reader(found.path) as reader:
+    with found.reader() as reader:
         reader.check_directory()
         names = list(reader.manifest.tensors)
         weights = {

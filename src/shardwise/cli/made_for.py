@@ -1,0 +1,141 @@
+"""What a plan file was made for: `plan` writes it there, `explain` and `estimate` take from it what is not given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.planning import Question, _is_module, question
+from shardwise.errors import ConfigError, UsageError
+from shardwise.plan.plan import MADE_FOR, Plan
+from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
+
+FILES = (".toml", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeFor:
+    """The words that `shardwise plan` was given, and the length and batch that they came to."""
+
+    model: str = ""
+    cluster: str = ""
+    seq: int | None = None
+    global_batch: int | None = None
+    optimizer: str = ""
+    stack: str = ""
+    goal: str = ""
+    allow: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+
+
+def save_plan(plan: Plan, path: Path, made: MadeFor) -> None:
+    """Write a plan with what it was made for; it is loaded as any other plan.
+
+    Raises:
+        ConfigError: a place that cannot be written.
+    """
+    said = {name: value for name, value in as_dict(made).items() if value not in ("", [])}
+    write_file(path, {**plan.to_dict(), MADE_FOR: said}, comment=str(plan))
+
+
+def load_made_for(source: str) -> MadeFor:
+    """What a plan file says of it; nothing of a shorthand, and of a file that says nothing.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a value of a wrong type, with its line.
+    """
+    if not source.endswith(FILES):
+        return MadeFor()
+    data, text = read_file(source)
+    found = data.get(MADE_FOR, {})
+    try:
+        if not isinstance(found, dict):
+            raise RecordError((MADE_FOR,), f"found {found!r}, needed a table of keys")
+        known = {f.name for f in fields(MadeFor)}  # what a later version adds is its own
+        return from_dict(MadeFor, {key: value for key, value in found.items() if key in known}, (MADE_FOR,))
+    except ConfigError as error:
+        raise located(error, source, text) from None
+
+
+def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Question, str]:
+    """What a verb is asked of a plan, and the name of the stack: options win, the plan's file says the rest.
+
+    Args:
+        verb: for messages.
+        source: the plan's word: a file or a shorthand.
+        plan: that plan.
+        **given: `model`, `cluster`, `seq`, `global_batch`, `tokens`, `optimizer`, `stack`, `price`, `trace_on`,
+            `blocks`.
+
+    Raises:
+        UsageError: neither says the model or the cluster; or only the file names a module, which would be imported.
+        ConfigError: a file that is gone, or that does not describe what it should.
+    """
+    made = load_made_for(source)
+    taken = [name for name in ("model", "cluster", "seq", "optimizer", "stack") if not given.get(name)]
+    words = {name: getattr(made, name) if name in taken else given[name] for name in (*taken, *given)}
+    for name in ("model", "cluster"):
+        _refuse_word(verb, source, name, words[name], from_file=name in taken)
+    batch = given.get("global_batch")
+    if given.get("tokens") is None:
+        batch = batch or plan.batch.global_size or made.global_batch
+    more = {name: given.get(name) for name in ("price", "trace_on", "blocks")}
+    asked = question(
+        words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),
+        optimizer=kept_as(words["optimizer"]), **more,
+    )  # fmt: skip
+    said = [f"--{name} {words[name]}" for name in taken if words[name]]
+    if said:
+        asked = replace(asked, assumed=(f"as {source} says it was made for: {' '.join(said)}", *asked.assumed))
+    return asked, words["stack"]
+
+
+def kept_as(optimizer: str) -> str:
+    """The planner's word for what an optimizer keeps: LAMB has AdamW's two averages.
+
+    >>> kept_as("lamb"), kept_as("lion"), kept_as("")
+    ('adamw', 'lion', 'adamw')
+    """
+    return "adamw" if optimizer in ("", "lamb") else optimizer
+
+
+def _refuse_word(verb: str, source: str, name: str, word: str, *, from_file: bool) -> None:
+    """Refuse a word that is missing, and one of a file that would import code, measure, or name a file that is gone."""
+    if not word:
+        says = (
+            f"{source} does not say what it was made for" if source.endswith(FILES) else "a shorthand does not say it"
+        )
+        raise UsageError(f"{verb}: --{name} is missing, and {says}; give --{name} {_EXAMPLES[name]}")
+    if not from_file:
+        return
+    if name == "model" and _is_module(word) and not word.startswith("hf:"):
+        raise UsageError(
+            f"{verb}: {source} was made for the module {word}; a file's word is not imported, as that runs code: give "
+            f"--model {word} if you trust it"
+        )
+    if name == "cluster" and word == "probe":
+        raise UsageError(
+            f"{verb}: {source} was made for a cluster as it was measured; give --cluster cluster.toml, which "
+            "`shardwise probe` writes, or --cluster probe to measure again"
+        )
+    if word.endswith(FILES) and not Path(word).is_file():
+        raise ConfigError(
+            f"{verb}: {source} was made for the {name} in {word}, which is no file here (working directory: "
+            f"{Path.cwd()}); give --{name}"
+        )
+
+
+_EXAMPLES = {"model": "llama-8b, or a file of sizes", "cluster": "h100:8x2, or a file"}
+
+
+def made_for(
+    model: str, cluster: str, asked: Question, goal: str, words: Sequence[Sequence[str]], stack: str
+) -> MadeFor:
+    """The record of a question; `words`: what was allowed, and what was forbidden."""
+    workload = asked.workload
+    return MadeFor(
+        model=model, cluster=cluster, seq=workload.seq_len, global_batch=workload.global_batch,
+        optimizer=workload.optimizer, stack=stack, goal=goal, allow=tuple(words[0]), forbid=tuple(words[1]),
+    )  # fmt: skip

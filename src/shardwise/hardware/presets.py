@@ -1,0 +1,103 @@
+"""Words that name a cluster (`h100:8x16`, `h100:8x16@eth100`), and what the table of devices and links says of them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from shardwise.errors import UsageError
+from shardwise.findings import nearest
+
+MIXED = (
+    "needed one kind of device and a number of equal nodes, as h100:8x16; a job goes at the pace of its slowest node: "
+    "plan for one kind, or for as many of the smallest as there are nodes"
+)
+
+
+class Word(NamedTuple):
+    """What a word says: names, sizes, and the entries of the table, of the device without its links and shape."""
+
+    device: dict[str, Any]
+    nodes: int
+    per_node: int
+    local: dict[str, float]
+    network: dict[str, float]
+    shape: dict[str, Any]
+    """`domain` and `host_bandwidth`, where the device says."""
+
+
+def device_names() -> list[str]:
+    """Names that presets know."""
+    return [name for name in table() if name != "link"]
+
+
+def read_word(text: str) -> Word:
+    """What `device:per-nodexnodes@network` says; `@local/network` names both tiers.
+
+    Raises:
+        UsageError: an unknown device or link, with the nearest; a size of 0; several kinds of nodes.
+    """
+    if re.search(r"[,+;]", text):
+        raise UsageError(f"cluster {text!r}: found several kinds of nodes; {MIXED}")
+    match = re.fullmatch(r"([a-zA-Z0-9.-]+?)(?::(\d+)(?:x(\d+))?)?(?:@([a-zA-Z0-9/-]+))?", text)
+    name = match.group(1).lower() if match else text
+    if match is None or name not in device_names():
+        raise UsageError(
+            f"cluster {text!r}: unknown; {_near(name)} A preset is written device:per-nodexnodes, as h100:8x16, and "
+            "its network after an @, as h100:8x16@eth100; or give a .toml file, `probe` or `detect`"
+        )
+    entry = dict(table()[name])
+    tiers = [entry.pop("local"), entry.pop("network")]
+    given = match.group(4).lower().split("/") if match.group(4) else []
+    if len(given) > 2:
+        raise UsageError(f"cluster {text!r}: found {len(given)} links, needed @network, or @local/network")
+    local, network = (_link(text, link) for link in tiers[: 2 - len(given)] + given)
+    shape: dict[str, Any] = {key: entry.pop(key) for key in ("per_node", "domain", "host_bandwidth") if key in entry}
+    per_node, nodes = int(match.group(2) or shape.get("per_node", 8)), int(match.group(3) or 1)
+    shape.pop("per_node", None)
+    if not per_node or not nodes:
+        raise UsageError(f"cluster {text!r}: found a size of 0, needed at least one node of one device")
+    return Word({"name": name, **entry}, nodes, per_node, local, network, shape)
+
+
+def _near(name: str) -> str:
+    """The variants of a device that was named in part, else the nearest names."""
+    variants = [known for known in device_names() if known.startswith(f"{name}-")]
+    return f"did you mean {' or '.join(map(repr, variants))}?" if variants else nearest(name, device_names())
+
+
+def _link(text: str, name: str) -> dict[str, float]:
+    links = table()["link"]
+    if name not in links:
+        hint = nearest(name, list(links))
+        raise UsageError(f"cluster {text!r}: unknown link {name!r}; {hint} (docs/planner-accuracy.md lists all)")
+    return dict(links[name])
+
+
+def domain_fault(domain: int, nodes: int, per_node: int, device: str) -> str:
+    """Why so many devices cannot share a fast domain; empty: they can.
+
+    A device's own domain may be larger than what is used of it: two nodes of a rack of 72.
+
+    >>> domain_fault(3, 2, 8, "h100"), domain_fault(4, 2, 8, "h100"), domain_fault(72, 2, 4, "gb200")
+    ('found 3, which neither divides the 8 devices of a node nor is a number of nodes; needed 8, or a divisor', '', '')
+    """
+    if not domain or table().get(device, {}).get("domain") == domain:
+        return ""
+    if per_node % domain and domain % per_node:
+        return (
+            f"found {domain}, which neither divides the {per_node} devices of a node nor is a number of nodes; needed "
+            f"{per_node}, or a divisor"
+        )
+    if domain > max(nodes, 1) * per_node:
+        return f"found {domain}, and {nodes} nodes of {per_node} have {nodes * per_node} devices; needed at most those"
+    return ""
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """`devices.toml`."""
+    return tomllib.loads(files("shardwise.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))

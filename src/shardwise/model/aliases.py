@@ -1,0 +1,52 @@
+"""Names by which people call the presets: repositories, versions, `-instruct`. Only what is one preset for sure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_SUFFIX = re.compile(r"-(instruct|chat|base|hf|it|pt|uncased)$|(?<=b)-v0\.[12]$|(?<=instruct)-v0\.[12]$")
+"""What changes no size."""
+_SAME: tuple[tuple[str, str], ...] = (
+    (r"(?:meta-)?llama-?3-(8b|70b)", r"llama-\1"),
+    (r"(?:meta-)?llama-?3\.1-(8b|70b|405b)", r"llama-\1"),
+    (r"(?:meta-)?llama-?3\.2-(1b|3b)", r"llama-\1"),
+    (r"(?:meta-)?llama-?3\.3-(70b)", r"llama-\1"),
+    (r"llama-?2-(7b|13b)", r"llama-\1"),
+    (r"llama-?2-70b", "llama2-70b"),
+    (r"llama-?4-(scout|maverick)-.*", r"llama4-\1"),
+    (r"qwen-?2\.5-(0\.5b|1\.5b|3b|7b|14b|32b|72b)", r"qwen-\1"),
+    (r"gemma-([23])-(\d+b)", r"gemma\1-\2"),
+    (r"olmo-?2-(?:\d{4}-)?(\d+b)", r"olmo2-\1"),
+    (r"bloom-1b1", "bloom-1.1b"),
+    (r"bloom-1b7", "bloom-1.7b"),
+    (r"bloom-7b1", "bloom-7b"),
+    (r"bloom", "bloom-176b"),
+    (r"gpt-?2", "gpt2-small"),
+    (r"gpt-2-(\w+)", r"gpt2-\1"),
+    (r"gpt-?3", "gpt3-175b"),
+    (r"deepseek-llm-(7b|67b)", r"deepseek-\1"),
+)
+"""A whole name, without its repository and suffix -> the preset with the same sizes. (Llama 3 and 3.1 differ in the
+length that they were trained for.)"""
+
+
+def canonical(name: str, known: Collection[str]) -> str:
+    """The preset that a name means; the name itself where none is sure.
+
+    >>> canonical("meta-llama/Llama-3.1-8B-Instruct", ("llama-8b", "llama-70b"))
+    'llama-8b'
+    >>> canonical("llama-3.1-9b", ("llama-8b",))
+    'llama-3.1-9b'
+    """
+    if name in known:
+        return name
+    short = re.sub(r"[\s_]+", "-", name.rpartition("/")[2].strip().lower())
+    while short not in known:
+        found = next((re.sub(pattern, to, short) for pattern, to in _SAME if re.fullmatch(pattern, short)), "")
+        if found in known:
+            return found
+        short, before = _SUFFIX.sub("", short), short
+        if short == before:
+            return name
+    return short

@@ -1,0 +1,117 @@
+"""What would fit where nothing does: more nodes, shorter samples, one word allowed or no longer forbidden. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.errors import ShardwiseError
+from shardwise.plan.plan import SCHEDULES
+from shardwise.plan.search import HEADROOM, Candidate, Walk
+from shardwise.plan.space import OPT_IN, Space
+
+SECONDS = 4.0
+"""Of processor time: no further question is begun after so many."""
+DEVICES = 16384
+"""More are not advised."""
+LEAST_SEQ = 128
+USUAL = (
+    *(kind for kind in SCHEDULES if kind != "1f1b"),
+    "recompute=every",
+    "recompute=ratio",
+    "gather",
+    "ulysses",
+    "zero2",
+)
+"""Left out, so that each question takes a fraction of a second: some plan that fits is wanted, not the best."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change to what was asked, and a plan that fits then: it was estimated in full."""
+
+    change: str
+    """In words, with what to write."""
+    found: Candidate
+
+
+def advise(space: Space, fixed: Collection[str] = (), seconds: float = SECONDS) -> tuple[Advice, ...]:
+    """Changes under which a plan fits, each alone; only what was tried and fits.
+
+    `fixed`: words that are forbidden for the model's sake, and cannot be allowed.
+
+    Each plan is the fastest of the usual ones (1F1B, a ring, recompute of blocks or operators): there may be better.
+
+    Cost: some 20 searches of 0.1 to 1 s, as many as begin within `seconds`.
+    """
+    tries = _Tries(space, tuple(fixed), time.process_time() + seconds)
+    return tuple(advice for make in (_nodes, _words, _seq) for advice in make(tries))
+
+
+@dataclass
+class _Tries:
+    """Searches until a deadline."""
+
+    space: Space
+    fixed: tuple[str, ...]
+    deadline: float
+
+    def fit(self, **changes: object) -> Candidate | None:
+        """A plan that fits when some of cluster, workload, allow and forbid are others; None: none was found."""
+        if time.process_time() > self.deadline:
+            return None
+        base = self.space
+        asked = {name: changes.get(name, getattr(base, name)) for name in ("cluster", "workload", "allow", "forbid")}
+        asked["forbid"] = (*asked["forbid"], *USUAL)  # type: ignore[misc]
+        try:
+            space = Space(base.profile, base.spec, stack=base.stack, **asked)  # type: ignore[arg-type]
+            return next(iter(Walk(space, "time", space.cluster.device.memory * (1 - HEADROOM)).run(1)), None)
+        except ShardwiseError:  # the device has no such unit, or the batch no such division
+            return None
+
+
+def _nodes(tries: _Tries) -> Iterator[Advice]:
+    """The fewest nodes that were found: doubled until a plan fits, then halved between the two."""
+    cluster = tries.space.cluster
+    least, most, found = cluster.nodes, cluster.nodes * 2, None
+    while most * cluster.per_node <= DEVICES and not found:
+        found = tries.fit(cluster=cluster.with_(nodes=most))
+        least, most = (least, most) if found else (most, 2 * most)
+    while found and most - least > 1:
+        middle = (least + most) // 2
+        fits = tries.fit(cluster=cluster.with_(nodes=middle))
+        least, most, found = (least, middle, fits) if fits else (middle, most, found)
+    if found:
+        words = f"{cluster.device.name}:{cluster.per_node}x{most}" + "".join(cluster.name.partition("@")[1:])
+        word = f" ({words})" if cluster.name.startswith(f"{cluster.device.name}:") else ""
+        yield Advice(f"{most} nodes in place of {cluster.nodes}{word}", found)
+
+
+def _words(tries: _Tries) -> Iterator[Advice]:
+    """Each word that could be allowed, and each that was forbidden, alone."""
+    space = tries.space
+    for word in OPT_IN:
+        found = None if word in (*space.allow, *space.forbid) else tries.fit(allow=(*space.allow, word))
+        if found:
+            yield Advice(f"--allow {word} ({OPT_IN[word]})", found)
+    for word in dict.fromkeys(space.forbid):
+        found = (
+            None if word in tries.fixed else tries.fit(forbid=tuple(other for other in space.forbid if other != word))
+        )
+        if found:
+            yield Advice(f"without --forbid {word}", found)
+
+
+def _seq(tries: _Tries) -> Iterator[Advice]:
+    """The longest of halved samples that fits; the shortest is tried first, as states alone may be too much."""
+    workload = tries.space.workload
+    lengths = [workload.seq_len >> n for n in range(1, 24) if workload.seq_len >> n >= LEAST_SEQ]
+    spec = tries.space.spec
+    if not spec or spec.patch or not lengths or not tries.fit(workload=replace(workload, seq_len=lengths[-1])):
+        return
+    for length in lengths:
+        found = tries.fit(workload=replace(workload, seq_len=length))
+        if found:
+            yield Advice(f"--seq {length}", found)
+            return

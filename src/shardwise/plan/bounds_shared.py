@@ -1,0 +1,208 @@
+"""Tighter bounds: of kernels that cores share, and of the states that even the best spread of a family keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from shardwise.plan.blocktime import Setting, block_time
+from shardwise.plan.bounds import Bounds, Kept, Upto, Work
+from shardwise.plan.division import Division
+from shardwise.plan.memory import WORKSPACE
+from shardwise.plan.plan import V_SHAPED
+from shardwise.plan.space import Core, Flow, Pipe, Spread
+
+SpreadsOf = Callable[[Pipe], list[Spread]]
+
+GATHERED = ("bf16", "fp16", "fp8")
+"""Precisions in which `fully_shard` holds the parameters, whatever `zero` is (`activations.is_gathered`)."""
+
+
+class Floor(NamedTuple):
+    """States of a spread: bytes of each rank of a `Kept`, and what the allocator may hold beside them."""
+
+    states: tuple[float, ...]
+    """With gradients where they are there before the first backward pass."""
+    held: float
+    """At least, and at most: the gradients of the step before, where the peak is reached before there are new ones."""
+    most: float
+
+
+@dataclass(frozen=True)
+class SharedBounds(Bounds):
+    """Bounds by what a core's kernels see: loss parallelism and the number of devices are not in it."""
+
+    host: float = math.inf
+    """Bytes of host memory per device."""
+    _shared: dict[tuple[object, ...], Work] = field(default_factory=dict)
+    _shared_kept: dict[tuple[object, ...], tuple[list[Upto], list[float]]] = field(default_factory=dict)
+    _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
+    _ratios: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ time
+
+    def work(self, core: Core) -> Work:
+        """What a core's kernels, and the communication inside of blocks, take."""
+        found = self._works.get(core)
+        if found is None:
+            context = core.context if core.cp > 1 else ""
+            key = (core.tp, core.cp, core.ep, core.samples, core.sequence, context, core.precision, core.float8)
+            found = self._shared.get(key)
+            if found is None:
+                found = self._shared[key] = self._work(core)
+            self._works[core] = found
+        return found
+
+    def _work(self, core: Core) -> Work:
+        space = self.space
+        plain = "bf16" if core.precision == "bf16-pure" else core.precision
+        setting = Setting(
+            space.cluster,
+            space.stack_for(core),
+            core.axes,
+            space.workload.compute or ("fp8" if core.float8 != "none" else plain),
+            core.sequence,
+            core.context,
+            space.workload.trained < 1,
+            core.precision in GATHERED,
+        )
+        shape = (core.samples, space.workload.seq_len)
+        times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
+        one = {key: time.forward + time.backward for key, time in times.items()}
+        end = block_time(space.profile.head, shape, setting)
+        again = tuple(
+            sum(count * times[block].again(recompute.mode) for block, count in counts.items())
+            for recompute, counts in zip(space.recomputes, self._recomputed, strict=True)
+        )
+        shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end)]
+        return Work(
+            busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
+            head=end.forward + end.backward,
+            least=min(shares),
+            most=max(shares),
+            again=again,
+        )
+
+    # ------------------------------------------------------------ memory
+
+    def core_size(self, core: Core) -> float:
+        """Below all its plans' device memory: one rank has the largest block in full, the last one logits and one."""
+        key = (core.loss, *_kept_as(core))
+        if key not in self._core_sizes:
+            self._core_sizes[key] = super().core_size(core)
+        return self._core_sizes[key]
+
+    def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
+        if core not in self._saved:
+            key = _kept_as(core)
+            if key not in self._shared_kept:
+                self._shared_kept[key] = super()._kept(core)
+            self._saved[core] = self._shared_kept[key]
+        return self._saved[core]
+
+    def on_device(self, allocated: float) -> float:
+        """Device memory for so many bytes of live tensors, were they in the allocator without holes."""
+        stack = self.space.stack
+        return super().on_device(allocated) + stack.context + (0.0 if stack.eager else WORKSPACE)
+
+    def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> tuple[float, float]:
+        """(device memory of a flow's plans at least, the same with what the allocator holds), over all its spreads.
+
+        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`. The second is
+        what a plan shows, the first what it needs.
+        """
+        least = shown = math.inf
+        base = self.on_device(0.0)
+        for floor in self._floors_of(flow, spreads, refused, kept):
+            needs = 0.0
+            for (_, size, logits, _), own in zip(kept, floor.states, strict=True):
+                needs = max(needs, size + logits + own)
+            least = min(least, needs)
+            shown = min(shown, self._shown(base + needs, floor.held, floor.most))
+        return base + least, shown
+
+    def shown_size(self, flow: Flow, spread: Spread, size: float) -> float:
+        """What a plan that needs at least `size` bytes shows at least."""
+        return self._shown(size, *self._held(flow, spread, spread)) if spread.offloaded else size
+
+    def _shown(self, size: float, held: float, most: float) -> float:
+        """A full device gets back what is held: so the plan either shows both, or is one that would not fit so."""
+        limit = self.space.cluster.device.memory
+        return min(size + held, max(size, limit - most)) if most else size
+
+    def _floors_of(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> list[Floor]:
+        """Of each `zero`, the spread with most shards, which keeps least; on the device, and where it may be offloaded.
+
+        And the one with fewest: a single shard is not gathered.
+        """
+        core, pipe, schedule = flow.pipe.core, flow.pipe, flow.schedule
+        several, ranks = pipe.micro_batches > 1, tuple(rank for rank, *_ in kept)
+        cut = (pipe.pp, several, schedule.stages, schedule.kind in V_SHAPED)
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, *cut, ranks, refused)
+        if key not in self._floors:
+            ends: dict[int, tuple[Spread, Spread]] = {}
+            for spread in (each for each in spreads(pipe) if each.zero not in refused):
+                few, many = ends.get(spread.zero, (spread, spread))
+                ends[spread.zero] = (
+                    min(few, spread, key=lambda each: each.dp_shard),
+                    max(many, spread, key=lambda each: each.dp_shard),
+                )
+            self._floors[key] = [
+                floor
+                for few, many in ends.values()
+                for spread in dict.fromkeys((few, many))
+                for floor in self._floor(flow, spread, few, ranks)
+            ]
+        return self._floors[key]
+
+    def _floor(self, flow: Flow, spread: Spread, few: Spread, ranks: tuple[int, ...]) -> list[Floor]:
+        accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
+        tables = [self.states(flow, spread, rank) for rank in ranks]
+        floors = [Floor(tuple(held + grads * accumulates + ahead for held, grads, ahead in tables), 0.0, 0.0)]
+        if self.space.offloads(spread) and tables[0][0] + tables[0][1] <= self.host:
+            once = self._whole(flow, spread)
+            held, most = self._held(flow, spread, few)
+            floors.append(Floor(tuple(grads * once + ahead for _, grads, ahead in tables), held, most))
+        return floors
+
+    def _held(self, flow: Flow, spread: Spread, few: Spread) -> tuple[float, float]:
+        """At least with an offloaded spread, and at most with the one of fewest shards: `memory.held_apart`."""
+        stack = self.space.stack
+        if not stack.grads_apart or self._whole(flow, spread):
+            return 0.0, math.inf if stack.runs_ahead else 0.0
+        low, high = self._uneven(flow)
+        most = math.inf if stack.runs_ahead else self.states(flow, few)[1] * high
+        return self.states(flow, spread)[1] * low, most
+
+    def _whole(self, flow: Flow, spread: Spread) -> bool:
+        """`memory.accumulates_whole` of an offloaded plan."""
+        several, pp = flow.pipe.micro_batches > 1, flow.pipe.pp
+        return self.space.stack.keeps_shards and several and (spread.zero < 2 or pp > 1)
+
+    def _uneven(self, flow: Flow) -> tuple[float, float]:
+        """Parameters of the ranks with fewest and most, over those of the first, whatever shards them."""
+        pipe, core = flow.pipe, flow.pipe.core
+        key = (core.tp, core.ep, pipe.pp, flow.schedule.stages, flow.schedule.kind in V_SHAPED)
+        if pipe.pp == 1:
+            return 1.0, 1.0
+        if key not in self._ratios:
+            space = self.space
+            spread = Spread(pipe, 1, pipe.data, 0)
+            division = Division(space.profile, space.plan(flow, spread), space.workload, space.stack.cut)
+            ratios = [1.0]
+            for count in (division.stage_dense, division.stage_experts):
+                sizes = [sum(map(count, stages)) for stages in division.ranks]
+                ratios += [size / sizes[0] if sizes[0] else 0.0 if size == 0 else math.inf for size in sizes]
+                if not any(sizes):
+                    del ratios[-len(sizes) :]
+            self._ratios[key] = (min(ratios), max(ratios))
+        return self._ratios[key]
+
+
+def _kept_as(core: Core) -> tuple[object, ...]:
+    """What decides on the bytes that a core's blocks keep."""
+    return core.tp, core.cp, core.samples, core.sequence, core.precision, core.float8

@@ -1,0 +1,73 @@
+"""The Pareto front of memory against time over all candidates of a question, not those that a goal's search met.
+
+A second best-first walk, in the order of time: each plan that comes out needs less memory than all before it, and what
+cannot need less than the last one, by its bound, is dropped. So nothing beats a plan of the front in both.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from shardwise.plan.space import Core, Flow, Space
+from shardwise.plan.walk import ALIKE, Candidate, Leaf, Node, Walk
+
+APART = 0.02
+"""Neighbours of a front differ by at least this share of their memory, so that it has some hundred points at most."""
+
+
+def front_of(space: Space, limit: float, apart: float = APART) -> list[Candidate]:
+    """Plans that no other beats in both memory and time, the fastest first.
+
+    Every plan that fits `limit` is beaten by one of them in time, and in memory but for the share `apart`; the last is
+    the plan that needs the least memory.
+
+    Cost: some times that of `find_plan`; beyond `walk.EXACT` devices it leaves out what that leaves out.
+    """
+    walk = FrontWalk(space, "time", limit)
+    lean = next(iter(Walk(space, "memory", limit, walk.bounds).run(1)), None)
+    if lean is None:
+        return []
+    found = walk.front(apart, lean.memory.device * (1 - ALIKE))
+    front: list[Candidate] = []
+    for each in sorted([*found, lean], key=lambda each: (each.time.total, each.memory.device)):
+        if not front or each.memory.device < front[-1].memory.device:
+            front.append(each)
+    return front
+
+
+class FrontWalk(Walk):
+    """A walk whose limit on memory shrinks below each plan that comes out."""
+
+    saves = True
+
+    def front(self, apart: float, least: float) -> list[Candidate]:
+        """The front; `least`: what no plan needs less memory than."""
+        found: list[Candidate] = []
+        self.start()
+        while self._heap and self.below >= least:
+            _, _, (size, *_), _, node = heapq.heappop(self._heap)
+            if isinstance(node, Candidate):
+                if node.memory.device <= self.below:
+                    found.append(node)
+                    self.below = node.memory.device * (1 - apart) if apart else math.nextafter(node.memory.device, 0.0)
+            elif isinstance(node, Flow):
+                self._divide_flow(node)
+            elif float(size) > self.below:  # type: ignore[arg-type]  # a size, by `_push`
+                self.pruned["bound on memory"] += 1
+            elif isinstance(node, Core):
+                self._divide_core(node, set())
+            else:
+                self._estimate(node)
+        return found
+
+    def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
+        heapq.heappush(self._heap, (seconds, isinstance(node, Candidate), (size,), next(self._order), node))
+
+    def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
+        if self.bounds.shown_size(leaf.flow, leaf.spread, size) <= self.below:
+            super()._push_leaf(leaf, size, family)
+
+    def _keep(self, found: Candidate) -> None:
+        if found.memory.device <= self.below:
+            self._push(found, found.time.total, found.memory.device, 0)

@@ -1,0 +1,349 @@
+"""One best-first search over families of plans: what `search.find_plan` and `front.front_of` walk with. No torch."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count, product
+from typing import Literal, NamedTuple
+
+from shardwise.hardware.cluster import GIB, Cluster
+from shardwise.plan.bounds import Kept
+from shardwise.plan.bounds_shared import SharedBounds
+from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule
+from shardwise.plan.repair import divisors
+from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
+from shardwise.plan.timing import StepTime, estimate_time
+
+Goal = Literal["time", "cost", "memory"]
+ALIKE = 0.002
+"""Scores that differ by less, relatively, count as equal, and the simpler plan is preferred."""
+EXACT = 128
+"""Beyond so many devices, of blocks that are cut alike but for how context is exchanged, and for sequence and loss
+parallelism, only the fastest is followed."""
+ANY = -1
+"""In place of a policy: a flow that still has the choice of all."""
+ASSUMED_HOST = 256 * GIB
+"""Host memory per device where the cluster does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A legal plan that fits, with its estimates."""
+
+    plan: Plan
+    memory: Memory
+    time: StepTime
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """How the model itself is divided; runners-up differ in it."""
+        axes = self.plan.axes
+        return (axes.pp, axes.cp, axes.tp, axes.ep, self.plan.world)
+
+    def cost(self, price: float) -> float:
+        """Currency per step, from currency per device and hour."""
+        return self.time.total * self.plan.world * price / 3600
+
+    def score(self, goal: Goal) -> float:
+        """What the goal makes least: seconds, device seconds, or bytes."""
+        if goal == "memory":
+            return self.memory.device
+        return self.time.total * (self.plan.world if goal == "cost" else 1)
+
+
+class Leaf(NamedTuple):
+    """A plan that is not estimated yet."""
+
+    flow: Flow
+    spread: Spread
+
+
+Node = Core | Flow | Leaf | Candidate
+
+
+class Walk:
+    """One best-first search: a heap of families and plans, ordered by the bucket of what they cost at least."""
+
+    saves = False
+    """Whether plans that save memory are looked at where their relatives fit without."""
+
+    def __init__(self, space: Space, goal: Goal, limit: float, bounds: SharedBounds | None = None) -> None:
+        self.space, self.goal, self.limit = space, goal, limit
+        self.below = math.inf
+        """Plans that show more memory are not looked at."""
+        self.seen: list[Candidate] = []
+        self.pruned: Counter[str] = Counter()
+        self.estimated = 0
+        self._heap: list[tuple[float, bool, tuple[object, ...], int, Node]] = []
+        self._order = count()
+        self._spreads: dict[Pipe, list[Spread]] = {}
+        self._fitted: set[tuple[object, ...]] = set()
+        self._others: dict[Core, tuple[Float8Kind, ...]] = {}
+        cluster = space.cluster
+        self._host = cluster.host_memory / cluster.per_node or ASSUMED_HOST
+        self.bounds = bounds or SharedBounds(space, host=self._host)
+
+    def run(self, top: int) -> list[Candidate]:
+        """The best candidate of each of the `top` best layouts."""
+        ranked: dict[tuple[int, ...], Candidate] = {}
+        self.start()
+        while self._heap and len(ranked) < top:
+            _, _, _, _, node = heapq.heappop(self._heap)
+            if isinstance(node, Candidate):
+                ranked.setdefault(node.layout, node)
+            elif isinstance(node, Core):
+                self._divide_core(node, set(ranked))
+            elif _layout(node.pipe if isinstance(node, Flow) else node.flow.pipe) in ranked:
+                self.pruned["slower than its layout's best"] += 1
+            elif isinstance(node, Flow):
+                self._divide_flow(node)
+            else:
+                self._estimate(node)
+        if self._heap:
+            self.pruned[f"bound on {'memory' if self.goal == 'memory' else 'time'}"] += len(self._heap)
+        return list(ranked.values())
+
+    def start(self) -> None:
+        """Put all cores on the heap."""
+        refused: dict[str, int] = {}
+        for world in worlds_of(self.space.cluster, self.goal):
+            cores = list(self.space.cores(world, refused))
+            if self.limit == math.inf and self.space.has("accumulation"):  # what is nearest keeps one sample at a time
+                cores = [core for core in cores if core.samples == 1]
+            fit = [core for core in cores if self.bounds.core_size(core) <= self.limit]
+            self.pruned["bound on memory"] += len(cores) - len(fit)
+            fit = self._one_recipe(fit) if self.space.has("fp8") else fit
+            for core in self._undominated(fit) if world > EXACT else fit:
+                seconds = 0.0 if self.goal == "memory" else self.bounds.core_time(core) + self._least_update(core, 1)
+                self._push(core, seconds, self.bounds.core_size(core), world)
+        self.pruned.update(refused)
+
+    def _one_recipe(self, cores: list[Core]) -> list[Core]:
+        """Of cores that differ in recipes of float8 that cost the same, one."""
+        groups: dict[tuple[bool, ...], list[Float8Kind]] = {}
+        for recipe in sorted({core.float8 for core in cores}):
+            groups.setdefault((recipe == "none", *self._compiled(recipe)), []).append(recipe)
+        firsts = {group[0]: tuple(group[1:]) for group in groups.values()}
+        kept = [core for core in cores if core.float8 in firsts]
+        self._others.update({core: firsts[core.float8] for core in kept if firsts[core.float8]})
+        return kept
+
+    def _compiled(self, recipe: Float8Kind) -> Iterator[bool]:
+        """Whether plans with a recipe are compiled, in all cases that decide on it."""
+        for (pp, kind), cp, recompute in product(
+            [(1, "1f1b"), *product((2,), SCHEDULES)], (1, 2), self.space.recomputes
+        ):
+            plan = Plan(axes=Axes(cp=cp, pp=pp), schedule=Schedule(kind=kind), recompute=recompute)
+            yield self.space.compiles(plan.with_(float8=Float8(recipe=recipe)))
+
+    def _undominated(self, cores: list[Core]) -> Iterator[Core]:
+        """Of cores that differ in the exchange of context, or in sequence and loss parallelism, the fastest.
+
+        The first changes no size; the second only makes sizes smaller, so that of equal times the leaner is kept.
+        """
+        alike: dict[tuple[object, ...], list[Core]] = {}
+        for core in cores:
+            alike.setdefault((core.tp, core.cp, core.ep, core.samples, core.precision, core.float8), []).append(core)
+        for group in alike.values():
+            if self.goal == "memory":  # times decide on nothing: the leanest, exchanging as the first kind does
+                yield min(group, key=lambda core: (not core.sequence, not core.loss))
+                continue
+            yield min(group, key=lambda core: (_bucket(self.bounds.core_time(core)), not core.sequence, not core.loss))
+
+    def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
+        """Put a node where the least that its plans can score belongs."""
+        least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
+        heapq.heappush(self._heap, (_bucket(least), False, (), next(self._order), node))
+
+    def _least_update(self, core: Core, count: int) -> float:
+        return 0.0 if self.goal == "memory" else self.bounds.least_update(core, count, self.limit)
+
+    def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
+        for pipe in self.space.pipes(core):
+            if _layout(pipe) in done:
+                continue
+            policies = self._by_cost(core)
+            for schedule, offload in self.space.flows(pipe):
+                row = self.space.refuses(Flow(pipe, schedule, 0, offload))
+                if row:
+                    self.pruned[row] += len(policies)
+                    continue
+                needs, shows = self._any_fits(pipe, schedule, offload)
+                if needs > self.limit or needs == math.inf:
+                    self.pruned["bound on memory"] += len(policies)
+                elif self.goal == "memory":
+                    self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, shows, core.world)
+                else:
+                    self._push_flow(pipe, schedule, offload, policies)
+
+    def _any_fits(self, pipe: Pipe, schedule: Schedule, offload: bool) -> tuple[float, float]:
+        """The least sizes of all policies: of the one that keeps least, or of none, which holds no block in full."""
+        lean = self.bounds.leanest(pipe.core)
+        sizes = [self._sizes(Flow(pipe, schedule, policy, offload)) for policy in {0, lean}]
+        return min(needs for needs, _ in sizes), min(shows for _, shows in sizes)
+
+    def _sizes(self, flow: Flow) -> tuple[float, float]:
+        """Device memory that all plans of a flow need, and show, at least."""
+        split = flow.schedule.kind in ZERO_BUBBLE
+        refused = tuple(zero for zero in range(4) if self.space.refuses(flow, zero)) if split else ()
+        return self.bounds.family_size(flow, self._spreads_of, refused, self.bounds.flow_size(flow))
+
+    def _spreads_of(self, pipe: Pipe) -> list[Spread]:
+        if pipe not in self._spreads:
+            self._spreads[pipe] = list(self.space.spreads(pipe))
+        return self._spreads[pipe]
+
+    def _by_cost(self, core: Core) -> tuple[int, ...]:
+        """Numbers of the recompute policies, the cheapest first."""
+        if self.goal == "memory":
+            return tuple(range(len(self.space.recomputes)))
+        again = self.bounds.work(core).again
+        return tuple(sorted(range(len(again)), key=again.__getitem__))
+
+    def _push_flow(self, pipe: Pipe, schedule: Schedule, offload: bool, policies: tuple[int, ...]) -> None:
+        """The first of these policies under which what is kept could fit; the others follow when it is divided."""
+        for place, policy in enumerate(policies):
+            flow = Flow(pipe, schedule, policy, offload, policies[place + 1 :])
+            row = self.space.refuses(flow)
+            if row:
+                self.pruned[row] += 1
+                continue
+            needs, shows = self._sizes(flow)
+            if needs > self.limit or shows > self.below:
+                self.pruned["bound on memory"] += 1
+            elif self.goal == "memory":
+                self._push(flow, 0.0, shows, pipe.core.world)
+            else:
+                seconds = self.bounds.flow_time(flow)[0] * self.bounds.stragglers
+                self._push(flow, seconds + self._least_update(pipe.core, pipe.micro_batches), shows, pipe.core.world)
+                return
+
+    def _divide_flow(self, flow: Flow) -> None:
+        if self.goal != "memory" or flow.policy == ANY:
+            self._push_flow(flow.pipe, flow.schedule, flow.offload, flow.rest)
+        if flow.policy == ANY:
+            return
+        kept = self.bounds.flow_size(flow, every_rank=True)
+        pipe = flow.pipe
+        if self.bounds.least_size(kept) > self.limit:
+            self.pruned["bound on memory"] += 1
+            return
+        spreads = self._spreads_of(pipe)
+        family = self.bounds.flow_time(flow) if self.goal != "memory" else None
+        for spread, (size, on_host) in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
+            leaf, row = Leaf(flow, spread), self.space.refuses(flow, spread.zero)
+            if row:
+                self.pruned[row] += 1
+                continue
+            if size <= self.limit:
+                self._push_leaf(leaf, size, family)
+            else:
+                self.pruned["bound on memory"] += 1
+            if size > self.limit or self.goal == "memory" or self.saves:
+                self._push_offloaded(leaf, kept, on_host)
+
+    def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
+        flow, spread = leaf
+        seconds = 0.0 if self.goal == "memory" else self.bounds.plan_time(flow, spread, family)
+        self._push(leaf, seconds, self.bounds.shown_size(flow, spread, size), flow.pipe.core.world)
+
+    def _push_offloaded(self, leaf: Leaf, kept: Kept, on_host: float) -> None:
+        """The same plan with its states on the host, where they fit there, unless it cannot fit."""
+        flow, spread = leaf
+        if not self.space.offloads(spread):
+            return
+        if on_host > self._host:
+            self.pruned["host memory"] += 1
+            return
+        there = replace(spread, offloaded=True)
+        size = self.bounds.plan_size(flow, there, kept)
+        if size > self.limit:
+            self.pruned["bound on memory"] += 1
+        else:
+            self._push_leaf(Leaf(flow, there), size)
+
+    def _estimate(self, leaf: Leaf) -> None:
+        """The full estimate of a plan, unless one of its family fits that saves less: savings only cost time."""
+        space, (flow, spread) = self.space, leaf
+        family = (flow.pipe.core, flow.pipe.pp, flow.schedule, spread.dp_shard, spread.zero)
+        if self.goal != "memory" and not self.saves and family in self._fitted:
+            self.pruned["saves what is not needed"] += 1
+            return
+        plan, row = self._legal(leaf)
+        if row:
+            self.pruned[row] += 1
+            return
+        workload = space.workload_of(plan)
+        self.estimated += 1
+        memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
+        if not memory.fits_in(self.limit):
+            self.pruned["memory"] += 1
+            if self.goal != "memory" and not self.saves and not spread.offloaded:
+                kept, states = self.bounds.flow_size(flow, every_rank=True), self.bounds.states(flow, spread)
+                self._push_offloaded(leaf, kept, states[0] + states[1])
+            return
+        if memory.device > self.below:
+            return
+        time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
+        found = Candidate(plan=plan, memory=memory, time=time)
+        self.seen.append(found)
+        if not flow.policy and not flow.offload and not spread.offloaded:
+            self._fitted.add(family)
+        self._keep(found)
+
+    def _keep(self, found: Candidate) -> None:
+        """Put a candidate where its score belongs, behind what may be as good."""
+        score = _bucket(found.score(self.goal))
+        heapq.heappush(self._heap, (score, True, simplicity(found.plan), next(self._order), found))
+
+    def _legal(self, leaf: Leaf) -> tuple[Plan, str]:
+        """The plan, and the row that refuses it; of recipes of float8 that cost the same, the first that none does."""
+        plan = self.space.plan(*leaf)
+        row = self.space.broken(plan)
+        for recipe in self._others.get(leaf.flow.pipe.core, ()) if row else ():
+            other = plan.with_(float8=Float8(recipe=recipe))
+            if not self.space.broken(other):
+                return other, ""
+        return plan, row
+
+
+def _bucket(score: float) -> int:
+    """Scores in one bucket count as equal."""
+    return math.floor(math.log(max(score, 1e-12)) / ALIKE)
+
+
+def _layout(pipe: Pipe) -> tuple[int, ...]:
+    """`Candidate.layout` of a family."""
+    core = pipe.core
+    return (pipe.pp, core.cp, core.tp, core.ep, core.world)
+
+
+def worlds_of(cluster: Cluster, goal: str) -> list[int]:
+    """Numbers of devices to plan for: all of them; for the least cost also each smaller part of equal nodes."""
+    if goal != "cost":
+        return [cluster.world]
+    parts = {cluster.per_node * nodes for nodes in divisors(cluster.nodes)} | set(divisors(cluster.per_node))
+    return sorted(parts)
+
+
+def simplicity(plan: Plan) -> tuple[object, ...]:
+    """Orders plans that are as good: fewer axes first, then fewer other features, smaller `tp`, `pp`, ..."""
+    axes = plan.axes
+    degrees = (axes.tp, axes.pp, axes.cp, axes.ep, axes.dp_shard, axes.dp_replicate)
+    extras = (
+        plan.recompute.mode != "none",
+        plan.offload.state,
+        plan.offload.activations,
+        plan.tensor.sequence,
+        plan.tensor.loss,
+        axes.pp > 1 and plan.schedule.kind != "1f1b",
+        plan.float8.recipe != "none",
+        plan.context.kind != "ring",
+    )
+    features = sum(extras) + plan.zero
+    return (sum(degree > 1 for degree in degrees), features, *degrees, plan.batch.micro_batches, str(plan))

@@ -1,0 +1,255 @@
+"""What models of `transformers` and modules without repeated blocks are fed and read as, for the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer import Typer
+from typer.testing import CliRunner
+
+from shardwise.cli.estimate import estimate
+from shardwise.cli.hf import planned_hf
+from shardwise.cli.plan import plan
+from shardwise.cli.planning import Question, question
+from shardwise.diagnose import read_module as reading
+from shardwise.diagnose.read_module import ONE_BLOCK, Planned, block_pattern, planned_module, read_planned
+from shardwise.diagnose.trace_module import estimate_module_by_trace
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.models.hf import build, hf_config, hf_factory, model_class
+from shardwise.models.hf_inputs import inputs_of
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import stack_on
+from shardwise.plan.workload import Workload
+from tests.modules import Layer
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+STACKS = {
+    **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 64))},
+    **{"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 64},
+}
+T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 64}
+READ = {
+    "vit": ({"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8}, "auto", 3),
+    "bart": ({"model_type": "bart", **STACKS, "max_position_embeddings": 64}, "model.*.layers.*", 64),
+    "t5": (T5, "*.block.*", 4096),
+    "whisper": (
+        {
+            "model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], **STACKS,
+            "max_source_positions": 50, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 0,
+            "eos_token_id": 0, "decoder_start_token_id": 0,
+        },
+        "model.*.layers.*", 32,
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, keys: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(keys))
+    return f"hf:{folder / 'config.json'}"
+
+
+def asked_of(model: str, **options: Any) -> Question:
+    return question(model, "h100:8", seq=options.pop("seq", None), batch=8, tokens=None, **options)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_no_token_ids_alone_is_fed_and_read(tmp_path: Path, name: str) -> None:
+    keys, blocks, length = READ[name]
+    model = written(tmp_path, keys)
+    asked = asked_of(model)
+    with torch.device("meta"):
+        made = hf_factory(hf_config(model))()
+    assert asked.profile.num_params == sum(p.numel() for p in made.parameters())
+    assert len(asked.profile.blocks) == (2 if name == "vit" else 4)
+    assert (asked.blocks, asked.workload.seq_len) == (blocks, length)
+    assert any(note.startswith("a sample is") for note in asked.assumed) and "cp" in asked.refused
+    if name == "vit":
+        with pytest.raises(UsageError, match="counts as 3 tokens, always; leave --seq out"):
+            asked_of(model, seq=8)
+
+
+def test_the_step_of_pictures_and_of_two_texts_is_traced(tmp_path: Path) -> None:
+    for name, blocks, length in (("vit", "auto", 3), ("t5", "*.block.*", 16)):
+        planned = planned_hf(written(tmp_path, READ[name][0]))
+        layout, work = Plan.parse("dp2").with_(blocks=blocks), Workload(seq_len=length, global_batch=8)
+        traced = estimate_module_by_trace(planned.made(length), layout, work)
+        closed = estimate_memory(read_planned(name, planned, length, "meta")[0], layout, work, stack=stack_on("cpu"))
+        assert closed.allocated == pytest.approx(traced.peak, rel=0.1)
+
+
+def test_what_a_sample_is() -> None:
+    shapes = {
+        "vit": {"pixel_values": [1, 3, 224, 224]},
+        "resnet": {"pixel_values": [1, 3, 224, 224]},
+        "t5": {"input_ids": [1, 8], "decoder_input_ids": [1, 8]},
+        "WhisperForConditionalGeneration": {"decoder_input_ids": [1, 8], "input_features": [1, 80, 3000]},
+        "wav2vec2": {"input_values": [1, 8]},
+        "audio-spectrogram-transformer": {"input_values": [1, 1024, 128]},
+        "CLIPModel": {"input_ids": [1, 8], "pixel_values": [1, 3, 224, 224]},
+    }
+    for name, needed in shapes.items():
+        inputs = inputs_of(hf_config(name))
+        assert inputs is not None and {key: list(t.shape) for key, t in inputs.sample(8).items()} == needed, name
+    assert all(inputs_of(hf_config(name)) is None for name in ("llama", "bert", "mamba"))
+    with pytest.raises(ModelError, match=r"ClapModel takes .*write a function that builds ClapModel .*package.module"):
+        inputs_of(hf_config("clap"))
+
+
+def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **kwargs: object) -> None:
+        raise ImportError("\nTimmBackbone requires the timm library")
+
+    config = hf_config("vit")
+    monkeypatch.setattr(model_class(config), "_from_config", missing)
+    with pytest.raises(ConfigError, match=r"needs a library that is not installed \(TimmBackbone requires"):
+        build(config)
+
+
+def test_a_draw_that_a_forward_turns_on_is_taken_as_off() -> None:
+    planned = planned_hf("hf:wav2vec2")
+    assert any(note.startswith("layerdrop and apply_spec_augment are taken as off") for note in planned.notes)
+    assert hf_config("wav2vec2").layerdrop > 0  # the configuration itself is left as it is
+
+
+def test_blocks_of_several_stacks_and_of_unlike_layers() -> None:
+    class Other(Layer):
+        """Another kind."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(2))})
+            self.decoder = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Other(), Layer()])})
+
+    class Unlike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Other()])
+
+    deeper = nn.ModuleDict(
+        {"conv": nn.ModuleDict({"inner": nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])})})}
+    )
+    deeper["one"], deeper["two"] = (nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])}) for _ in range(2))
+    assert block_pattern(deeper) == "*.layers.*"  # those at one depth that hold the most
+    assert block_pattern(Two()) == "*.layers.*" and block_pattern(Unlike()) == "layers.*"
+    assert block_pattern(nn.Linear(2, 2)) == ""
+
+
+# ---------------------------------------------------------------- modules without repeated blocks, and slow ones
+
+
+class Shared(nn.Module):
+    """One block, called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(64, 64), Layer(), nn.Linear(64, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(4):
+            x = self.block(x)
+        return self.head(x)
+
+
+class Loops(Shared):
+    """Goes through the tokens one by one."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(torch.stack([self.block.up(x[:, i]).relu() for i in range(x.shape[1])], 1)[..., :64])
+
+
+class Squares(Shared):
+    """Keeps more per token the more there are."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(torch.softmax(x @ x.mT, -1) @ x)
+
+
+NAME = f"{__name__}:Shared"
+
+
+def test_a_module_without_repeated_blocks_is_one_block() -> None:
+    asked = asked_of(NAME, seq=64)
+    assert set(ONE_BLOCK) <= set(asked.refused) and asked.blocks == "" and len(asked.profile.blocks) == 1
+    assert [note for note in asked.assumed if "it is planned as one block" in note]
+    layout, work = Plan.parse("dp2"), Workload(seq_len=64, global_batch=16)
+    traced = estimate_module_by_trace(Shared, layout, work)
+    closed = estimate_memory(asked.profile, layout, work, stack=stack_on("cpu"))
+    assert closed.allocated == pytest.approx(traced.peak, rel=0.08)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a second list of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cells, self.head = (
+            nn.Embedding(64, 32),
+            nn.LSTM(32, 32, 2, batch_first=True),
+            nn.Linear(32, 64),
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(self.embed(ids))[0])
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2 / bf16"])
+def test_the_step_of_an_lstm_is_traced(plan: str) -> None:
+    work = Workload(seq_len=16, global_batch=4)
+    traced = estimate_module_by_trace(Recurrent, Plan.parse(plan), work)
+    assert traced.num_params == sum(p.numel() for p in Recurrent().parameters()) and traced.layers == 0
+
+
+def test_blocks_are_named() -> None:
+    asked = asked_of(NAME, seq=64, blocks="block")
+    assert asked.blocks == "block" and "recompute" not in asked.refused
+    assert not [note for note in asked.assumed if "one block" in note]
+    again = asked_of(NAME, seq=64).of_blocks("block")  # as `estimate` reads the blocks of a plan
+    assert reading._per_token(again.profile) == pytest.approx(reading._per_token(asked.profile))
+    assert again.blocks == "block" and not [note for note in again.assumed if "one block" in note]
+    with pytest.raises(ModelError, match="blocks=blok matches no module"):
+        asked_of(NAME, seq=64, blocks="blok")
+    with pytest.raises(UsageError, match="--blocks layers: llama-8b is a preset"):
+        asked_of("llama-8b", seq=64, blocks="layers")
+
+
+def test_a_written_plan_names_the_blocks(tmp_path: Path) -> None:
+    found, apps = tmp_path / "plan.toml", {name: Typer() for name in ("plan", "estimate")}
+    apps["plan"].command()(plan)
+    apps["estimate"].command()(estimate)
+    words = [NAME, "h100:2", "--seq", "64", "--blocks", "block", "--out", str(found), "--json"]
+    result = CliRunner().invoke(apps["plan"], words)
+    assert result.exit_code == 0, result.output
+    assert Plan.load(found).blocks == "block"
+    words = ["dp2", "--model", NAME, "--cluster", "cpu:2", "--seq", "64", "--global-batch", "4", "--json"]
+    for more, blocks in (([], "auto"), (["--blocks", "block"], "block")):
+        answer = json.loads(CliRunner().invoke(apps["estimate"], [*words, *more]).stdout)
+        assert Plan.parse(answer["plan"]["shorthand"]).blocks == blocks
+        assert any("one block" in note for note in answer["assumed"]) == (blocks == "auto")
+
+
+def test_a_forward_that_takes_long_is_read_at_fewer_tokens_where_it_is_per_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = read_planned("loops", _planned(Loops), 192, "meta")[0]
+    monkeypatch.setattr(reading, "PATIENCE_S", 0.0)
+    profile, notes = read_planned("loops", _planned(Loops), 192, "meta")
+    assert profile.num_params == whole.num_params
+    assert reading._per_token(profile) == pytest.approx(reading._per_token(whole), rel=0.03)
+    assert "is the same per token at 32 and 96" in notes[0]
+    with pytest.warns(UserWarning, match="not the same per token at fewer; a shorter --seq"):
+        squares, notes = read_planned("squares", _planned(Squares), 192, "meta")
+    assert notes == () and reading._per_token(squares) != reading._per_token(profile)
+
+
+def _planned(factory: type[nn.Module]) -> Planned:
+    return planned_module(f"{__name__}:{factory.__name__}")
