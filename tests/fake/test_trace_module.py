@@ -15,6 +15,7 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import STATE_BYTES, Workload
+from shardwise.train import low_bits
 from tests.modules import TwoInputs, factory, hugging_face
 
 BOUND = 0.03
@@ -135,3 +136,6 @@ def test_every_optimizer_that_is_planned_for_is_traced(name: str, state: float) 
     traced = estimate_module_by_trace(factory("two"), Plan.parse("fsdp2"), work)
     kept = traced.held["optimizer"] * 2 / traced.num_params
     assert state - 0.1 <= kept <= state + 0.7  # parameters of one dim, and tables, are kept wide
+    if name == "adamw-8bit":  # what the process trains with afterwards was made with values
+        codes = low_bits.table(8, signed=True)
+        assert len(codes) == 256 and bool((codes.diff() > 0).all()) and codes[-1] == 1

@@ -91,6 +91,12 @@ def calling() -> list[str]:
         dist.all_gather(parts, torch.ones(3))
         dist.broadcast(whole, 0)
         dist.gather(torch.ones(3), parts if rank == 0 else None)
+        dist.scatter(torch.empty(3), parts if rank == 0 else None)
+        dist.reduce(torch.ones(3), 1)
+        dist.broadcast_object_list(["a" * 9] if rank == 0 else [None], 0)
+        dist.gather_object("a" * (rank + 1), [None, None] if rank == 0 else None)
+        dist.scatter_object_list([None], ["a", "bcd"] if rank == 0 else None)
+        dist.reduce_scatter(torch.empty(3), [torch.ones(3), torch.ones(3)])
         dist.all_gather_object([None, None], "a" * (rank + 1))
         dist.all_to_all_single(torch.empty(2 + 2 * rank), torch.ones(3), [1 + rank] * 2, [1, 2])
         if rank == 0:

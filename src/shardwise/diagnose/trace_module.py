@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.diagnose.read_module import example_length, example_of
-from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, check_traceable
+from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, make_ready
 from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
@@ -50,7 +50,7 @@ def estimate_module_by_trace(
 
     >>> estimate_module_by_trace(Transformer, Plan.parse("fsdp8 / bf16"), work).peak  # doctest: +SKIP
     """
-    check_traceable(plan, workload)
+    make_ready(plan, workload)
     step = _traced(training_of_module(factory, workload), plan, rank)
     with torch.device("meta"):
         num_params = sum(parameter.numel() for parameter in factory().parameters())

@@ -65,9 +65,13 @@ def compute_width(plan: Plan) -> float:
     return _WIDTHS[plan.precision]
 
 
+GATHERED = ("bf16", "fp16", "fp8")
+"""Precisions in which `fully_shard` holds the parameters, whatever `zero` is."""
+
+
 def is_gathered(plan: Plan) -> bool:
     """Whether `fully_shard` holds the parameters: zero 1 to 3, and mixed precision."""
-    return plan.zero > 0 or plan.precision in ("bf16", "fp16", "fp8")
+    return plan.zero > 0 or plan.precision in GATHERED
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from math import log2
 from operator import itemgetter
 
 from shardwise.model.profile import Block
-from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
+from shardwise.plan.activations import GATHERED, is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
@@ -152,15 +152,14 @@ class Bounds:
 
     def work(self, core: Core) -> Work:
         """What a core's kernels, and the communication inside of blocks, take."""
-        if core not in self._works:
-            self._works[core] = self._work(core)
-        return self._works[core]
+        return self._works.get(core) or self._works.setdefault(core, self._work(core))
 
     def _work(self, core: Core) -> Work:
         space = self.space
         plain = "bf16" if core.precision == "bf16-pure" else core.precision
         dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
-        setting = Setting(space.cluster, space.stack_for(core), core.axes, dtype, core.sequence, core.context)
+        seen = (dtype, core.sequence, core.context, space.workload.trained < 1, core.precision in GATHERED)
+        setting = Setting(space.cluster, space.stack_for(core), core.axes, *seen)
         shape = (core.samples, space.workload.seq_len)
         times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
         one = {key: time.forward + time.backward for key, time in times.items()}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
-from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.bounds import Bounds, Kept, Upto, Work
 from shardwise.plan.division import Division
 from shardwise.plan.memory import WORKSPACE
@@ -16,9 +14,6 @@ from shardwise.plan.plan import V_SHAPED
 from shardwise.plan.space import Core, Flow, Pipe, Spread
 
 SpreadsOf = Callable[[Pipe], list[Spread]]
-
-GATHERED = ("bf16", "fp16", "fp8")
-"""Precisions in which `fully_shard` holds the parameters, whatever `zero` is (`activations.is_gathered`)."""
 
 
 class Floor(NamedTuple):
@@ -56,36 +51,6 @@ class SharedBounds(Bounds):
                 found = self._shared[key] = self._work(core)
             self._works[core] = found
         return found
-
-    def _work(self, core: Core) -> Work:
-        space = self.space
-        plain = "bf16" if core.precision == "bf16-pure" else core.precision
-        setting = Setting(
-            space.cluster,
-            space.stack_for(core),
-            core.axes,
-            space.workload.compute or ("fp8" if core.float8 != "none" else plain),
-            core.sequence,
-            core.context,
-            space.workload.trained < 1,
-            core.precision in GATHERED,
-        )
-        shape = (core.samples, space.workload.seq_len)
-        times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
-        one = {key: time.forward + time.backward for key, time in times.items()}
-        end = block_time(space.profile.head, shape, setting)
-        again = tuple(
-            sum(count * times[block].again(recompute.mode) for block, count in counts.items())
-            for recompute, counts in zip(space.recomputes, self._recomputed, strict=True)
-        )
-        shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end)]
-        return Work(
-            busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
-            head=end.forward + end.backward,
-            least=min(shares),
-            most=max(shares),
-            again=again,
-        )
 
     # ------------------------------------------------------------ memory
 

@@ -135,4 +135,5 @@ def _text(entry: Mapping[str, Any]) -> str:
     words = [kind]
     if any(part in kind for part in EQUAL) and not any(part in kind for part in UNEVEN):
         words += ["of", ", ".join(f"({', '.join(map(str, size))})" for size in entry["input_sizes"])]
-    return " ".join(words + [", ".join(dict.fromkeys(entry["input_dtypes"])).lower()]).strip()
+    types = entry["output_dtypes"] if kind == "scatter" else entry["input_dtypes"]  # one rank alone gives what is dealt
+    return " ".join([*words, ", ".join(dict.fromkeys(types)).lower()]).strip()
