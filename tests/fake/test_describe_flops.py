@@ -14,7 +14,10 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.describe import describe
 from shardwise.model.profile import Attention, Block, Matmul, Profile
 from shardwise.model.tracer import meta_copy, tensors_in
+from shardwise.plan.division import divide
+from shardwise.plan.memory import states_of
 from shardwise.plan.plan import Plan
+from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
 from tests.modules import Frozen, Rows, factory
@@ -103,3 +106,20 @@ def test_a_transposed_convolution() -> None:
     product = next(describe(Transposed, torch.zeros(2, 8, 6, 6)).blocks[0].matmuls)
     assert (product.ins, product.outs) == (8, 4 * 4 * 4)
     assert product.takes * 8 == 8 * 6 * 6 and product.rows * 8 == 6 * 6
+
+
+def test_what_is_frozen_has_no_gradient_no_state_and_no_update() -> None:
+    """On devices, where all ranks' parameters are counted alike; a CPU's ranks are counted one by one."""
+    found = describe(Frozen, torch.zeros(2, SEQ, dtype=torch.long))
+    assert 0.1 < found.trained < 0.9
+    blocks = tuple(replace(block, frozen=0) for block in found.blocks)
+    whole = replace(found, frozen=0, blocks=blocks, head=replace(found.head, frozen=0))
+    plan, work, cluster = Plan.parse("fsdp4 / bf16"), Workload(seq_len=SEQ, global_batch=8), load_cluster("h100:4")
+    stack = load_stack("shardwise")
+    divisions = [divide(profile, plan, work, stack.cut) for profile in (found, whole)]
+    some, all_ = (states_of(division, division.ranks[0], stack) for division in divisions)
+    for term in ("gradients", "optimizer"):
+        assert some[term] == pytest.approx(found.trained * all_[term])
+    assert some["weights"] == all_["weights"]
+    times = [estimate_time(profile, cluster, plan, work, stack=stack).terms["optimizer"] for profile in (found, whole)]
+    assert times[0] == pytest.approx(found.trained * times[1])

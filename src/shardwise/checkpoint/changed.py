@@ -48,7 +48,7 @@ def _differing(key: str, then: Any, now: Any) -> Iterator[str]:
     if then is None or now is None or then == now:
         return
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for inner in then.keys() & now.keys():
+        for inner in sorted(then.keys() & now.keys()):
             yield from _differing(f"{key}.{inner}", then[inner], now[inner])
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for place, pair in enumerate(zip(then, now, strict=True)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.planning import Question, _is_module, question
+from shardwise.cli.planning import Question, is_module, question
 from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.plan import MADE_FOR, Plan
 from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
@@ -110,7 +110,7 @@ def _refuse_word(verb: str, source: str, name: str, word: str, *, from_file: boo
         raise UsageError(f"{verb}: --{name} is missing, and {says}; give --{name} {_EXAMPLES[name]}")
     if not from_file:
         return
-    if name == "model" and _is_module(word) and not word.startswith("hf:"):
+    if name == "model" and is_module(word) and not word.startswith("hf:"):
         raise UsageError(
             f"{verb}: {source} was made for the module {word}; a file's word is not imported, as that runs code: give "
             f"--model {word} if you trust it"

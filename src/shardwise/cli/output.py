@@ -9,6 +9,7 @@ from typing import Any
 import tomlkit
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +30,11 @@ def console() -> Console:
     """Where tables go; without a terminal they are 120 columns wide."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=120)
+
+
+def waiting(doing: str) -> Status:
+    """Within it a terminal's error output says what takes so long; elsewhere nothing is shown."""
+    return Console(stderr=True).status(doing)
 
 
 def configuration_table(configuration: Configuration) -> Table:

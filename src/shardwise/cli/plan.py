@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.made_for import kept_as, made_for, save_plan
-from shardwise.cli.output import console, plan_json, print_json, show_likeness
+from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
 from shardwise.cli.planning import (
     BatchOption,
     BlocksOption,
@@ -71,10 +71,11 @@ def plan(
     more: dict[str, Any] = {"optimizer": kept_as(optimizer), "price": price, "trace_on": trace_on, "blocks": blocks}
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
     forbidden = (*(forbid or ()), *asked.refused)
-    found = find_plan(
-        asked.profile, asked.limits, asked.cluster, asked.workload,
-        goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=asked.stack(stack),
-    )  # fmt: skip
+    with waiting("searching for the best plan"):
+        found = find_plan(
+            asked.profile, asked.limits, asked.cluster, asked.workload,
+            goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=asked.stack(stack),
+        )  # fmt: skip
     chosen = found.best or found.nearest
     assert chosen is not None
     whole = complete(chosen.plan, asked)
@@ -85,8 +86,10 @@ def plan(
     if html:
         from shardwise.plan.page import page
 
-        html.write_text(page(found, asked.assumed), encoding="utf-8")
-    advice = () if found.best else advise(found.space, asked.refused)
+        with waiting("searching for the front of memory against time"):
+            html.write_text(page(found, asked.assumed), encoding="utf-8")
+    with waiting("searching for what would fit"):
+        advice = () if found.best else advise(found.space, asked.refused)
     if json:
         more = {"would_fit": [_advice_json(each) for each in advice]} if not found.best else {}
         print_json({**search_json(found, whole, asked), **more, "written": str(out) if found.best else None})

@@ -122,7 +122,7 @@ def question(
     found = read_cluster(cluster) if isinstance(cluster, str) else cluster
     if options.get("price"):
         found = found.with_(device=replace(found.device, price=float(options["price"])))
-    spec = None if _is_module(model) else load_spec(model)
+    spec = None if is_module(model) else load_spec(model)
     blocks, device = options.get("blocks") or "auto", str(options.get("trace_on") or "meta")
     if spec is not None and blocks != "auto":
         raise UsageError(f"--blocks {blocks}: {model} is a preset or sizes, whose blocks are known; leave it out")
@@ -232,7 +232,12 @@ def _remark(batch: int, world: int) -> list[str]:
     ]
 
 
-def _is_module(model: str) -> bool:
+def is_module(model: str) -> bool:
+    """Whether a MODEL is no sizes: something of `transformers`, or a function that makes a module.
+
+    >>> is_module("hf:llama"), is_module("models:net"), is_module("llama-8b")
+    (True, True, False)
+    """
     return model.startswith("hf:") or (":" in model and not model.endswith((".toml", ".json")))
 
 

@@ -132,6 +132,7 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
                 "trace has shapes only; needed operations whose shapes follow from those of the batch: write the "
                 "forward without it (masks in place of selections), or measure real processes"
             ) from error
+        # Whatever a kernel on shapes raises about what it is given; the module's own code does not run in here.
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             found = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in given)
             raise ModelError(

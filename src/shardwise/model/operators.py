@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise, Profile, Split
-from shardwise.model.recording import AFTER, BEFORE, Node, Recording, per
+from shardwise.model.recording import AFTER, BEFORE, Node, Recording
 
 NORMS = ("rsqrt", "native_layer_norm", "_fused_rms_norm", "native_group_norm")
 
@@ -76,7 +76,7 @@ def _block(recording: Recording, phase: int, own: Sequence[str], found: tuple[Op
     products = [op for op in ops if isinstance(op, Matmul)]
     kind = "moe" if any(op.experts for op in products) else "dense"
     first = next((op.takes for op in products), 0)
-    width = per(recording.entered[phase], recording.tokens) if phase in recording.entered else first
+    width = recording.entered[phase] / recording.tokens if phase in recording.entered else first
     sizes = {name: math.prod(recording.shapes[name]) for name in own}
     frozen = sum(size for name, size in sizes.items() if name in recording.frozen)
     small = sum(sizes.values()) - sum(op.params for op in products)
@@ -113,7 +113,7 @@ class _Phase:
         self.split = self._splits()
 
     def per_token(self, elements: float) -> float:
-        return per(elements, self.recording.tokens)
+        return elements / self.recording.tokens
 
     def take(self, keys: Iterable[int]) -> Kept:
         """What is kept of some storages; each is given once."""
@@ -242,11 +242,11 @@ def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
         ins,
         outs,
         split,
-        per(saves, max(chosen, 1)),
+        saves / max(chosen, 1),
         experts,
         chosen,
         trained=name not in recording.frozen,
-        rows=per(rows, recording.tokens * max(chosen, 1)),
+        rows=rows / (recording.tokens * max(chosen, 1)),
         overlap=rows * ins / taken if nodes[0].name == "convolution" else 1.0,
         own=own,
     )
@@ -359,14 +359,14 @@ def _pointwise(found: _Phase, members: list[int], kept: Kept, chosen: int) -> Po
     times = max(chosen, 1)
     return Pointwise(
         name=_name(nodes),
-        moved=per(moved, times),
+        moved=moved / times,
         split=split,
-        saves=per(min(kept.elements, own), times),
-        saves_apart=per(kept.elements, times),
+        saves=min(kept.elements, own) / times,
+        saves_apart=kept.elements / times,
         kernels=len(nodes),
-        masks=per(kept.others, times),
+        masks=kept.others / times,
         per_choice=chosen,
-        widened=per(kept.widened, times),
+        widened=kept.widened / times,
         spread=found.per_token(sum(max(node.ins.values()) for node in nodes if "batch_norm" in node.name)),
     )
 

@@ -146,7 +146,7 @@ class Recording:
         kept = {key_of(t): t.untyped_storage().nbytes() // t.element_size() for t in (*given, out)}
         shape, length = given[0].shape, self.tokens / self.samples
         rows = math.prod(shape[:-3]) * shape[-2] / self.tokens
-        op = replace(op, kept=per(sum(kept.values()), self.tokens), rows=rows, reach=given[1].shape[-2] / length)
+        op = replace(op, kept=sum(kept.values()) / self.tokens, rows=rows, reach=given[1].shape[-2] / length)
         ins = {key_of(t): float(t.numel()) for t in given}
         self.nodes.append(Node("attention", phase, ins, {key_of(out): float(out.numel())}, attention=op))
 
@@ -177,11 +177,6 @@ def _product(node: Node, call: Call, weight: torch.Tensor | None) -> None:
     node.taken = max((t.numel() for t in others), default=0)
     if call.name == "convolution" and call.gave[0].numel() != node.rows * node.sizes[1]:
         node.sizes = node.sizes[::-1]  # transposed: its weight has the channels that go in first
-
-
-def per(elements: float, tokens: int) -> float:
-    """Elements per token."""
-    return elements / tokens
 
 
 def key_of(tensor: torch.Tensor) -> int:

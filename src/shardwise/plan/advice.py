@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import SCHEDULES
@@ -57,15 +58,13 @@ class _Tries:
     fixed: tuple[str, ...]
     deadline: float
 
-    def fit(self, **changes: object) -> Candidate | None:
+    def fit(self, **changes: Any) -> Candidate | None:
         """A plan that fits when some of cluster, workload, allow and forbid are others; None: none was found."""
         if time.process_time() > self.deadline:
             return None
-        base = self.space
-        asked = {name: changes.get(name, getattr(base, name)) for name in ("cluster", "workload", "allow", "forbid")}
-        asked["forbid"] = (*asked["forbid"], *USUAL)  # type: ignore[misc]
         try:
-            space = Space(base.profile, base.spec, stack=base.stack, **asked)  # type: ignore[arg-type]
+            asked = replace(self.space, **changes)
+            space = replace(asked, forbid=(*asked.forbid, *USUAL))
             return next(iter(Walk(space, "time", space.cluster.device.memory * (1 - HEADROOM)).run(1)), None)
         except ShardwiseError:  # the device has no such unit, or the batch no such division
             return None

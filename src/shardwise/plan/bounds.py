@@ -232,7 +232,7 @@ class Bounds:
         pipe, core, profile = spread.pipe, spread.pipe.core, self.space.profile
         key = (core.tp, core.cp, core.ep, core.precision, pipe.pp, spread.dp_replicate, spread.dp_shard, spread.zero)
         if key not in self._sends:
-            plan = Plan(axes=spread.axes, zero=spread.zero, precision=core.precision)  # type: ignore[arg-type]  # 0 to 3
+            plan = Plan(axes=spread.axes, zero=spread.zero, precision=core.precision)
             (dense, experts), shards = self._local(pipe), core.cp * spread.dp_shard if spread.zero else 1
             ends, blocks = min(dense, (profile.embedding + profile.head.params) / core.tp), self._blocks_of(pipe.pp)
             apart = experts if core.ep > 1 else 0.0

@@ -53,7 +53,7 @@ class FrontWalk(Walk):
                     self.below = node.memory.device * (1 - apart) if apart else math.nextafter(node.memory.device, 0.0)
             elif isinstance(node, Flow):
                 self._divide_flow(node)
-            elif float(size) > self.below:  # type: ignore[arg-type]  # a size, by `_push`
+            elif size > self.below:
                 self.pruned["bound on memory"] += 1
             elif isinstance(node, Core):
                 self._divide_core(node, set())

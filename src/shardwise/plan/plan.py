@@ -40,7 +40,7 @@ ZERO_BUBBLE: tuple[str, ...] = ("zero-bubble", "zero-bubble-v", "dualpipe-v")
 
 PrecisionKind = Literal["fp64", "fp32", "bf16", "fp16", "bf16-pure"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionKind)
-
+Zero = Literal[0, 1, 2, 3]
 RecomputeMode = Literal["none", "blocks", "every", "ratio", "ops"]
 ReduceKind = Literal["fp32", "bf16", "fp16"]
 ContextKind = Literal["ring", "gather", "ulysses"]
@@ -225,7 +225,7 @@ class Context:
     """How the `cp` axis is used."""
 
     kind: ContextKind = "ring"
-    """How attention sees the whole sequence: keys and values go around a ring or are gathered, or all-to-all."""
+    """How attention sees the whole sequence: keys and values in a ring, or gathered; or exchanged for heads."""
     balance: BalanceKind = "zigzag"
     """Which part of the sequence a rank holds: an early and a late piece (equal work under a causal mask), or one."""
 
@@ -262,7 +262,7 @@ class Plan:
     """
 
     axes: Axes = field(default_factory=Axes)
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: Zero = 0
     """What the `dp_shard` axis shards: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters."""
     batch: Batch = field(default_factory=Batch)
     schedule: Schedule = field(default_factory=Schedule)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from shardwise.errors import UsageError
 from shardwise.findings import nearest
@@ -39,6 +39,7 @@ from shardwise.plan.plan import (
     Recompute,
     Schedule,
     Tensor,
+    Zero,
 )
 from shardwise.plan.repair import Case, divisors
 from shardwise.plan.stack import Stack, stack_of
@@ -138,7 +139,7 @@ class Spread:
     pipe: Pipe
     dp_replicate: int
     dp_shard: int
-    zero: int
+    zero: Zero
     offloaded: bool = False
 
     @property
@@ -205,7 +206,7 @@ class Space:
             if hit is not None and hit.severity == "error":
                 yield row.id
 
-    def refuses(self, flow: Flow, zero: int = 0) -> str:
+    def refuses(self, flow: Flow, zero: Zero = 0) -> str:
         """Id of a row of `FLOW_ROWS` that refuses a flow with such a `zero`; empty: none does."""
         core, pp = flow.pipe.core, flow.pipe.pp
         zero = zero if flow.schedule.kind in ZERO_BUBBLE else 0  # those rows alone look at it
@@ -347,7 +348,8 @@ class Space:
             if shard == 1:
                 yield Spread(pipe, replicas, shard, 0)
             if shard > 1 or replicas == 1:
-                yield from (Spread(pipe, replicas, shard, zero) for zero in (1, 2, 3) if self.has(f"zero{zero}"))
+                kinds = (zero for zero in get_args(Zero) if zero and self.has(f"zero{zero}"))
+                yield from (Spread(pipe, replicas, shard, zero) for zero in kinds)
 
     def offloads(self, spread: Spread) -> bool:
         """Whether the spread's states may be on the host."""
@@ -385,7 +387,7 @@ class Space:
         core = flow.pipe.core
         plan = Plan(
             axes=spread.axes,
-            zero=spread.zero,  # type: ignore[arg-type]  # 0 to 3 by construction
+            zero=spread.zero,
             batch=Batch(micro_batches=flow.pipe.micro_batches),
             schedule=flow.schedule,
             precision=core.precision,

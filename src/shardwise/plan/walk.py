@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.bounds import Kept
 from shardwise.plan.bounds_shared import SharedBounds
 from shardwise.plan.memory import Memory, estimate_memory
-from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule
+from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule, Zero
 from shardwise.plan.repair import divisors
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
 from shardwise.plan.timing import StepTime, estimate_time
@@ -79,7 +79,7 @@ class Walk:
         self.seen: list[Candidate] = []
         self.pruned: Counter[str] = Counter()
         self.estimated = 0
-        self._heap: list[tuple[float, bool, tuple[object, ...], int, Node]] = []
+        self._heap: list[tuple[float, bool, tuple[Any, ...], int, Node]] = []
         self._order = count()
         self._spreads: dict[Pipe, list[Spread]] = {}
         self._fitted: set[tuple[object, ...]] = set()
@@ -190,7 +190,7 @@ class Walk:
     def _sizes(self, flow: Flow) -> tuple[float, float]:
         """Device memory that all plans of a flow need, and show, at least."""
         split = flow.schedule.kind in ZERO_BUBBLE
-        refused = tuple(zero for zero in range(4) if self.space.refuses(flow, zero)) if split else ()
+        refused = tuple(zero for zero in get_args(Zero) if self.space.refuses(flow, zero)) if split else ()
         return self.bounds.family_size(flow, self._spreads_of, refused, self.bounds.flow_size(flow))
 
     def _spreads_of(self, pipe: Pipe) -> list[Spread]:
