@@ -56,10 +56,11 @@ class Killer:
                 processes = psutil.Process(self.pid).children(recursive=True)
             except psutil.NoSuchProcess:
                 break
-            found = sorted((name, p) for p in processes if (name := _name(p)).startswith(who))
+            # A dying rank and the one in its place may have the same name for an instant: by name, then by id.
+            found = sorted((name, p.pid, p) for p in processes if (name := _name(p)).startswith(who))
             victims = {int(place * len(found)): found[int(place * len(found))] for place in places if found}
             hit = []
-            for name, process in victims.values():
+            for name, _, process in victims.values():
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGKILL)
                     hit.append(name)

@@ -1,0 +1,38 @@
+"""The seeded killer against processes that only sleep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise.testing.killer import Killer
+
+# A process with two children whose name both is `rank 0`, as a dying rank and the one in its place are for an instant.
+TWO_OF_ONE_NAME = """
+import os, sys, time
+for _ in range(2):
+    if os.fork() == 0:
+        open("/proc/self/comm", "w").write("rank 0")
+        break
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="processes are named by Linux's /proc")
+def test_two_processes_of_one_name_are_both_hit() -> None:
+    with subprocess.Popen([sys.executable, "-c", TWO_OF_ONE_NAME]) as parent:
+        try:
+            named = psutil.Process(parent.pid)
+            while sum(child.name() == "rank 0" for child in named.children()) < 2:
+                assert parent.poll() is None
+            # This seed draws two different places.
+            killer = Killer(parent.pid, seed=2, mean_pause_s=0.01, double=1.0, standbys=0.0)
+            assert killer.run(1) == 1
+            assert killer.blows[0][1] == ("rank 0", "rank 0")
+        finally:
+            for process in [*psutil.Process(parent.pid).children(), parent]:
+                process.kill()
