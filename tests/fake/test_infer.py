@@ -213,6 +213,14 @@ def test_the_verb_prints_a_table() -> None:
     assert "not compared with one process" in result.stdout
 
 
+@pytest.mark.parametrize("model", ["mistralai/Mistral-7B-Instruct-v0.1", "sizes.toml"])
+def test_the_verb_takes_what_plan_takes(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sizes.toml").write_text('preset = "tiny"\nnum_layers = 2\n', encoding="utf-8")
+    result = CliRunner().invoke(app, [model, "--json"])
+    assert {"pattern": "embed", "style": "vocab"}.items() <= json.loads(result.stdout)["rules"][0].items()
+
+
 def test_the_verb_for_programs() -> None:
     result = CliRunner().invoke(app, ["tests.parity.inferred_models:Chain", "--sample", "4x12:float32", "--json"])
     answer = json.loads(result.stdout)
@@ -235,7 +243,7 @@ def test_a_file_of_unverified_rules_has_to_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lama-8b"], "found no preset of this name.*did you mean 'llama-8b'"),
+        (["lama-8b"], "unknown preset; did you mean 'llama-8b'.*pkg.module:factory"),
         (["no.such.module:f"], "no.such.module:f.*cannot be imported.*needed package.module:function"),
         (["tests.parity.inferred_models:Chian"], "did you mean 'Chain'"),
         (["tests.parity.inferred_models:Language"], r"needs arguments \(block\)"),

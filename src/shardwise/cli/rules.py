@@ -13,9 +13,8 @@ from rich.text import Text
 
 from shardwise.cli.output import console, print_json
 from shardwise.errors import ConfigError, ExitCode, UsageError
-from shardwise.findings import nearest
 from shardwise.model.rules_file import Rules, load_rules
-from shardwise.model.spec import ModelSpec, preset, presets
+from shardwise.model.spec import load_spec
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import shrink
 
@@ -27,7 +26,9 @@ _TYPES = ("int64", "float32")
 
 
 def rules(
-    model: Annotated[str, typer.Argument(help="pkg.module:factory, a preset (llama-8b), or hf:NAME.")],
+    model: Annotated[
+        str, typer.Argument(help="pkg.module:factory, a preset (llama-8b), a .toml of sizes, or hf:NAME.")
+    ],
     sample: Annotated[str | None, typer.Option(help="Shape of the input: 2x16 tokens, or 2x3x32x32:float32.")] = None,
     degree: Annotated[int, typer.Option(min=2, help="Least degree of tp that the rules must allow.")] = 2,
     file: Annotated[Path | None, typer.Option("--rules", help="Take the rules of this file, do not infer.")] = None,
@@ -85,10 +86,12 @@ def _factories(model: str, plan: Plan) -> tuple[Callable[[], Any], Callable[[], 
         return factory, factory
     from shardwise.models.presets import build
 
-    if model not in presets():
-        hint = nearest(model, list(presets()))
-        raise UsageError(f"rules {model}: found no preset of this name; give pkg.module:factory, hf:NAME; {hint}")
-    spec: ModelSpec = preset(model)
+    try:
+        spec = load_spec(model)
+    except ConfigError:  # of a file: it says which line
+        raise
+    except UsageError as error:
+        raise UsageError(f"rules: {error}; or give pkg.module:factory, hf:NAME") from None
     return build(spec), build(shrink(spec, plan))
 
 

@@ -14,9 +14,9 @@ from shardwise.cli.config import Given, Origin, read_configuration
 from shardwise.cli.derive import Derived, derive
 from shardwise.cli.devices import surroundings
 from shardwise.cli.output import configuration_json
-from shardwise.errors import ModelError, UsageError
-from shardwise.findings import Finding, nearest
-from shardwise.model.spec import ModelSpec, load_spec, presets, refuse_unbuilt
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.findings import Finding
+from shardwise.model.spec import ModelSpec, load_spec, refuse_unbuilt
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import LARGE, describe_shrink, shrink
 from shardwise.records import write_file
@@ -51,11 +51,13 @@ def subject_for(text: str, plan: Plan, words: tuple[str, ...], *, small: bool, d
         return _hugging_face(text, plan)
     if text.endswith(".toml") and _is_run(Path(text)):
         return _run_toml(Path(text), plan, small=small, device=device)
-    if text in presets() or text.endswith((".toml", ".json")):
-        return _sizes(load_spec(text), plan, small=small)
-    raise UsageError(
-        f"verify {text!r}: no script (.py), run.toml, preset or hf:NAME; presets: {nearest(text, presets())}"
-    )
+    try:
+        spec = load_spec(text)
+    except ConfigError:  # of a file: it says which line
+        raise
+    except UsageError as error:
+        raise UsageError(f"verify {text!r}: no script (.py), run.toml, preset or hf:NAME; {error}") from None
+    return _sizes(spec, plan, small=small)
 
 
 def _script(text: str, words: tuple[str, ...], *, small: bool) -> Subject:
