@@ -250,18 +250,38 @@ def _fill(name: str, tensor: torch.Tensor, source: Source, model: PreTrainedMode
     if source.converter is None:
         local.copy_(_read(source.entries[0][1], ranges))
         return
-    entries, first = source.entries, ranges[0] if ranges else (0, 0)
-    stacked = type(source.converter.operations[0]).__name__ == "MergeModulelist"
-    if stacked and getattr(source.converter.operations[0], "dim", None) == 0:
-        by_pattern: dict[str, list[tuple[str, Entry]]] = {}
-        for pattern, entry in entries:
-            by_pattern.setdefault(pattern, []).append((pattern, entry))
-        entries = [one for group in by_pattern.values() for one in group[first[0] : first[1]]]
-        ranges = [(0, first[1] - first[0]), *ranges[1:]]
-    tensors = [(p, e.key, _read(e, [(0, size) for size in e.shape])) for p, e in entries]
+    first = source.converter.operations[0]
+    if type(first).__name__ == "MergeModulelist" and getattr(first, "dim", None) == 0:
+        tensors, ranges = _of_stack(source, ranges)
+    else:
+        tensors = [(p, e.key, _read(e, [(0, size) for size in e.shape])) for p, e in source.entries]
     made = _convert(source, tensors, model)
     whole = next(made[n] for n in _aliases(model).get(name, (name,)) if n in made)
     local.copy_(whole[tuple(slice(start, end) for start, end in ranges)])
+
+
+def _of_stack(
+    source: Source, ranges: list[tuple[int, int]]
+) -> tuple[list[tuple[str, str, torch.Tensor]], list[tuple[int, int]]]:
+    """What this rank's part of a stack is made of, and where it lies in what is made of that.
+
+    Of its own experts all, or the part where the conversion does no more than join them along another dim.
+    """
+    assert source.converter is not None
+    patterns, rest = source.converter.source_patterns, source.converter.operations[1:]
+    joined = getattr(rest[0], "dim", 0) if [type(each).__name__ for each in rest] == ["Concatenate"] else 0
+    is_cut = not rest or joined > 0
+    found, begin = [], 0
+    for pattern in sorted({pattern for pattern, _ in source.entries}, key=patterns.index):
+        experts = [entry for known, entry in source.entries if known == pattern]
+        own = list(ranges[1:]) if is_cut else [(0, size) for size in experts[0].shape]
+        if is_cut and joined:
+            (start, end), size = own[joined - 1], experts[0].shape[joined - 1]
+            own[joined - 1] = (min(max(start - begin, 0), size), min(max(end - begin, 0), size))
+            begin += size
+        found += [(pattern, entry.key, _read(entry, own)) for entry in experts[slice(*ranges[0])]]
+    within = ranges[1:] if not is_cut else [(0, end - start) for start, end in ranges[1:]]
+    return found, [(0, ranges[0][1] - ranges[0][0]), *within]
 
 
 def _ranges(tensor: torch.Tensor, name: str) -> list[tuple[int, int]]:
@@ -279,6 +299,8 @@ def _ranges(tensor: torch.Tensor, name: str) -> list[tuple[int, int]]:
 
 
 def _read(entry: Entry, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    if any(start == end for start, end in ranges):
+        return torch.empty([end - start for start, end in ranges], dtype=entry.dtype)
     try:
         with safe_open(entry.file, framework="pt", device="cpu") as opened:
             if not ranges:

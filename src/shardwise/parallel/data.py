@@ -15,11 +15,13 @@ Gradients are summed, never averaged: the step divides once, by the weight of th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.batchnorm import synchronise_batch_norm
@@ -30,6 +32,7 @@ from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
 from shardwise.plan.plan import Plan
+from shardwise.plan.weights import sharded_dim
 
 
 def uses_fully_shard(plan: Plan) -> bool:
@@ -49,7 +52,7 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     Plain replication is left to `replicate_data`, which needs real parameters.
     """
     group = mesh.group(*GRADIENT_AXES) if mesh.num_gradient_ranks > 1 else None
-    if group is not None or placed.pipeline is not None or plan.mixed:
+    if group is not None or placed.pipeline is not None or plan.mixed or plan.precision == "bf16-pure":
         for part in placed.parts:
             synchronise_batch_norm(part, group)
     if not uses_fully_shard(plan):
@@ -71,9 +74,9 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             if not isinstance(module, FSDPModule):
                 where = _expert_data_mesh(mesh, plan) if module in experts else data_mesh
                 policy = mixed_precision(plan, names[module], placed.types)
-                fully_shard(module, mesh=where, mp_policy=policy, reshard_after_forward=reshard, **options)
+                _shard(module, where, reshard, {**options, "mp_policy": policy})
         policy = mixed_precision(plan, "", placed.types)
-        fully_shard(part.run, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False, **options)
+        _shard(part.run, data_mesh, False, {**options, "mp_policy": policy})
         _set_prefetch(grouped, plan.communication.prefetch)
         for module in part.run.modules():
             if isinstance(module, FSDPModule):
@@ -138,6 +141,18 @@ def _expert_data_mesh(mesh: Mesh, plan: Plan) -> DeviceMesh:
     return mesh.expert_mesh[names]
 
 
+def _shard(module: nn.Module, data_mesh: DeviceMesh, reshard: bool | int, options: Mapping[str, Any]) -> None:
+    """`fully_shard`, each parameter along the dim that the planner reckons with."""
+    shards = data_mesh.size(data_mesh.ndim - 1)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        # torch reshards to a number of ranks along the first dim, whatever it was told before
+        return Shard(0 if type(reshard) is int else sharded_dim(shape, shards))
+
+    fully_shard(module, mesh=data_mesh, reshard_after_forward=reshard, shard_placement_fn=place, **options)
+
+
 def _experts(placed: Placed, part: Part) -> list[nn.Module]:
     modules = dict(part.root.named_modules())
     return [modules[name] for name in placed.experts if name in modules]
@@ -192,10 +207,14 @@ def _set_prefetch(blocks: list[nn.Module], depth: int) -> None:
 
 def _record(placed: Placed, plan: Plan) -> dict[str, Placement]:
     rows = dict(placed.placements)
+    shards = int(placed.mesh.size("dp_replicate") > 1)  # which of a parameter's axes shards it: replicas come before
     for name, parameter in placed.named_parameters().items():
         before = rows.get(name)
-        shard = "expert_shard" if name.rpartition(".")[0] in placed.experts else "dp_shard"
-        axes = "replicated over dp_replicate" if plan.zero == 0 else f"Shard(0) over {shard}"
+        axes = "replicated over dp_replicate"
+        if plan.zero and isinstance(parameter, DTensor):
+            dim = cast(Any, parameter.placements[shards]).dim  # of a Shard, or of torch's private strided one
+            axis = "expert_shard" if name.rpartition(".")[0] in placed.experts else "dp_shard"
+            axes = f"Shard({dim}) over {axis}"
         text = f"{before.text}; {axes}" if before else axes
         shape = before.global_shape if before else tuple(parameter.shape)
         rows[name] = Placement(pass_name="shard_data", text=text, global_shape=shape, dtype=str(parameter.dtype))

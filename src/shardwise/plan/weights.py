@@ -1,12 +1,12 @@
 """The parameters of the reference models as shapes: which are gathered together, and how `tp` and `ep` cut them.
 
-Numbers of parameters are enough for memory; what is sent depends on shapes too, as each parameter is cut along its
-first dim and filled up to a multiple of the ranks.
+Numbers of parameters are enough for memory; what is sent depends on shapes too, as each parameter is cut along one dim
+(`sharded_dim`), and a first dim is filled up to a multiple of the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -40,6 +40,11 @@ class Weight:
             return (first, rest[0] // tp, *rest[1:])
         return (first // ep, *rest) if self.cut == "experts" else self.shape
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether a linear layer multiplies by it."""
+        return len(self.shape) == 2 and (self.name == "head" or (self.cut in ("out", "in") and self.name != "embed"))
+
     def is_summand(self, plan: Plan) -> bool:
         """Whether the ranks of `tp` must add up its gradient."""
         if plan.axes.tp == 1:
@@ -49,9 +54,32 @@ class Weight:
         return self.cut == "heads" or (self.cut == "tokens" and plan.tensor.sequence)
 
     def padded(self, plan: Plan, ranks: int) -> int:
-        """Elements on a rank before `ranks` shard it, filled up so that they divide its first dim."""
-        first, *rest = self.local(plan)
+        """Elements on a rank before `ranks` shard it, filled up so that they divide the dim that is cut."""
+        shape = self.local(plan)
+        if sharded_dim(shape, ranks):
+            return prod(shape)
+        first, *rest = shape
         return -(-first // ranks) * ranks * prod(rest)
+
+
+def sharded_dim(shape: Sequence[int], shards: int) -> int:
+    """The dim along which `fully_shard` cuts a parameter: the first, or a later one of a stack of few matrices.
+
+    A first dim is filled up to a multiple of the shards: eight stacked experts over 64 shards are sent and held as if
+    they were 64. So a parameter of three dims or more with a first dim below the number of shards is cut along the
+    first later one that they divide, as torch needs it there. Matrices are not: what is gathered along their columns
+    is put together from runs of a few numbers (docs/decisions/0021-stacks-are-cut-inside.md).
+
+    Args:
+        shape: of the parameter on a rank, as `tp` and `ep` leave it.
+        shards: ranks that share it out.
+
+    >>> sharded_dim((8, 14336, 4096), 64), sharded_dim((8, 14336, 4096), 8), sharded_dim((8, 4096), 64)
+    (1, 0, 0)
+    """
+    if len(shape) < 3 or shape[0] >= shards:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % shards == 0), 0)
 
 
 @dataclass(frozen=True, slots=True)

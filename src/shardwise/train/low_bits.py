@@ -3,8 +3,8 @@
 Block-wise quantisation (Dettmers et al., arXiv:2110.02861; 4 bits: Li et al., arXiv:2309.01507): numbers are divided by
 the largest of their block and rounded to a table of codes; the tables are torchao's. Its own optimizers cut a rank's
 shard into blocks, so that another mesh has other blocks and other updates. Here a block is a part of a row of the whole
-parameter (its last dim): shards along other dims hold whole blocks, and where `tp` splits the last dim the ranks agree
-on the largest number. Codes have the shape of the parameter, so checkpoints load into any mesh, bit by bit.
+parameter (its last dim): shards along other dims hold whole blocks, and where the last dim is split the ranks agree on
+the largest number. Codes have the shape of the parameter, so checkpoints load into any mesh, bit by bit.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Coded:
         return mean, square
 
     def write(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
-        """Quantise both into the state; where `tp` splits rows, its ranks take part."""
+        """Quantise both into the state; where ranks split rows, all of them take part."""
         scales = [self._blocks.largest(values, self._parameter) for values in (mean, square)]
         codes = [
             quantise(values, self._blocks.spread(scale), codes)
@@ -238,7 +238,7 @@ class LowBitAdamW(_Rule):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) that keeps its averages in few bits between steps.
 
     Cost: per element 4 bytes (bf16), 2 (8 bits) or 1 (4 bits) and a scale per block, where AdamW has 8; in a step the
-    wide averages of one parameter at a time, and for a parameter whose rows `tp` splits two small all-reduces.
+    wide averages of one parameter at a time, and for a parameter whose rows ranks split two small all-reduces.
     """
 
     def __init__(
