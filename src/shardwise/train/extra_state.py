@@ -86,6 +86,13 @@ class ExtraState:
         for name in stored:
             self._modules[name].set_extra_state(_as_value(stored[name]))
 
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Make them what they were when `to_json` gave `kept`; modules that kept nothing then are left alone."""
+        now = self.to_json()
+        for name, value in kept.items():
+            if now.get(name) != value:
+                self._modules[name].set_extra_state(_as_value(value))
+
 
 def _as_json(value: Any) -> Any:
     """The same as JSON, so that `_as_value` gives it back exactly; a tensor is its bytes."""

@@ -14,6 +14,7 @@ from shardwise.plan.plan import Batch
 from shardwise.train.batches import loader
 from shardwise.train.state import TrainState
 from shardwise.train.step import LossFn, StepOptions, TrainStep
+from shardwise.train.untraced import untraced
 
 
 class Measured(NamedTuple):
@@ -30,8 +31,8 @@ class Measured(NamedTuple):
 class Probe:
     """Rows and a loss; given to a `Store`, its numbers are kept with each checkpoint and compared at each load.
 
-    A forward and backward pass as in training, with the randomness of the state's step; parameters, buffers, optimizer,
-    data position and random generators are as before.
+    A forward and backward pass as in training, with the randomness of the state's step; parameters, buffers, what
+    modules keep beside them, optimizer, data position and random generators are as before.
 
     Args:
         rows: samples, as the data set gives them; the same ones on every rank. A few.
@@ -62,19 +63,8 @@ class Probe:
             self._step = TrainStep(state, self.loss_fn, StepOptions())
         batch = Batch(global_size=len(self.rows), micro_batches=placed.plan.batch.micro_batches)
         window = next(loader(self.rows, batch, placed.mesh, shuffle=False))
-        buffers = [buffer for part in placed.parts for buffer in part.root.buffers()]
-        kept, modes = [buffer.detach().clone() for buffer in buffers], [part.run.training for part in placed.parts]
-        placed.train(True)
-        devices = [] if placed.mesh.device.type == "cpu" else [placed.mesh.device]
-        try:
-            with torch.random.fork_rng(devices, device_type=placed.mesh.device.type if devices else "cuda"):
-                loss, norm = self._step.measure(window)
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, kept, strict=True):
-                    buffer.copy_(before)
-            for part, mode in zip(placed.parts, modes, strict=True):
-                part.run.train(mode)
+        with untraced(placed):
+            loss, norm = self._step.measure(window)
         return Measured(loss, norm, self._digest)
 
 

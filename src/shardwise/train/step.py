@@ -42,6 +42,7 @@ from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
 from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
+from shardwise.train.untraced import settle
 from shardwise.train.witness import Witness, open_witness
 
 LossFn = Callable[[Any, Any], Any] | Losses
@@ -78,10 +79,8 @@ class TrainStep:
         self._divisor = gradient_divisor(placed) if self._halving is None else 1
         self._needs_padding = placed.mesh.batch.size > 1 or placed.pipeline is not None
         self._window: LossWindow | None = None
-        self._scalar_mean = False
-        self._warned = False
+        self._scalar_mean = self._warned = self._is_begun = False
         self._witness: Witness | None = None
-        self._is_begun = False
         self.stop_requested = 0
         """A value of `signals.STOPS`: the loop ends after this step, on all ranks together."""
 
@@ -99,7 +98,7 @@ class TrainStep:
         """
         start = time.perf_counter()
         if not self._is_begun:
-            self._begin()
+            self._begin(batch)
         if self._protection is not None:
             self._protection.begin(batch)
         self._buffers.keep()
@@ -117,7 +116,7 @@ class TrainStep:
         self.state.optimizer.zero_grad()
         self._buffers.restore()
 
-    def _begin(self) -> None:
+    def _begin(self, batch: Any) -> None:
         """Before the first step: of several trainers in one script the first that steps is the one verified."""
         self._is_begun = True
         self._events += go_on_halved(self.state, halves=self._retry is not None)
@@ -126,11 +125,12 @@ class TrainStep:
             check_agreement(self.state, self.options, self.loss_fn)
             if self.state.step == 0:
                 self._check_replicas()  # initial values that depend on the rank
+        settle(self.state, partial(self.measure, batch))
 
     def measure(self, batch: Any) -> tuple[float, float]:
         """Mean loss, and norm of the mean gradient, of a batch at the state as it is; nothing is updated.
 
-        Buffers that a forward pass changes are not put back: see `Probe`. Every rank calls it.
+        What a forward pass changes is not put back: see `untraced`. Every rank calls it.
 
         Args:
             batch: as for a step.
