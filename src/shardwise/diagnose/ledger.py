@@ -226,7 +226,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def axis_names(mesh: Mesh) -> Callable[[dist.ProcessGroup], str]:
-    """The axis, or the axes joined by `+`, along which the ranks of a group lie."""
+    """The axis, or the axes joined by `+`, along which the ranks of a group lie; or of which they are a part."""
     known: dict[frozenset[int], str] = {frozenset((mesh.rank,)): "rank"}
     views = [(mesh.device_mesh, AXES)]
     if mesh.expert_mesh is not None:
@@ -241,6 +241,10 @@ def axis_names(mesh: Mesh) -> Callable[[dist.ProcessGroup], str]:
                     known.setdefault(frozenset(ranks[index].flatten().tolist()), "+".join(names[a] for a in chosen))
 
     def name(group: dist.ProcessGroup) -> str:
-        return known.get(frozenset(dist.get_process_group_ranks(group)), "other")
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        if ranks in known:
+            return known[ranks]
+        wider = min((each for each in known if ranks < each), key=len, default=None)
+        return "other" if wider is None else f"part of {known[wider]}"
 
     return name

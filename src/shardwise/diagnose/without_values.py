@@ -176,8 +176,8 @@ def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretendin
     blueprint = blueprint_for(training.model, None, mesh)
     counts = (getattr(module, "num_experts", None) for module in blueprint.module.modules())
     ledger.num_experts = frozenset(count for count in counts if isinstance(count, int))
+    placed = place(blueprint, plan, mesh, sample=training.sample, rules=training.rules)  # on meta, as `apply` does
     with ledger_of_shapes(ledger):
-        placed = place(blueprint, plan, mesh, sample=training.sample, rules=training.rules)
         device = mesh.device
         for part in placed.parts:
             allocate(part.root, device, torch.device("cpu") if plan.offload.state else device)

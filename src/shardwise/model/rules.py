@@ -168,3 +168,13 @@ def _listed(title: str, problems: list[str]) -> str:
     return "\n".join(
         [f"{title}, {len(problems)} problem(s):", *shown, *([f"  ... and {more} more"] if more > 0 else [])]
     )
+
+
+def type_of(name: str, types: Mapping[str, str]) -> str | None:
+    """The type that the innermost rule around a module says.
+
+    >>> type_of("layers.0.ffn.w1", {"layers.0": "bf16", "layers.0.ffn": "fp32"})
+    'fp32'
+    """
+    around = [rule for rule in types if name == rule or name.startswith(rule + ".")]
+    return types[max(around, key=len)] if around else None

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.errors import ModelError, PlanError, UsageError
+from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
@@ -18,7 +19,7 @@ from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
 from shardwise.parallel.expert import shard_experts
-from shardwise.parallel.float8 import check_split, type_of
+from shardwise.parallel.float8 import check_split
 from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import cut_pipeline

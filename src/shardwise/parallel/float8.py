@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ModelError, PlanError
-from shardwise.model.rules import match
+from shardwise.model.rules import match, type_of
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.regions import own
 from shardwise.plan.plan import RULE_TYPES, Plan
@@ -52,16 +52,6 @@ def types_of_modules(names: Sequence[str], plan: Plan) -> dict[str, str]:
     """
     kinds = dict.fromkeys(RULE_TYPES, "")
     return match(plan.module_types, [name for name in names if name], kinds=kinds, what="precision rules")
-
-
-def type_of(name: str, types: Mapping[str, str]) -> str | None:
-    """The type that the innermost rule around a module says.
-
-    >>> type_of("layers.0.ffn.w1", {"layers.0": "bf16", "layers.0.ffn": "fp32"})
-    'fp32'
-    """
-    around = [rule for rule in types if name == rule or name.startswith(rule + ".")]
-    return types[max(around, key=len)] if around else None
 
 
 def choose(root: nn.Module, blocks: Sequence[str], types: Mapping[str, str]) -> Choice:

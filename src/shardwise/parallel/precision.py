@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.errors import ModelError
-from shardwise.parallel.float8 import convert_linears, type_of, types_of_modules
+from shardwise.model.rules import type_of
+from shardwise.parallel.float8 import convert_linears, types_of_modules
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Part, Placed
+from shardwise.parallel.stage import PassThrough
 from shardwise.parallel.torch_private import apply_to_tensors
 from shardwise.plan.plan import Plan
 
@@ -104,7 +106,8 @@ def ruled_modules(placed: Placed, part: Part) -> list[nn.Module]:
     modules, found = dict(part.root.named_modules()), []
     for name in sorted(placed.types, key=lambda name: -name.count(".")):
         outer = compute_type(placed.plan, name.rpartition(".")[0], placed.types)
-        if name not in modules or compute_type(placed.plan, name, placed.types) == outer:
+        is_here = name in modules and not isinstance(modules[name], PassThrough)
+        if not is_here or compute_type(placed.plan, name, placed.types) == outer:
             continue  # on another stage, or as it is anyway
         module = modules[name]
         inside = {id(p) for p in module.parameters()}

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from shardwise.model.spec import ModelSpec
 from shardwise.plan import sequence
+from shardwise.plan.groups import Member, around, group_names, module_of, type_at, types_of
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.schedule import stages_of
-from shardwise.plan.weights import Weights, first_blocks, weights_of
+from shardwise.plan.weights import Weight, Weights, first_blocks, weights_of
 from shardwise.plan.workload import Workload
 
 WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "bf16-pure": 2}
@@ -102,15 +103,43 @@ class Scene:
         length = self.layout.sizes[self.index["cp"]] if self.plan.axes.cp > 1 else self.workload.seq_len
         return self.rows * length
 
-    @property
-    def width(self) -> int:
-        """Bytes of an activation."""
-        return WIDTH[self.plan.precision]
+    @cached_property
+    def types(self) -> Mapping[str, str]:
+        """Module -> the type that a precision rule gives it."""
+        return types_of(self.spec, self.plan, {name for path, _ in self._all for name in around(path)})
+
+    @cached_property
+    def groups(self) -> frozenset[str]:
+        """The modules that `fully_shard` gathers by themselves."""
+        return group_names(self.spec, self.plan, self._all, self.types)
 
     @property
-    def stream(self) -> int:
-        """Bytes of the residual stream of a micro-batch."""
-        return self.tokens * self.spec.dim * self.width
+    def _all(self) -> list[Member]:
+        return [member for stage in range(len(self.firsts) - 1) for member in self.members(stage)]
+
+    def members(self, stage: int) -> list[Member]:
+        """The weights of a stage in the order in which they are registered, each with the name of its module."""
+        spec, weights = self.spec, self.weights
+        found = [(module_of(spec, w), w) for w in weights.before] if stage == 0 else []
+        for block in spec.block_names[self.firsts[stage] : self.firsts[stage + 1]]:
+            found += self.block_members(block)
+        if stage == self.last_stage:
+            found += [(module_of(spec, w), w) for w in weights.after]
+            if weights.tied and stage:
+                found.append((module_of(spec, Weight("head", ())), weights.before[0]))
+        return found
+
+    def block_members(self, block: str) -> list[Member]:
+        """The same of one block."""
+        return [(f"{block}.{module_of(self.spec, w)}", w) for w in self.weights.block]
+
+    def width(self, module: str = "") -> int:
+        """Bytes of an activation in a module; empty: between modules."""
+        return WIDTH[type_at(self.plan, module, self.types) if self.types else self.plan.precision]
+
+    def stream(self, module: str = "") -> int:
+        """Bytes of the residual stream of a micro-batch, in the type of a module."""
+        return self.tokens * self.spec.dim * self.width(module)
 
     def axis(self, *axes: str) -> str:
         """The name of some axes together: those that are above 1, in the order of the mesh."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
+from shardwise.plan.groups import groups_of, is_float8
 from shardwise.plan.messages import WIDTH, Collective, Messages, Scene, Stage
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions
@@ -93,56 +94,27 @@ def _cut(sizes: Iterable[tuple[int, int]], cap: int) -> Iterator[int]:
 
 
 def _groups(scene: Scene, stage: Stage) -> Messages:
-    """Blocks, their experts where `ep` divides them, and what is outside of blocks."""
-    plan, weights = scene.plan, scene.weights
+    """Gathers, reduce-scatters over the shards and all-reduces over the replicas, group by group."""
+    plan, axes = scene.plan, scene.plan.axes
     more = ("cp",)
     shard = ("dp_shard", *(more if plan.zero else ()))
     replicate = ("dp_replicate", *(() if plan.zero else more))
-    dense = [w for w in weights.block if w.cut != "experts" or plan.axes.ep == 1]
-    experts = [w for w in weights.block if w.cut == "experts" and plan.axes.ep > 1]
-    blocks = stage.end - stage.first
-    names = (scene.axis(*shard), scene.axis(*replicate))
-    size = prod(getattr(plan.axes, axis) for axis in shard)
-    yield from _group(scene, stage, dense, names, size, blocks)
-    axes = plan.axes
-    yield from _group(
-        scene,
-        stage,
-        experts,
-        (scene.expert_axes[1], scene.axis("dp_replicate")),
-        axes.dp_shard * axes.cp * axes.tp // axes.ep,
-        blocks,
-    )
-    yield from _group(scene, stage, outside(scene, stage), names, size, 0)
-
-
-def outside(scene: Scene, stage: Stage) -> list[Weight]:
-    """Parameters of a stage that are in no block."""
-    weights, is_last = scene.weights, stage.number == scene.last_stage
-    found = [*weights.before] if stage.number == 0 else []
-    if is_last:
-        found += weights.after
-        if weights.tied and stage.number:
-            found.append(weights.before[0])
-    return found
-
-
-def _group(
-    scene: Scene, stage: Stage, members: Sequence[Weight], names: tuple[str, str], ranks: int, blocks: int
-) -> Messages:
-    """Gathers, reduce-scatters over the shards and all-reduces over the replicas of parameters that go together.
-
-    `names`: the axes of shards and of replicas; `ranks`: number of shards; `blocks`: how many such groups there are;
-    0: the one that is outside of the blocks, which stays gathered.
-    """
-    plan, times = scene.plan, max(blocks, 1)
-    elements = sum(weight.padded(plan, ranks) for weight in members)
-    reduced = elements * reduce_width(plan)
-    if ranks > 1:
-        gathers = _gathers(scene, stage, plan.reshards and blocks > 0)
-        yield Collective("all-gather", names[0], elements * WIDTH[plan.precision]), gathers * times
-        yield Collective("reduce-scatter", names[0], reduced), reductions(plan) * times
-    yield Collective("all-reduce", names[1], reduced // ranks), times
+    dense = (scene.axis(*shard), scene.axis(*replicate), prod(getattr(axes, axis) for axis in shard))
+    experts = (scene.expert_axes[1], scene.axis("dp_replicate"), axes.dp_shard * axes.cp * axes.tp // axes.ep)
+    for group in groups_of(plan, scene.members(stage.number), scene.groups):
+        across, replicas, ranks = experts if group.is_experts else dense
+        sizes = [weight.padded(plan, ranks) for _, weight in group.members]
+        reduced = sum(sizes) * reduce_width(plan)
+        if ranks > 1:
+            gathers = _gathers(scene, stage, plan.reshards and bool(group.name), ranks)
+            cast = [plan.float8.all_gather and is_float8(plan, w, path, scene.types) for path, w in group.members]
+            width = scene.width(group.name)
+            gathered = sum(size * (1 if is_cast else width) for size, is_cast in zip(sizes, cast, strict=True))
+            yield Collective("all-gather", across, gathered), gathers["all"]
+            yield Collective("all-gather", f"part of {across}", gathered), gathers["part"]
+            yield Collective("all-reduce", across, 4), sum(cast) * sum(gathers.values())  # each weight's largest value
+            yield Collective("reduce-scatter", across, reduced), reductions(plan)
+        yield Collective("all-reduce", replicas, reduced // ranks), 1
 
 
 def reduce_width(plan: Plan) -> int:
@@ -158,20 +130,26 @@ def reductions(plan: Plan) -> int:
     return plan.batch.micro_batches if plan.zero >= 2 and plan.axes.pp == 1 else 1
 
 
-def _gathers(scene: Scene, stage: Stage, reshards: bool) -> int:
-    """How often a group is gathered in a step: whenever a pass needs it and the pass before has let it go."""
+def _gathers(scene: Scene, stage: Stage, reshards: bool, ranks: int) -> dict[str, int]:
+    """How often a group is gathered in a step, from all its shards or from a part of the ranks that hold it.
+
+    That is whenever a pass needs it and the pass before has let it go. `reshard=n` lets go of it after a forward but
+    for what n neighbours hold together.
+    """
     plan = scene.plan
-    count = scene.micro_batches
-    work = "FB" * count
+    dial = plan.communication.reshard_after_forward
+    lets_go = "part" if type(dial) is int and dial < ranks else "all"
+    work = "FB" * scene.micro_batches
     frees = plan.zero == 3  # after each backward pass, and not after the last one only
     if plan.axes.pp > 1:
-        table = actions(plan.schedule.kind, plan.axes.pp, plan.schedule.stages, count)[scene.index["pp"]]
+        table = actions(plan.schedule.kind, plan.axes.pp, plan.schedule.stages, scene.micro_batches)[scene.index["pp"]]
         work = "".join(action.work for action in table if action.stage == stage.number and action.work != "W")
         frees = False
-    held, found = False, 0
+    needed, found = "all", {"all": 0, "part": 0}
     for each in work:
-        found += not held
-        held = not reshards if each == "F" else not frees
+        if needed:
+            found[needed] += 1
+        needed = (lets_go if reshards else "") if each == "F" else ("all" if frees else "")
     return found
 
 
@@ -186,9 +164,9 @@ def _summands(scene: Scene) -> Messages:
     plan, axis = scene.plan, scene.axis("tp")
     sharded = uses_fully_shard(plan)
     accumulated = sharded and scene.micro_batches > reductions(plan)
-    width = reduce_width(plan) if accumulated else WIDTH[plan.precision]
+    times = reductions(plan) if sharded else 1
     for stage in scene.stages:
-        for weight in scene.weights.block:
+        for path, weight in scene.members(stage.number):
             if weight.is_summand(plan):
-                times = (stage.end - stage.first) * (reductions(plan) if sharded else 1)
+                width = reduce_width(plan) if accumulated else scene.width(path)
                 yield Collective("all-reduce", axis, prod(weight.shape) * width), times

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
+from shardwise.plan.groups import Member, is_float8
 from shardwise.plan.messages import Collective, Messages, Scene, Stage
 from shardwise.plan.plan import Recompute
 from shardwise.plan.schedule import stages_of
@@ -37,12 +39,14 @@ def model_messages(scene: Scene) -> Messages:
 
 
 def _blocks(scene: Scene, stage: Stage) -> Messages:
-    recompute, count = scene.plan.recompute, stage.end - stage.first
-    chosen = sum(_is_recomputed(i, recompute) for i in range(stage.first, stage.end))
-    for sent in (*_tensor(scene), *_context(scene), *_experts(scene)):
-        again = sent.again_ops if recompute.mode == "ops" and sent.again_ops is not None else sent.again
-        times = count * (sent.forward + sent.backward) + chosen * again
-        yield Collective(sent.kind, sent.axis, sent.num_bytes), times * scene.micro_batches
+    recompute, names = scene.plan.recompute, scene.spec.block_names
+    for i in range(stage.first, stage.end):
+        block = names[i]
+        scales = _scales(scene, scene.block_members(block))
+        for sent in (*_tensor(scene, block), *_context(scene, block), *_experts(scene, block), *scales):
+            again = sent.again_ops if recompute.mode == "ops" and sent.again_ops is not None else sent.again
+            times = sent.forward + sent.backward + _is_recomputed(i, recompute) * again
+            yield Collective(sent.kind, sent.axis, sent.num_bytes), times * scene.micro_batches
 
 
 def _is_recomputed(index: int, recompute: Recompute) -> bool:
@@ -56,83 +60,150 @@ def _is_recomputed(index: int, recompute: Recompute) -> bool:
 # ---------------------------------------------------------------- tp
 
 
-def _tensor(scene: Scene) -> Iterator[Sent]:
-    """Column and row layers: arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2, with sequence shards."""
+def _tensor(scene: Scene, block: str) -> Iterator[Sent]:
+    """Column and row layers: arXiv:1909.08053, section 3, and arXiv:2205.05198, section 4.2, with sequence shards.
+
+    The gradients of the inputs of columns are summed together, but for a column that is gathered by itself (`wrap`, a
+    precision rule): `fully_shard` watches its inputs, and has them whole.
+    """
     plan, axis = scene.plan, scene.axis("tp")
     if plan.axes.tp == 1:
         return
-    pairs = 1 if scene.spec.kind == "moe" else 2  # attention, and a feed-forward that is not made of experts
-    if plan.tensor.sequence:  # the sum behind the last row layer is behind all that is kept
-        yield Sent("all-gather", axis, scene.stream, pairs, pairs, pairs)
-        yield Sent("reduce-scatter", axis, scene.stream, pairs, pairs, 1, 0)
-    else:
-        yield Sent("all-reduce", axis, scene.stream, pairs, pairs, 1)
+    members = scene.block_members(block)
+    for number, (row, weight) in enumerate(members):
+        if weight.cut != "in":
+            continue
+        part = row.rpartition(".")[0]
+        columns = {name for name, w in members if w.cut == "out" and name.startswith(f"{part}.")}
+        outer, inner = scene.stream(part), scene.stream(row)
+        # the block's last sum is behind all that is kept
+        again = int(any(len(w.shape) > 1 and not name.startswith(f"{part}.") for name, w in members[number + 1 :]))
+        for column in columns & scene.groups:
+            yield Sent("all-reduce", axis, scene.stream(column), 0, 1)
+        together = int(not columns <= scene.groups)
+        if plan.tensor.sequence:
+            yield Sent("all-gather", axis, outer, 1, 0, 1)
+            yield Sent("all-gather", axis, inner, 0, 1)
+            yield Sent("reduce-scatter", axis, inner, 1, 0, again, 0)
+            yield Sent("reduce-scatter", axis, outer, 0, together)
+        else:
+            yield Sent("all-reduce", axis, inner, 1, 0, again)
+            yield Sent("all-reduce", axis, outer, 0, together)
 
 
 def _ends(scene: Scene, stage: Stage) -> Messages:
     """Embedding, head and loss; and where sequences are sharded, the first and the last block of the stage."""
-    plan, axis, times = scene.plan, scene.axis("tp"), scene.micro_batches
+    plan, axis, times, spec = scene.plan, scene.axis("tp"), scene.micro_batches, scene.spec
+    table, head = ("wte", "lm_head") if spec.kind == "gpt" else ("embed", "head")
     if stage.number == 0 or (scene.weights.tied and stage.number == scene.last_stage):  # who has the table looks up
-        yield Collective("all-reduce", axis, scene.stream), times
-    if plan.tensor.sequence:
-        yield Collective("all-gather", axis, scene.stream), 2 * times  # forward behind, backward before the blocks
-        if scene.spec.kind == "moe":
-            yield Collective("all-gather", axis, scene.tokens * ROUTED * 4), times
+        yield Collective("all-reduce", axis, scene.stream(table)), times
+    if plan.tensor.sequence:  # forward behind, backward before the blocks
+        for block in (stage.end - 1, stage.first):
+            yield Collective("all-gather", axis, scene.stream(spec.block_names[block])), times
+        if spec.kind == "moe":
+            width = _losses_width(scene, stage.end, inside=True)
+            yield Collective("all-gather", axis, scene.tokens * ROUTED * width), times
     if stage.number == scene.last_stage:
-        yield Collective("all-reduce", axis, scene.stream), times
+        yield Collective("all-reduce", axis, scene.stream(head)), times
         if plan.tensor.loss:  # largest logit, sum of exponentials, the label's logit
-            yield Collective("all-reduce", axis, scene.tokens * max(scene.width, 4)), 3 * times
+            yield Collective("all-reduce", axis, scene.tokens * max(scene.width(head), 4)), 3 * times
         else:
-            yield Collective("all-gather", axis, scene.tokens * scene.spec.vocab_size * scene.width), times
+            yield Collective("all-gather", axis, scene.tokens * spec.vocab_size * scene.width(head)), times
+        for sent in _scales(scene, [(head, weight) for weight in scene.weights.after if weight.name == "head"]):
+            yield Collective(sent.kind, sent.axis, sent.num_bytes), (sent.forward + sent.backward) * times
+
+
+def _losses_width(scene: Scene, end: int, *, inside: bool = False) -> int:
+    """Bytes of an auxiliary loss behind so many blocks; `inside`: before the last one hands it on.
+
+    Routers give fp32. A module with a type of its own gives its outputs in the type of what is around it; a sum has the
+    wider one.
+    """
+    inner, found, between = 0, 0, scene.width()
+    for block in scene.spec.block_names[:end]:
+        widths = [scene.width(f"{block}{part}") for part in ("", ".moe", ".moe.router")]
+        handed = [outer for outer, own in pairwise(widths) if own != outer]
+        inner = max(found, handed[0] if handed else 4)
+        found = inner if widths[0] == between else between
+    return inner if inside else found
+
+
+# ---------------------------------------------------------------- scales of float8
+
+
+def _scales(scene: Scene, members: Iterable[Member]) -> Iterator[Sent]:
+    """The largest values of operands that `tp` divides, as DTensor reduces them, 8 bytes each.
+
+    Divided are a column layer's weight and the gradient of its outputs, a row layer's weight and its inputs. Each is
+    cast for each product it is in, with one scale (`tensorwise`) or one for each row that is multiplied: the outputs of
+    a forward, the inputs and the tokens of a backward. `rowwise-hp` takes one scale of the weight in the backward.
+    """
+    recipe, axis = scene.plan.float8.recipe, scene.axis("tp")
+    if recipe == "none" or not axis:
+        return
+    for path, weight in members:
+        if not is_float8(scene.plan, weight, path, scene.types):
+            continue
+        outputs, inputs = weight.shape
+        is_row = weight.cut == "in"
+        if recipe == "tensorwise":
+            yield Sent("all-reduce", axis, 8, 1 + is_row, 3 - is_row, 1 + is_row)
+            continue
+        yield Sent("all-reduce", axis, 8 * scene.tokens, int(is_row), int(not is_row), int(is_row))
+        yield Sent("all-reduce", axis, 8 * outputs, int(is_row), 0, int(is_row))
+        if recipe == "rowwise-hp":
+            yield Sent("all-reduce", axis, 8, 0, 1)
+        elif not is_row:
+            yield Sent("all-reduce", axis, 8 * inputs, 0, 1)
 
 
 # ---------------------------------------------------------------- cp
 
 
-def _context(scene: Scene) -> Iterator[Sent]:
-    plan = scene.plan
+def _context(scene: Scene, block: str) -> Iterator[Sent]:
+    plan, width = scene.plan, scene.width(f"{block}.attn")
     if plan.axes.cp == 1:
         return
     heads = scene.rows * scene.spec.num_heads // plan.axes.tp * scene.spec.head_dim  # keys are repeated per query head
     sizes, here = scene.layout.sizes, scene.index["cp"]
-    sums = max(scene.width, 4)
+    sums = max(width, 4)
     axis, ranks = scene.axis("cp"), plan.axes.cp
     if plan.context.kind == "gather":
         most = 2 * heads * max(sizes) * ranks  # keys and values, filled up to the longest rank's
-        yield Sent("all-gather", axis, most * scene.width, 1, 1, 1)
+        yield Sent("all-gather", axis, most * width, 1, 1, 1)
         yield Sent("reduce-scatter", axis, most * sums, 0, 1)
     elif plan.context.kind == "ulysses":
         local, whole = heads * sizes[here], heads // ranks * scene.workload.seq_len
-        yield Sent("all-to-all", axis, max(local, whole) * scene.width, 4, 4, 4)
+        yield Sent("all-to-all", axis, max(local, whole) * width, 4, 4, 4)
     else:
         for step in range(ranks):  # keys and values go on while there is someone who has not seen them
             going, coming = sizes[(here - step) % ranks], sizes[(here - step - 1) % ranks]
             for kind, tokens in (("send", going), ("recv", coming)):
                 if step < ranks - 1:
-                    yield Sent(kind, axis, heads * tokens * scene.width, 2, 2, 2)
+                    yield Sent(kind, axis, heads * tokens * width, 2, 2, 2)
                 yield Sent(kind, axis, heads * tokens * sums, 0, 2)
 
 
 # ---------------------------------------------------------------- experts
 
 
-def _experts(scene: Scene) -> Iterator[Sent]:
+def _experts(scene: Scene, block: str) -> Iterator[Sent]:
     spec, plan = scene.spec, scene.plan
     if spec.kind != "moe":
         return
-    tp, chosen = plan.axes.tp, spec.experts_per_token
+    tp, chosen, width = plan.axes.tp, spec.experts_per_token, scene.width(f"{block}.moe.experts")
     divided = scene.axis("cp", *(("tp",) if plan.tensor.sequence else ()))
     yield Sent("all-reduce", divided, scene.rows * spec.num_experts * 8, 1, 0, 1)  # how often each row chose each
     tokens = -(-scene.tokens // tp)
     if tp > 1 and not plan.tensor.sequence:  # each takes its share of the tokens that all have
         whole = tokens * tp
-        yield Sent("all-gather", scene.axis("tp"), whole * spec.dim * scene.width, 1, 1, 0)
-        yield Sent("all-gather", scene.axis("tp"), whole * chosen * scene.width, 0, 1)
+        yield Sent("all-gather", scene.axis("tp"), whole * spec.dim * width, 1, 1, 0)
+        yield Sent("all-gather", scene.axis("tp"), whole * chosen * width, 0, 1)
     if plan.axes.ep > 1:
         axis = scene.expert_axes[0]
         yield Sent("all-to-all", axis, spec.num_experts * 8, 1, 0, 1)
         # tokens are spread evenly: as many come as go
-        yield Sent("all-to-all", axis, tokens * chosen * spec.dim * scene.width, 2, 2, 2)
+        yield Sent("all-to-all", axis, tokens * chosen * spec.dim * width, 2, 2, 2)
 
 
 # ---------------------------------------------------------------- pp
@@ -140,17 +211,17 @@ def _experts(scene: Scene) -> Iterator[Sent]:
 
 def pipeline_messages(scene: Scene) -> Messages:
     """Activations on, gradients back, per micro-batch and boundary; gradients of a parameter on two stages."""
-    plan = scene.plan
-    if plan.axes.pp == 1:
+    if scene.plan.axes.pp == 1:
         return
-    sizes = [scene.stream, *([scene.tokens * ROUTED * 4] if scene.spec.kind == "moe" else [])]
     here = {stage.number for stage in scene.stages}
     axis, times = scene.axis("pp"), scene.micro_batches
     for stage in here:
-        ways = ((stage - 1, stage > 0), (stage + 1, stage < scene.last_stage))
-        for size in sizes:
-            for other, exists in ways:
-                if exists and other not in here:  # activations one way, their gradients the other
+        for other, behind in ((stage - 1, stage), (stage + 1, stage + 1)):
+            if 0 <= other <= scene.last_stage and other not in here:
+                sizes = [scene.stream()]
+                if scene.spec.kind == "moe":
+                    sizes.append(scene.tokens * ROUTED * _losses_width(scene, scene.firsts[behind]))
+                for size in sizes:  # activations one way, their gradients the other
                     yield Collective("send", axis, size), times
                     yield Collective("recv", axis, size), times
     if scene.weights.tied:

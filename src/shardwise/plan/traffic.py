@@ -14,6 +14,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.messages import Collective, Messages, Scene
 from shardwise.plan.messages_data import carries, data_messages, is_replicated
 from shardwise.plan.messages_model import model_messages, pipeline_messages
+from shardwise.plan.messages_update import update_messages
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.workload import Workload
 
@@ -34,8 +35,7 @@ def collectives_of(
         is_cpu: under DDP on CPUs the step's own numbers ride with the gradients.
 
     Raises:
-        PlanError: a batch that is not divided, or what is not predicted: float8, precision rules, groups by size, an
-            integer `reshard`.
+        PlanError: a batch that is not divided.
         ModelError: the spec has a part that no reference model has.
 
     Cost: below a millisecond; with a pipeline, linear in its actions.
@@ -45,9 +45,10 @@ def collectives_of(
     >>> sorted({each.kind for each in found})
     ['all-gather', 'all-reduce', 'reduce-scatter']
     """
-    _refuse_unpredicted(plan, workload)
+    _refuse_undivided(plan, workload)
     scene = Scene(spec=spec, plan=plan, workload=workload, rank=rank, is_cpu=is_cpu)
-    parts = (data_messages(scene), model_messages(scene), pipeline_messages(scene), _numbers(scene))
+    own = (data_messages(scene), model_messages(scene), pipeline_messages(scene))
+    parts = (*own, update_messages(scene), _numbers(scene))
     found: Counter[Collective] = Counter()
     for part in parts:
         for message, times in part:
@@ -56,26 +57,12 @@ def collectives_of(
     return dict(found)
 
 
-def _refuse_unpredicted(plan: Plan, workload: Workload) -> None:
+def _refuse_undivided(plan: Plan, workload: Workload) -> None:
     pieces = plan.axes.data * plan.batch.micro_batches
     if workload.global_batch % pieces:
         raise PlanError(
             f"traffic: global batch: found {workload.global_batch} sequences, which {plan.axes.data} data ranks x "
             f"{plan.batch.micro_batches} micro-batches do not divide; needed a multiple of {pieces}"
-        )
-    dial = plan.communication.reshard_after_forward
-    found = {
-        f"float8={plan.float8.recipe}": plan.float8.recipe != "none",
-        "precision rules": bool(plan.precision_rules),
-        f"wrap={plan.wrap_min_params}": plan.wrap_min_params > 0,
-        f"reshard={dial}": not isinstance(dial, bool | None),
-        f"recipe={plan.tensor.recipe}": plan.tensor.recipe != "auto" and plan.axes.tp > 1,
-    }
-    if any(found.values()):
-        raise PlanError(
-            f"traffic of `{plan}`: found {', '.join(name for name, on in found.items() if on)}, whose messages have no "
-            "closed form here; needed a plan without; `shardwise.diagnose.trace_step.trace_step` counts those of any "
-            "plan"
         )
 
 
