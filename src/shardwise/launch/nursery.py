@@ -225,9 +225,11 @@ def main(argv: list[str]) -> None:
     # a terminal's Ctrl-C reaches this process too; the launcher decides what it means. Held back and not ignored: a
     # rank that is just being forked keeps what comes for it until its handlers are set
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    gc.disable()  # imports leave nothing to collect, and fill the collector's lists
     for name in argv[1:]:
         with suppress(Exception):  # a rank imports it as well, and says what is wrong, with its line
             importlib.import_module(name)
+    gc.enable()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with this process
     Nursery(Line(socket.socket(fileno=int(argv[0])))).serve()  # ranks leave it by SystemExit
     os._exit(0)  # nothing is to be put in order here, and taking torch apart takes a while

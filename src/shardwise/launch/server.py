@@ -85,13 +85,13 @@ def fork_server(modules: Sequence[str], files: Sequence[int] = ()) -> Iterator[S
 
 @contextmanager
 def server_for(job: Job) -> Iterator[Server | None]:
-    """The server of a job of several ranks that share imports; None where each rank starts as any program does.
+    """The server of a job whose ranks share imports; None where each rank starts as any program does.
 
-    That is one rank, a script that names neither torch nor Shardwise, another system than Linux, and
-    `SHARDWISE_START=exec`.
+    That is a script that names neither torch nor Shardwise, another system than Linux, and `SHARDWISE_START=exec`. A
+    single rank gains too: its imports begin before the launcher has read what to run.
     """
     modules = TRAINING if job.is_module else modules_of(Path(job.target))
-    if not modules or job.nproc == 1 or not can_fork() or asked_start(variables()) == "exec":
+    if not modules or not can_fork() or asked_start(variables()) == "exec":
         yield None
         return
     with fork_server(modules) as server:
