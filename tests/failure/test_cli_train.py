@@ -17,6 +17,8 @@ from PIL import Image
 
 from shardwise.errors import ExitCode
 from shardwise.plan.plan import Plan
+from shardwise.testing.world import World
+from tests.failure.as_rank import typed
 
 SIZES = [
     "--model",
@@ -105,9 +107,11 @@ def test_evaluation_covers_the_held_out_split_exactly(whole: Path, text: Path) -
     assert row["eval_tokens"] == held_out - 1
 
 
-def test_a_resumed_run_ends_bit_equal_on_other_processes(whole: Path, text: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_bit_equal_on_other_processes(world: World, whole: Path, text: Path, tmp_path: Path) -> None:
+    """Those of its first start are a launcher's, those of the second its own."""
     out = tmp_path / "run"
-    assert train(text, out, "--steps", "2").returncode == 0
+    began = typed(world, tmp_path, command(text, out, "--steps", "2")[3:], ranks=2)
+    assert began.returncode == 0, began.stderr
     ran = train(text, out, "--steps", "4", "--no-sample")
     assert ran.returncode == 0, ran.stderr
     assert "continuing from" in ran.stdout
@@ -177,8 +181,8 @@ def test_bad_data_is_one_message_with_file_and_line(text: Path, tmp_path: Path) 
     assert "Traceback" not in ran.stderr
 
 
-def test_a_tokenizer_that_exceeds_the_vocabulary(text: Path, tmp_path: Path) -> None:
-    ran = train(text, tmp_path / "run", "--steps", "1", "--vocab", "100", "--nproc", "1")
+def test_a_tokenizer_that_exceeds_the_vocabulary(world: World, text: Path, tmp_path: Path) -> None:
+    ran = typed(world, tmp_path, command(text, tmp_path / "run", "--steps", "1", "--vocab", "100")[3:])
     assert ran.returncode == ExitCode.USAGE
     assert "vocab_size >= 256" in ran.stderr
 
@@ -198,9 +202,10 @@ def test_a_factory_under_another_plan(text: Path, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 1
 
 
-def test_a_changed_rate_needs_leave_and_a_changed_layout_does_not(text: Path, tmp_path: Path) -> None:
+def test_a_changed_rate_needs_leave_and_a_changed_layout_does_not(world: World, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert train(text, out, "--steps", "1", "--no-sample", "--plan", "dp2").returncode == 0
+    began = typed(world, tmp_path, command(text, out, "--steps", "1", "--no-sample", "--plan", "dp2")[3:], ranks=2)
+    assert began.returncode == 0, began.stderr
     words = ["--steps", "3", "--no-sample", "--plan", "fsdp2", "--lr", "0.5", "--seed", "5", "--check-replicas", "1"]
     refused = train(text, out, *words)
     assert refused.returncode == ExitCode.CHANGED

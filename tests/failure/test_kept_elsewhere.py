@@ -15,7 +15,9 @@ from shardwise.checkpoint.compare import verify
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.launch.resuming import read_held_out
+from shardwise.testing.world import World
 from shardwise.train.rundir import RunDir
+from tests.failure.as_rank import typed
 
 TINY = ["--model", "tiny", "--layers", "1", "--dim", "32", "--heads", "2", "--ffn", "48", "--seq", "16", "--batch", "2",
         "--device", "cpu", "--plan", "dp1", "--schedule", "constant", "--no-sample", "--data", "text.txt"]  # fmt: skip
@@ -59,12 +61,12 @@ def test_the_newest_every_nth_and_the_best_stay(here: Path) -> None:
     assert {int(path.name[5:]): Manifest.read(path).metric for path in paths} == dict(kept)
 
 
-def test_a_runs_directory_stands_for_checkpoints_elsewhere(here: Path, tmp_path: Path) -> None:
+def test_a_runs_directory_stands_for_checkpoints_elsewhere(world: World, here: Path, tmp_path: Path) -> None:
     """The place was said relative to the folder where the run began; this process is in another one."""
     assert verify(here / "runs" / "a").path == here / "elsewhere" / "step-00000011"
     (tmp_path / "text.txt").write_bytes((here / "text.txt").read_bytes())
     words = ["--out", "b", "--resume", str(here / "runs" / "a"), "--steps", "13", "--eval-every", "0", "--lr", "0.3"]
-    ran = shardwise(tmp_path, "train", *TINY, *words, "--checkpoint-every", "auto")
+    ran = typed(world, tmp_path, ["train", *TINY, *words, "--checkpoint-every", "auto"])
     assert ran.returncode == 0, ran.stderr
     (resumed,) = [json.loads(line) for line in (tmp_path / "b" / "resumes.jsonl").read_text().splitlines()]
     assert resumed["checkpoint"] == str(here / "elsewhere" / "step-00000011")

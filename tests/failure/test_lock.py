@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ExitCode, LockedError, UsageError
+from shardwise.testing.world import World
 from shardwise.train import lock as lock_module
 from shardwise.train.lock import RunLock
 from shardwise.train.rundir import RunDir
+from tests.failure.as_rank import typed
 
 fork = get_context("fork")
 TINY = ["--steps", "1", "--batch", "2", "--model", "tiny", "--dim", "32", "--layers", "1", "--heads", "2",
@@ -211,17 +213,17 @@ def test_train_refuses_a_directory_in_use(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-def test_the_place_of_the_checkpoints_is_held_too(tmp_path: Path) -> None:
+def test_the_place_of_the_checkpoints_is_held_too(world: World, tmp_path: Path) -> None:
     """Another run's `--out` is free; the directory where both would save is not."""
     place = tmp_path / "kept"
     (tmp_path / "text.txt").write_text("some text\n" * 400)
     words = ["train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--checkpoints", str(place)]
     words += [*TINY, "--no-sample"]
     with RunLock.take(place / "lock", lost):
-        ran = subprocess.run([sys.executable, "-m", "shardwise", *words], capture_output=True, text=True, timeout=60)
+        ran = typed(world, tmp_path, words)
     assert ran.returncode == ExitCode.LOCKED, ran.stderr
     assert f"{place}: it is in use by" in ran.stderr and "another --out or --checkpoints" in ran.stderr
-    ran = subprocess.run([sys.executable, "-m", "shardwise", *words], capture_output=True, text=True, timeout=60)
+    ran = typed(world, tmp_path, words)
     assert ran.returncode == ExitCode.OK and (place / "step-00000001").is_dir(), ran.stderr
     (holder,) = (place / "lock").iterdir()
     assert json.loads(holder.read_text())["released"]

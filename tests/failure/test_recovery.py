@@ -89,7 +89,7 @@ def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
     lines: list[str] = []
     reader = threading.Thread(target=read_all, args=(process, lines))
     reader.start()
-    killer = Killer(process.pid, seed=7, mean_pause_s=0.3, double=0.5)
+    killer = Killer(process.pid, seed=7, mean_pause_s=0.15, double=0.6)
     wait_for_steps(process, there, 2)
     draw = random.Random(7)
     while killer.kills < kills:  # ten deaths without a step end a job: a slow machine gets one in between

@@ -7,26 +7,47 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import CheckpointError, ExitCode, UsageError
+from shardwise.testing.world import World
 from shardwise.train.rundir import RunDir, check_not_lost, check_out, find_checkpoint
+from tests.failure.as_rank import typed
 
 TINY = ["--model", "tiny", "--layers", "1", "--dim", "32", "--heads", "2", "--ffn", "48", "--seq", "16", "--batch", "2",
         "--device", "cpu", "--plan", "dp1", "--schedule", "constant", "--eval-every", "0", "--no-sample",
         "--checkpoint-every", "1"]  # fmt: skip
 
 
-def train(folder: Path, out: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwise", "train", "--data", "text.txt", "--out", out, *TINY, *words]
-    env = os.environ | variables
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+Train = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def command(out: str, *words: str) -> list[str]:
+    return ["train", "--data", "text.txt", "--out", out, *TINY, *words]
+
+
+def started(folder: Path, out: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """From a shell: the command starts a rank of its own, and says what became of it."""
+    python = [sys.executable, "-m", "shardwise", *command(out, *words)]
+    return subprocess.run(python, capture_output=True, text=True, cwd=folder, env=os.environ | variables, timeout=300)
 
 
 @pytest.fixture(scope="module")
-def run_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train(world: World) -> Train:
+    """The same rules, where a launcher has started the rank."""
+
+    def run(folder: Path, out: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return typed(world, folder, command(out, *words))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_of_three(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data and a finished run `a` of three steps, whose checkpoints are of steps 2 and 3."""
     folder = tmp_path_factory.mktemp("resume")
     (folder / "text.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
@@ -50,7 +71,7 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "rank-00000.safetensors").write_bytes(b"")
 
 
-def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(here: Path) -> None:
+def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(train: Train, here: Path) -> None:
     run = here / "a"
     before = record(run)
     refused = train(here, "a", "--steps", "4", "--dim", "64", "--allow", "all")
@@ -59,7 +80,7 @@ def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(here: Path) -> N
     kept = {path: path.read_bytes() for path in run.glob("checkpoints/*/rank*")}
     for path in kept:
         damage(path.parent)
-    refused = train(here, "a", "--steps", "4", "--lr", "0.5", "--seed", "3", "--allow", "all")
+    refused = started(here, "a", "--steps", "4", "--lr", "0.5", "--seed", "3", "--allow", "all")
     assert refused.returncode == ExitCode.CHECKPOINT and "none of the 2 checkpoints is whole" in refused.stderr
     assert record(run) == before and not (run / "starting").exists()
     for path, data in kept.items():
@@ -72,7 +93,9 @@ def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(here: Path) -> N
 
 
 @pytest.mark.parametrize("words", [["--resume", "a"], ["--checkpoints", "a/checkpoints"]])
-def test_another_runs_checkpoint_is_gone_on_with_by_its_own_settings(here: Path, words: list[str]) -> None:
+def test_another_runs_checkpoint_is_gone_on_with_by_its_own_settings(
+    train: Train, here: Path, words: list[str]
+) -> None:
     refused = train(here, "new", "--steps", "4", "--lr", "0.5", *words)
     assert refused.returncode == ExitCode.CHANGED and "add --allow optimizer.lr" in refused.stderr
     assert not (here / "new" / "config.json").exists()
@@ -81,7 +104,7 @@ def test_another_runs_checkpoint_is_gone_on_with_by_its_own_settings(here: Path,
     assert json.loads((here / "new" / "resumes.jsonl").read_text())["step"] == 3
 
 
-def test_a_new_run_that_was_refused_at_the_load_binds_nobody(here: Path) -> None:
+def test_a_new_run_that_was_refused_at_the_load_binds_nobody(train: Train, here: Path) -> None:
     for checkpoint in (here / "a" / "checkpoints").glob("step-*"):
         damage(checkpoint)
     words = ("--steps", "4", "--resume", "a")
@@ -89,18 +112,19 @@ def test_a_new_run_that_was_refused_at_the_load_binds_nobody(here: Path) -> None
     assert train(here, "new", "--steps", "1").returncode == 0
 
 
-def test_the_newest_whole_one_is_taken_and_the_others_are_said(here: Path) -> None:
+def test_the_newest_whole_one_is_taken_and_the_others_are_said(train: Train, here: Path) -> None:
     """Of the run itself, where warnings are errors, and of another run."""
     damage(here / "a" / "checkpoints" / "step-00000003")
-    for words, variables in ((["new", "--resume", "a"], {}), (["a"], {"PYTHONWARNINGS": "error::UserWarning"})):
-        ran = train(here, *words, "--steps", "4", **variables)
+    careful = partial(started, PYTHONWARNINGS="error::UserWarning")
+    for run, words in ((train, ["new", "--resume", "a"]), (careful, ["a"])):
+        ran = run(here, *words, "--steps", "4")
         assert ran.returncode == 0, ran.stderr
         assert "skipped step-00000003: " in ran.stdout and "step 2: continuing from" in ran.stdout
         [resumed] = [json.loads(line) for line in (here / words[0] / "resumes.jsonl").read_text().splitlines()]
         assert resumed["skipped"][0].startswith("step-00000003: ")
 
 
-def test_checkpoints_that_are_gone_are_no_fresh_start(here: Path) -> None:
+def test_checkpoints_that_are_gone_are_no_fresh_start(train: Train, here: Path) -> None:
     run = here / "a"
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     ran = train(here, "a", "--steps", "4")
@@ -114,7 +138,7 @@ def test_checkpoints_that_are_gone_are_no_fresh_start(here: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_another_text_under_the_same_name_needs_leave(here: Path) -> None:
+def test_another_text_under_the_same_name_needs_leave(train: Train, here: Path) -> None:
     text = here / "text.txt"
     text.write_text("L" + text.read_text()[1:])
     refused = train(here, "a", "--steps", "4")
@@ -124,7 +148,7 @@ def test_another_text_under_the_same_name_needs_leave(here: Path) -> None:
     assert "probe not compared: its rows are not those of the save" in ran.stdout
 
 
-def test_a_cadence_that_cannot_be_read_is_refused_before_any_rank(tmp_path: Path) -> None:
+def test_a_cadence_that_cannot_be_read_is_refused_before_any_rank(train: Train, tmp_path: Path) -> None:
     refused = train(tmp_path, "a", "--checkpoint-every", "10x")
     assert refused.returncode == ExitCode.USAGE and "found '10x'" in refused.stderr and not list(tmp_path.iterdir())
 
