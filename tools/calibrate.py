@@ -2,6 +2,7 @@
 
 A coordinate search on the logarithm of predicted over measured time. Every constant has one value for all rows of its
 device, link or stack. Writes hardware/devices.toml and plan/stacks.toml; look at `git diff`, then run `make accuracy`.
+`--leave-out SOURCE` fits to all others instead, and says how far off that source then is.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import tomlkit
 
 from published.rows import Row, read
-from published.score import quantile
+from published.score import quantile, spread
 from shardwise.errors import ShardwiseError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -137,38 +138,71 @@ def loss_of(rows: Sequence[Row], errors: Sequence[float]) -> float:
     return total
 
 
-def fit(rows: Sequence[Row], constants: Constants, seconds: float) -> None:
-    """Coordinate search with shrinking steps, until nothing improves or the time is up."""
-    stacks = {row.stack.name for row in rows}
-    devices = {row.cluster.device.name for row in rows}
-    table = constants.documents[FILES["device"]]
+@dataclass(frozen=True)
+class Job:
+    """Rows with what their times are fitted by."""
+
+    rows: Sequence[Row]
+    values: dict[tuple[str, str, str], float]
+    links: dict[str, tuple[str, str]]
+
+    def errors(self, values: dict[tuple[str, str, str], float]) -> list[float]:
+        """log(predicted / measured) of each row with these values."""
+        return errors_of(self.rows, values, self.links)
+
+
+def job_of(rows: Sequence[Row], constants: Constants) -> Job:
+    """Some rows, with the constants of their stacks, devices and links as the files have them."""
+    devices, table = {row.cluster.device.name for row in rows}, constants.documents[FILES["device"]]
     links = {name: (table[name]["local"], table[name]["network"]) if name in table else ("", "") for name in devices}
-    owners = {"stack": stacks, "device": devices, "link": {link for pair in links.values() for link in pair}}
+    owners = {"stack": {row.stack.name for row in rows}, "device": devices}
+    owners["link"] = {link for pair in links.values() for link in pair}
     keys = [
         (k.split(".")[0], name, k.split(".", 1)[1]) for k in BOUNDS for name in sorted(owners[k.split(".")[0]]) if name
     ]
     values = {key: value for key in keys if (value := _known(constants, key)) is not None}
-    best, end, step = loss_of(rows, errors_of(rows, values, links)), time.monotonic() + seconds, 0.3
-    print(f"start {best:.3f}, {len(values)} constants, {len(rows)} rows")
+    return Job(rows, values, links)
+
+
+def fit(job: Job, seconds: float) -> dict[tuple[str, str, str], float]:
+    """Coordinate search with shrinking steps, until nothing improves or the time is up."""
+    values, best = job.values, loss_of(job.rows, job.errors(job.values))
+    end, step = time.monotonic() + seconds, 0.3
+    print(f"start {best:.3f}, {len(values)} constants, {len(job.rows)} rows")
     while step > 0.02 and time.monotonic() < end:
         for key in values:
             low, high = BOUNDS[f"{key[0]}.{key[2]}"]
             for factor in (1 + step, 1 / (1 + step)):
                 tried = {**values, key: min(max(values[key] * factor, low), high)}
-                loss = loss_of(rows, errors_of(rows, tried, links))
+                loss = loss_of(job.rows, job.errors(tried))
                 if loss < best - 1e-4:
                     best, values = loss, tried
                     break
         print(f"step {step:.3f}: {best:.3f}")
         step /= 1.8
-    for key, value in values.items():
-        constants.set(key, value)
+    return values
+
+
+def unseen(job: Job, rest: Job, constants: Constants, seconds: float) -> dict[tuple[str, str, str], float]:
+    """Constants of `job` as they would be without its rows: fitted to `rest`, else the median of others of a kind."""
+    shared = {key: value for key, value in job.values.items() if key in rest.values}
+    near = {(key[0], key[1]) for key in shared}
+    rows = [
+        row for row in rest.rows if ("stack", row.stack.name) in near or ("device", row.cluster.device.name) in near
+    ]
+    values = fit(Job(rows, shared, rest.links), seconds) if rows else shared
+    for key in job.values.keys() - values.keys():
+        names = constants.documents[FILES[key[0]]]
+        names = names["link"] if key[0] == "link" else names
+        others = [_known(constants, (key[0], name, key[2])) for name in names if name != key[1]]
+        values[key] = median([value for value in others if value is not None])
+    return values
 
 
 def _known(constants: Constants, key: tuple[str, str, str]) -> float | None:
     try:
         return constants.get(key)
-    except KeyError:
+    except (KeyError, TypeError):  # no such table, or the table of links among the devices
         return None
 
 
@@ -178,6 +212,7 @@ def main() -> int:
     parser.add_argument("rows", type=Path, help="a .csv of measurements")
     parser.add_argument("--source", action="append", help="only rows whose id starts so; may be repeated")
     parser.add_argument("--every", type=int, default=1, help="one row in so many")
+    parser.add_argument("--leave-out", help="say what this source's errors were, had nobody seen it; writes nothing")
     parser.add_argument("--minutes", type=float, default=20.0)
     given = parser.parse_args()
     try:
@@ -189,7 +224,17 @@ def main() -> int:
         row for row in rows if row.step_time and not row.doubtful and (not given.source or row.group in given.source)
     ]
     constants = Constants()
-    fit(timed[:: given.every], constants, given.minutes * 60)
+    if given.leave_out:
+        job = job_of([row for row in timed if row.group == given.leave_out], constants)
+        if not job.rows:
+            print(f"calibrate: no timed row of {given.leave_out!r}", file=sys.stderr)
+            return 2
+        rest = job_of([row for row in timed if row.group != given.leave_out][:: given.every], constants)
+        for name, values in (("now", job.values), ("unseen", unseen(job, rest, constants, given.minutes * 60))):
+            print(name, spread([math.exp(error) - 1 for error in job.errors(values)]))
+        return 0
+    for key, value in fit(job_of(timed[:: given.every], constants), given.minutes * 60).items():
+        constants.set(key, value)
     constants.save()
     return 0
 

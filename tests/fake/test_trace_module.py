@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.diagnose.read_module import read_module
 from shardwise.diagnose.trace_module import estimate_module_by_trace
 from shardwise.diagnose.without_values import grouped
 from shardwise.errors import ModelError, PlanError
+from shardwise.model.course import DRAWN
+from shardwise.model.profile import Profile
+from shardwise.parallel import counter
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import STATE_BYTES, Workload
 from shardwise.train import low_bits
-from tests.modules import TwoInputs, factory, hugging_face
+from tests.forms import Denoiser, Einsum, Functions, Mixer, Scan, Texts, Valued
+from tests.modules import Rows, TwoInputs, factory, hugging_face
 
 BOUND = 0.03
 SEQ = {"pictures": 3, "two": 64, "residual": 3, "unet": 3, "encoder-decoder": 32, "rows": 128}
@@ -51,8 +58,108 @@ def test_closed_form_is_near_the_trace(model: str, plan: str) -> None:
     made, parsed, seq = factory(model), Plan.parse(plan), SEQ.get(model, 64)
     work = Workload(seq_len=seq, global_batch=16)
     traced = estimate_module_by_trace(made, parsed, work)
-    closed = estimate_memory(read_module(model, made, seq, "meta"), parsed, work, stack=stack_on("cpu"))
-    assert abs(closed.allocated / traced.peak - 1) <= BOUND, (closed.worst, traced)
+    closed = of_a_step(read_module(model, made, seq, "meta"), parsed, work)
+    assert abs(closed / traced.peak - 1) <= BOUND, (closed, traced)
+
+
+def of_a_step(profile: Profile, plan: Plan, work: Workload) -> float:
+    """The closed form's bytes of live tensors in a step, on the rank with the most."""
+    return max(rank.allocated for rank in estimate_memory(profile, plan, work, stack=stack_on("cpu")).stages)
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "scan": (lambda: Texts(Scan), 64),
+    "einsum": (lambda: Texts(Einsum), 64),
+    "functions": (lambda: Texts(Functions), 64),
+    "heads": (lambda: Texts(Functions, Valued), 64),
+    "two texts": (lambda: two_texts(), 64),
+    "conditioned": (lambda: Denoiser(), 4),
+    "mixer": (lambda: Mixer(), 3),
+    "two": (TwoInputs, 64),
+    "rows": (Rows, 128),
+}
+"""Of what each form of a module needs beyond its products; and tokens of a sample."""
+OWN_PLANS = ["dp1", "dp2", "fsdp2 / bf16", "fsdp2 / zero1 / bf16", "fsdp4 / mb2", "dp1 / mb2 / recompute=blocks"]
+FAST_OWN = [
+    ("scan", "fsdp2 / bf16"),
+    ("scan", "dp1 / mb2 / recompute=blocks"),
+    ("einsum", "dp1 / mb2 / recompute=blocks"),
+    ("functions", "fsdp2 / bf16"),
+    ("heads", "dp1"),
+    ("conditioned", "fsdp2 / bf16"),
+    ("two texts", "fsdp2"),
+    ("mixer", "fsdp2 / bf16"),
+    ("two", "fsdp4 / mb2"),
+    ("rows", "dp2"),
+    ("rows", "fsdp2 / zero1 / bf16"),
+]
+FURTHER = [
+    ("rows", "fsdp4 / mb2"),  # its last block is called twice
+    ("mixer", "dp1 / mb2 / recompute=blocks"),  # what draws need again
+]
+"""Off by more; see docs/planner.md."""
+
+
+def two_texts() -> nn.Module:
+    """A t5: its bias of relative positions has a gradient, which fused attention on a CPU does not give."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+    module = hugging_face("t5", **sizes, dropout_rate=0.0)()
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    module.example_input_array = {"input_ids": ids, "decoder_input_ids": ids}
+    return module
+
+
+def own_cells() -> list[Any]:
+    rest = [(name, plan) for name in OWN for plan in OWN_PLANS if (name, plan) not in (*FAST_OWN, *FURTHER)]
+    return [*FAST_OWN, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
+
+
+@pytest.mark.parametrize(("name", "plan"), own_cells())
+def test_what_a_backward_pass_needs_is_seen(name: str, plan: str) -> None:
+    made, seq = OWN[name]
+    parsed, work = Plan.parse(plan), Workload(seq_len=seq, global_batch=16)
+    traced = estimate_module_by_trace(made, parsed, work)
+    closed = of_a_step(read_module(name, made, seq, "meta"), parsed, work)
+    assert abs(closed / traced.peak - 1) <= BOUND, (closed, traced)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("bloom", "fsdp4 / mb2"),
+        pytest.param("bloom", "dp2", marks=pytest.mark.soak),
+        pytest.param("bloom", "dp1 / recompute=blocks", marks=pytest.mark.soak),
+        pytest.param("mamba", "fsdp2 / bf16", marks=pytest.mark.soak),
+        pytest.param("mamba", "dp1 / recompute=blocks", marks=pytest.mark.soak),
+    ],
+)
+def test_transformers_written_in_primitives(model: str, plan: str) -> None:
+    test_closed_form_is_near_the_trace(model, plan)
+
+
+def test_negative_control_by_operators_alone_a_scan_is_too_small() -> None:
+    made, plan, work = OWN["scan"][0], Plan.parse("dp1 / mb2 / recompute=blocks"), Workload(seq_len=64, global_batch=16)
+    profile = read_module("scan", made, 64, "meta")
+    blocks = tuple(replace(block, courses=(), courses_ahead=()) for block in profile.blocks)
+    unseen = replace(profile, blocks=blocks, head=replace(profile.head, courses=()))
+    assert of_a_step(unseen, plan, work) < (1 - BOUND) * estimate_module_by_trace(made, plan, work).peak
+
+
+def test_many_layers_are_seen_by_a_few() -> None:
+    few, many = (read_module("", lambda n=n: Texts(Einsum, layers=n), 64, "meta") for n in (4, 9))
+    assert many.blocks[0].courses[0][1].backward == few.blocks[0].courses[0][1].backward
+    assert many.blocks[-1].courses and len(set(many.blocks)) == len(set(few.blocks))
+
+
+def test_what_a_batch_has_once_is_told_from_what_each_row_has() -> None:
+    """The bias of relative positions is one for all rows: 64 x 64 numbers of 4 heads, in two layouts."""
+    (_, low), (_, full) = read_module("", OWN["einsum"][0], 64, "meta").blocks[0].courses
+    for width, course in ((2, low), (4, full)):
+        assert 0 <= course.kept.once - 64 * 64 * 8 <= 2 * 64 * 64 * 4 * width
+
+
+def test_a_chunk_of_draws_is_that_of_the_keyed_ones() -> None:
+    assert DRAWN == counter.CPU_CHUNK
 
 
 def test_what_is_said_of_a_trace() -> None:
@@ -64,11 +171,9 @@ def test_what_is_said_of_a_trace() -> None:
 
 def test_negative_control_another_length_keeps_something_else() -> None:
     made, plan = factory("llama"), Plan.parse("fsdp2 / bf16")
-    closed = estimate_memory(
-        read_module("llama", made, 32, "meta"), plan, Workload(seq_len=32, global_batch=16), stack=stack_on("cpu")
-    )
+    closed = of_a_step(read_module("llama", made, 32, "meta"), plan, Workload(seq_len=32, global_batch=16))
     traced = estimate_module_by_trace(made, plan, Workload(seq_len=64, global_batch=16))
-    assert abs(closed.allocated / traced.peak - 1) > 5 * BOUND
+    assert abs(closed / traced.peak - 1) > 5 * BOUND
 
 
 def test_what_is_refused() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
-from shardwise.cli.made_for import load_made_for
+from shardwise.cli.made_for import load_made_for, save_plan
 from shardwise.cli.main import _command, main
 from shardwise.cli.plan import plan
 from shardwise.cli.planning import count_of, question
@@ -259,6 +259,19 @@ def test_a_plan_file_says_what_it_was_made_for_and_options_win(here: Path) -> No
     assert other["memory"]["limit"] > alone["memory"]["limit"]
 
 
+def test_a_plan_file_remembers_how_unevenly_experts_are_met(here: Path) -> None:
+    words = ("--seq", "2048", "--global-batch", "16")
+    assert invoke(plan, "mixtral-8x7b", "h100:8", *words, "--expert-imbalance", "1.5")[0] == ExitCode.OK
+    made = load_made_for("plan.toml")
+    assert made.imbalance == 1.5
+    save_plan(Plan.parse("fsdp8 ep8 bf16"), here / "ep.toml", made)
+    unevenly, evenly = (), ("--expert-imbalance", "1")
+    times = [
+        json.loads(invoke(estimate, "ep.toml", *more, "--json")[1])["time"]["total"] for more in (unevenly, evenly)
+    ]
+    assert times[0] > times[1]
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [
@@ -289,7 +302,8 @@ def test_a_shorthand_needs_a_model(here: Path) -> None:
 
 
 def test_what_would_fit_is_shown_and_does(here: Path) -> None:
-    words = ("--seq", "2048", "--global-batch", "2", "--forbid", "offload", "--forbid", "recompute")
+    lion = ("--optimizer", "lion")  # Adam's states do not fit twice, as they are while a checkpoint is loaded
+    words = ("--seq", "2048", "--global-batch", "2", "--forbid", "offload", "--forbid", "recompute", *lion)
     code, text, _ = invoke(plan, "llama-1b", "l4:1", *words)
     assert code == ExitCode.REFUSED
     assert "what would fit, each change alone, with a global batch of 2" in text
@@ -300,7 +314,7 @@ def test_what_would_fit_is_shown_and_does(here: Path) -> None:
     assert all(word in text for word in advice)
     for change, cluster, length in ((nodes, "l4:1x2", "2048"), (seq, "l4:1", seq.split()[1])):
         shown = advice[change]
-        more = ("--model", "llama-1b", "--cluster", cluster, "--seq", length, "--global-batch", "2", "--json")
+        more = ("--model", "llama-1b", "--cluster", cluster, "--seq", length, "--global-batch", "2", *lion, "--json")
         code, text, _ = invoke(estimate, shown["plan"]["shorthand"], *more)
         assert (code, json.loads(text)["memory"]["device"]) == (ExitCode.OK, shown["device_bytes"])
     assert invoke(plan, "llama-1b", "l4:1x2", *words)[0] == ExitCode.OK

@@ -29,7 +29,7 @@ with SAMPLE.open(encoding="utf-8") as _file:
     RAWS = {raw["id"]: raw for raw in csv.DictReader(_file)}
 SKIPS = {
     "skip-1": "model: neither a known name nor its sizes",
-    "skip-2": "model: no decoder",
+    "skip-2": "model: not a chain of equal blocks",
     "skip-3": "hardware: not stated",
     "skip-4": "hardware: no preset for abacus",
     "skip-5": "hardware: number of devices not stated",
@@ -234,7 +234,7 @@ def test_models(rows: dict[str, Row]) -> None:
 def test_every_entry_of_the_table_is_a_model() -> None:
     for pattern, sizes in _entries():
         known = {key: value for key, value in sizes.items() if key in ModelSpec.__dataclass_fields__}
-        assert ModelSpec(**known).num_params > 1e8, pattern
+        assert ModelSpec(**known).num_params > 7e7, pattern  # pythia-70m is the least
 
 
 def test_times(rows: dict[str, Row]) -> None:
@@ -401,7 +401,7 @@ def test_a_plan_that_the_planner_refuses_is_counted(rows: dict[str, Row]) -> Non
 def test_constants_are_all_there() -> None:
     text = tables()
     assert all(f"| {name} |" in text for name in device_names())
-    assert "`overlap_data`" in text and "`megatron-2021`" in text
+    assert "`overlap_data`" in text and "`megatron-2021`" in text and "`HOST_UPDATE`" in text
     assert ("memory", "`COMMUNICATOR`") in {row[:2] for row in formula_constants(ESTIMATORS)}
 
 

@@ -164,5 +164,6 @@ def test_ranks_of_adapters() -> None:
 
 
 def test_a_row_without_a_date_is_as_old_as_its_device() -> None:
-    dated = [variant("core-8", **BARE | {"date": "", "gpu": gpu}).stack.name for gpu in ("v100-32g", "h100-sxm-80g")]
+    split = BARE | {"date": "", "tp": "8", "dp_replicate": "8"}
+    dated = [variant("core-8", **split | {"gpu": gpu}).stack.name for gpu in ("v100-32g", "h100-sxm-80g")]
     assert dated == ["megatron-2021", "megatron-core"]

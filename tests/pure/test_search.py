@@ -20,10 +20,10 @@ from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.constraints import check
 from shardwise.plan.front import APART, front_of
 from shardwise.plan.memory import estimate_memory
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import ALIKE, Candidate, Search, Walk, every_plan, find_plan
-from shardwise.plan.space import FEATURES, OPT_IN, Flow, Space
+from shardwise.plan.space import FEATURES, OPT_IN, Core, Flow, Pipe, Space, Spread
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.walk import simplicity
@@ -134,6 +134,34 @@ def test_no_bound_is_above_an_estimate() -> None:
                         assert size <= each.memory.device * (1 + 1e-9), plan
                         tightest = max(tightest, time / each.time.total, size / each.memory.device)
     assert tightest > 0.95
+
+
+def test_no_bound_of_a_pipe_is_above_what_its_plans_need() -> None:
+    space = space_of(MOE, cluster("h100:4", 14), Workload(seq_len=1024, global_batch=4))
+    walk, tightest = Walk(space, "time", inf), 0.0
+    for core in list(space.cores(4, {}))[::19]:
+        for pipe in space.pipes(core):
+            least = walk.least.of_pipe(pipe)
+            for (schedule, offload), policy in product(space.flows(pipe), (0, walk.bounds.leanest(core))):
+                flow = Flow(pipe, schedule, policy, offload)
+                for plan in (space.plan(flow, spread) for spread in space.spreads(pipe)):
+                    if not space.broken(plan):
+                        needs = estimated(space, plan).memory.device
+                        assert least <= needs, plan
+                        tightest = max(tightest, least / needs)
+            assert walk.least.fits(core, least) or least == inf
+    assert tightest > 0.5
+
+
+def test_a_bound_of_a_pipeline_takes_its_first_stages_as_they_are() -> None:
+    """Those of DeepSeek-V3 are shorter than others: its first three blocks have no experts."""
+    space = space_of(preset("deepseek-v3"), load_cluster("h100:8x256"), Workload(seq_len=4096, global_batch=2048))
+    core = Core(2048, tp=1, cp=4, ep=64, samples=1, context="ulysses")
+    pipe = Pipe(core, pp=8, data=64, micro_batches=32)
+    flow, spread = Flow(pipe, Schedule(kind="interleaved", stages_per_rank=4), 0, False), Spread(pipe, 1, 64, 1)
+    least = Walk(space, "time", inf).bounds.plan_time(flow, spread)
+    total = estimated(space, space.plan(flow, spread)).time.total
+    assert 0.95 * total < least <= total
 
 
 @pytest.mark.soak

@@ -34,6 +34,7 @@ LAYERS = {
     "model.experts": 3,
     "model.operators": 3,
     "model.recording": 3,
+    "model.lifetimes": 3,
     "model": 1,
     "plan.plan": 1,
     "plan.shorthand": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import isinf
 
 COLUMNS: tuple[str, ...] = (
     "id", "source", "date", "model", "n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab",
@@ -28,7 +29,16 @@ _SINCE = (
 )
 """Device -> the year of a row without a date."""
 _DECIMAL = ("n_params", "tokens_per_s_per_gpu", "tflops_per_gpu")
+MEASURED = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "step_time_s", "peak_mem_gib")
+_VALUE = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+_NUMBER = re.compile(
+    r"(?:(?:tp|pp|cp|ep|dp|vp|fsdp|hsdp|mbs|gbs|bs)\s*[-=:]?\s*)?"
+    rf"({_VALUE})(?:\s*(?:-|–|to)\s*({_VALUE}))?\s*([a-zµ%]*)(?![\d.])"
+)
+"""A number, its name before it (`TP=4`), the other end of a span (`38-41 %`), and its unit."""
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12, "%": 0.01, "ms": 1e-3, "mib": 1 / 1024, "mb": 1e6 / 2**30, "pflops": 1e3}
+_MOST = {"n_layers": 10_000, "n_gpus": 1e7, "pp": 10_000, "vp": 1_000}
+"""Beyond it a slip of the keyboard would be drawn up block by block."""
 
 
 class Skip(Exception):
@@ -43,8 +53,9 @@ class Cells:
         self.raw |= {name: "" for name, text in self.raw.items() if _UNKNOWN.fullmatch(text.lower())}
         self.notes = self.raw["notes"].lower()
         self.clauses = tuple(part.strip() for part in self.notes.split(";") if part.strip())
-        fields = ("source", "model", "optimizer", "precision")
-        self.text = " ; ".join([*(self.raw[name].lower() for name in fields), self.notes])
+        model = re.sub(r"^[\w.-]+/(?=[\w.-]+$)", "", self.raw["model"])  # who published weights is no framework
+        fields = (self.raw["source"], model, self.raw["optimizer"], self.raw["precision"], self.notes)
+        self.text = " ; ".join(fields).lower()
         for pattern in _OTHERS:
             self.text = re.sub(pattern, "", self.text)
         self.assumed: list[str] = []
@@ -53,15 +64,19 @@ class Cells:
         return self.raw[name]
 
     def number(self, name: str) -> float | None:
-        """The number in a cell; None where it is empty or says no number.
+        """The number in a cell; None where it is empty or says none that can be.
 
-        Units that people write are read: `7B`, `8k` (1,024 each but for parameters and rates), `45%`, `850 ms`, `~3`.
+        Units that people write are read: `7B`, `8k` (1,024 each but for parameters and rates), `45%`, `850 ms`, `~3`;
+        words around it are not: `TP=4`, `8 (HSDP)`. What was measured may be a span, whose middle is taken.
         """
-        text = self.raw[name].replace(",", "").replace("_", "").strip().lower().lstrip("~≈<>= ")
-        match = re.fullmatch(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµ%]*)(?: ?[a-z]*/.*)?", text)
-        if match is None:
+        text = re.sub(r"(?<=\d)[,_](?=\d)", "", self.raw[name]).strip().lower().lstrip("~≈<>= ")
+        match = _NUMBER.match(text)
+        if match is None or (match.group(2) and name not in MEASURED):
             return None
-        value, unit = float(match.group(1)), match.group(2)
+        ends = [float(end) for end in match.group(1, 2) if end]
+        value, unit = sum(ends) / len(ends), match.group(3)
+        if isinf(value) or value < 0:
+            return None
         if name == "mfu" and unit != "%" and value > 1.5:
             return value / 100  # in percent
         if unit in ("k", "ki"):
@@ -69,9 +84,28 @@ class Cells:
         return value * _UNITS.get(unit, 1.0)
 
     def count(self, name: str) -> int | None:
-        """The whole number in a cell, at least 1; None where it is empty."""
+        """The whole number in a cell, at least 1 and no more than can be; None where it is empty."""
         value = self.number(name)
-        return int(value) if value and value >= 1 else None
+        return int(value) if value and 1 <= value <= _MOST.get(name, 1e12) else None
+
+    @property
+    def devices(self) -> int | None:
+        """How many there are: `64`, `8 nodes x 8`, or what stands beside the name (`8xA100`, `H100 x 64`)."""
+        stated, name = self.raw["n_gpus"].lower(), self.raw["gpu"].lower()
+        for text in (stated, name):
+            found = re.match(r"(\d+)(?: ?nodes?| ?hosts?)? ?[x×*] ?(\d+)(?! ?gb?\b|\d)", text)
+            if found:
+                return int(found.group(1)) * int(found.group(2)) or None
+        beside = re.match(r"(\d+) ?[x×] ?[a-z]", name) or re.search(r"[a-z0-9] ?[x×] ?(\d+)$", name)
+        return self.count("n_gpus") or (int(beside.group(1)) or None if beside else None)
+
+    @property
+    def compiled(self) -> bool | None:
+        """Whether the row's blocks were compiled; None where it says nothing."""
+        said = self.raw["compile"].lower()
+        if re.match(r"(n|no|none|false|0|off|eager|disabled)\b", said):
+            return False
+        return True if re.match(r"(y|yes|true|1|on|enabled|torch[.]compile|inductor|✓|✔)", said) else None
 
     def has(self, pattern: str) -> bool:
         """True where the pattern is found in source, model, optimizer or notes."""

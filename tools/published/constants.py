@@ -12,7 +12,8 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "timing", "workload",
+    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "timing", "updating",
+    "workload",
 )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def cluster_of(cells: Cells) -> Cluster:
     preset, says = found
     if says:
         cells.assume(says)
-    count = cells.count("n_gpus")
+    count = cells.devices
     if count is None:
         raise Skip("hardware: number of devices not stated")
     base = _preset(preset)
@@ -136,7 +136,8 @@ def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
     linked = re.search(r"nvlink|nvswitch", text) and not re.search(r"(no|without) nv(link|switch)", text)
     if "pcie" in f"{text} {name}" and not linked:
         cluster = cluster.with_(local=_link("pcie4"))
-    network = _network(cells["interconnect"], name, cells.count("gpus_per_node") or cluster.per_node)
+    stated = cells["interconnect"] or ("8x100 Gb/s" if "v100" in name and cells.count("gpus_per_node") == 16 else "")
+    network = _network(stated, name, cells.count("gpus_per_node") or cluster.per_node)  # 16 V100 are a DGX-2
     if network is None and cluster.world > cluster.domain:
         cells.assume("the network of the device's preset")
     return cluster.with_(network=network) if network else cluster

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from published.cells import Cells, Skip
+from published.degrees import Sizes, batch_of, sizes_of, stage_of
 from published.recompute import recompute_of
-from published.stacks import CORE
+from published.stacks import CORE, framework
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Offload, Plan, Schedule, Tensor
@@ -21,69 +22,12 @@ _SHARDING = {
 """zero where a row does not say, by stack; others 0."""
 
 
-MICRO = "micro-batch"
-"""Begins what is assumed where a row does not print it."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Degrees as the row states them; `data` ranks see different samples."""
-
-    replicate: int
-    shard: int
-    tp: int
-    pp: int
-    cp: int
-
-    @property
-    def data(self) -> int:
-        """Ranks that see different samples."""
-        return self.replicate * self.shard
-
-
-def sizes_of(cells: Cells) -> Sizes:
-    """The degrees of a row; those it leaves out follow from the number of devices where that decides them.
-
-    Raises:
-        Skip: degrees that nothing decides, or whose product is not the number of devices.
-    """
-    count = cells.count("n_gpus") or 1
-    known = {name: cells.count(name) for name in ("tp", "pp", "cp")}
-    replicate, shard = cells.count("dp_replicate"), cells.count("dp_shard")
-    missing = [name for name, value in known.items() if value is None]
-    data = (replicate or 1) * (shard or 1)
-    model = (known["tp"] or 1) * (known["pp"] or 1) * (known["cp"] or 1)
-    by_data = (replicate or shard or _stage(cells)) and data * model == count
-    if missing and count > 1 and not by_data and missing != ["cp"]:
-        zero3 = _stage(cells) == 3 or cells.has(r"\bfsdp|zero-?3|torchtune|distributed recipe")
-        if not zero3 and len(missing) == len(known):
-            raise Skip("layout: not stated")
-        cells.assume(f"no {', '.join(missing)}: the row names other axes only")
-    if not replicate and not shard:
-        if count % model:
-            raise Skip("layout: product is not the number of devices")
-        if _stage(cells) == 3:
-            shard = count // model
-        else:
-            replicate = count // model
-    sizes = Sizes(replicate or 1, shard or 1, known["tp"] or 1, known["pp"] or 1, known["cp"] or 1)
-    if sizes.data * model != count:
-        raise Skip("layout: product is not the number of devices")
-    return sizes
-
-
-def _stage(cells: Cells) -> int | None:
-    """The cell as a number, `ZeRO-2` or `zero3`; None where it is empty."""
-    found = re.search(r"\d", cells["zero_stage"])
-    return int(found.group()) if found else None
-
-
 def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
     """What data ranks shard: the cell, else the stack's default.
 
     `whole`: weights and gradients that a rank would hold unsharded, over the device's memory.
     """
-    stated = _stage(cells)
+    stated = stage_of(cells)
     if stated is not None:
         return stated
     if sizes.data == 1:
@@ -92,7 +36,8 @@ def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
         return 3
     if cells.has(r"distributed (fused|optimizer)|zero-?1\b"):
         return 1
-    zero = 3 if cells.has(r"\bfsdp|zero-?3") else _SHARDING.get(stack, 0)
+    known = framework(cells) is not None or stack in CORE
+    zero = 3 if cells.has(r"\b[hf]sdp|zero-?3") else _SHARDING.get(stack, 0) if known else 0
     if whole > 1:
         cells.assume("zero 3, as the weights and gradients of a rank are larger than the device")
         return 3
@@ -106,7 +51,7 @@ def inner_degree(cells: Cells, spec: ModelSpec) -> int:
         return 1
     noted = cells.noted(r"\betp ?=?(\d+)")
     if noted:
-        return int(noted.group(1))
+        return max(int(noted.group(1)), 1)
     return cells.count("tp") or 1 if cells.year < 2025.25 and cells.has(r"megatron|nemo|dgxc") else 1
 
 
@@ -142,43 +87,14 @@ def _whole(spec: ModelSpec, sizes: Sizes, ep: int) -> float:
     return 6.0 * ((spec.num_params - experts) / sizes.tp + experts / max(ep, sizes.tp)) / sizes.pp
 
 
-def batch_of(cells: Cells, sizes: Sizes) -> tuple[int, int]:
-    """Global batch and micro-batches per rank; the global batch is their product with the micro-batch.
-
-    Raises:
-        Skip: neither the global nor the micro-batch is stated.
-    """
-    total, micro = cells.count("global_batch"), cells.count("micro_batch")
-    noted = cells.noted(r"(?:grad(?:ient)? accum(?:ulation)?(?: steps)?|\bga)[ =:]+(?:taken as )?(\d+)")
-    accumulate = int(noted.group(1)) if noted else None
-    if micro is None and total is None:
-        fits = cells.noted(r"(?:max )?micro[ -]?batch (?:size )?(?:that fits[^:;(]*: ?|of |=? ?)(\d+)")
-        if fits is None:
-            raise Skip("batch: not stated")
-        micro = int(fits.group(1))
-        cells.assume(f"{MICRO} {micro}, from the notes")
-    if total is None:
-        count = accumulate or (4 * sizes.pp if sizes.pp > 1 else 1)
-        if accumulate is None:
-            cells.assume(f"{count} micro-batches per step")
-        return (micro or 1) * count * sizes.data, count
-    if micro is None:
-        per_rank = max(total // sizes.data, 1)
-        micro = max(per_rank // accumulate, 1) if accumulate else 1
-        cells.assume(f"{MICRO} {micro}{', from the notes' if accumulate else ''}")
-    count = max(round(total / (sizes.data * micro)), 1)
-    if count * micro * sizes.data != total:
-        cells.assume(f"global batch {count * micro * sizes.data}, which the layout divides, not {total}")
-    return count * micro * sizes.data, count
-
-
 def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
     """Tokens of a sequence: the cell, the notes, or the default of stack and model."""
     stated = cells.count("seq_len")
     if stated:
         return stated
     noted = cells.noted(r"seq(?:uence)?(?:[ _-]?len(?:gth)?)?[ =:]+(\d{3,7})")
-    length = int(noted.group(1)) if noted else (8192 if stack == "torchtitan" else min(spec.max_seq_len, 8192))
+    usual = 8192 if stack == "torchtitan" and framework(cells) else min(spec.max_seq_len, 8192)
+    length = int(noted.group(1)) if noted else usual
     cells.assume(f"sequences of {length}")
     return length
 
@@ -188,7 +104,10 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     text = cells["precision"].lower()
     half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
     pure = "true" in text or "pure" in text or cells.noted(r"bf16 params and optimizer|pure bf16") is not None
-    if cells.has(r"torchtune") and "bf16" in text:  # its bf16 is of weights and states too
+    tunes = cells.has(r"torchtune") or (
+        stack in ("eager", "deepspeed", "fsdp1", "torchtitan") and cells.has(r"\blora\b")
+    )
+    if tunes and "bf16" in text and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
     if not text:
         cells.assume(half)
@@ -258,11 +177,11 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):
         cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
         zero = 1
-    elif zero == 3 and sizes.pp > 1 and _stage(cells) is None:
+    elif zero == 3 and sizes.pp > 1 and stage_of(cells) is None:
         cells.assume("zero 2: in a pipeline weights stay gathered from micro-batch to micro-batch")
         zero = 2
     axes = axes_of(cells, sizes, zero, ep)
-    total, count = batch_of(cells, sizes)
+    total, count = batch_of(cells, sizes, seq_len)
     precision, compute = precision_of(cells, stack.name, cluster.device.rates)
     if compute in ("fp8", "fp4") and not getattr(cluster.device.rates, compute):
         cells.assume(f"products in 16 bits: the device has no {compute} unit")
@@ -287,7 +206,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
         ),
-        compile=cells["compile"].lower() == "y",
+        compile=cells.compiled is True,
     )
     return plan, work
 
@@ -339,7 +258,8 @@ def _float8(cells: Cells, compute: str) -> Float8:
 
 
 def _offload(cells: Cells, zero: int) -> Offload:
-    state = re.search(r"on cpu|offload", cells["optimizer"].lower()) is not None
+    stated = f"{cells['optimizer']} ; {cells['zero_stage']}".lower()
+    state = re.search(r"on cpu|offload", stated) is not None
     noted = cells.noted(r"optimizer (state )?(cpu )?offload|offload(ed|ing)? (of )?(the )?optimizer|zero-offload")
     saved = cells.noted(r"activations? (cpu )?offload") is not None
     if saved and cells.noted(r"offload of \d+ layers"):

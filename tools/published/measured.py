@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from published.cells import Cells
+from published.cells import MEASURED, Cells
 from published.stacks import CORE
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -23,6 +23,7 @@ _DOUBTS = (
     r"impossible|not certain|another value|exceeds the single|ambiguous: micro"
 )
 _OOM = r"^(\[[^\]]*\] )?(oom|out of memory|cuda out of memory|ran out of memory)\b"
+_UNFIT = r"\booms?\b|out[ -]of[ -]memory|(does|did) not fit|(doesn't|didn't) fit|exceeds (the )?(device |gpu )?memory"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,15 @@ class Flops:
 
 
 def is_oom(cells: Cells) -> bool:
-    """True where a clause of the notes begins with it; a clause about other runs does not."""
-    return any(re.search(_OOM, clause) for clause in cells.clauses) and not _speed_cells(cells)
+    """True where a clause of the notes begins with it, or a measured cell says so; a clause about other runs does not.
+
+    Where nothing was measured, any clause that names it is about this run.
+    """
+    if _speed_cells(cells):
+        return False
+    said = any(re.search(_OOM, clause) for clause in cells.clauses)
+    said = said or any(re.search(_UNFIT, cells[name].lower()) for name in MEASURED)
+    return said or (not cells.number("peak_mem_gib") and cells.noted(_UNFIT) is not None)
 
 
 def doubt_of(cells: Cells) -> str:
@@ -95,7 +103,8 @@ def step_time_of(
         return step * work.global_batch / stated_batch
     rate = cells.number("tokens_per_s_per_gpu")
     if rate:
-        return tokens / rate
+        whole = re.search(r"total|aggregate|all (gpus|devices)|cluster", cells["tokens_per_s_per_gpu"].lower())
+        return tokens / rate * (cluster.world if whole else 1)
     if step:
         return step
     tera = cells.number("tflops_per_gpu")
@@ -120,7 +129,8 @@ def flops_way(cells: Cells, stack: Stack, plan: Plan) -> Flops:
     if cells.noted(r"non-causal|full attention|without causal|megatron formula"):
         causal = False
     recompute = cells.noted(r"hardware flops|incl\.? recompute|counts recompute|hfu only") is not None
-    recompute = recompute or (stack.name == "megatron-2021" and plan.recompute.mode == "blocks")
+    tera = cells.number("tflops_per_gpu")  # an MFU never counts it (arXiv:2204.02311), Megatron's TFLOP/s of then do
+    recompute = recompute or bool(tera and stack.name == "megatron-2021" and plan.recompute.mode == "blocks")
     if cells.noted(r"no recompute counted|without recompute|and no recompute"):
         recompute = False
     return Flops(causal, recompute, embedding=stack.name in ("nanotron", "megatron-flash"))

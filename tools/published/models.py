@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.model.spec import ModelSpec, preset
 
 _FIELDS = {f.name for f in fields(ModelSpec)}
-_NOT_DECODERS = r"(^|-)(vit|t5|ul2|whisper|flux|clip|unet|dlrm|resnet|stable-diffusion|sdxl|dit)\b"
+_NOT_MODELLED = r"(^|-)(m?t5|flan|ul2|whisper|flux|clip|unet|dlrm|resnet|stable-diffusion|sdxl|dit)\b"
 _VOCAB = (
     (r"llama-?3|llama-?4", 128256), (r"qwen", 151936), (r"gemma", 256000), (r"nemotron", 256000),
     (r"deepseek", 102400), (r"opt\b", 50272), (r"mpt|neox|pythia|olmo", 50368), (r"bloom", 250880),
@@ -40,11 +40,11 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     """Sizes of the row's model.
 
     Raises:
-        Skip: no known name and too few columns, or a model that is no decoder.
+        Skip: no known name and too few columns, or a model that is no chain of equal blocks.
     """
     name = re.sub(r"[\s_]+", "-", cells["model"].lower())
-    if re.search(_NOT_DECODERS, name):
-        raise Skip("model: no decoder")
+    if re.search(_NOT_MODELLED, name):
+        raise Skip("model: not a chain of equal blocks")
     known = _known(name, _stated_total(cells, name)) or _by_count(cells.number("n_params"))
     sizes = _override(cells, dict(known)) if known else _from_columns(cells, name)
     if sizes.get("kind") == "gpt" and seq_len:

@@ -11,7 +11,7 @@ from shardwise.plan.plan import Recompute
 from shardwise.plan.stack import Stack
 
 _FULL = re.compile(
-    r"(y|yes|true|on|1|enabled|full\b.*|blocks?\b.*|all\b.*|uniform\b.*|every (layer|block)"
+    r"((y|yes|true|on|1|enabled)\b.*|[✓✔].*|full\b.*|blocks?\b.*|all\b.*|uniform\b.*|every (layer|block)s?"
     r"|(gradient|activation)[ _-]checkpointing)"
 )
 _NONE = re.compile(r"(n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*")
@@ -25,7 +25,10 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if part:
         layers = max(spec.num_layers // pp, 1)
         return Recompute(mode="ratio", ratio=min(int(part.group(1)) / layers, 1.0))
-    if "selective" in text:
+    some = re.search(r"every (\d+)(?:nd|rd|th)? (?:layer|block)", text)
+    if some and int(some.group(1)) > 1:
+        return Recompute(mode="every", every=int(some.group(1)))
+    if re.search(r"selective|\bsac\b|per-op|op-level", text):
         return _selective(cells, stack)
     if _FULL.fullmatch(text):
         return Recompute(mode="blocks")
@@ -35,7 +38,7 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return Recompute()
     if cells.noted(r"recompute modules|selective recompute|recompute: "):
         return _selective(cells, stack)
-    if cells.noted(r"(with |\+)activation checkpointing|full recompute"):
+    if cells.noted(r"((^|[;,(+]|with|and) ?)(full |gradient |activation )(activation )?(checkpointing|recompute)"):
         return Recompute(mode="blocks")
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")
@@ -61,6 +64,9 @@ def _selective(cells: Cells, stack: Stack) -> Recompute:
     if stack.name in ("torchtitan", "shardwise"):
         cells.assume("selective recompute is per operator")
         return Recompute(mode="ops")
+    if stack.name in ("fsdp1", "deepspeed", "eager", "jax"):  # theirs picks blocks, or leaves the choice to the user
+        cells.assume("selective recompute is of every second block")
+        return Recompute(mode="every", every=2)
     modules = set(re.findall(r"[a-z_]+", _modules(cells)))
     if modules & _LARGE:
         cells.assume("recomputed modules counted as two blocks of three")

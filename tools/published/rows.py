@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from published.cells import COLUMNS, Cells, Skip
+from published.degrees import MICRO, is_sharded
 from published.hardware import cluster_of
-from published.layout import MICRO, plan_of, seq_len_of, split_experts
+from published.layout import plan_of, seq_len_of, split_experts
 from published.measured import (
     MemoryKind,
     MemoryStage,
@@ -96,6 +97,12 @@ def read(path: str | os.PathLike[str]) -> tuple[list[Row], dict[str, int]]:
             skipped[str(reason)] += 1
         except (ConfigError, PlanError):
             skipped["layout: not one that can be"] += 1
+        except (
+            ArithmeticError,
+            ValueError,
+            LookupError,
+        ):  # a slip of the keyboard in one row ends no reading of others
+            skipped["row: numbers that cannot be"] += 1
     return rows, dict(skipped)
 
 
@@ -108,7 +115,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     cells = Cells(raw)
     spec = model_of(cells, cells.count("seq_len"))
     cluster = cluster_of(cells)
-    stack = stack_of(cells, spec, sharded=cells.number("zero_stage") == 3)
+    stack = stack_of(cells, spec, sharded=is_sharded(cells))
     spec = split_experts(cells, spec)
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)

@@ -75,6 +75,8 @@ def predict_all(rows: Iterable[Row], with_: Callable[[Row], Result] = predict) -
             results.append(with_(row))
         except ShardwiseError as error:
             refused[f"planner: {str(error).split(':')[0]}"] += 1
+        except (ArithmeticError, ValueError):
+            refused["planner: numbers that cannot be"] += 1
     return results, dict(refused)
 
 

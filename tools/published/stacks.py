@@ -14,18 +14,22 @@ CORE = ("megatron-core", "megatron-bridge")
 """Stacks on Megatron-Core and Transformer Engine."""
 
 _RULES: tuple[tuple[str, str], ...] = (
-    (r"maxtext|paxml|\bjax\b|levanter|xla\b|\bpax\b", "jax"),
+    (
+        r"maxtext|paxml|\bjax\b|levanter|xla\b|\bpax\b|\bt5x\b|\bflax\b|easylm|axlearn|mesh[ -]?tensorflow|pathways",
+        "jax",
+    ),
     (r"megatron-deepspeed|bigscience|bloom sizing", "megatron"),
     (r"torchtitan|torchao|pytorch/ao\b|automodel|fsdp2", "torchtitan"),
     (r"nanotron|ultra-?scale|picotron", "nanotron"),
-    (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp", "fsdp1"),
-    (r"torchtune|lit-?gpt|axolotl|unsloth|lightning (ai|fabric)|pytorch.lightning", "eager"),
+    (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp|fairscale|fairseq", "fsdp1"),
+    (r"torchtune|lit-?(gpt|llama|parrot)|axolotl|unsloth|lightning (ai|fabric)|pytorch.lightning", "eager"),
     (
         r"deepspeed|\bzero-[23]\b.*\b(hf|hugging)|\baccelerate\b|(hf|transformers) trainer|ml-engineering|colossal",
         "deepspeed",
     ),
     (
         r"megatron|\bnemo\b|dgxc|transformer engine|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
+        r"|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai"
         r"|eleutherai/gpt-neox|gpt-neox (library|framework|codebase)",
         "megatron",
     ),
@@ -34,6 +38,8 @@ _RULES: tuple[tuple[str, str], ...] = (
 )
 """Keywords -> stack; `megatron` is one of three, by year and kernels. The first that is found."""
 
+OLD = r"v100|\bt4\b|p100|2080|titan|mi100"
+"""Devices that neither Transformer Engine nor FlashAttention 2 runs on."""
 TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
 """Names of Google's devices, whose published configurations tune what is recomputed."""
 _NO_FLASH = (
@@ -82,9 +88,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
         stack = replace(stack, attention=kernel)
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
-    if cells["compile"].lower() in ("y", "yes", "true", "1"):
+    compiled = cells.compiled
+    if compiled:
         stack = replace(stack, fused=True)
-    elif cells["compile"].lower() in ("n", "no", "false", "0") and name in ("torchtitan", "fsdp1", "eager"):
+    elif name in ("torchtitan", "fsdp1", "eager") and (compiled is False or framework(cells) is None):
         stack = replace(stack, fused=False)
     layers = cells.noted(r"activations? (?:cpu )?offload of (\d+) layers")
     if layers:
@@ -113,35 +120,50 @@ def _preset(name: str) -> Stack:
 
 def megatron_era(cells: Cells) -> str:
     """Which of the Megatron stacks: before flash attention, with it, or Megatron-Core with Transformer Engine."""
+    core = "megatron-bridge" if cells.has(r"megatron-bridge|\bnemo\b|dgxc") else "megatron-core"
+    if re.search(OLD, cells["gpu"].lower()):
+        return "megatron-2021"
     if cells.has(r"megatron-deepspeed|bloom sizing|bigscience") and not _flash(cells):
         late = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
         return "megatron-flash" if late else "megatron-2021"  # the vendors' forks bring their own fused attention
-    if cells.year >= 2023.75 and not _flash_sweep(cells):
-        return "megatron-bridge" if cells.has(r"megatron-bridge|\bnemo\b|dgxc") else "megatron-core"
+    engine = re.search(r"fp[48]|float8", cells["precision"].lower())  # of those, Transformer Engine alone multiplies so
+    if (cells.year >= 2023.75 or engine) and not _flash_sweep(cells):
+        return core
     return "megatron-flash" if cells.year >= 2023 or _flash(cells) else "megatron-2021"
 
 
 def _name(cells: Cells, *, sharded: bool) -> str:
-    found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
-    if found is None and re.search(TPU, cells["gpu"].lower()):
-        return "jax"
+    found = framework(cells)
     if found == "fsdp1" and cells.year >= 2025:
         found = "torchtitan"
     if found == "megatron":
         return megatron_era(cells)
-    if found == "deepspeed" and any((cells.count(axis) or 1) > 1 for axis in ("tp", "pp")):
+    if found == "deepspeed" and _divides(cells, "tp", "pp"):
         return megatron_era(cells)
     if found:
         return found
-    if sharded:
-        axes = any((cells.count(axis) or 1) > 1 for axis in ("tp", "pp", "cp"))
-        name = "torchtitan" if cells.year >= 2024.5 or axes else "fsdp1"
-    elif (cells.count("n_gpus") or 1) == 1:
+    if (cells.devices or 1) == 1:
         name = "eager"
+    elif (
+        sharded and not _divides(cells, "pp") or not any(cells[axis] for axis in ("zero_stage", "tp", "pp", "cp", "ep"))
+    ):
+        name = (
+            "torchtitan" if cells.year >= 2024.5 or _divides(cells, "tp", "cp") else "fsdp1"
+        )  # PyTorch's FSDP and DDP
     else:
         name = megatron_era(cells)
     cells.assume(f"stack {name}, by its date and layout")
     return name
+
+
+def framework(cells: Cells) -> str | None:
+    """The stack whose keyword the row has (`megatron` is one of three); of Google's devices JAX; None: no keyword."""
+    found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
+    return "jax" if found is None and re.search(TPU, cells["gpu"].lower()) else found
+
+
+def _divides(cells: Cells, *axes: str) -> bool:
+    return any((cells.count(axis) or 1) > 1 for axis in axes)
 
 
 def _flash(cells: Cells) -> bool:

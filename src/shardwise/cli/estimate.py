@@ -29,6 +29,7 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
+from shardwise.cli.uneven import ImbalanceOption
 from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.hardware.cluster import GIB
 from shardwise.model.spec import ModelSpec
@@ -56,6 +57,7 @@ def estimate(
     optimizer: OptimizerOption = "",
     stack: StackOption = "",
     price: PriceOption = None,
+    expert_imbalance: ImbalanceOption = None,
     traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
     trace_on: TraceOnOption = "meta",
@@ -66,7 +68,7 @@ def estimate(
     parsed = load_plan(plan)
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
     more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
-    asked, name = question_of("estimate", plan, parsed, **given, **more)
+    asked, name = question_of("estimate", plan, parsed, imbalance=expert_imbalance, **given, **more)
     parsed, asked = _with_blocks(parsed, asked, blocks)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)

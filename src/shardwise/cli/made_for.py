@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.planning import Question, is_module, question
+from shardwise.cli.uneven import unevenly
 from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.plan import MADE_FOR, Plan
 from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
@@ -26,6 +27,7 @@ class MadeFor:
     optimizer: str = ""
     stack: str = ""
     goal: str = ""
+    imbalance: float = 1.0
     allow: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
 
@@ -36,7 +38,7 @@ def save_plan(plan: Plan, path: Path, made: MadeFor) -> None:
     Raises:
         ConfigError: a place that cannot be written.
     """
-    said = {name: value for name, value in as_dict(made).items() if value not in ("", [])}
+    said = {name: value for name, value in as_dict(made).items() if value != getattr(MadeFor(), name) and value != []}
     write_file(path, {**plan.to_dict(), MADE_FOR: said}, comment=str(plan))
 
 
@@ -67,7 +69,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         source: the plan's word: a file or a shorthand.
         plan: that plan.
         **given: `model`, `cluster`, `seq`, `global_batch`, `tokens`, `optimizer`, `stack`, `price`, `trace_on`,
-            `blocks`.
+            `blocks`, `imbalance`.
 
     Raises:
         UsageError: neither says the model or the cluster; or only the file names a module, which would be imported.
@@ -86,6 +88,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),
         optimizer=kept_as(words["optimizer"]), **more,
     )  # fmt: skip
+    asked = unevenly(asked, given.get("imbalance") or made.imbalance)
     said = [f"--{name} {words[name]}" for name in taken if words[name]]
     if said:
         asked = replace(asked, assumed=(f"as {source} says it was made for: {' '.join(said)}", *asked.assumed))
@@ -137,5 +140,6 @@ def made_for(
     workload = asked.workload
     return MadeFor(
         model=model, cluster=cluster, seq=workload.seq_len, global_batch=workload.global_batch,
-        optimizer=workload.optimizer, stack=stack, goal=goal, allow=tuple(words[0]), forbid=tuple(words[1]),
+        optimizer=workload.optimizer, stack=stack, goal=goal, imbalance=workload.imbalance,
+        allow=tuple(words[0]), forbid=tuple(words[1]),
     )  # fmt: skip

@@ -32,6 +32,7 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
+from shardwise.cli.uneven import ImbalanceOption, unevenly
 from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
@@ -59,6 +60,7 @@ def plan(
     top: Annotated[int, typer.Option(min=1, max=100, help="Layouts to rank.")] = 10,
     stack: StackOption = "",
     price: PriceOption = None,
+    expert_imbalance: ImbalanceOption = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
     trace_on: TraceOnOption = "meta",
@@ -70,6 +72,7 @@ def plan(
     check_path(html, (".html",))
     more: dict[str, Any] = {"optimizer": kept_as(optimizer), "price": price, "trace_on": trace_on, "blocks": blocks}
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
+    asked = unevenly(asked, expert_imbalance)
     forbidden = (*(forbid or ()), *asked.refused)
     with waiting("searching for the best plan"):
         found = find_plan(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.tokens import batch_of
+from shardwise.cli.tokens import count_of as count_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
+from shardwise.plan import loading
 from shardwise.plan.band import band
 from shardwise.plan.memory import Memory
-from shardwise.plan.search import ASSUMED_HOST, near_batches
+from shardwise.plan.search import ASSUMED_HOST
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -43,9 +44,6 @@ COLOURS = (
     "white",
 )
 BAR = 48
-UNITS = {"k": 10, "m": 20, "b": 30, "g": 30, "t": 40}
-NEAR = 0.05
-"""How far the tokens of a step may be from a round number that was asked, for a batch that the devices divide."""
 
 ModelOption = Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")]
 ClusterOption = Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")]
@@ -131,10 +129,13 @@ def question(
     has_host = found.host_memory or found.device.name.startswith("cpu")
     assumed = [] if has_host else [f"host memory: {ASSUMED_HOST / GIB:.0f} GiB per device"]
     seq, said = _length(model, seq, module, longest)
-    size, notes = _batch(batch, tokens, seq, found.world)
+    size, notes = batch_of(batch, tokens, seq, found.world)
     refused = module.refused(seq) if module else {}
     assumed += [*said, *(_left_out(module, refused) if module else ()), *(module.notes if module else ())]
-    workload = Workload(seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw")
+    picture = 4.0 * 3 * spec.patch**2 * seq if spec and spec.patch else 0.0  # of patches of three colours, in fp32
+    workload = Workload(
+        seq_len=seq, global_batch=size, optimizer=options.get("optimizer") or "adamw", sample_bytes=picture
+    )
     if spec:
         profile = profile_of(spec)
     elif module:
@@ -144,6 +145,7 @@ def question(
         assumed.append("its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted")
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
+    notes += loading.said(profile, found, workload)
     return Question(
         profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *_of_devices(found)),
         refused=tuple(refused), limits=spec or (module.limits if module else None),
@@ -164,72 +166,6 @@ def read_cluster(text: str) -> Cluster:
     module, name = seams[text]
     made: Cluster = getattr(importlib.import_module(module), name)()
     return made
-
-
-def count_of(text: str) -> float:
-    """`300000`, `4M`, `1.5B`.
-
-    Raises:
-        UsageError: no number, or an unknown unit.
-    """
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-zA-Z]?)", text.strip())
-    unit = match.group(2).lower() if match else ""
-    try:
-        if match is None or (unit and unit not in UNITS):
-            raise ValueError(text)
-        return float(match.group(1)) * float(1000 ** (UNITS[unit] // 10 if unit else 0))
-    except ValueError:
-        raise UsageError(f"tokens {text!r}: needed a count such as 300000, 4M or 1.5B (units: k, M, B, T)") from None
-
-
-def _batch(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple[int, list[str]]:
-    """(samples per step, what was assumed)."""
-    if batch is not None and tokens is not None:
-        raise UsageError("--global-batch and --tokens are both given; keep one of them")
-    if batch is not None:
-        return batch, _remark(batch, world)
-    if tokens is None:
-        return world, [f"global batch: {world} samples, one per device (give --global-batch or --tokens)"]
-    wanted = count_of(tokens)
-    if wanted < seq:
-        raise UsageError(f"--tokens {tokens}: less than one sequence of {seq} tokens; give at least {seq}")
-    size = _samples(tokens.strip(), wanted, seq, world)
-    said = f"tokens: {tokens.strip()} asked, {size:,} sample{'s' * (size > 1)} of {seq:,} = {size * seq:,} tokens"
-    return size, [said, *_remark(size, world)]
-
-
-def _samples(tokens: str, wanted: float, seq: int, world: int) -> int:
-    """Samples of a step for a number of tokens.
-
-    A number in full is kept where it is whole sequences. Any other is round: of the batches within 5 % of it, the one
-    that shares the largest divisor with the devices, then what the words say exactly (M: 10^6, then 2^20), then the
-    nearest.
-
-    >>> _samples("67108864", 67108864, 4096, 24), _samples("64M", 64e6, 4096, 2048), _samples("1e9", 1e9, 4096, 2048)
-    (16384, 16384, 243712)
-    """
-    if wanted % seq == 0 and tokens.replace(".", "").isdigit():
-        return int(wanted // seq)
-    unit, below = tokens[-1].lower(), int(wanted // seq)
-    binary = float(tokens[:-1]) * 2 ** UNITS[unit] / seq if unit in UNITS else 0.0
-    least, most = math.ceil(wanted * (1 - NEAR) / seq), int(wanted * (1 + NEAR) / seq)
-    multiples = (below // world * world, (below // world + 1) * world, binary)
-    near = [int(n) for n in multiples if n % world == 0 and least <= n <= most]
-    near = near or list(range(least, most + 1))  # no multiple is near: these are few, at most as many as devices
-    return max(
-        near or (below, below + 1),
-        key=lambda n: (math.gcd(n, world) if near else 0, n == wanted / seq, n == binary, -abs(n * seq - wanted)),
-    )
-
-
-def _remark(batch: int, world: int) -> list[str]:
-    """Where the devices do not divide a batch that is larger than they are many."""
-    if batch < world or batch % world == 0:
-        return []
-    near = " or ".join(map(str, near_batches(batch, world)))
-    return [
-        f"global batch: {batch} samples are no multiple of {world} devices: few layouts divide them; nearest: {near}"
-    ]
 
 
 def is_module(model: str) -> bool:
@@ -339,6 +275,11 @@ def show_memory(out: Console, memory: Memory, cluster: Cluster) -> None:
         f"allocated {memory.allocated / GIB:.1f} GiB, reserved {memory.reserved / GIB:.1f} GiB, on the device "
         f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory', cluster.device.name)})"
     )
+    if memory.peak is not memory.worst:
+        out.print(f"most is needed outside of steps: {memory.peak.allocated / GIB:.1f} GiB at the {memory.peak.phase}")
+    phases = ", ".join(f"{name} {value / GIB:.1f}" for name, value in memory.peaks.items())
+    kept = f"; a save keeps {memory.host / GIB:.1f} GiB of host memory per device" if memory.host else ""
+    out.print(f"GiB of live tensors at most in each phase: {phases}{kept}", style="dim")
 
 
 def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
@@ -379,6 +320,8 @@ def estimate_json(memory: Memory, step: StepTime, cluster: Cluster) -> dict[str,
         "memory": {
             "allocated": memory.allocated, "reserved": memory.reserved, "device": memory.device, "limit": memory.limit,
             "fits": memory.fits, "phase": memory.worst.phase, "terms": dict(memory.worst.terms),
+            "peak": {"phase": memory.peak.phase, "allocated": memory.peak.allocated},
+            "phases": dict(memory.peaks), "host": memory.host,
             "ranks": [{"rank": rank.rank, "phase": rank.phase, "terms": dict(rank.terms)} for rank in memory.stages],
             "band": vars(band("memory", cluster.device.name)),
         },

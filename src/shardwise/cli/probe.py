@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +20,7 @@ from shardwise.cli.devices import launched
 from shardwise.cli.output import console, print_json
 from shardwise.cli.planning import check_path, seconds
 from shardwise.errors import UsageError
-from shardwise.hardware.cluster import GIB, Cluster, Device, load_cluster
+from shardwise.hardware.cluster import GIB, Cluster, Device, Loading, load_cluster
 from shardwise.records import as_dict
 
 if TYPE_CHECKING:
@@ -75,7 +78,7 @@ def _measured(world: int | None, duration: float) -> Measured:
         count = world or len(_call(pool, 1, place)[0][0].names)
         run: Runner = partial(_call, pool, count)
         with _progress() as bar:
-            return measure(run, seconds=duration, on_stage=_advance(bar))
+            return with_loading(measure(run, seconds=duration, on_stage=_advance(bar)), run)
     finally:
         pool.close()
 
@@ -90,9 +93,37 @@ def _together(duration: float, *, quiet: bool) -> Measured:
     join()
     try:
         with _progress(quiet=quiet) as bar:
-            return measure(_gathered, seconds=duration, on_stage=_advance(bar))
+            return with_loading(measure(_gathered, seconds=duration, on_stage=_advance(bar)), _gathered)
     finally:
         dist.destroy_process_group()
+
+
+READ_S = 0.5
+"""Seconds in which rows of tokens are read."""
+
+
+def with_loading(found: Measured, run: Runner) -> Measured:
+    """The same with the rate at which the processes of a node, one per rank, read rows of tokens at once."""
+    cluster = found.cluster
+    rows = median(run(token_rows, READ_S)) * cluster.per_node
+    left = f"loading.decoded: assumed, {Loading.decoded:g}"
+    loading = Loading(rows=rows, origin="measured")
+    return replace(found, cluster=cluster.with_(loading=loading, origins=(*cluster.origins, left)))
+
+
+def token_rows(duration: float) -> float:
+    """Bytes of token ids per second that a process reads: rows of 2,048 as `TokenDataset` gives them, 8 at a time."""
+    import numpy as np
+
+    from shardwise.train.token_data import TokenDataset
+
+    data = TokenDataset(np.zeros(2**22, dtype=np.uint16), 2048)
+    order = np.random.default_rng(0).permutation(data.num_targets // data.seq_len).reshape(-1, 1)
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < duration:
+        for at in range(0, len(order) - 8, 8):
+            done += data.get_batch(order[at : at + 8, 0].tolist())["input_ids"].nbytes
+    return done / (time.perf_counter() - start)
 
 
 def _gathered(function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -145,6 +176,7 @@ def rows_of(found: Measured) -> list[tuple[str, str, str, str]]:
         ("memory bandwidth", mine.bandwidth * mine.stream, its.bandwidth * its.stream, _bytes),
         ("attention", _attention(mine), _attention(its), _flops),
         ("host to device", cluster.host_bandwidth, other.host_bandwidth, _bytes),
+        ("token rows of a node", cluster.loading.rows, other.loading.rows, _bytes),
     ]
     for tier in ("local", "network"):
         link, known = getattr(cluster, tier), getattr(other, tier)

@@ -22,13 +22,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.errors import ModelError
+from shardwise.model.course import Course
 from shardwise.model.experts import keep_rows
 from shardwise.model.infer.torch_private import TorchDispatchMode
 from shardwise.model.known import Known
+from shardwise.model.lifetimes import Lifetimes, courses_of, enough, shortened, with_courses
 from shardwise.model.nested import put
 from shardwise.model.operators import chain_of
 from shardwise.model.profile import Attention, Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
+from shardwise.model.standin import Attended, LossOf, drop, drop_by_key
 from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
 
 _FUSED = F.scaled_dot_product_attention
@@ -80,15 +83,11 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     blocks, device, name = how
     _cast(module, dtype)
     names = find_blocks(module, blocks)
-    args, kwargs = _inputs(sample, device, dtype)
-    if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
-        kwargs.setdefault("use_cache", False)
-    shape = _tokens((args, kwargs))
-    recording = Recording.of(module, shape)
+    args, kwargs = _inputs(module, sample, device, dtype)
+    recording = Recording.of(module, _tokens((args, kwargs)))
     recording.inputs = {key_of(tensor): tensor for _, tensor in tensors_in((args, kwargs))}
-    watch = _Watch(recording)
     with ExitStack() as stack:
-        for hook in _phase_hooks(module, names, watch):
+        for hook in _phase_hooks(module, names, watch := _Watch(recording), dtype):
             stack.callback(hook.remove)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.device(device))
@@ -96,15 +95,101 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         stack.enter_context(_Calls(watch))
         stack.enter_context(_Operations(watch))
         try:
-            recording.given_out = _output(module(*args, **kwargs))
+            values = _first(module(*args, **kwargs))
+            recording.given_out = 0 if values is None else values.numel()
         except ModelError:
             raise
         except Exception as error:
             raise _untraceable(module, watch, error, device) from error
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
     given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // _tokens(sample)[1]
     profile = chain_of(recording, module, names, name or type(module).__name__)
-    return replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
+    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
+    if device != "meta":
+        return profile
+    types = dict.fromkeys((dtype, torch.float32))
+    return with_courses(profile, {t.itemsize: _courses(module, names, profile, sample, t) for t in types})
+
+
+def _courses(
+    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, dtype: torch.dtype
+) -> dict[int, Course]:
+    """What each phase of a step holds; empty where the step does not run without data."""
+    _cast(module, dtype)
+    for chosen in dict.fromkeys((enough(module, names, profile), names)):
+        try:
+            with shortened(module, names, chosen):
+                found = _seen(module, chosen, sample, dtype)
+        except Exception:  # the module's own: it misses a block, or its backward pass needs values
+            continue
+        return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
+    return {}
+
+
+def _seen(module: nn.Module, names: tuple[str, ...], sample: Any, dtype: torch.dtype) -> dict[int, Course]:
+    """From steps of two and of three times the rows of a sample."""
+    runs, rows, tokens, out = [], [], 1.0, -1
+    for times in (2, 3):
+        given = [(path, tensor.to("meta")) for path, tensor in tensors_in(sample)]
+        first = given[0][1].shape[0]
+        given = [(path, torch.cat([t] * times) if t.dim() and t.shape[0] == first else t) for path, t in given]
+        batch = put(sample, dict(given))
+        rows.append(_tokens(batch)[0])
+        tokens = _tokens(batch)[1] / rows[-1]
+        lifetimes, out = _step(module, names, batch, dtype)
+        runs.append(lifetimes)
+    return courses_of((runs[0], runs[1]), (rows[0], rows[1]), tokens, out)
+
+
+def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dtype) -> tuple[Lifetimes, int]:
+    """A forward and a backward pass, and the place of what a loss takes."""
+    lifetimes = Lifetimes(module, [tensor for _, tensor in tensors_in(batch)])
+    calls = _Calls(_Watch())
+    try:
+        with ExitStack() as stack:
+            for hook in _course_hooks(module, names, lifetimes, dtype):
+                stack.callback(hook.remove)
+            for context in (torch.enable_grad(), torch.device("meta"), calls, lifetimes):
+                stack.enter_context(context)
+            args, kwargs = _inputs(module, batch, "meta", dtype)  # what is cast here is the step's
+            output = module(*args, **kwargs)
+            del args, kwargs
+            calls.known = Known()  # it held what it knows
+            out = -1 if (values := _first(output)) is None else lifetimes.place_of(values)
+            lifetimes.turn()
+            if values is not None and values.requires_grad:
+                LossOf.apply(values).backward()  # type: ignore[no-untyped-call]  # no types in torch
+    finally:
+        for parameter in module.parameters():
+            parameter.grad = None
+    return lifetimes, out
+
+
+def _course_hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetimes, dtype: torch.dtype) -> Iterator[Any]:
+    def enter(index: int, block: nn.Module, *given: object) -> None:
+        lifetimes.enter(index)
+        if index == 0:
+            lifetimes.watch(BEFORE, [tensor for _, tensor in tensors_in(given)])
+
+    def leave(index: int, block: nn.Module, given: object, output: object) -> None:
+        lifetimes.enter(AFTER if index == len(names) - 1 else index)
+        lifetimes.watch(index, [tensor for _, tensor in tensors_in(output)])
+
+    for index, name in enumerate(names):
+        block = module.get_submodule(name)
+        yield block.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
+        yield block.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        yield block.register_forward_hook(partial(leave, index))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(lifetimes.add)  # type: ignore[no-untyped-call]  # as above
+
+
+def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Those of a block, as `fully_shard` casts them; in fp32 nothing does."""
+    if dtype is torch.float32:
+        return None
+    return put((args, kwargs), {p: t.to(dtype) for p, t in tensors_in((args, kwargs)) if t.is_floating_point()})
 
 
 def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str) -> ModelError:
@@ -142,22 +227,25 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _inputs(sample: Any, device: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(module: nn.Module, sample: Any, device: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and those by name."""
+    kwargs: dict[str, Any] = {}
+    if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
+        kwargs["use_cache"] = False
     given = [(path, tensor.to(device)) for path, tensor in tensors_in(sample)]
     if device == "meta" and given and given[0][1].dim() and given[0][1].shape[0] == 1:
         # of one row, tensors that a batch has once look like those that each row has
         given = [(path, torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t) for path, t in given]
     moved = put(sample, {path: t.to(dtype) if t.is_floating_point() else t for path, t in given})
     if isinstance(moved, Mapping):
-        return (), {key: value for key, value in moved.items() if key not in ("labels", "weight")}
-    return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), {}
+        return (), kwargs | {key: value for key, value in moved.items() if key not in ("labels", "weight")}
+    return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), kwargs
 
 
-def _output(output: Any) -> int:
-    """Elements of what a loss takes of an output: logits, or the first numbers."""
+def _first(output: Any) -> torch.Tensor | None:
+    """What a loss takes of an output: logits, or the first numbers."""
     found = (tensor for _, tensor in tensors_in(getattr(output, "logits", output)) if tensor.is_floating_point())
-    first = next(found, None)
-    return 0 if first is None else first.numel()
+    return next(found, None)
 
 
 def _tokens(inputs: Any) -> tuple[int, int]:
@@ -171,10 +259,11 @@ def _tokens(inputs: Any) -> tuple[int, int]:
     return first.shape[0], first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
 
 
-def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch) -> Iterator[Any]:
+def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch, dtype: torch.dtype) -> Iterator[Any]:
     for index, name in enumerate(names):
         block = module.get_submodule(name)
         yield block.register_forward_pre_hook(partial(watch.enter, index), with_kwargs=True)
+        yield block.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
         yield block.register_forward_hook(partial(watch.leave, index, index == len(names) - 1))
     for path, inner in module.named_modules():
         yield inner.register_forward_pre_hook(partial(watch.inside, path))
@@ -183,9 +272,9 @@ def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch) -> It
 
 @dataclass
 class _Watch:
-    """What all the hooks of one forward share."""
+    """What all the hooks of one forward share; without a recording nothing is recorded."""
 
-    recording: Recording
+    recording: Recording | None = None
     phase: int = BEFORE
     operation: str = ""
     paused: bool = False
@@ -198,7 +287,7 @@ class _Watch:
     def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
         first = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
-        if first is not None:
+        if first is not None and self.recording is not None:
             self.recording.entered.setdefault(index, first.numel())
 
     def leave(self, index: int, last: bool, *args: object) -> None:
@@ -211,7 +300,7 @@ class _Watch:
         self.modules.pop()
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.paused:
+        if not self.paused and self.recording is not None:
             self.recording.keep(tensor, self.phase)
         return tensor
 
@@ -221,25 +310,6 @@ class _Watch:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-class _Attended(torch.autograd.Function):
-    """Stands for fused attention: a result of its shape that depends on its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        like = q.transpose(-2, -3)  # fused kernels lay it out as the queries, or else heads last
-        out = torch.empty_like(like) if v.shape[-1] == q.shape[-1] else q.new_empty(*like.shape[:-1], v.shape[-1])
-        return out.transpose(-2, -3)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        return None, None, None
-
-
-def _drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout in one kernel, as devices have it and as keyed draws are made: it keeps a mask of bytes."""
-    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 class _Calls(TorchFunctionMode):
@@ -255,7 +325,7 @@ class _Calls(TorchFunctionMode):
         if read := self.known.read(func, args, kwargs):
             return read[0]
         if func is F.dropout:
-            result = _drop(*args, **kwargs)
+            result = (drop if self.watch.recording else drop_by_key)(*args, **kwargs)
         elif func is _FUSED:
             result = self._attend(*args, **kwargs)
         elif func is F.multi_head_attention_forward:
@@ -276,15 +346,19 @@ class _Calls(TorchFunctionMode):
         given = dict(zip(("attn_mask", "dropout_p", "is_causal"), others, strict=False)) | options
         if key.shape[-3] != query.shape[-3] and not given.get("enable_gqa"):  # no fused kernel repeats heads unasked
             return _FUSED(query, key, value, *others, **options)
+        if self.watch.recording is None and getattr(given.get("attn_mask"), "requires_grad", False):
+            return _FUSED(query, key, value, *others, **options)  # no kernel of a CPU has the gradient of a bias
         causal = bool(given.get("is_causal")) or (given.get("attn_mask") is not None and self.watch.is_causal())
         meta = query.is_meta
         self.watch.paused = True
         if meta:
-            out: torch.Tensor = _Attended.apply(query, key, value)  # type: ignore[no-untyped-call]  # no types in torch
+            out: torch.Tensor = Attended.apply(query, key, value)  # type: ignore[no-untyped-call]  # no types in torch
         else:
             out = _FUSED(query, key, value, *others, **options)
         self.watch.paused = False
         recording = self.watch.recording
+        if recording is None:
+            return out
         op = Attention(
             heads=query.shape[-3],
             kv_heads=recording.kv_heads(query, key),
@@ -306,11 +380,12 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.watch.paused:
+        recording = self.watch.recording
+        if not self.watch.paused and recording is not None:
             given = [tensor for _, tensor in tensors_in((args, kwargs or {}))]
             gave = [tensor for _, tensor in tensors_in(result)]
             count = flop_registry.get(func.overloadpacket)
             flops = int(count(*args, **(kwargs or {}), out_val=result)) if count is not None else 0
             name = func.overloadpacket.__name__
-            self.watch.recording.operation(Call(name, given, gave, self.watch.phase, flops))
+            recording.operation(Call(name, given, gave, self.watch.phase, flops))
         return result

@@ -49,6 +49,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         experts=experts[0].experts if experts else 0,
         chosen=experts[0].chosen if experts else 0,
         frozen=frozen,
+        outputs=recording.given_out / recording.tokens,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from shardwise.model.course import Courses
 from shardwise.model.spec import ModelSpec
 from shardwise.records import hash_of
 
@@ -131,6 +132,10 @@ class Block:
     parameters are the profile's `embedding`."""
     frozen: int = 0
     """Parameters without a gradient."""
+    courses: Courses = ()
+    """What a step was seen to hold of it; empty: none was run."""
+    courses_ahead: Courses = ()
+    """Of what runs before the first block."""
 
     @cached_property
     def params(self) -> int:
@@ -188,6 +193,8 @@ class Profile:
     """Bytes of what its forward is given, per token: of token ids."""
     frozen: int = 0
     """Parameters of the embedding without a gradient."""
+    outputs: float = 0.0
+    """Elements per token that a loss takes; 0: as many as `vocab`."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
 

@@ -1,4 +1,4 @@
-"""What one forward of a module did: its operations, and what autograd keeps of them."""
+"""What one forward of a module did, and what autograd keeps of it."""
 
 from __future__ import annotations
 

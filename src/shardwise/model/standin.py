@@ -56,3 +56,56 @@ def _experts(
         rows = tokens.new_empty(chosen.numel(), parameter.shape[2])
         total = total + (rows @ parameter[0].mT).sum() * 0
     return total
+
+
+class Attended(torch.autograd.Function):
+    """Stands for fused attention: a result of its shape that depends on its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """What fused attention keeps: its inputs, its result, and a number per query and head."""
+        like = q.transpose(-2, -3)  # fused kernels lay it out as the queries, or else heads last
+        out = torch.empty_like(like) if v.shape[-1] == q.shape[-1] else q.new_empty(*like.shape[:-1], v.shape[-1])
+        out = out.transpose(-2, -3)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of queries, keys and values."""
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+class LossOf(torch.autograd.Function):
+    """Stands for a loss: the gradient of what it takes is new."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        """A number."""
+        ctx.save_for_backward(values)
+        return values.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        """The gradient of what the loss was given."""
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout in one kernel, as devices have it and as keyed draws are made: it keeps a mask of bytes."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+BITS = torch.uint64
+"""The type of what stands for random bits, and of nothing else."""
+
+
+def drop_by_key(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout as `shardwise.parallel.draws` has it, kernel by kernel: two buffers of random bits, then the mask."""
+    if not training or not p:
+        return x
+    keep = x.new_empty(x.shape, dtype=torch.bool)
+    bits = x.new_empty(x.shape, dtype=BITS)
+    bits = bits.clone()
+    del bits
+    return x.masked_fill_(keep, 0.0).mul_(2.0) if inplace else torch.where(keep, x * 2.0, 0.0)

@@ -287,6 +287,6 @@ def _expert(block: Block, shape: Shape, setting: Setting) -> float:
     if ep == 1 or not routed:
         return 0.0
     tokens = shape[0] * shape[1] / setting.axes.cp / setting.axes.tp
-    size = tokens * routed[0].chosen * routed[0].ins * setting.width
+    size = tokens * routed[0].takes * setting.width
     one = collective_time("all_to_all", size, group_of(setting.axes, "ep"), setting.cluster, setting.stack.network)
     return 4 * one * (1 - setting.stack.overlap_expert)

@@ -15,36 +15,18 @@ from math import log2
 from operator import itemgetter
 
 from shardwise.model.profile import Block
-from shardwise.plan.activations import GATHERED, is_recomputed, kept_bytes, saved_bytes
-from shardwise.plan.blocktime import Setting, block_time
+from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
+from shardwise.plan.bounds_work import Cut, RankWork, Upto, Work, rank_works, work_of
 from shardwise.plan.division import Division
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
-from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Recompute, Schedule
+from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
 from shardwise.plan.timing import HOST_UPDATE, STRAGGLERS, Part, Wire
 from shardwise.plan.workload import STATE_BYTES
 
-Upto = tuple[float, ...]
-"""A sum over the blocks before each block, and over all of them."""
-Cut = tuple[list[tuple[int, int]], bool, frozenset[int]]
-"""First and end of each stage of a rank, whether it holds the head, and the numbers of its distinct blocks."""
 Kept = tuple[tuple[int, float, float, float], ...]
 """Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one micro-batch takes of the ranks of one `tp x cp` group, through the whole model."""
-
-    busy: Upto
-    """Seconds."""
-    head: float
-    least: float
-    """The least share of a block's time, or of the head's, that is its forward pass; and the most."""
-    most: float
-    again: tuple[float, ...]
-    """Seconds that each policy of `Space.recomputes` adds."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +39,12 @@ class Bounds:
     _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
     _sends: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
+    _divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], Kept] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _rank_times: dict[tuple[object, ...], list[float]] = field(default_factory=dict)
+    _rank_works: dict[tuple[object, ...], list[RankWork]] = field(default_factory=dict)
+    _agains: dict[tuple[Work, int], Upto] = field(default_factory=dict)
 
     # ------------------------------------------------------------ time
 
@@ -94,28 +78,27 @@ class Bounds:
     def flow_time(self, flow: Flow) -> tuple[float, float, float]:
         """(step without data axes and stragglers; most forward, most backward seconds of a rank and micro-batch).
 
-        The rank at place r starts when a micro-batch has passed the ranks before it, and ends that long before the
-        step does, where a backward pass is not split; where it is, forwards count alone.
+        The rank at place r starts when a micro-batch has passed the first stages of the ranks before it, and ends that
+        long before the step does, where a backward pass is not split; where it is, forwards count alone.
         """
         pipe, work, step = flow.pipe, self.work(flow.pipe.core), self.space.stack.step
         again, count = work.again[flow.policy] / pipe.pp, pipe.micro_batches
         if pipe.pp == 1:
             one = work.busy[-1] + work.head
             return (one + again) * count + step, one * work.most, one * (1 - work.least) + again
-        path = before = total = slowest = 0.0
-        waits = (min(work.least, 0.33) if flow.schedule.kind in ZERO_BUBBLE else 1.0) / flow.schedule.stages
-        for rank in self._ranks(pipe.core, pipe.pp, flow.schedule):
-            slowest = max(slowest, rank)
-            path = max(path, rank * count + before * waits)
-            before += rank
-            total += rank
-        path = max(path, (total / pipe.pp + again) * count)
+        path = before = total = forward = backward = 0.0
+        split = flow.schedule.kind in ZERO_BUBBLE
+        for rank in self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy):
+            path = max(path, (rank.busy + rank.again) * count + before)
+            before += rank.first * min(work.least, 0.33) if split else rank.first + rank.first_again
+            total += rank.busy + rank.again
+            forward = max(forward, rank.busy * work.most)
+            backward = max(backward, rank.busy * (1 - work.least) + rank.again)
         # one micro-batch passes all stages, the others wait for the last of them
         start = max(start for stages, *_ in self._cut(pipe.pp, flow.schedule) for start, _ in stages)
         last = work.busy[-1] - work.busy[start] + work.head
-        split = 0.6 if flow.schedule.kind in ZERO_BUBBLE else 1.0
-        path = max(path, (total + work.again[flow.policy] + (count - 1) * last) * split) + step
-        return path, slowest * work.most, slowest * (1 - work.least) + 2 * again
+        path = max(path, (total + (count - 1) * last) * (0.6 if split else 1.0)) + step
+        return path, forward, backward
 
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
         """With what data axes send and compute cannot hide, and an offloaded update; `family`: the `flow_time`."""
@@ -123,13 +106,15 @@ class Bounds:
         pipe, stack = flow.pipe, self.space.stack
         count, blocks = pipe.micro_batches, self._blocks_of(pipe.pp)
         seconds += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
+        seconds += stack.fill_host * (pipe.pp - 1)
         owned = self._owned(spread, *self._local(pipe))
         seconds += self._update_of(owned, count, offloaded=spread.offloaded)
         gather, again, reduce = self._sent(spread)
         hides = stack.overlap_data
         if spread.zero == 3 and pipe.pp > 1 and stack.keeps_shards:
-            exposed = (max(0.0, again - hides * backward) + stack.gather_wait * blocks) * count
-            seconds += exposed + max(0.0, reduce - hides * backward)
+            most = max(sum(end - start for start, end in stages) for stages, *_ in self._cut(pipe.pp, flow.schedule))
+            exposed = max(0.0, again - hides * backward) + stack.gather_wait * blocks + again / (most + 1)
+            seconds += exposed * count + max(0.0, reduce - hides * backward)
         elif spread.zero == 3:
             exposed = max(0.0, gather - hides * forward) + max(0.0, again + reduce - hides * backward)
             exposed += (gather + reduce) / (len(self.space.profile.blocks) + 1)
@@ -155,27 +140,7 @@ class Bounds:
         return self._works.get(core) or self._works.setdefault(core, self._work(core))
 
     def _work(self, core: Core) -> Work:
-        space = self.space
-        plain = "bf16" if core.precision == "bf16-pure" else core.precision
-        dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
-        seen = (dtype, core.sequence, core.context, space.workload.trained < 1, core.precision in GATHERED)
-        setting = Setting(space.cluster, space.stack_for(core), core.axes, *seen)
-        shape = (core.samples, space.workload.seq_len)
-        times = {id(block): block_time(block, shape, setting) for block, _ in self._blocks}
-        one = {key: time.forward + time.backward for key, time in times.items()}
-        end = block_time(space.profile.head, shape, setting)
-        again = tuple(
-            sum(count * times[block].again(recompute.mode) for block, count in counts.items())
-            for recompute, counts in zip(space.recomputes, self._recomputed, strict=True)
-        )
-        shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end) if time.forward]
-        return Work(
-            busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
-            head=end.forward + end.backward,
-            least=min(shares),
-            most=max(shares),
-            again=again,
-        )
+        return work_of(core, self.space, self._blocks, self._recomputed)
 
     @cached_property
     def _blocks(self) -> list[tuple[Block, int]]:
@@ -195,21 +160,25 @@ class Bounds:
         blocks = self.space.profile.blocks
         return [Counter(id(block) for block, on in zip(blocks, marks, strict=True) if on) for marks in self._marks]
 
-    def _ranks(self, core: Core, pp: int, schedule: Schedule) -> list[float]:
-        """Seconds of a micro-batch on each rank of the pipeline."""
-        key = (core, pp, *_cut_as(schedule))
-        if key not in self._rank_times:
-            work = self.work(core)
-            busy = work.busy
-            self._rank_times[key] = [
-                sum([busy[end] - busy[start] for start, end in stages]) + (work.head if last else 0.0)
-                for stages, last, _ in self._cut(pp, schedule)
-            ]
-        return self._rank_times[key]
+    def _ranks(self, core: Core, pp: int, schedule: Schedule, policy: int) -> list[RankWork]:
+        """What a micro-batch takes of each rank of the pipeline."""
+        work = self.work(core)
+        key = (work, pp, *cut_as(schedule), policy)
+        if key not in self._rank_works:
+            self._rank_works[key] = rank_works(work, self._again(work, policy), self._cut(pp, schedule))
+        return self._rank_works[key]
+
+    def _again(self, work: Work, policy: int) -> Upto:
+        """Seconds that a policy adds, before each block."""
+        if (work, policy) not in self._agains:
+            one = work.repeats[self.space.recomputes[policy].mode == "ops"]
+            blocks = zip(self.space.profile.blocks, self._marks[policy], strict=True)
+            self._agains[work, policy] = tuple(accumulate((one[id(b)] if on else 0.0 for b, on in blocks), initial=0.0))
+        return self._agains[work, policy]
 
     def _cut(self, pp: int, schedule: Schedule) -> list[Cut]:
         """For each rank the first and the end of each of its stages, whether it holds the head, and which blocks."""
-        key = (pp, *_cut_as(schedule))
+        key = (pp, *cut_as(schedule))
         if key not in self._cuts:
             space = self.space
             plan = Plan(axes=Axes(pp=pp), schedule=schedule)
@@ -253,13 +222,13 @@ class Bounds:
     def core_size(self, core: Core) -> float:
         """Below all its plans' device memory: one rank has the largest block in full, the last one logits and one."""
         blocks = self._full(core).values()
-        return self.on_device(max(*blocks, min(blocks) + self._logits(core)))
+        return self.on_device(max(*blocks, min(blocks) + self.logits(core)))
 
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
         """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
         pipe, core = flow.pipe, flow.pipe.core
         # how context is exchanged changes no size, so its kinds share theirs
-        sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision)
+        sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8)
         key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload, every_rank)
         if key not in self._sizes:
             ranks = range(pipe.pp) if every_rank else (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
@@ -281,10 +250,10 @@ class Bounds:
             else:
                 for (start, end), count in zip(stages, after_warmup(schedule.kind, shape, rank), strict=True):
                     size += count * (upto[end] - upto[start])
-            sizes.append((rank, size, self._logits(core) if last else 0.0, block))
+            sizes.append((rank, size, self.logits(core) if last else 0.0, block))
         return sizes
 
-    def _logits(self, core: Core) -> float:
+    def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""
         workload, stack, width = self.space.workload, self.space.stack, core.width
         tokens = core.samples * workload.seq_len / core.cp
@@ -303,7 +272,7 @@ class Bounds:
         """For each spread of the flow's pipe: `plan_size`, and bytes of the first rank's states."""
         core, pipe = flow.pipe.core, flow.pipe
         several = pipe.micro_batches > 1
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *_cut_as(flow.schedule))
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *cut_as(flow.schedule))
         for rank, *_ in kept:
             if (*key, rank) not in self._spread_states:
                 self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
@@ -332,17 +301,28 @@ class Bounds:
 
     def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
         """(weights and optimizer state, gradients, gathered parameters): bytes on a rank."""
-        core, cut = flow.pipe.core, (flow.pipe.pp, flow.pipe.micro_batches > 1, *_cut_as(flow.schedule), rank)
+        core, cut = flow.pipe.core, (flow.pipe.pp, flow.pipe.micro_batches > 1, *cut_as(flow.schedule))
         shards = spread.dp_shard * core.cp if spread.zero else 1
         key = (core.tp, core.ep, core.precision, shards, spread.zero, *cut)
-        if key not in self._states:
-            space = self.space
-            division = Division(space.profile, space.plan(flow, spread), space.workload, space.stack.cut)
+        found = self._states.get((key, rank))
+        if found is None:
+            division, stack = self._division(flow, spread, key), self.space.stack
             stages = division.ranks[rank]
-            terms = dict(states_of(division, stages, space.stack))
+            terms = dict(states_of(division, stages, stack))
             gradients = terms.pop("gradients")
-            self._states[key] = (sum(terms.values()), gradients, gathered_of(division, stages, space.stack))
-        return self._states[key]
+            found = sum(terms.values()), gradients, gathered_of(division, stages, stack)
+            self._states[key, rank] = found
+        return found
+
+    def _division(self, flow: Flow, spread: Spread, key: tuple[object, ...]) -> Division:
+        """Of all flows and spreads with one key: what decides on their states."""
+        if key not in self._divisions:
+            plan = Plan(
+                axes=spread.axes, zero=spread.zero, batch=Batch(micro_batches=flow.pipe.micro_batches),
+                schedule=flow.schedule, precision=flow.pipe.core.precision,
+            )  # fmt: skip
+            self._divisions[key] = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
+        return self._divisions[key]
 
     def _owned(self, spread: Spread, dense: float, experts: float) -> float:
         """Parameters that a rank updates, of so many."""
@@ -394,6 +374,6 @@ class Bounds:
         return {id(block): saved_bytes(block, self.space.saving(core)) * tokens for block, _ in self._blocks}
 
 
-def _cut_as(schedule: Schedule) -> tuple[int, bool]:
+def cut_as(schedule: Schedule) -> tuple[int, bool]:
     """What a schedule decides of where stages lie."""
     return schedule.stages, schedule.kind in V_SHAPED

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import add, le
 from typing import NamedTuple
 
-from shardwise.plan.bounds import Bounds, Kept, Upto, Work
+from shardwise.plan.bounds import Bounds, Kept
+from shardwise.plan.bounds_work import Upto, Work
 from shardwise.plan.division import Division
+from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import WORKSPACE
-from shardwise.plan.plan import V_SHAPED
+from shardwise.plan.plan import V_SHAPED, Axes, Plan
 from shardwise.plan.space import Core, Flow, Pipe, Spread
+from shardwise.plan.updating import OWN, matrices, newton_schulz_time
 
 SpreadsOf = Callable[[Pipe], list[Spread]]
 
@@ -39,6 +44,39 @@ class SharedBounds(Bounds):
     _ratios: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     # ------------------------------------------------------------ time
+
+    def core_time(self, core: Core) -> float:
+        """Below the step of every plan with this core: with Muon's iterations, and no faster than data is loaded."""
+        groups = core.world // (core.tp * core.cp)
+        fixed = self._orthogonal / min(groups, len(self.space.profile.blocks)) * self.stragglers
+        return max(super().core_time(core) + fixed, self._loading(core, groups))
+
+    def flow_time(self, flow: Flow) -> tuple[float, float, float]:
+        """As `Bounds.flow_time`, with Muon's iterations: some rank has its share of the matrices, at least."""
+        seconds, forward, backward = super().flow_time(flow)
+        return seconds + self._orthogonal / flow.pipe.pp, forward, backward
+
+    def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
+        """As `Bounds.plan_time`, and no faster than data is loaded."""
+        return max(super().plan_time(flow, spread, family), self._loading(flow.pipe.core, flow.pipe.data))
+
+    @cached_property
+    def _orthogonal(self) -> float:
+        """Seconds of Muon's iterations of the whole model, at least; 0: another optimizer."""
+        space = self.space
+        if space.workload.optimizer != "muon" or space.stack.name not in OWN:
+            return 0.0
+        sums = []
+        for precision in space.precisions:
+            plan = Plan(precision=precision)
+            found = ((matrix, count) for block, count in self._blocks for matrix in matrices(block))
+            sums.append(sum(newton_schulz_time(m, plan, space.cluster, space.stack) * n for m, n in found))
+        return min(sums)
+
+    def _loading(self, core: Core, data: int) -> float:
+        """Seconds in which a node's loaders make the samples of so many data ranks."""
+        plan, space = Plan(axes=Axes(dp_shard=data, tp=core.world // data)), self.space
+        return loading_time(Division(space.profile, plan, space.workload), space.cluster) * self.stragglers
 
     def work(self, core: Core) -> Work:
         """What a core's kernels, and the communication inside of blocks, take."""
@@ -81,13 +119,11 @@ class SharedBounds(Bounds):
         what a plan shows, the first what it needs.
         """
         least = shown = math.inf
-        base = self.on_device(0.0)
-        for floor in self._floors_of(flow, spreads, refused, kept):
-            needs = 0.0
-            for (_, size, logits, _), own in zip(kept, floor.states, strict=True):
-                needs = max(needs, size + logits + own)
+        base, sizes = self.on_device(0.0), [size + logits for _, size, logits, _ in kept]
+        for states, held, most in self.floors_of(flow, spreads, refused, tuple(rank for rank, *_ in kept)):
+            needs = max(map(add, sizes, states))
             least = min(least, needs)
-            shown = min(shown, self._shown(base + needs, floor.held, floor.most))
+            shown = min(shown, self._shown(base + needs, held, most))
         return base + least, shown
 
     def shown_size(self, flow: Flow, spread: Spread, size: float) -> float:
@@ -99,13 +135,15 @@ class SharedBounds(Bounds):
         limit = self.space.cluster.device.memory
         return min(size + held, max(size, limit - most)) if most else size
 
-    def _floors_of(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> list[Floor]:
+    def floors_of(
+        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...]
+    ) -> list[Floor]:
         """Of each `zero`, the spread with most shards, which keeps least; on the device, and where it may be offloaded.
 
-        And the one with fewest: a single shard is not gathered.
+        And the one with fewest: a single shard is not gathered. Of them, those that no other is below.
         """
         core, pipe, schedule = flow.pipe.core, flow.pipe, flow.schedule
-        several, ranks = pipe.micro_batches > 1, tuple(rank for rank, *_ in kept)
+        several = pipe.micro_batches > 1
         cut = (pipe.pp, several, schedule.stages, schedule.kind in V_SHAPED)
         key = (core.tp, core.cp, core.ep, core.precision, pipe.data, *cut, ranks, refused)
         if key not in self._floors:
@@ -116,12 +154,12 @@ class SharedBounds(Bounds):
                     min(few, spread, key=lambda each: each.dp_shard),
                     max(many, spread, key=lambda each: each.dp_shard),
                 )
-            self._floors[key] = [
+            self._floors[key] = _lowest(
                 floor
                 for few, many in ends.values()
                 for spread in dict.fromkeys((few, many))
                 for floor in self._floor(flow, spread, few, ranks)
-            ]
+            )
         return self._floors[key]
 
     def _floor(self, flow: Flow, spread: Spread, few: Spread, ranks: tuple[int, ...]) -> list[Floor]:
@@ -166,6 +204,20 @@ class SharedBounds(Bounds):
                     del ratios[-len(sizes) :]
             self._ratios[key] = (min(ratios), max(ratios))
         return self._ratios[key]
+
+
+def _lowest(floors: Iterable[Floor]) -> list[Floor]:
+    """Without those that another is nowhere above: what a plan shows grows with all but the most that is held."""
+    found: list[Floor] = []
+    for floor in dict.fromkeys(floors):
+        if not any(_is_below(other, floor) for other in found):
+            found = [other for other in found if not _is_below(floor, other)] + [floor]
+    return found
+
+
+def _is_below(one: Floor, other: Floor) -> bool:
+    lean = not one.most or (one.held <= other.held and one.most >= other.most > 0)
+    return lean and all(map(le, one.states, other.states))
 
 
 def _kept_as(core: Core) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardwise.model.course import Course, Courses
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
 from shardwise.plan.activations import compute_width
 from shardwise.plan.plan import Plan
@@ -34,6 +35,28 @@ def local_of(plan: Plan) -> Local:
     axes = plan.axes
     norms = axes.data * axes.cp > 1 or axes.pp > 1 or plan.mixed
     return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms)
+
+
+def course_of(block: Block, local: Local) -> Course | None:
+    """What a step of a block was seen to hold; None: none was run, or none in which it is divided as here."""
+    return _seen(block.courses, block, local)
+
+
+def course_ahead(block: Block, local: Local) -> Course | None:
+    """The same of what runs before the first block."""
+    return _seen(block.courses_ahead, block, local)
+
+
+def _seen(courses: Courses, block: Block, local: Local) -> Course | None:
+    if local.tp > 1 or local.ep > 1 or local.divided or (local.synchronised and spread_of(block)):
+        return None
+    return dict(courses).get(local.width)
+
+
+@lru_cache(maxsize=4096)
+def spread_of(block: Block) -> float:
+    """Elements per token of the widest batch norm."""
+    return max((op.spread for op in block.ops if isinstance(op, Pointwise)), default=0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -94,7 +117,7 @@ def working_in(block: Block, local: Local) -> float:
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
     tp, sequence, _, width, _, synchronised = local
-    if synchronised and (spread := max((op.spread for op in block.ops if isinstance(op, Pointwise)), default=0)):
+    if synchronised and (spread := spread_of(block)):
         return 3 * spread * max(width, 4.0)
     hidden, last = _before_last_product(block)
     if hidden is None or last is None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from shardwise.model.course import Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.eager import Local, deferred_in, kept_ahead, kept_by, kept_op, local_of, outputs_of, working_in
+from shardwise.plan.eager import (
+    Local,
+    course_ahead,
+    course_of,
+    deferred_in,
+    kept_ahead,
+    kept_by,
+    kept_op,
+    local_of,
+    outputs_of,
+    working_in,
+)
 from shardwise.plan.messages_data import is_replicated, uses_fully_shard
 from shardwise.plan.moments import Moment, moments_of
 
@@ -50,6 +62,10 @@ def trained_share(division: Division, stages: tuple[Stage, ...]) -> float:
     return 1 - frozen / (whole + outside)
 
 
+def _larger(one: Terms | None, other: Terms) -> Terms:
+    return other if one is None or sum(other.values()) > sum(one.values()) else one
+
+
 class _Rank:
     """Sizes of one rank, and its moments."""
 
@@ -62,6 +78,8 @@ class _Rank:
         states["optimizer"] *= trained
         self.engine = uses_fully_shard(self.plan)
         several = self.plan.batch.micro_batches > 1
+        if self.plan.zero == 1 and self.engine and not several and self.plan.axes.pp == 1:  # reduced at once
+            self.gradients *= division.owned(stages) / whole
         if self.plan.axes.pp > 1 and self.engine and several:  # nothing is reduced before the last micro-batch
             self.gradients = whole * trained * (4.0 if self.width < 4 else self.width)
         if is_replicated(self.plan) and several:  # what is summed without a reduction, beside the buckets
@@ -104,13 +122,18 @@ class _Rank:
         here = sum((not stage.first) + (not stage.last) for stage in self.stages)
         return here * self.plan.batch.micro_batches * self.whole_stream
 
-    def gathered(self, ahead: int) -> float:
-        """Bytes of gathered or cast weights, while so many blocks are."""
+    def gathered(self, ahead: int, place: int | None = None) -> float:
+        """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
         if not self.engine:
             return 0.0
         if not self.plan.reshards:
-            return (self.inner + self.outside) * self.width
-        return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
+            several = self.plan.batch.micro_batches > 1  # they are needed again
+            behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
+            return (self.inner + self.outside - behind) * self.width
+        if place is None:
+            return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
+        here = self.blocks[max(0, place + 1 - ahead) : place + 1]
+        return (self.outside + sum(self.params(block) for _, block in here)) * self.width
 
     def stream(self, block: Block) -> float:
         """Bytes of a block's input."""
@@ -118,29 +141,48 @@ class _Rank:
 
     def kept(self, index: int, block: Block) -> float:
         """Bytes that a block keeps of one micro-batch."""
-        ahead = kept_ahead(block, self.local) * self.tokens if block.ahead else 0.0
+        ahead = self.kept_ahead(block)
         if not is_recomputed(index, self.plan):
-            return ahead + kept_by(block, self.local) * self.tokens
+            return ahead + self.kept_whole(block)
         if self.plan.recompute.mode == "ops":
             return ahead + outputs_of(block, self.local)[0] * self.tokens
         return ahead + self.stream(block)
+
+    def kept_whole(self, block: Block) -> float:
+        """Without recompute. In a pipeline, whose moments are of operators, by these."""
+        course = course_of(block, self.local) if self.plan.axes.pp == 1 else None
+        return course.kept.size(self.tokens) if course else kept_by(block, self.local) * self.tokens
+
+    def kept_ahead(self, block: Block) -> float:
+        """Of what runs before the first block."""
+        if not (block.ahead or block.courses_ahead):
+            return 0.0
+        course = course_ahead(block, self.local) if self.plan.axes.pp == 1 else None
+        return course.kept.size(self.tokens) if course else kept_ahead(block, self.local) * self.tokens
 
     def again(self, index: int, block: Block) -> float:
         """Bytes that a recomputed block has beside what it kept."""
         if not is_recomputed(index, self.plan):
             return 0.0
-        whole = kept_by(block, self.local) * self.tokens
+        whole = self.kept_whole(block)
         if self.plan.recompute.mode == "ops":
             return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
         return whole - self.stream(block)
 
     def head(self) -> float:
         """Bytes that the last norm and the head keep of one micro-batch, without logits."""
-        return kept_by(self.division.profile.head, Local(1, False, 1, self.width, False)) * self.tokens
+        head = self.division.profile.head
+        course = course_of(head, self.local) if self.plan.axes.pp == 1 else None
+        return (
+            course.kept.size(self.tokens)
+            if course
+            else kept_by(head, Local(1, False, 1, self.width, False)) * self.tokens
+        )
 
     def logit(self) -> float:
         """Number of logits of one micro-batch on this rank."""
-        return self.tokens * self.division.profile.vocab / (self.plan.axes.tp if self.plan.tensor.loss else 1)
+        profile = self.division.profile
+        return self.tokens * (profile.outputs or profile.vocab) / (self.plan.axes.tp if self.plan.tensor.loss else 1)
 
     def logits(self) -> float:
         """At the loss: logits and their logarithm, the gradients of both."""
@@ -148,11 +190,6 @@ class _Rank:
         if self.plan.tensor.loss and self.plan.axes.tp > 1:
             return self.logit() * (self.width + 2 * wide)
         return self.logit() * (self.width + 3 * wide)
-
-    def fresh(self, block: Block) -> float:
-        """Bytes of the gradients that are there at a block's largest moment: the head's, and of its last weight."""
-        head = self.trained(self.division.profile.head) if self.is_last else 0.0
-        return (head + self.row(block)) * self.width
 
     def row(self, block: Block) -> float:
         """Elements of the block's last weight."""
@@ -164,38 +201,121 @@ class _Rank:
     # ---------------------------------------------------------------- without a pipeline
 
     def moments(self) -> Mapping[str, Terms]:
-        """At the loss, at the last, the last but one and the first block, and at the update."""
+        """In the forward pass, at the loss, behind, in and before the blocks, and at the update."""
         pending = self.gradients if self.accumulates else 0.0
         waits = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
-        left = self.moving * 4.0 if waits else 0.0  # the last reduction of the micro-batch before is still held
+        left = self.last_reduced() * 4.0 if waits else 0.0  # of the micro-batch before it is still held
         kept = [self.kept(index, block) for index, block in self.blocks]
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
-        for name, position in (("last block", -1), ("middle blocks", -2), ("first block", 0)):
-            place = position % len(self.blocks)
-            terms = self.at_block(place, left if position == -1 else 0.0)
+        found |= self.ends(kept, pending, left)
+        last = len(self.blocks) - 1
+        for place in self.places():
+            name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
+            terms = self.at_block(place, left if place == last else 0.0)
             terms["gradients"] += pending
-            found[name] = {**self.base, **terms, "activations": sum(kept[: place + 1]) + self.entered(place)}
-            if self.local_experts(self.blocks[place][1]):
-                found[f"experts of the {name}"] = self.behind_experts(place, found[name])
+            used_up = min(0.0, terms["working"])
+            terms["working"] -= used_up
+            terms = {**self.base, **terms, "activations": sum(kept[: place + 1]) + self.entered(place) + used_up}
+            found[name] = _larger(found.get(name), terms)
+            block = self.blocks[place][1]
+            if self.local_experts(block) and course_of(block, self.local) is None:
+                found[f"experts of the {name}"] = self.behind_experts(place, terms)
         found["update"] = {**self.base, "gradients": self.gradients}
+        return found
+
+    def last_reduced(self) -> float:
+        """Parameters whose gradients are reduced last: those outside, or of a block whose input needs no gradient."""
+        if self.division.profile.embedding > self.division.profile.frozen:
+            return self.moving
+        first = next((block for _, block in self.blocks if self.trained(block)), None)
+        return max(self.moving, self.trained(first)) if first else self.moving
+
+    def places(self) -> list[int]:
+        """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks."""
+        blocks = [block for _, block in self.blocks]
+        ends = {0, len(blocks) - 1, max(0, len(blocks) - 2)}
+        for i in range(len(blocks) - 1):
+            if blocks[i] is not blocks[i + 1]:
+                ends |= {i, i + 1}
+        return sorted(ends)
+
+    def ends(self, kept: Sequence[float], pending: float, left: float) -> Mapping[str, Terms]:
+        """Moments outside the backward pass of the blocks, of a module whose step was seen."""
+        (index, last), head = self.blocks[-1], self.division.profile.head
+        found: dict[str, Terms] = {}
+        fixed = {**self.base, "gradients": pending + left}
+        if (course := course_of(last, self.local)) and not is_recomputed(index, self.plan):
+            most = max((held.size(self.tokens) for held in course.forward), default=0.0)
+            found["forward"] = {**fixed, "gathered": self.gathered(2), "activations": sum(kept[:-1]) + most}
+        if course := course_of(head, self.local):
+            most = max((held.size(self.tokens) for held in course.forward), default=0.0)
+            found["head"] = {**fixed, "gathered": self.gathered(0), "activations": sum(kept) + most}
+            for held in course.backward:
+                terms = {**found["head"], "logits": self.logit() * self.width, "working": held.size(self.tokens)}
+                new = held.fresh if self.accumulates and not self.engine else held.gradients
+                terms |= {"gradients": pending + left + new * self.width, "activations": sum(kept)}
+                found["head"] = _larger(found["head"], terms)
+        if course := course_ahead(self.blocks[0][1], self.local):
+            for held in course.backward:
+                terms = self.gradients_at(-1, 0.0, held) | {"working": held.size(self.tokens)}
+                terms["gradients"] += pending
+                terms = {**self.base, **terms, "gathered": self.gathered(0)}
+                found["before the blocks"] = _larger(found.get("before the blocks"), terms)
         return found
 
     def at_block(self, place: int, left: float) -> Terms:
         """While the block at this place of the rank's runs backward; those behind it are done."""
         index, block = self.blocks[place]
+        again, course, worst = self.again(index, block), course_of(block, self.local), None
+        row = self.row(block)
+        moments: Sequence[Held] = (Held(working_in(block, self.local), 0.0, row, row),)
+        less = 0.0
+        if course:
+            moments, less = course.backward, self.kept_whole(block)
+            if is_recomputed(index, self.plan) and self.plan.recompute.mode != "ops":
+                out = block.width * self.width  # the last operation is not run again
+                moments = (*moments, *(held._replace(per_token=held.per_token - out) for held in course.forward))
+        for held in moments:
+            terms = self.gradients_at(place, left, held)
+            terms |= {
+                "gathered": self.gathered(1 + (place > 0), place),
+                "working": held.size(self.tokens) - less + again,
+            }
+            worst = _larger(worst, terms)
+        if worst is None:  # nothing of it is trained
+            worst = self.gradients_at(place, left, Held()) | {"gathered": self.gathered(1, place), "working": 0.0}
+        reduced = self.reduced(place)
+        return _larger(worst, reduced) if reduced else worst
+
+    def reduced(self, place: int) -> Terms:
+        """When a block's gradients are summed over replicas: whole in fp32, before and after.
+
+        Where they are sharded their shards are small, and what is cast takes the place of what the block gathered.
+        """
+        if not self.engine or self.plan.zero or self.accumulates:
+            return {}
+        index, block = self.blocks[place]
+        own = self.trained(block)
+        terms = self.gradients_at(place, 0.0, Held(gradients=own))
+        behind = self.trained(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
+        terms["gradients"] += (2 * own - behind) * 4.0  # that of the block behind is given back
+        return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept(index, block)}
+
+    def gradients_at(self, place: int, left: float, held: Held) -> Terms:
+        """Gradients and logits while the block at a place runs backward, or (-1) what is before all of them."""
         done = sum(self.trained(b) for _, b in self.blocks[place + 1 :])
-        new = self.row(block) * self.width if self.accumulates else self.fresh(block)
+        head = self.trained(self.division.profile.head) if self.is_last else 0.0
+        new = (held.fresh if self.accumulates else head + held.gradients) * self.width
         if self.engine:
-            new = self.fresh(block) + left
+            new = (head + held.gradients) * self.width + left
             if not self.accumulates:
                 new += done * 4.0 / (self.division.shards if self.plan.zero else 1)
-            new += self.trained(block) * 4.0 * (done > 0)  # the reduction of the block behind is held
+            behind = self.blocks[place + 1][1] if done else None
+            new += self.trained(behind) * 4.0 if behind else 0.0  # its reduction is held
         elif not self.accumulates:
             new += done * self.width
-        working = working_in(block, self.local) * self.tokens + self.again(index, block)
-        ahead = self.gathered(1 + (place > 0))
-        return {"gathered": ahead, "gradients": new, "logits": self.logit() * self.width, "working": working}
+        return {"gradients": new, "logits": self.logit() * self.width}
 
     def entered(self, place: int) -> float:
         """Inputs of the recomputed blocks with experts behind a place, which live until the backward pass ends.

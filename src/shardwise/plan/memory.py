@@ -1,4 +1,4 @@
-"""`estimate_memory`: bytes per rank and pipeline stage at the peak of a step, by term. Closed form, no torch.
+"""`estimate_memory`: bytes per rank and pipeline stage at their peak, by term. Closed form, no torch.
 
 Three numbers, as people print three: `allocated` is live tensors, `reserved` what the caching allocator holds for them,
 `device` what the driver shows. `diagnose` has the other estimator, which traces the real step.
@@ -14,13 +14,16 @@ from operator import mul
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
 from shardwise.plan.activations import compute_width, is_gathered, kept_in, saved_bytes, saving_of, working_bytes
+from shardwise.plan.around import copied, outside_step
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.eager_rank import eager_rank
+from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stalls import held_ahead
-from shardwise.plan.workload import STATE_BYTES, Workload
+from shardwise.plan.updating import OWN, state_bytes, update_spike
+from shardwise.plan.workload import Workload
 
 STATES = ("weights", "master", "gradients", "optimizer")
 COMMUNICATOR = 0.12 * GIB
@@ -36,7 +39,7 @@ class RankMemory:
     rank: int
     terms: Mapping[str, float]
     phase: str
-    """When the peak is reached: loss, backward or update."""
+    """When the peak is reached: in a step loss, backward or update; outside of it place, load or save."""
 
     @property
     def allocated(self) -> float:
@@ -51,9 +54,10 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of a step on every rank of the pipeline, in bytes."""
+    """Peak memory of every rank of the pipeline, in bytes."""
 
     stages: tuple[RankMemory, ...]
+    """Of a step."""
     fragmentation: float
     context: float
     """Driver, libraries and communicators."""
@@ -66,20 +70,30 @@ class Memory:
     them."""
     workspace: float = 0.0
     """Of libraries, in the allocator."""
+    outside: tuple[RankMemory, ...] = ()
+    """Each rank outside of steps, where it needs most then; see `plan.around`."""
+    host: float = 0.0
+    """Bytes of the host's memory that a rank's copy of what a save writes takes, from the first save on; 0 where host
+    and device are one memory."""
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that needs the most of the allocator: of two with as many live tensors, the one with more holes."""
+        """The rank that needs the most of the allocator in a step; of equal ones, that with more holes."""
         return max(self.stages, key=self.reserved_of)
 
     @property
+    def peak(self) -> RankMemory:
+        """The rank and the phase with the most, outside of steps too."""
+        return max((self.worst, *self.outside), key=self.reserved_of)
+
+    @property
     def allocated(self) -> float:
-        """Live tensors on the worst rank."""
+        """Live tensors on the worst rank in a step."""
         return self.worst.allocated
 
     @property
     def reserved(self) -> float:
-        """With the caching allocator's rounding and holes, and what streams hold."""
+        """The same with the caching allocator's rounding and holes, and what streams hold."""
         return self.reserved_of(self.worst)
 
     def reserved_of(self, rank: RankMemory) -> float:
@@ -88,8 +102,8 @@ class Memory:
 
     @property
     def device(self) -> float:
-        """With driver context and communicators."""
-        return self.reserved + self.context
+        """At the peak, outside of steps too, with driver context and communicators."""
+        return self.reserved_of(self.peak) + self.context
 
     @property
     def fits(self) -> bool:
@@ -106,7 +120,8 @@ def estimate_memory(
 ) -> Memory:
     """Peak memory of every rank of the pipeline under a plan.
 
-    Terms: weights, master weights, gradients, optimizer state, gathered parameters, activations, logits, working set.
+    Terms of a step: weights, master weights, gradients, optimizer state, gathered parameters, activations, logits,
+    working set, temporary (of the update). Outside of it: drawn (initial values), loaded, saved (copies of states).
     Sources: arXiv:1910.02054 (states under zero 0 to 3), arXiv:2205.05198 (activations), arXiv:2104.04473 (in flight).
 
     Raises:
@@ -122,7 +137,9 @@ def estimate_memory(
     True
     """
     stack = stack_of(plan, stack)
-    division = replace(divide(profile, plan, workload, stack.cut), splits_experts=stack.splits_experts)
+    division = replace(
+        divide(busiest(profile, plan, workload), plan, workload, stack.cut), splits_experts=stack.splits_experts
+    )
     ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
     worst = max(range(len(ranks)), key=lambda rank: ranks[rank][0].allocated)
     axes = plan.axes
@@ -137,10 +154,28 @@ def estimate_memory(
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
         held=held_ahead(division, stack, device) + held_apart(division, ranks[worst][0], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
+        host=0.0 if stack.eager else max(copied(division, stages, stack) for stages in division.ranks),
     )
+    memory = _with_outside(memory, division, stack)
     if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
         return replace(memory, held=0.0)
     return memory
+
+
+def _with_outside(memory: Memory, division: Division, stack: Stack) -> Memory:
+    """The same with what ranks need outside of steps.
+
+    Nothing is held for streams then: what is needed beyond a step takes the place of what is held within one.
+    """
+    phases = [outside_step(division, stages, stack, states_of(division, stages, stack)) for stages in division.ranks]
+    found = [_largest(rank, each) for rank, each in enumerate(phases) if each]
+    if not found:
+        return memory
+    outside = tuple(rank for rank, _ in found)
+    peaks = {name: max(sums[name] for _, sums in found) for name in found[0][1]}
+    whole = replace(memory, outside=outside, peaks={**memory.peaks, **peaks})
+    beyond = whole.reserved_of(whole.peak) - whole.reserved_of(whole.worst)
+    return replace(whole, held=max(0.0, memory.held - beyond))
 
 
 def held_apart(division: Division, rank: RankMemory, stack: Stack) -> float:
@@ -158,8 +193,11 @@ def _rank_memory(
     states = states_of(division, stages, stack)
     if division.profile.buffers:
         states["constants"] = division.profile.buffers
+    spike = update_spike(division, stages) if division.workload.optimizer == "muon" and stack.name in OWN else 0.0
     if stack.eager:
-        return _largest(rank, eager_rank(division, rank, stages, states))
+        moments = dict(eager_rank(division, rank, stages, states))
+        moments["update"] = {**moments["update"], "temporary": spike}
+        return _largest(rank, moments)
     gradients = states.pop("gradients")
     block = _block_bytes(division, stages, stack)
     held = {**states, "gathered": gathered_of(division, stages, stack)}
@@ -170,9 +208,9 @@ def _rank_memory(
     if stack.master or plan.batch.micro_batches > 1:  # gradients are there before the first backward pass
         loss["gradients"] = gradients
         backward["activations"] = loss["activations"]
-    update = {**states, "gradients": gradients}
+    update = {**states, "gradients": gradients, "temporary": spike}
     if not stack.fused_optimizer:
-        update["temporary"] = division.owned(stages) * 4.0
+        update["temporary"] += division.owned(stages) * 4.0
     phases = {"loss": loss, "backward": backward, "update": update}
     if plan.offload.state:
         whole = gradients if accumulates_whole(plan, stack) else 0.0
@@ -200,7 +238,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
-    state = STATE_BYTES[workload.optimizer] * max(width / 4, 1.0)
+    state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
     if workload.trained < 1:  # adapters: frozen weights need neither fp32 nor a master copy
         trained = whole * workload.trained
         return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}

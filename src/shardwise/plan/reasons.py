@@ -157,5 +157,5 @@ def binds(candidate: Candidate, space: Space) -> str:
     rest = next(((n, s) for n, s in terms[1:] if s > 0.01 * total), None)
     text = f"{name} takes {seconds / total:.0%} of the step" + (f", {rest[0]} {rest[1] / total:.0%}" if rest else "")
     share = candidate.memory.device / space.cluster.device.memory
-    worst = candidate.memory.worst
+    worst = candidate.memory.peak
     return f"{text}; memory is {share:.0%} full on pipeline rank {worst.rank} at the {worst.phase}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division, divide
+from shardwise.plan.imbalance import busiest
 from shardwise.plan.links import collective_time, group_of
 from shardwise.plan.messages_data import reductions
 from shardwise.plan.plan import V_SHAPED, Plan
@@ -26,10 +27,13 @@ from shardwise.plan.timing import RankCosts, StepTime, rank_costs, wire_of
 
 MOST_SLICES = 16
 """Micro-batches that are drawn one by one; of more, several are one slice."""
-INSIDE = ("compute", "recompute", "tensor", "context", "expert", "pipeline", "data")
+INSIDE = ("compute", "recompute", "tensor", "context", "expert", "imbalance", "pipeline", "data")
 """Terms that have their place in the passes; the others follow them."""
-SENT = ("stall", "offload")
-"""Of the others, those that are communication."""
+SENT = ("stall", "offload", "muon-gather", "loading")
+"""Of the others, those in which the device waits for what is sent."""
+
+UPDATE = ("optimizer", "muon")
+"""And those that compute the update."""
 
 
 class Piece(NamedTuple):
@@ -93,7 +97,8 @@ def timeline_of(space: Space, chosen: Candidate) -> Timeline:
     """
     plan, step = chosen.plan, chosen.time
     stack = stack_of(plan, space.stack)
-    division = divide(space.profile, plan, space.workload_of(plan), stack.cut)
+    workload = space.workload_of(plan)
+    division = divide(busiest(space.profile, plan, workload), plan, workload, stack.cut)
     ranks = [rank_costs(division, stages, space.cluster, stack) for stages in division.ranks]
     slowest = max(ranks, key=lambda rank: rank.busy)
     heavy = max(ranks, key=lambda rank: rank.params)
@@ -242,7 +247,7 @@ def _draw_rest(lane: Lane, at: float, step: StepTime, data: _Data, plan: Plan) -
         at = _add(lane.sent, at, data.after, "exposed", "gathers and reductions that nothing hides")
     rest = {name: value for name, value in step.terms.items() if name not in INSIDE}
     for name in sorted(rest, key=lambda name: (name not in SENT, name == "stragglers")):
-        kind = "exposed" if name in SENT else "optimizer" if name == "optimizer" else "other"
+        kind = "exposed" if name in SENT else "optimizer" if name in UPDATE else "other"
         at = _add(lane.sent if name in SENT else lane.compute, at, rest[name], kind, name)
     return at
 
@@ -252,9 +257,10 @@ def _sums(step: StepTime, one: _Passes, count: int) -> dict[str, tuple[str, floa
 
     def every() -> Iterator[tuple[str, str, float]]:
         terms = step.terms
+        uneven = terms.get("imbalance", 0.0)  # drawn where it is: in the passes
         yield "forward", "forward", one.forward * count
         yield "recompute", "recompute", one.recompute * count
-        yield "backward", "backward", terms.get("compute", 0.0) - one.forward * count
+        yield "backward", "backward", terms.get("compute", 0.0) + uneven - one.forward * count
         for name in ("tensor", "context", "expert", "data", *SENT):
             yield f"{name}, exposed", "exposed", terms.get(name, 0.0)
         for name, value in step.hidden.items():
@@ -262,6 +268,6 @@ def _sums(step: StepTime, one: _Passes, count: int) -> dict[str, tuple[str, floa
         yield "bubble and sends", "bubble", terms.get("pipeline", 0.0)
         for name, value in terms.items():
             if name not in (*INSIDE, *SENT):
-                yield name, "optimizer" if name == "optimizer" else "other", value
+                yield name, "optimizer" if name in UPDATE else "other", value
 
     return {name: (kind, value) for name, kind, value in every() if value > 1e-12}

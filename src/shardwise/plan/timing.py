@@ -12,8 +12,10 @@ from shardwise.model.profile import Profile
 from shardwise.plan.activations import compute_width, is_gathered, is_recomputed, kept_bytes, saving_of
 from shardwise.plan.blocktime import BlockTime, Setting, block_time
 from shardwise.plan.division import Division, Stage, divide
+from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
 from shardwise.plan.links import collective_time, group_of, messages_time
+from shardwise.plan.loading import loading_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import is_replicated, reductions
 from shardwise.plan.plan import Plan
@@ -22,10 +24,10 @@ from shardwise.plan.schedule import stages_of
 from shardwise.plan.simulate import Costs, pipeline_time
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stalls import stalled
-from shardwise.plan.workload import STATE_BYTES, Workload
+from shardwise.plan.updating import HOST_UPDATE as HOST_UPDATE
+from shardwise.plan.updating import update_time
+from shardwise.plan.workload import Workload
 
-HOST_UPDATE = 0.6
-"""Share of a device's link to the host at which the host's cores update its states: all ranks share that memory."""
 STRAGGLERS = 0.007
 """Share of a step that each doubling of the nodes adds, as the slowest of them sets the pace: the slope of published
 weak scaling from 8 to 2,304 devices (NVIDIA's benchmarks of 2024 and 2025: 0.2 to 1.5 %)."""
@@ -36,11 +38,10 @@ class StepTime:
     """Seconds of one optimizer step of the slowest pipeline rank, by term; the terms sum to `total`."""
 
     terms: Mapping[str, float]
-    """compute, recompute, tensor, context, expert, pipeline (bubble and sends), data, host, optimizer, offload, other,
-    stragglers;
-    communication as far as it is exposed."""
+    """compute, recompute, tensor, context, expert, imbalance (of experts), pipeline (bubble and sends), data, host,
+    stall, optimizer, muon, muon-gather, offload, other, loading, stragglers; communication as far as it is exposed."""
     hidden: Mapping[str, float]
-    """Communication that runs behind compute, by term."""
+    """Communication that runs behind compute, by term; and the loading of data, which runs behind the step before."""
     tokens: int
     world: int
     flops: float
@@ -88,41 +89,50 @@ def estimate_time(
     True
     """
     stack = stack_of(plan, stack)
-    division = divide(profile, plan, workload, stack.cut)
+    division = divide(busiest(profile, plan, workload), plan, workload, stack.cut)
     ranks = [rank_costs(division, stages, cluster, stack) for stages in division.ranks]
     pipeline = _pipeline(division, ranks, cluster, stack)
     slowest = max(ranks, key=lambda rank: rank.busy)
     count = plan.batch.micro_batches
-    terms = {
-        "compute": slowest.compute * count,
-        "recompute": slowest.recompute * count,
-        "tensor": slowest.tensor * count,
-        "context": slowest.context * count,
-        "expert": slowest.expert * count,
-        "pipeline": pipeline - slowest.busy * count,
-    }
+    terms = {name: getattr(slowest, name) * count for name in ("compute", "recompute", "tensor", "context", "expert")}
+    if division.profile is not profile:
+        stages = divide(profile, plan, workload, stack.cut).ranks[ranks.index(slowest)]
+        _part_imbalance(terms, rank_costs(division, stages, cluster, stack), count)
+    terms["pipeline"] = pipeline - slowest.busy * count
     data, hidden = _data(division, cluster, stack, max(ranks, key=lambda rank: rank.params))
     terms["data"] = data
     passes = count * plan.schedule.stages if plan.axes.pp > 1 else count
     terms["host"] = stack.micro_host * passes + stack.fill_host * (plan.axes.pp - 1)
     if stack.stall and stalled(division, cluster.nodes, cluster.domain):  # in full with two neighbours, half with one
         terms["stall"] = stack.stall * (count * (1 - 1 / plan.axes.pp) if plan.axes.pp > 1 else 0.5)
-    terms["optimizer"], terms["offload"] = _update(division, cluster, stack)
+    terms |= update_time(division, cluster, stack)
     if plan.offload.activations:
-        terms["offload"] += max(_offloaded(division, rank, cluster, stack) for rank in ranks) * count
+        terms["offload"] = (
+            terms.get("offload", 0.0) + max(_offloaded(division, rank, cluster, stack) for rank in ranks) * count
+        )
     terms["other"] = stack.step
+    loading, step = loading_time(division, cluster), sum(terms.values())
+    terms["loading"] = max(0.0, loading - step)
     if cluster.nodes > 1:
         terms["stragglers"] = sum(terms.values()) * STRAGGLERS * log2(cluster.nodes)
     dtype = _dtype(division)
     return StepTime(
         terms={name: value for name, value in terms.items() if value},
-        hidden={"data": hidden, "tensor": slowest.hidden * count},
+        hidden={"data": hidden, "tensor": slowest.hidden * count, "loading": min(loading, step)},
         tokens=workload.tokens,
         world=plan.world,
         flops=(3.0 if workload.trained == 1 else 2.0) * profile.forward_flops(workload.seq_len) * workload.tokens,
         rate=cluster.device.rates.of("bf16" if dtype in ("fp8", "fp4") else dtype),
         stages=tuple(rank.busy * count for rank in ranks),
     )
+
+
+def _part_imbalance(terms: dict[str, float], even: RankCosts, count: int) -> None:
+    """Take out of a rank's terms what it has beyond an even spread of tokens over experts, as a term of its own."""
+    beyond = {name: max(0.0, terms[name] - getattr(even, name) * count) for name in ("compute", "recompute", "expert")}
+    for name, value in beyond.items():
+        terms[name] -= value
+    terms["imbalance"] = sum(beyond.values())
 
 
 @dataclass(frozen=True)
@@ -363,22 +373,3 @@ def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Sta
     moved = sum(kept_bytes(block, index, plan, how) for block, index in blocks) * division.tokens
     one_way = moved * stack.offloads_blocks / cluster.host_bandwidth
     return sum(max(0.0, one_way - stack.overlap_data * sum(work)) for work in (rank.forward, rank.backward))
-
-
-def _update(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, float]:
-    """Seconds of the optimizer, and of what an offloaded state moves beyond what hides.
-
-    Offloaded: each micro-batch brings the shards to the device for both passes and takes gradients back.
-    """
-    plan = division.plan
-    owned = max(division.owned(stages) for stages in division.ranks)
-    state = STATE_BYTES[division.workload.optimizer]
-    trained = division.workload.trained * division.profile.trained
-    traffic = owned * (2 * state + 4 + 2 * 4 + 4) * trained
-    device = cluster.device
-    if plan.offload.state:
-        moved = owned * (2 * 4 + 4) * plan.batch.micro_batches
-        return traffic / (cluster.host_bandwidth * HOST_UPDATE), moved / cluster.host_bandwidth * (
-            1 - stack.overlap_data
-        )
-    return traffic / (device.bandwidth * device.stream), 0.0

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.bounds import Kept
+from shardwise.plan.bounds_pipes import PipeSizes
 from shardwise.plan.bounds_shared import SharedBounds
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule, Zero
@@ -87,6 +88,7 @@ class Walk:
         cluster = space.cluster
         self._host = cluster.host_memory / cluster.per_node or ASSUMED_HOST
         self.bounds = bounds or SharedBounds(space, host=self._host)
+        self.least = PipeSizes(self.bounds, self._spreads_of)
 
     def run(self, top: int) -> list[Candidate]:
         """The best candidate of each of the `top` best layouts."""
@@ -115,7 +117,7 @@ class Walk:
             cores = list(self.space.cores(world, refused))
             if self.limit == math.inf and self.space.has("accumulation"):  # what is nearest keeps one sample at a time
                 cores = [core for core in cores if core.samples == 1]
-            fit = [core for core in cores if self.bounds.core_size(core) <= self.limit]
+            fit = [core for core in cores if self.least.fits(core, self.limit)]
             self.pruned["bound on memory"] += len(cores) - len(fit)
             fit = self._one_recipe(fit) if self.space.has("fp8") else fit
             for core in self._undominated(fit) if world > EXACT else fit:
@@ -166,6 +168,9 @@ class Walk:
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
             if _layout(pipe) in done:
+                continue
+            if self.least.of_pipe(pipe) > min(self.limit, self.below):
+                self.pruned["bound on memory"] += 1
                 continue
             policies = self._by_cost(core)
             for schedule, offload in self.space.flows(pipe):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from shardwise.errors import ConfigError
 from shardwise.findings import nearest
@@ -35,6 +36,11 @@ class Workload:
     that can run them."""
     trained: float = 1.0
     """Share of the parameters that get gradients and state (adapters: a few per thousand)."""
+    imbalance: float = 1.0
+    """Tokens that the busiest rank of `ep` has for its experts, over the mean of the ranks; 1: all have as many."""
+    sample_bytes: float = 0.0
+    """Bytes of a decoded sample (a picture, a sound) as the model is given it; 0: what the forward of the profile takes
+    per token, which is 8 for rows of token ids."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
@@ -48,6 +54,10 @@ class Workload:
             raise ConfigError(f"workload: compute: found {self.compute!r}; {nearest(self.compute, COMPUTE[1:])}")
         if not 0 < self.trained <= 1:
             raise ConfigError(f"workload: trained: found {self.trained}, needed a share above 0 and at most 1")
+        for name, number in (("imbalance", 1), ("sample_bytes", 0)):
+            if not number <= getattr(self, name) < inf:
+                found = getattr(self, name)
+                raise ConfigError(f"workload: {name}: found {found}, needed at least {number}, and a finite number")
 
     @property
     def tokens(self) -> int:

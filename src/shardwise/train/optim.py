@@ -126,8 +126,9 @@ class NamedOptimizer:
         for name, parameter in self.params.items():
             state = (self.torch.state.get(parameter) or self._state_after_step(name)) if name in wanted else {}
             self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
-            tensors |= self._named_state(name, state)
-        return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+            # at once: the state that was made to see its form is gone before the next parameter's is made
+            tensors |= {key: torch.empty_like(tensor) for key, tensor in self._named_state(name, state).items()}
+        return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:

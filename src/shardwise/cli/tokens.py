@@ -1,0 +1,79 @@
+"""The batch of a step, from samples or from words such as `4M` tokens."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from shardwise.errors import UsageError
+from shardwise.plan.search import near_batches
+
+UNITS = {"k": 10, "m": 20, "b": 30, "g": 30, "t": 40}
+NEAR = 0.05
+"""How far the tokens of a step may be from a round number that was asked, for a batch that the devices divide."""
+
+
+def count_of(text: str) -> float:
+    """`300000`, `4M`, `1.5B`.
+
+    Raises:
+        UsageError: no number, or an unknown unit.
+    """
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([a-zA-Z]?)", text.strip())
+    unit = match.group(2).lower() if match else ""
+    try:
+        if match is None or (unit and unit not in UNITS):
+            raise ValueError(text)
+        return float(match.group(1)) * float(1000 ** (UNITS[unit] // 10 if unit else 0))
+    except ValueError:
+        raise UsageError(f"tokens {text!r}: needed a count such as 300000, 4M or 1.5B (units: k, M, B, T)") from None
+
+
+def batch_of(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple[int, list[str]]:
+    """(samples per step, what was assumed)."""
+    if batch is not None and tokens is not None:
+        raise UsageError("--global-batch and --tokens are both given; keep one of them")
+    if batch is not None:
+        return batch, _remark(batch, world)
+    if tokens is None:
+        return world, [f"global batch: {world} samples, one per device (give --global-batch or --tokens)"]
+    wanted = count_of(tokens)
+    if wanted < seq:
+        raise UsageError(f"--tokens {tokens}: less than one sequence of {seq} tokens; give at least {seq}")
+    size = _samples(tokens.strip(), wanted, seq, world)
+    said = f"tokens: {tokens.strip()} asked, {size:,} sample{'s' * (size > 1)} of {seq:,} = {size * seq:,} tokens"
+    return size, [said, *_remark(size, world)]
+
+
+def _samples(tokens: str, wanted: float, seq: int, world: int) -> int:
+    """Samples of a step for a number of tokens.
+
+    A number in full is kept where it is whole sequences. Any other is round: of the batches within 5 % of it, the one
+    that shares the largest divisor with the devices, then what the words say exactly (M: 10^6, then 2^20), then the
+    nearest.
+
+    >>> _samples("67108864", 67108864, 4096, 24), _samples("64M", 64e6, 4096, 2048), _samples("1e9", 1e9, 4096, 2048)
+    (16384, 16384, 243712)
+    """
+    if wanted % seq == 0 and tokens.replace(".", "").isdigit():
+        return int(wanted // seq)
+    unit, below = tokens[-1].lower(), int(wanted // seq)
+    binary = float(tokens[:-1]) * 2 ** UNITS[unit] / seq if unit in UNITS else 0.0
+    least, most = math.ceil(wanted * (1 - NEAR) / seq), int(wanted * (1 + NEAR) / seq)
+    multiples = (below // world * world, (below // world + 1) * world, binary)
+    near = [int(n) for n in multiples if n % world == 0 and least <= n <= most]
+    near = near or list(range(least, most + 1))  # no multiple is near: these are few, at most as many as devices
+    return max(
+        near or (below, below + 1),
+        key=lambda n: (math.gcd(n, world) if near else 0, n == wanted / seq, n == binary, -abs(n * seq - wanted)),
+    )
+
+
+def _remark(batch: int, world: int) -> list[str]:
+    """Where the devices do not divide a batch that is larger than they are many."""
+    if batch < world or batch % world == 0:
+        return []
+    near = " or ".join(map(str, near_batches(batch, world)))
+    return [
+        f"global batch: {batch} samples are no multiple of {world} devices: few layouts divide them; nearest: {near}"
+    ]

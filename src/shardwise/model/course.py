@@ -1,0 +1,41 @@
+"""What a step of a module was seen to hold, moment by moment, as data. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DRAWN = 1 << 16
+"""Elements whose random bits are there at once on a CPU: `shardwise.parallel.counter.CPU_CHUNK`."""
+
+
+class Held(NamedTuple):
+    """Bytes that live at one moment of a step."""
+
+    per_token: float = 0.0
+    once: float = 0.0
+    """Whatever the number of rows: masks, positions, what is made of a weight."""
+    gradients: float = 0.0
+    """Elements of the gradients of the phase's own parameters that its backward pass has made so far."""
+    fresh: float = 0.0
+    """Those of them that are not added to their parameter's yet."""
+    drawn: float = 0.0
+    """Random numbers of 8 bytes per token, in two buffers, of which a CPU makes `DRAWN` each at a time."""
+
+    def size(self, tokens: float) -> float:
+        """Bytes of so many tokens, without gradients."""
+        return self.per_token * tokens + self.once + 8 * min(self.drawn * tokens, 2 * DRAWN)
+
+
+class Course(NamedTuple):
+    """What a phase of a step (a block, what is before or behind the blocks) was seen to hold, kernel by kernel."""
+
+    kept: Held
+    """From its forward to its backward pass."""
+    forward: tuple[Held, ...]
+    """Moments of its forward pass of which one is the largest, whatever the batch. Less what was kept before it."""
+    backward: tuple[Held, ...]
+    """Those of its backward pass."""
+
+
+Courses = tuple[tuple[float, Course], ...]
+"""By the bytes of an element of what is computed with."""

@@ -1,0 +1,222 @@
+"""How long each tensor of a module's step lives, and so what each phase of it holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.model.course import Course, Courses, Held
+from shardwise.model.infer.torch_private import TorchDispatchMode
+from shardwise.model.profile import Block, Profile
+from shardwise.model.recording import AFTER, BEFORE, key_of
+from shardwise.model.standin import BITS
+from shardwise.model.tracer import tensors_in
+
+
+class Lifetimes(TorchDispatchMode):
+    """While it is entered: which storages a step makes, in which phase, and when they end.
+
+    A storage goes by its place in the order in which they are made, which is the same whatever the batch.
+    """
+
+    def __init__(self, module: nn.Module, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.phase, self.backward = BEFORE, False
+        self.width = max((p.element_size() for p in module.parameters() if p.is_floating_point()), default=4)
+        self.sizes: list[int] = []
+        """Bytes of each storage."""
+        self.drawn: set[int] = set()
+        """Places of those that hold random bits."""
+        self.events: list[tuple[str, int, int, bool]] = []
+        """`made`, `ended` or `added` (to its parameter, as a gradient), the storage's place, and the phase."""
+        self._outside = [*module.parameters(), *module.buffers(), *given]
+        self._known = {key_of(tensor): -1 for tensor in self._outside}
+        self._refs: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and see what it gives."""
+        result = func(*args, **(kwargs or {}))
+        for _, tensor in tensors_in(result):
+            self._see(tensor)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        key = key_of(tensor)
+        if key not in self._known:
+            self._known[key] = place = len(self.sizes)
+            storage = tensor.untyped_storage()
+            self.sizes.append(storage.nbytes())
+            if tensor.dtype is BITS:
+                self.drawn.add(place)
+            self._refs.append(weakref.ref(storage, partial(self._end, key)))
+            self.events.append(("made", place, self.phase, self.backward))
+
+    def _end(self, key: int, ref: object) -> None:
+        self.events.append(("ended", self._known.pop(key), self.phase, self.backward))
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """A parameter has its gradient."""
+        if parameter.grad is not None and (place := self.place_of(parameter.grad)) >= 0:
+            self.events.append(("added", place, self.phase, self.backward))
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """That of a tensor's storage; -1: it was not made here."""
+        return self._known.get(key_of(tensor), -1)
+
+    def enter(self, phase: int, *args: object) -> None:
+        """Forward or backward comes to a phase."""
+        self.phase = phase
+
+    def watch(self, phase: int, tensors: Iterable[torch.Tensor]) -> None:
+        """A phase of the backward pass begins where one of these has its gradient."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.enter, phase))  # type: ignore[no-untyped-call]  # as above
+
+    def turn(self) -> None:
+        """The forward pass is over."""
+        self.phase, self.backward = AFTER, True
+
+
+def courses_of(runs: tuple[Lifetimes, Lifetimes], rows: tuple[int, int], tokens: float, out: int) -> dict[int, Course]:
+    """Phase -> what it holds, from two runs of a step.
+
+    Args:
+        runs: of few rows, and of more; what grows between them is per row.
+        rows: their numbers.
+        tokens: of a row.
+        out: place of what a loss takes, which is counted with the loss.
+    """
+    first, second = runs
+    per_row = [size / rows[0] for size in first.sizes]
+    if len(first.sizes) == len(second.sizes):  # else its course depends on the rows: all is taken to be per row
+        pairs = zip(first.sizes, second.sizes, strict=True)
+        per_row = [max(0.0, (more - few) / (rows[1] - rows[0])) for few, more in pairs]
+    sizes = [
+        (0.0, 0.0, each / tokens / 8) if place in first.drawn else (each / tokens, size - each * rows[0], 0.0)
+        for place, (each, size) in enumerate(zip(per_row, first.sizes, strict=True))
+    ]
+    added = {place for kind, place, *_ in first.events if kind == "added"}
+    kept = _kept(first, sizes, out)
+    found: dict[tuple[int, bool], list[Held]] = {}
+    before, total = {}, (0.0, 0.0)
+    for phase in sorted(kept):
+        before[phase], total = total, (total[0] + kept[phase][0], total[1] + kept[phase][1])
+    live, gradients, fresh = (0.0, 0.0, 0.0), dict.fromkeys(kept, 0.0), set[int]()
+    for kind, place, phase, backward in first.events:
+        size = sizes[place]
+        if kind == "added":
+            fresh.discard(place)
+        elif kind == "made" and place in added and backward:
+            gradients[phase] += first.sizes[place] / first.width
+            fresh.add(place)
+        elif place not in added and (place != out or not backward):
+            sign = 1 if kind == "made" else -1
+            live = live[0] + sign * size[0], live[1] + sign * size[1], live[2] + sign * size[2]
+        if kind == "made":
+            less = before[phase]
+            waits = sum(first.sizes[each] for each in fresh) / first.width
+            if backward and out >= 0:
+                less = less[0] + sizes[out][0], less[1] + sizes[out][1]
+            held = Held(live[0] - less[0], live[1] - less[1], gradients[phase] * backward, waits, live[2])
+            found.setdefault((phase, backward), []).append(held)
+    return {
+        phase: Course(Held(*kept[phase]), largest(found.get((phase, False), [])), largest(found.get((phase, True), [])))
+        for phase in kept
+    }
+
+
+def _kept(run: Lifetimes, sizes: list[tuple[float, float, float]], out: int) -> dict[int, tuple[float, float]]:
+    """Phase -> bytes per token, and whatever the tokens, that it made and that live when forward ends."""
+    made: dict[int, int] = {}
+    kept = {phase: (0.0, 0.0) for *_, phase, _ in run.events}
+    for kind, place, phase, backward in run.events:
+        if backward:
+            break
+        if kind == "made":
+            made[place] = phase
+        else:
+            made.pop(place, None)
+    for place, phase in made.items():
+        if place != out:
+            kept[phase] = kept[phase][0] + sizes[place][0], kept[phase][1] + sizes[place][1]
+    return kept
+
+
+def largest(moments: Iterable[Held]) -> tuple[Held, ...]:
+    """Those that no other exceeds in everything."""
+    best: list[Held] = []
+    for one in dict.fromkeys(moments):
+        if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in best):
+            best = [other for other in best if not all(a >= b for a, b in zip(one, other, strict=True))]
+            best.append(one)
+    return tuple(best)
+
+
+def enough(module: nn.Module, names: tuple[str, ...], profile: Profile) -> tuple[str, ...]:
+    """The first blocks of each list, as far as there are two of each kind: a step with those shows what others hold."""
+    lists: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        lists.setdefault(name.rpartition(".")[0], []).append(index)
+    chosen: list[int] = []
+    for parent, members in lists.items():
+        met = Counter[Block]()
+        first = min(3, len(members))
+        for place, index in enumerate(members):
+            met[profile.blocks[index]] += 1
+            first = max(first, place + 1) if met[profile.blocks[index]] <= 2 else first
+        container = module.get_submodule(parent)
+        whole = not isinstance(container, nn.ModuleList) or len(container) != len(members)
+        chosen += members if whole else members[:first]
+    return tuple(names[index] for index in sorted(chosen))
+
+
+@contextmanager
+def shortened(module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...]) -> Iterator[None]:
+    """Within it lists of blocks hold the chosen ones alone."""
+    before: dict[str, dict[str, Any]] = {}
+    for name in set(names) - set(chosen):
+        parent, _, key = name.rpartition(".")
+        container = module.get_submodule(parent)
+        before.setdefault(parent, dict(container._modules))
+        del container._modules[key]
+    try:
+        yield
+    finally:
+        for parent, children in before.items():
+            module.get_submodule(parent)._modules.update(children)
+
+
+def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]) -> Profile:
+    """The profile with what a step was seen to hold: bytes of an element -> phase -> its course.
+
+    Blocks that are alike have one course: what they keep on average, and the moments of all that were seen.
+    """
+    alike: dict[Block, list[int]] = {}
+    for index, block in enumerate(profile.blocks):
+        alike.setdefault(block, []).append(index)
+    new = {block: replace(block, courses=_joint(courses, indices)) for block, indices in alike.items()}
+    first = profile.blocks[0]
+    new[first] = replace(new[first], courses_ahead=_joint(courses, [BEFORE]))
+    head = replace(profile.head, courses=_joint(courses, [AFTER]))
+    return replace(profile, blocks=tuple(new[block] for block in profile.blocks), head=head)
+
+
+def _joint(courses: Mapping[float, Mapping[int, Course]], phases: Sequence[int]) -> Courses:
+    joint = []
+    for width, by_phase in courses.items():
+        found = [by_phase[phase] for phase in phases if phase in by_phase]
+        if found:
+            kept = Held(*(sum(sizes) / len(found) for sizes in zip(*(each.kept for each in found), strict=True)))
+            forward = largest(held for each in found for held in each.forward)
+            backward = largest(held for each in found for held in each.backward)
+            joint.append((width, Course(kept, forward, backward)))
+    return tuple(joint)

@@ -1,0 +1,89 @@
+"""What a micro-batch takes of the ranks of a model, by the estimators' kernels: what bounds of time are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from shardwise.model.profile import Block
+from shardwise.plan.activations import GATHERED
+from shardwise.plan.blocktime import Setting, block_time
+from shardwise.plan.space import Core, Space
+
+Upto = tuple[float, ...]
+"""A sum over the blocks before each block, and over all of them."""
+Cut = tuple[list[tuple[int, int]], bool, frozenset[int]]
+"""First and end of each stage of a rank, whether it holds the head, and the numbers of its distinct blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What one micro-batch takes of the ranks of one `tp x cp` group, through the whole model."""
+
+    busy: Upto
+    """Seconds."""
+    head: float
+    least: float
+    """The least share of a block's time, or of the head's, that is its forward pass; and the most."""
+    most: float
+    again: tuple[float, ...]
+    """Seconds that each policy of `Space.recomputes` adds."""
+    repeats: tuple[Mapping[int, float], Mapping[int, float]]
+    """Seconds that repeating a distinct block adds, by its `id`: all of it, and its cheap operators alone."""
+
+
+class RankWork(NamedTuple):
+    """Seconds of a micro-batch on one rank of the pipeline: without recompute, and what that adds."""
+
+    busy: float
+    again: float
+    first: float
+    """Those of its first stage."""
+    first_again: float
+
+
+def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recomputed: list[Counter[int]]) -> Work:
+    """What a core's kernels, and the communication inside of blocks, take.
+
+    `blocks`: distinct ones, with how many there are; `recomputed`: for each policy, how often it recomputes each.
+    """
+    plain = "bf16" if core.precision == "bf16-pure" else core.precision
+    dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
+    seen = (dtype, core.sequence, core.context, space.workload.trained < 1, core.precision in GATHERED)
+    setting = Setting(space.cluster, space.stack_for(core), core.axes, *seen)
+    shape = (core.samples, space.workload.seq_len)
+    times = {id(block): block_time(block, shape, setting) for block, _ in blocks}
+    one = {key: time.forward + time.backward for key, time in times.items()}
+    end = block_time(space.profile.head, shape, setting)
+    again = tuple(
+        sum(count * times[key].again(recompute.mode) for key, count in counts.items())
+        for recompute, counts in zip(space.recomputes, recomputed, strict=True)
+    )
+    shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end) if time.forward]
+    return Work(
+        busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
+        head=end.forward + end.backward,
+        least=min(shares),
+        most=max(shares),
+        again=again,
+        repeats=({key: time.whole for key, time in times.items()}, {key: time.light for key, time in times.items()}),
+    )
+
+
+def rank_works(work: Work, again: Upto, cut: Iterable[Cut]) -> list[RankWork]:
+    """Of each rank of a pipeline; `again`: seconds that recompute adds, before each block."""
+    busy, found = work.busy, []
+    for stages, last, _ in cut:
+        start, end = stages[0]
+        found.append(
+            RankWork(
+                sum([busy[end] - busy[start] for start, end in stages]) + (work.head if last else 0.0),
+                sum([again[end] - again[start] for start, end in stages]),
+                busy[end] - busy[start],
+                again[end] - again[start],
+            )
+        )
+    return found

@@ -1,0 +1,230 @@
+"""Terms that few plans have: loading of data, uneven experts, Muon's update, memory outside of steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.hardware.cluster import Link, Loading, load_cluster
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import ModelSpec, preset
+from shardwise.plan.division import divide
+from shardwise.plan.imbalance import busiest
+from shardwise.plan.loading import is_decoded, loading_time, said
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import load_stack
+from shardwise.plan.timing import STRAGGLERS, StepTime, estimate_time
+from shardwise.plan.updating import Matrix, matrices, newton_schulz_time
+from shardwise.plan.workload import Workload
+
+H100 = load_cluster("h100:8")
+LLAMA = profile_of(preset("llama-8b"))
+MIXTRAL = profile_of(preset("mixtral-8x7b"))
+WORK = Workload(seq_len=4096, global_batch=16)
+PICTURES = replace(WORK, sample_bytes=3 * 224 * 224 * 4)
+
+
+def time_of(plan: str, work: Workload = WORK, profile=LLAMA, cluster=H100) -> StepTime:
+    return estimate_time(profile, cluster, Plan.parse(plan), work)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_token_rows_are_loaded_behind_the_step() -> None:
+    step = time_of("fsdp8 bf16")
+    assert "loading" not in step.terms
+    assert step.hidden["loading"] == pytest.approx(16 * 4096 * 8 / 2e9)
+
+
+def test_a_node_loads_the_rows_of_each_of_its_ranks() -> None:
+    """Ranks of `tp` have the same rows, and each reads them."""
+    slow = H100.with_(loading=Loading(rows=1e6))
+    for plan, rows in (("fsdp8", 16), ("tp8", 8 * 16), ("fsdp4 tp2 / mb2", 2 * 16)):
+        division = divide(LLAMA, Plan.parse(plan), WORK)
+        assert loading_time(division, slow) == pytest.approx(rows * 4096 * 8 / 1e6)
+    division = divide(LLAMA, Plan.parse("fsdp16"), WORK)
+    assert loading_time(division, load_cluster("h100:8x2").with_(loading=Loading(rows=1e6))) == pytest.approx(
+        8 * 4096 * 8 / 1e6
+    )
+
+
+def test_what_a_step_does_not_hide_is_a_term() -> None:
+    slow = H100.with_(loading=Loading(decoded=1e6))
+    without, with_it = time_of("fsdp8 bf16", cluster=slow), time_of("fsdp8 bf16", PICTURES, cluster=slow)
+    needed = 16 * 3 * 224 * 224 * 4 / 1e6
+    assert with_it.total == pytest.approx(needed)
+    assert with_it.terms["loading"] == pytest.approx(needed - without.total)
+    assert with_it.hidden["loading"] == pytest.approx(without.total)
+    many = load_cluster("h100:8x2").with_(loading=Loading(decoded=1e6))  # the slowest node's loaders set the pace
+    assert time_of("fsdp16 bf16", PICTURES, cluster=many).total == pytest.approx(needed / 2 * (1 + STRAGGLERS))
+
+
+def test_what_is_no_row_of_ids_is_decoded() -> None:
+    assert not is_decoded(LLAMA, WORK) and is_decoded(LLAMA, PICTURES)
+    assert not is_decoded(replace(LLAMA, given=24), WORK)  # ids, places, a mask
+    assert is_decoded(replace(LLAMA, given=4), WORK) and is_decoded(replace(LLAMA, given=200_704), WORK)
+
+
+def test_what_loads_is_assumed_and_said_so_until_somebody_says_it(tmp_path: Path) -> None:
+    assert said(LLAMA, H100, WORK) == [
+        "data loading: 2 GB/s of token rows per node, read ahead (`loading.rows` of a cluster file)"
+    ]
+    assert "4 GB/s of decoded samples" in said(LLAMA, H100, PICTURES)[0]
+    path = tmp_path / "cluster.toml"
+    H100.save(path)
+    assert load_cluster(path).loading == Loading()
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('origin = "assumed"', 'origin = "read"').replace("2000000000.0", "5e9"), "utf-8")
+    known = load_cluster(path)
+    assert known.loading == Loading(rows=5e9, origin="read") and said(LLAMA, known, WORK) == []
+    part = text.replace("decoded = 4000000000.0\n", "").replace('origin = "assumed"\n', "")
+    assert part != text
+    path.write_text(part, "utf-8")
+    half = load_cluster(path)  # the file says one of both
+    assert half.loading.origin == "read" and said(LLAMA, half, WORK) == []
+    assert said(LLAMA, half, PICTURES)[0].startswith("data loading: 4 GB/s of decoded samples")
+    path.write_text(text.replace("2000000000.0", "2.0"), "utf-8")
+    with pytest.raises(ConfigError, match=r"loading.rows: found 2, needed bytes per second.*2 looks like GB/s"):
+        load_cluster(path)
+
+
+# ---------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize("text", ["fsdp8 ep8 bf16", "fsdp8 ep4 bf16 / mb2", "pp2 fsdp4 ep4 bf16 / 1f1b mb4"])
+def test_uneven_experts_have_a_term_of_their_own(text: str) -> None:
+    even, uneven = time_of(text, profile=MIXTRAL), time_of(text, replace(WORK, imbalance=1.5), MIXTRAL)
+    assert "imbalance" not in even.terms
+    assert uneven.total == pytest.approx(sum(uneven.terms.values()))
+    for name in ("compute", "expert"):
+        assert uneven.terms[name] == pytest.approx(even.terms[name])
+    assert uneven.terms["imbalance"] > 0.4 * even.terms["expert"] and min(uneven.terms.values()) >= 0
+    assert uneven.flops == even.flops and uneven.mfu < even.mfu
+
+
+def test_the_exchange_grows_with_the_busiest_rank() -> None:
+    """Links so slow that nothing else counts."""
+    slow = H100.with_(local=Link(bandwidth=1e8, latency=0.0))
+    stack = replace(load_stack("megatron-core"), overlap_data=1.0, overlap_expert=0.0)
+
+    def total(imbalance: float) -> float:
+        work = replace(WORK, imbalance=imbalance)
+        return estimate_time(MIXTRAL, slow, Plan.parse("fsdp8 ep8 bf16"), work, stack=stack).terms.get("imbalance", 0.0)
+
+    expert = estimate_time(MIXTRAL, slow, Plan.parse("fsdp8 ep8 bf16"), WORK, stack=stack).terms["expert"]
+    assert total(1.5) == pytest.approx(0.5 * expert, rel=0.02)
+    assert total(8.0) == total(100.0), "at most all tokens come to one rank"
+
+
+def test_without_ep_every_rank_has_as_many_tokens() -> None:
+    plan = Plan.parse("fsdp8 bf16")
+    assert busiest(MIXTRAL, plan, replace(WORK, imbalance=3.0)) is MIXTRAL
+    assert busiest(LLAMA, Plan.parse("fsdp8 ep8"), replace(WORK, imbalance=3.0)).blocks == LLAMA.blocks
+
+
+def test_the_busiest_rank_keeps_more() -> None:
+    plan = Plan.parse("fsdp8 ep8 bf16")
+    even, uneven = (
+        estimate_memory(MIXTRAL, plan, replace(WORK, imbalance=imbalance)).worst.terms["activations"]
+        for imbalance in (1.0, 1.5)
+    )
+    spec, tokens = preset("mixtral-8x7b"), 2 * 4096
+    of_experts = 2 * (spec.dim + 4 * spec.ffn_dim) * 2 * tokens * spec.num_layers  # input, gate and up, silu, product
+    assert uneven - even == pytest.approx(0.5 * of_experts, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "value"), [("imbalance", 0.5), ("imbalance", float("inf")), ("sample_bytes", -1.0)])
+def test_what_no_workload_has_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"workload: {name}: found {value}"):
+        replace(WORK, **{name: value})
+
+
+# ---------------------------------------------------------------- muon
+
+
+def test_muon_makes_each_matrix_of_a_block_orthogonal() -> None:
+    found = matrices(LLAMA.blocks[0])
+    assert sorted(m.num_params for m in found) == sorted([4096 * 4096] * 2 + [1024 * 4096] * 2 + [4096 * 14336] * 3), (
+        "queries, keys and values are three, gate and up two"
+    )
+    assert all(m.split for m in found)
+    assert Matrix(1024, 4096, True).flops == 5 * (4 * 1024**2 * 4096 + 2 * 1024**3)
+    assert {(m.rows, m.columns, m.split) for m in matrices(MIXTRAL.blocks[0])} == {
+        (4096, 4096, True), (1024, 4096, True), (8, 4096, False)
+    }, "experts are stacked, and stepped by AdamW"  # fmt: skip
+
+
+def test_muon_iterates_on_every_rank_that_shares_a_matrix() -> None:
+    work = replace(WORK, optimizer="muon")
+    one, sharded, cut = (time_of(text, work).terms for text in ("dp8 bf16", "fsdp8 bf16", "pp2 fsdp4 bf16 / mb2"))
+    assert one["muon"] == sharded["muon"] == pytest.approx(cut["muon"] * 32 / 17)  # the other stage has the head
+    assert "muon-gather" not in one and sharded["muon-gather"] > 0
+    flops = 32 * sum(matrix.flops for matrix in matrices(LLAMA.blocks[0]))
+    nominal = flops / H100.device.rates.fp32
+    assert nominal < one["muon"] < 2.5 * nominal
+    wide = Matrix(4096, 4096, False)
+    plan, stack = Plan.parse("bf16"), load_stack("shardwise")
+    fast = newton_schulz_time(wide, plan.with_(tf32=True), H100, stack)
+    assert fast < newton_schulz_time(wide, plan, H100, stack) / 3
+    assert "muon" not in time_of("fsdp8 bf16").terms
+
+
+def test_muon_keeps_two_averages_of_what_is_no_matrix() -> None:
+    stack, plan = load_stack("shardwise"), Plan.parse("fsdp8 bf16")
+    work = replace(WORK, optimizer="muon")
+    for profile, in_matrices in ((LLAMA, 32 * sum(m.num_params for m in matrices(LLAMA.blocks[0]))),):
+        terms = estimate_memory(profile, plan, work, stack=stack).worst.terms
+        assert terms["optimizer"] == pytest.approx((8 * profile.num_params - 4 * in_matrices) / 8)
+
+
+# ---------------------------------------------------------------- outside of steps
+
+SMALL = ModelSpec(num_layers=8, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=192, vocab_size=512, max_seq_len=128)
+
+
+def test_a_load_has_the_weights_twice() -> None:
+    """fp32 weights and Adam's averages: 12 bytes per parameter, of which the averages are those that were read."""
+    work = Workload(seq_len=128, global_batch=8)
+    memory = estimate_memory(profile_of(SMALL), Plan.parse("fsdp8 bf16"), work)
+    assert memory.peaks["load"] == pytest.approx(16 * SMALL.num_params / 8)
+    assert memory.peaks["save"] == pytest.approx(12 * SMALL.num_params / 8)
+    assert memory.host == pytest.approx(memory.peaks["save"]), "the copy that is written"
+    pure = estimate_memory(profile_of(SMALL), Plan.parse("fsdp8 bf16-pure"), work)
+    assert pure.peaks["load"] == pytest.approx(20 * SMALL.num_params / 8)
+    replicas = estimate_memory(profile_of(SMALL), Plan.parse("dp8 fp32"), work)
+    assert replicas.peaks["load"] == pytest.approx((16 + 4) * SMALL.num_params), "and DDP's buckets"
+    assert replicas.host == pytest.approx(12 * SMALL.num_params / 8), "what all ranks hold is stored once"
+
+
+def test_what_a_load_needs_must_fit_too() -> None:
+    work, plan = Workload(seq_len=8, global_batch=1), Plan.parse("bf16-pure")
+    memory = estimate_memory(profile_of(SMALL), plan, work)
+    assert memory.peak.phase == "load" and memory.peak.allocated == memory.peaks["load"] > memory.allocated
+    device = replace(H100.device, memory=memory.device - 1.0)
+    assert not estimate_memory(profile_of(SMALL), plan, work, device=device).fits
+    offloaded = estimate_memory(
+        profile_of(SMALL), Plan.parse("fsdp8 bf16 / offload=state"), replace(work, global_batch=8)
+    )
+    assert offloaded.peaks["load"] == 0.0, "states are in the host's memory"
+
+
+def test_nothing_is_held_for_streams_while_a_checkpoint_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a load needs beyond a step takes the place of what is held within the step."""
+    work, plan, count = Workload(seq_len=128, global_batch=512), Plan.parse("bf16"), SMALL.num_params
+    step = estimate_memory(profile_of(SMALL), plan, work)
+    assert step.peak is step.worst and step.held == pytest.approx(4 * count)
+    for beyond, least, most in ((1.0, 2.0, 3.0), (9.0, 0.0, 0.0)):  # the allocator's holes are a part of what is taken
+        load = {"load": {"loaded": step.allocated + beyond * count}}
+        monkeypatch.setattr("shardwise.plan.memory.outside_step", lambda *_, load=load: load)
+        memory = estimate_memory(profile_of(SMALL), plan, work)
+        assert memory.peak is memory.outside[0] and least * count <= memory.held <= most * count
+
+
+def test_checkpoints_of_other_stacks_are_not_known() -> None:
+    memory = estimate_memory(LLAMA, Plan.parse("fsdp8 bf16"), WORK, stack=load_stack("torchtitan"))
+    assert not memory.outside and "load" not in memory.peaks and memory.host == 0.0

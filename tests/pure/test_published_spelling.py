@@ -1,0 +1,279 @@
+"""Published rows as people print them: numbers with words around them, layouts and batches in notes, words for OOM."""
+
+from __future__ import annotations
+
+import csv
+import random
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from published import COLUMNS, Row, read
+from published.cells import Cells, Skip
+from published.degrees import batch_of, sizes_of, stage_of
+from published.models import model_of
+from published.rows import row_of
+from published.score import Result, predict_all
+from shardwise.hardware.cluster import load_cluster
+from shardwise.model.spec import preset
+from tests.pure.test_published import RAWS, variant
+from tests.pure.test_published_words import BARE
+
+EMPTY = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "zero_stage"), "")
+SIZES = {key: "" for key in ("n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("tp", "TP=4", 4), ("tp", "TP=4,PP=2", 4), ("pp", "PP 8", 8), ("dp_shard", "8 (HSDP)", 8),
+        ("dp_shard", "-1", None), ("dp_shard", "auto", None), ("cp", "no", None), ("micro_batch", "1/GPU", 1),
+        ("mfu", "38-41%", 0.395), ("tokens_per_s_per_gpu", "600 to 700", 650), ("n_heads", "32-64", None),
+        ("peak_mem_gib", "65.2 (82%)", 65.2), ("tflops_per_gpu", "310 TFLOP/s/GPU", 310), ("n_params", "1e400", None),
+        ("n_layers", "1000000000", None),
+    ],
+)  # fmt: skip
+def test_words_around_numbers(name: str, text: str, value: float | None) -> None:
+    cells = Cells({name: text})
+    if name in ("n_layers", "dp_shard"):
+        assert cells.count(name) == value
+    else:
+        assert cells.number(name) == (pytest.approx(value) if value else None)
+
+
+@pytest.mark.parametrize(
+    ("count", "gpu", "devices"),
+    [
+        ("64", "h100", 64), ("8 GPUs", "h100", 8), ("8 nodes x 8", "h100", 64), ("16x8", "a100", 128),
+        ("", "8xA100-80GB", 8), ("", "64 x H100", 64), ("", "H100 x64", 64), ("", "h100", None), ("8x0", "h100", None),
+    ],
+)  # fmt: skip
+def test_devices_beside_their_name(count: str, gpu: str, devices: int | None) -> None:
+    assert Cells({"n_gpus": count, "gpu": gpu}).devices == devices
+
+
+@pytest.mark.parametrize(
+    ("said", "axes"),
+    [
+        ({"tp": "TP=4,PP=4"}, (4, 4, 4)),
+        ({"notes": "TP4 PP4"}, (4, 4, 4)),
+        ({"notes": "tensor parallel size 8; pipeline parallel 2"}, (8, 2, 4)),
+        ({"notes": "8-way tensor parallelism"}, (8, 1, 8)),
+        ({"notes": "plain DDP"}, (1, 1, 64)),
+        ({"zero_stage": "zero2"}, (1, 1, 64)),
+        ({"dp_shard": "auto"}, (1, 1, 64)),
+    ],
+)
+def test_layouts_in_words(said: dict[str, str], axes: tuple[int, int, int]) -> None:
+    sizes = sizes_of(Cells({"n_gpus": "64", "gpu": "h100", **said}))
+    assert (sizes.tp, sizes.pp, sizes.data) == axes
+
+
+@pytest.mark.parametrize("notes", ["TP5 on others", "tensor and data parallel", "", "a fast run"])
+def test_words_that_are_no_layout(notes: str) -> None:
+    with pytest.raises(Skip, match="layout: not stated"):
+        sizes_of(Cells({"n_gpus": "64", "gpu": "h100", "notes": notes}))
+
+
+def test_notes_do_not_overrule_cells() -> None:
+    sizes = sizes_of(Cells({"n_gpus": "64", "tp": "2", "pp": "1", "cp": "1", "notes": "TP=4, PP=4 was slower"}))
+    assert (sizes.tp, sizes.pp) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "stage"),
+    [
+        ("ZeRO-3 + offload", 3), ("FSDP2", 3), ("full shard", 3), ("HSDP", 3), ("SHARD_GRAD_OP", 2), ("no_shard", 0),
+        ("distributed optimizer", 1), ("DDP", 0), ("", None),
+    ],
+)  # fmt: skip
+def test_stages_in_words(said: str, stage: int | None) -> None:
+    assert stage_of(Cells({"zero_stage": said})) == stage
+
+
+def test_states_on_the_host_beside_the_stage() -> None:
+    assert variant("zero-1", zero_stage="ZeRO-3 + offload", optimizer="AdamW", notes="").plan.offload.state
+    assert not variant("zero-1", zero_stage="ZeRO-3", optimizer="AdamW", notes="").plan.offload.state
+
+
+@pytest.mark.parametrize(
+    ("cells", "batch"),
+    [
+        ({"global_batch": "1M tokens", "micro_batch": "1"}, 128),
+        ({"global_batch": "1M", "micro_batch": "1"}, 128),
+        ({"global_batch": "1048576", "micro_batch": "1"}, 128),
+        ({"global_batch": "1,048,576 tok", "micro_batch": "1"}, 128),
+        ({"global_batch": "128 seqs", "micro_batch": "2 (seq)"}, 128),
+        ({"notes": "GBS=128, MBS=2"}, 128),
+        ({"notes": "global batch size 128; micro batch 4"}, 128),
+        ({"notes": "a 1M-token batch"}, 128),
+        ({"notes": "batch size of 2M tokens", "micro_batch": "1"}, 256),
+        ({"global_batch": "65536", "micro_batch": "1"}, 65536),
+    ],
+)
+def test_batches_in_words(cells: dict[str, str], batch: int) -> None:
+    found = Cells({"n_gpus": "8", "dp_replicate": "8", **cells})
+    assert batch_of(found, sizes_of(found), 512 if batch == 65536 else 8192)[0] == batch
+
+
+def test_a_micro_batch_of_another_run() -> None:
+    with pytest.raises(Skip, match="batch"):
+        variant("core-8", global_batch="", micro_batch="", notes="micro batch 2 goes OOM")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"peak_mem_gib": "OOM"},
+        {"tokens_per_s_per_gpu": "OOM"},
+        {"mfu": "out of memory"},
+        {"notes": "this run went OOM"},
+        {"notes": "the job failed with CUDA out of memory"},
+        {"notes": "does not fit in memory"},
+    ],
+)
+def test_out_of_memory_in_words(said: dict[str, str]) -> None:
+    assert variant("core-8", **BARE | {"step_time_s": ""} | said).oom
+    assert not variant("core-8", **BARE | {"step_time_s": "6"} | said).oom, "what was timed has run"
+
+
+def test_what_was_measured_and_how_it_counts() -> None:
+    one = variant("core-8", **BARE, step_time_s="", tokens_per_s_per_gpu="650")
+    whole = variant("core-8", **BARE, step_time_s="", tokens_per_s_per_gpu="41,600 (total)")
+    assert whole.step_time == pytest.approx(one.step_time)
+    both = variant("old-2", step_time_s="", tflops_per_gpu="140", activation_checkpoint="full").step_time
+    used = variant("old-2", step_time_s="", mfu=str(140 / 312), activation_checkpoint="full").step_time
+    assert both and used and both / used == pytest.approx(4 / 3), "an MFU never counts recompute"
+
+
+@pytest.mark.parametrize(
+    ("cells", "stack"),
+    [
+        ({"model": "bigscience/bloom-7b1", "date": "2025-06", "tp": "8", "dp_replicate": "8"}, "megatron-core"),
+        ({"gpu": "v100-32g", "tp": "8", "dp_replicate": "8"}, "megatron-2021"),
+        ({"source": "NeMo", "date": "2023-06", "precision": "fp8"}, "megatron-bridge"),
+        ({"source": "NeMo", "date": "2023-06", "precision": "bf16"}, "megatron-flash"),
+        ({"dp_replicate": "", "dp_shard": "64", "zero_stage": ""}, "torchtitan"),
+        ({"zero_stage": "ZeRO-3"}, "torchtitan"),
+        ({"dp_replicate": "1", "dp_shard": "8", "pp": "8", "zero_stage": ""}, "megatron-core"),
+        ({"tp": "", "pp": "", "cp": ""}, "torchtitan"),
+        ({"tp": "", "pp": "", "cp": "", "date": "2023-01"}, "fsdp1"),
+        ({"source": "lit-llama"}, "eager"),
+        ({"source": "t5x"}, "jax"),
+        ({"source": "FairScale", "date": "2021-06"}, "fsdp1"),
+    ],
+)
+def test_a_framework_that_no_rule_knows_gets_that_of_its_era(cells: dict[str, str], stack: str) -> None:
+    assert variant("core-8", **BARE | SIZES | cells).stack.name == stack
+
+
+def test_an_unknown_framework_shards_and_compiles_nothing_by_itself() -> None:
+    plain = variant("core-8", **BARE | SIZES | {"model": "Llama 3.2 1B", "tp": "", "pp": "", "cp": ""})
+    assert plain.plan.zero == 0 and not plain.stack.fused
+    assert variant("core-8", **BARE | {"dp_replicate": "", "dp_shard": "64", "compile": "torch.compile"}).stack.fused
+    assert not variant("fsdp-1", compile="off").stack.fused and variant("fsdp-1", compile="on").plan.compile
+
+
+@pytest.mark.parametrize(
+    ("said", "mode"),
+    [
+        ({"activation_checkpoint": "✓"}, "blocks"),
+        ({"activation_checkpoint": "yes (every layer)"}, "blocks"),
+        ({"activation_checkpoint": "every 3 layers"}, "every"),
+        ({"activation_checkpoint": "op-level SAC", "source": "torchtitan"}, "ops"),
+        ({"activation_checkpoint": "selective", "source": "llm-foundry", "date": "2024-03"}, "every"),
+        ({"activation_checkpoint": "", "notes": "FSDP; activation checkpointing"}, "blocks"),
+        ({"activation_checkpoint": "", "notes": "without activation checkpointing", "model": "Llama 3.2 1B"}, "none"),
+    ],
+)
+def test_recompute_in_words(said: dict[str, str], mode: str) -> None:
+    found = variant("fsdp-1", **BARE | SIZES | said).plan.recompute
+    assert found.mode == mode and (mode != "every" or found.every == (3 if "3" in said["activation_checkpoint"] else 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("PaLM 540B", 540.4), ("OPT-350M", 0.356), ("Megatron 8.3B", 8.3), ("Turing-NLG 17B", 17.2),
+        ("Jamba v0.1 52B", 51.1), ("Qwen1.5-110B", 111.2), ("bloom-560m", 0.559), ("phi-4-mini", 3.84),
+        ("RoBERTa-large", 0.334), ("ViT-L/16", 0.304), ("Command R+", 103.8), ("open_llama_3b", 3.43),
+    ],
+)  # fmt: skip
+def test_models_of_papers(name: str, billions: float) -> None:
+    assert model_of(Cells({"model": name}), None).num_params / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_pictures_are_as_long_as_their_patches() -> None:
+    empty = SIZES | {"seq_len": "", "tp": "", "pp": "", "cp": ""}
+    found = variant("core-8", **BARE | empty | {"model": "ViT-L/16"})
+    assert found.workload.seq_len == preset("vit-l-16").max_seq_len and found.spec.patch == 16
+    with pytest.raises(Skip, match="chain"):
+        row_of({**RAWS["core-8"], "model": "T5-11B"})
+
+
+def test_adapters_are_trained_beside_weights_in_16_bits() -> None:
+    tuned = variant("fsdp-1", **BARE | {"model": "Llama 3.1 8B LoRA", "precision": "bf16"})
+    assert tuned.plan.precision == "bf16-pure" and tuned.workload.trained < 0.01
+    assert (
+        variant("fsdp-1", **BARE | {"model": "Llama 3.1 8B LoRA", "precision": "bf16-mixed"}).plan.precision == "bf16"
+    )
+
+
+def test_sixteen_v100_are_a_dgx_2() -> None:
+    usual = load_cluster("v100").network
+    old = {"gpu": "v100-32g", "interconnect": "", "tp": "8", "dp_replicate": "8"}
+    assert variant("core-8", **BARE | old).cluster.network == usual
+    assert variant("core-8", **BARE | old | {"gpus_per_node": "16"}).cluster.network.bandwidth > 3 * usual.bandwidth
+
+
+ODD = (
+    "",
+    "0",
+    "-1",
+    "1e400",
+    "nan",
+    "½",
+    "8x0",
+    "TP=4,PP=2",
+    "OOM",
+    "auto",
+    "8-16",
+    "2 x 8",
+    "FSDP",
+    "dualpipe",
+    "h100-0gb",
+)
+WORDS = (
+    "etp 0",
+    "ep 0",
+    "gbs 0",
+    "r=0; LoRA",
+    "16 experts, top-0",
+    "offload of 0 layers",
+    "tp 0 pp 0",
+    "1M-token batch",
+)
+
+
+def test_no_slip_of_the_keyboard_ends_the_reading(tmp_path: Path) -> None:
+    draw, path, count = random.Random(5), tmp_path / "odd.csv", 150
+    sound = [raw for name, raw in RAWS.items() if not name.startswith("skip")]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for _ in range(count):
+            slips = {name: draw.choice(ODD) for name in draw.sample(COLUMNS, 2)}
+            writer.writerow({**draw.choice(sound), "notes": draw.choice(WORDS), **slips})
+    rows, skipped = read(path)
+    assert len(rows) + sum(skipped.values()) == count and all(skipped)
+    results, refused = predict_all(rows)
+    assert len(results) + sum(refused.values()) == len(rows)
+    assert all(0 < result.step_time < inf for result in results)
+
+
+def test_a_number_that_ends_an_estimate_is_counted() -> None:
+    def fail(row: Row) -> Result:
+        raise ZeroDivisionError(row.id)
+
+    assert predict_all([variant("core-8")], fail) == ([], {"planner: numbers that cannot be": 1})
