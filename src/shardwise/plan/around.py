@@ -14,7 +14,7 @@ from shardwise.plan.division import Division, Stage
 from shardwise.plan.eager_rank import trained_share
 from shardwise.plan.messages_data import is_replicated
 from shardwise.plan.stack import Stack
-from shardwise.plan.updating import OWN, state_bytes
+from shardwise.plan.updating import OWN, state_bytes, update_spike
 
 KEPT = ("weights", "master", "optimizer")
 """States that a checkpoint has."""
@@ -52,6 +52,8 @@ def outside_step(
     after = {"master": kept["master"], **buckets}
     place = {"weights": kept["weights"], **(after if sum(after.values()) > drawn["drawn"] else drawn)}
     load = {**kept, **buckets, "loaded": kept["weights"] + kept["master"]}
+    if division.workload.optimizer == "muon":  # a step of each parameter by itself shows the form of its state
+        load["temporary"] = update_spike(division, stages)
     save = {**kept, **buckets, "saved": copied(division, stages, stack) if stack.eager else 0.0}
     return {"place": place, "load": load, "save": save}
 

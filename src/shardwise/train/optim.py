@@ -122,13 +122,13 @@ class NamedOptimizer:
         Cost: one step of those parameters that have no state yet, and the memory of the state.
         """
         wanted = {param for param, key in map(_split, names) if key != MASTER or param not in self._masters}
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.params.items():
-            state = (self.torch.state.get(parameter) or self._state_after_step(name)) if name in wanted else {}
+        tensors: dict[str, dict[str, Tensor]] = {}
+        # the largest first, whose step takes most: what is made for a look is gone before there is much of the rest
+        for name in sorted(self.params, key=lambda name: -self.params[name].numel()):
+            state = (self.torch.state.get(self.params[name]) or self._state_after_step(name)) if name in wanted else {}
             self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
-            # at once: the state that was made to see its form is gone before the next parameter's is made
-            tensors |= {key: torch.empty_like(tensor) for key, tensor in self._named_state(name, state).items()}
-        return tensors
+            tensors[name] = {key: torch.empty_like(tensor) for key, tensor in self._named_state(name, state).items()}
+        return {key: tensor for name in self.params for key, tensor in tensors[name].items()}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
