@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 64
+from tests.modules import WIDTH, Pictures
 
 
 class Scan(nn.Module):
@@ -160,17 +160,8 @@ class Mixing(nn.Module):
         return x + self.channels(self.between(x))
 
 
-class Mixer(nn.Module):
+class Mixer(Pictures):
     """A mixer of patches."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.head = nn.Conv2d(3, WIDTH, 8, 8), nn.Linear(WIDTH, 10)
-        self.layers = nn.ModuleList(Mixing() for _ in range(4))
-        self.example_input_array = torch.zeros(2, 3, 64, 64)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        x = self.patches(pixels).flatten(2).transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean(1))
+        super().__init__(Mixing)

@@ -43,10 +43,10 @@ class Layer(nn.Module):
 class Pictures(nn.Module):
     """Patches of pictures, classified: its input is said by `example_input_array`."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Layer) -> None:
         super().__init__()
         self.patches, self.head = nn.Conv2d(3, WIDTH, 8, 8), nn.Linear(WIDTH, 10)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(block() for _ in range(4))
         self.example_input_array = torch.zeros(2, 3, 64, 64)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -243,7 +243,7 @@ def test_a_file_of_unverified_rules_has_to_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lama-8b"], "unknown preset; did you mean 'llama-8b'.*pkg.module:factory"),
+        (["lama-8b"], "pkg.module:factory.*unknown preset; did you mean 'llama-8b'"),
         (["no.such.module:f"], "no.such.module:f.*cannot be imported.*needed package.module:function"),
         (["tests.parity.inferred_models:Chian"], "did you mean 'Chain'"),
         (["tests.parity.inferred_models:Language"], r"needs arguments \(block\)"),

@@ -23,21 +23,13 @@ from shardwise.plan.workload import Workload
 from shardwise.train.optim import matches
 from shardwise.train.optimizers import NOT_MUON
 from shardwise.train.update_rules import Muon
+from tests.fake.test_traffic import SIZES
 
-# nothing here divides evenly that need not: shards are padded
-SIZES: dict[str, Any] = {
-    "vocab_size": 390,
-    "dim": 36,
-    "num_heads": 6,
-    "ffn_dim": 54,
-    "max_seq_len": 48,
-    "num_layers": 2,
-}
 MODELS = {
-    "llama": ModelSpec(**SIZES, num_kv_heads=2),
-    "tied": ModelSpec(**SIZES | {"num_layers": 4}, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, qk_norm=True),
-    "gpt": ModelSpec(**SIZES | {"num_layers": 4}, kind="gpt"),
-    "moe": ModelSpec(**SIZES | {"num_layers": 4}, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
+    "llama": ModelSpec(**SIZES | {"num_layers": 2}, num_kv_heads=2),
+    "tied": ModelSpec(**SIZES, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, qk_norm=True),
+    "gpt": ModelSpec(**SIZES, kind="gpt"),
+    "moe": ModelSpec(**SIZES, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
 }
 WORK = Workload(seq_len=46, global_batch=24, optimizer="muon")
 FAST = [("fsdp4 / mb2", "llama"), ("fsdp2 tp2", "llama"), ("dp2 / bf16", "llama"), ("fsdp2 cp3", "llama")]

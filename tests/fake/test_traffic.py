@@ -38,6 +38,8 @@ WORK = Workload(seq_len=46, global_batch=24)
 
 FAST = [
     ("dp2 / bucket=0.01", "short"),
+    ("dp2 / fp64", "short"),
+    ("fsdp2 / bf16-pure", "short"),
     ("dp2 fsdp2 / mb3", "short"),
     ("fsdp2 tp2 / seq / bf16 / mb2", "short"),
     ("tp2 / loss-parallel / recompute=blocks", "short"),

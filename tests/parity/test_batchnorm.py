@@ -137,6 +137,11 @@ def test_equals_one_process(world, plan: str) -> None:
     check(world, plan, Case())
 
 
+def test_pure_bf16_takes_its_statistics_in_fp32_on_one_process_too(world) -> None:
+    one, two = (world(ranks, run_plan, f"dp{ranks} / bf16-pure", Case())[0] for ranks in (1, 2))
+    torch.testing.assert_close(one.trace.losses, two.trace.losses, rtol=0.02, atol=0.0)
+
+
 def test_cumulative_average(world) -> None:
     check(world, "dp2", Case(last="cumulative"))
 

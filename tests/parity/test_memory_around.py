@@ -12,25 +12,12 @@ import shardwise as sw
 from shardwise.diagnose.ledger import Ledger, axis_names
 from shardwise.diagnose.trace_estimate import training_of
 from shardwise.model.profile import profile_of
-from shardwise.model.spec import ModelSpec
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import load_stack
 from shardwise.plan.workload import Workload
+from tests.fake.test_memory_against_trace import MODELS
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 2048,
-    "dim": 256,
-    "num_heads": 8,
-    "ffn_dim": 704,
-    "max_seq_len": 256,
-    "num_layers": 4,
-}
-MODELS = {
-    "llama": ModelSpec(**SIZES, num_kv_heads=4),
-    "tied": ModelSpec(**SIZES, num_kv_heads=4, tie_embeddings=True, qkv_bias=True, qk_norm=True),
-    "moe": ModelSpec(**SIZES | {"ffn_dim": 352}, kind="moe", num_kv_heads=4, num_experts=8, experts_per_token=2),
-}
 FAST = [("dp2", "llama", "adamw"), ("fsdp2 / bf16-pure", "llama", "adamw"), ("fsdp2 tp2", "llama", "muon")]
 CELLS = [
     ("dp1", "tied", "adamw"),

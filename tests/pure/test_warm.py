@@ -36,6 +36,13 @@ def test_a_script_that_cannot_be_read_shares_nothing(tmp_path: Path) -> None:
     assert modules_of(tmp_path / "zeros.py") == modules_of(tmp_path / "none.py") == ()
 
 
+@pytest.mark.skipif(not can_fork(), reason="ranks are forked on Linux 5.3 and newer")
+def test_a_single_rank_is_forked_too(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import torch")
+    with server_for(Job(target=str(tmp_path / "script.py"), nproc=1)) as server:
+        assert server is not None
+
+
 def test_where_the_kernel_refuses_ranks_start_as_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_pid: int) -> int:
         raise OSError(38, "Function not implemented")

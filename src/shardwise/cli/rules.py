@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.output import console, print_json
+from shardwise.cli.subjects import named_spec
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.model.rules_file import Rules, load_rules
-from shardwise.model.spec import load_spec
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import shrink
 
@@ -86,12 +86,7 @@ def _factories(model: str, plan: Plan) -> tuple[Callable[[], Any], Callable[[], 
         return factory, factory
     from shardwise.models.presets import build
 
-    try:
-        spec = load_spec(model)
-    except ConfigError:  # of a file: it says which line
-        raise
-    except UsageError as error:
-        raise UsageError(f"rules: {error}; or give pkg.module:factory, hf:NAME") from None
+    spec = named_spec(f"rules {model}: no preset or file of sizes, nor pkg.module:factory or hf:NAME", model)
     return build(spec), build(shrink(spec, plan))
 
 

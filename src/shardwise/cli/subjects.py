@@ -51,13 +51,22 @@ def subject_for(text: str, plan: Plan, words: tuple[str, ...], *, small: bool, d
         return _hugging_face(text, plan)
     if text.endswith(".toml") and _is_run(Path(text)):
         return _run_toml(Path(text), plan, small=small, device=device)
+    return _sizes(named_spec(f"verify {text!r}: no script (.py), run.toml, preset or hf:NAME", text), plan, small=small)
+
+
+def named_spec(problem: str, text: str) -> ModelSpec:
+    """The sizes that a word of the command line names: a preset, by any of its names, or a file.
+
+    Raises:
+        UsageError: nothing of this name: `problem`, and the nearest names; or (as ConfigError) a file that does not
+            hold sizes, with the line.
+    """
     try:
-        spec = load_spec(text)
-    except ConfigError:  # of a file: it says which line
+        return load_spec(text)
+    except ConfigError:  # it says which line
         raise
     except UsageError as error:
-        raise UsageError(f"verify {text!r}: no script (.py), run.toml, preset or hf:NAME; {error}") from None
-    return _sizes(spec, plan, small=small)
+        raise UsageError(f"{problem}; {error}") from None
 
 
 def _script(text: str, words: tuple[str, ...], *, small: bool) -> Subject:

@@ -182,7 +182,7 @@ def _course_hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetime
         yield block.register_forward_hook(partial(leave, index))
     for parameter in module.parameters():
         if parameter.requires_grad:
-            yield parameter.register_post_accumulate_grad_hook(lifetimes.add)  # type: ignore[no-untyped-call]  # as above
+            yield parameter.register_post_accumulate_grad_hook(lifetimes.add)  # type: ignore[no-untyped-call]  # no types in torch
 
 
 def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:

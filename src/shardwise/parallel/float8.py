@@ -24,10 +24,9 @@ from shardwise.errors import ModelError, PlanError
 from shardwise.model.rules import match, type_of
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.regions import own
+from shardwise.plan.groups import FLOAT8_MULTIPLE as MULTIPLE
 from shardwise.plan.plan import RULE_TYPES, Plan
 
-MULTIPLE = 16
-"""What float8 products on the hardware need of both dims of a weight."""
 ROUTERS = ("router", "gate")
 """Names of modules that choose experts: they decide, and small differences of theirs change the choice."""
 _RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise-hp": "rowwise_with_gw_hp"}

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.errors import ModelError
-from shardwise.model.rules import type_of
 from shardwise.parallel.float8 import convert_linears, types_of_modules
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Part, Placed
 from shardwise.parallel.stage import PassThrough
 from shardwise.parallel.torch_private import apply_to_tensors
+from shardwise.plan.groups import type_at
 from shardwise.plan.plan import Plan
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,8 +93,7 @@ def _stored(plan: Plan) -> torch.dtype:
 
 def compute_type(plan: Plan, name: str, types: Mapping[str, str]) -> torch.dtype:
     """The type in which a module's parameters are used: its innermost rule's, else the plan's."""
-    kind = type_of(name, {rule: t for rule, t in types.items() if t != "fp8"})
-    return _DTYPES[kind] if kind else _DTYPES.get(plan.precision, torch.bfloat16)
+    return _DTYPES.get(type_at(plan, name, types), torch.bfloat16)  # that of bf16-pure
 
 
 def ruled_modules(placed: Placed, part: Part) -> list[nn.Module]:

@@ -22,7 +22,8 @@ from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
-from shardwise.plan.timing import HOST_UPDATE, STRAGGLERS, Part, Wire
+from shardwise.plan.timing import STRAGGLERS, Part, Wire
+from shardwise.plan.updating import HOST_UPDATE
 from shardwise.plan.workload import STATE_BYTES
 
 Kept = tuple[tuple[int, float, float, float], ...]

@@ -24,7 +24,6 @@ from shardwise.plan.schedule import stages_of
 from shardwise.plan.simulate import Costs, pipeline_time
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stalls import stalled
-from shardwise.plan.updating import HOST_UPDATE as HOST_UPDATE
 from shardwise.plan.updating import update_time
 from shardwise.plan.workload import Workload
 
