@@ -224,7 +224,15 @@ def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: s
     file = Path(path)
     if file.suffix not in (".toml", ".json"):
         raise ConfigError(f"{file}: found the ending '{file.suffix}', needed .toml or .json; rename the file")
-    text = json.dumps(data, indent=2) + "\n" if file.suffix == ".json" else _toml(data, comment)
+    write_text(file, json.dumps(data, indent=2) + "\n" if file.suffix == ".json" else _toml(data, comment))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text; the file appears whole or not at all.
+
+    Raises:
+        ConfigError: a place that cannot be written.
+    """
     scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         scratch.write_text(text, encoding="utf-8")
@@ -232,7 +240,7 @@ def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: s
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise ConfigError(
-            f"{file}: cannot be written ({error.strerror}); check the folder and its permissions"
+            f"{file}: cannot be written ({error.strerror}); check the folder, its permissions and its free space"
         ) from None
 
 

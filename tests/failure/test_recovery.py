@@ -22,6 +22,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import ExitCode
 from shardwise.launch.local import Failure
+from shardwise.launch.nursery import STANDBY_NICE, may_raise_priority
 from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.testing.killer import Killer
 from shardwise.testing.world import World
@@ -146,6 +147,32 @@ def test_all_ranks_at_once_lose_nothing(world: World, tmp_path: Path) -> None:
     assert "recovery 1: rank" in err and "all ranks went on after step" in err
     for rank in (0, 1):
         assert (tmp_path / f"digest-{rank}").read_text() == (tmp_path / "a" / f"digest-{rank}").read_text()
+
+
+def called(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if child.name().startswith(name)]
+
+
+def test_who_stands_by_takes_nothing_from_who_trains(tmp_path: Path) -> None:
+    """It gets ready behind them, and is stopped then: threads of its groups would wake a hundred times a second."""
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
+    wait_for_steps(process, tmp_path, 2)
+    end = time.monotonic() + 100
+    while len(ready := [p for p in called(process, "standby") if p.status() == psutil.STATUS_STOPPED]) < 2:
+        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+        time.sleep(0.02)
+    own, behind = os.nice(0), {standby.nice() for standby in ready}
+    assert behind == ({min(own + STANDBY_NICE, 19)} if may_raise_priority() else {own})
+    spent = [sum(standby.cpu_times()) for standby in ready]
+    time.sleep(0.5)
+    assert [sum(standby.cpu_times()) for standby in ready] == spent
+    called(process, "rank")[0].kill()
+    wait_for_new_step(process, tmp_path)
+    assert {rank.pid for rank in called(process, "rank")} == {standby.pid for standby in ready}
+    for thread in (Path("/proc", str(rank.pid), "task") for rank in ready):
+        assert {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in thread.iterdir()} == {own}
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == ExitCode.TERMINATED
 
 
 def trained(folder: str, until: int) -> str:

@@ -172,6 +172,7 @@ def test_values_that_are_not_there() -> None:
     with pytest.raises(ModelError, match=r"describe: `__getitem__` in layers\.0 .*device='cpu'"):
         describe(Selects, sample)
     found = describe(Selects, sample, device="cpu")
+    assert found.unseen.startswith("DynamicOutputShape")
     assert found.num_params == 2 * 72
     assert [op.name for op in found.blocks[0].matmuls] == ["up"]
 

@@ -23,16 +23,21 @@ from shardwise.plan.workload import Workload
 from shardwise.train.optim import matches
 from shardwise.train.optimizers import NOT_MUON
 from shardwise.train.update_rules import Muon
-from tests.fake.test_traffic import SIZES
+from tests.fake.references import references
 
-MODELS = {
-    "llama": ModelSpec(**SIZES | {"num_layers": 2}, num_kv_heads=2),
-    "tied": ModelSpec(**SIZES, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, qk_norm=True),
-    "gpt": ModelSpec(**SIZES, kind="gpt"),
-    "moe": ModelSpec(**SIZES, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
+SIZES: dict[str, Any] = {
+    "vocab_size": 390,
+    "dim": 36,
+    "num_heads": 6,
+    "ffn_dim": 54,
+    "max_seq_len": 48,
+    "num_layers": 4,
 }
+MODELS = references(**SIZES)
+MODELS["llama"] = replace(MODELS["llama"], num_layers=2)
 WORK = Workload(seq_len=46, global_batch=24, optimizer="muon")
 FAST = [("fsdp4 / mb2", "llama"), ("fsdp2 tp2", "llama"), ("dp2 / bf16", "llama"), ("fsdp2 cp3", "llama")]
+FAST += [("dp2", "llama"), ("dp2 fsdp2 tp2", "moe"), ("tp2", "moe"), ("fsdp12 tp2", "llama")]
 PLANS = ["dp2", "tp2 / seq", "dp2 tp2", "fsdp2 / bf16-pure", "fsdp2 / fp64", "dp2 fsdp2", "fsdp4 / zero1 / mb2"]
 PLANS += ["pp2 fsdp2 / 1f1b mb4", "pp2 tp2 / 1f1b mb4", "fsdp2 tp2 cp3"]
 MANY = [(plan, model) for plan in PLANS for model in ("tied", "gpt", "moe")] + [("fsdp3 ep3", "moe")]
@@ -55,11 +60,14 @@ def test_messages_of_every_composition(plan: str, model: str) -> None:
     check_messages(plan, model, {0, Plan.parse(plan).world - 1})
 
 
-def test_an_element_wise_rule_gathers_nothing() -> None:
-    plan, spec = Plan.parse("fsdp4 / mb2"), MODELS["llama"]
-    found = collectives_of(spec, plan, WORK)
-    adam = collectives_of(spec, plan, replace(WORK, optimizer="adamw"))
-    assert sum(found.values()) - sum(adam.values()) == 7 * spec.num_layers
+def test_a_batch_has_a_matrix_for_each_rank() -> None:
+    """14 matrices over 4 ranks go there and back in 4 batches; of two replicas each works on every other batch."""
+    for text, sent in (("fsdp4 / mb2", {"all-to-all": 8}), ("dp2 fsdp4", {"all-to-all": 4, "broadcast": 4})):
+        plan, spec = Plan.parse(text), MODELS["llama"]
+        found = collectives_of(spec, plan, WORK)
+        adam = collectives_of(spec, plan, replace(WORK, optimizer="adamw"))
+        more = {each: times - adam.get(each, 0) for each, times in found.items() if times != adam.get(each, 0)}
+        assert {k: sum(n for each, n in more.items() if each.kind == k) for k in {each.kind for each in more}} == sent
 
 
 WIDE: dict[str, Any] = SIZES | {"vocab_size": 512, "dim": 128, "num_heads": 4, "ffn_dim": 352}

@@ -103,6 +103,7 @@ def test_a_factory_a_class_and_a_config(here: Path) -> None:
         more = ("--trace-on", "cpu") if name.endswith("Selects") else ()
         code, text, _ = invoke(name, "h100:8", *more)
         assert code == ExitCode.OK, text
+        assert any("no step of it runs without values" in said for said in json.loads(text)["assumed"]) == bool(more)
         assert json.loads(text)["parameters"] == 256 * 64 + 64 * 256 + 256 + 4 * (2 * 64 * 256 + 64 + 256 + 128)
     (here / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}')
     code, text, _ = invoke("hf:config.json", "h100:8")

@@ -11,28 +11,17 @@ import pytest
 from shardwise.diagnose.trace_estimate import training_of
 from shardwise.diagnose.trace_step import trace_step
 from shardwise.errors import ModelError, PlanError
-from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload
+from tests.fake.references import references
 
 # nothing here divides evenly that need not: shards are padded, parts of a sequence differ
-SIZES: dict[str, Any] = {
-    "vocab_size": 390,
-    "dim": 36,
-    "num_heads": 6,
-    "ffn_dim": 54,
-    "max_seq_len": 48,
-    "num_layers": 4,
-}
-MODELS = {
-    "llama": ModelSpec(**SIZES, num_kv_heads=2),
-    "short": ModelSpec(**SIZES | {"num_layers": 2}, num_kv_heads=2),
-    "tied": ModelSpec(**SIZES, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, qk_norm=True),
-    "gpt": ModelSpec(**SIZES, kind="gpt"),
-    "tied-gpt": ModelSpec(**SIZES, kind="gpt", tie_embeddings=True),
-    "moe": ModelSpec(**SIZES, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
-    "short-moe": ModelSpec(**SIZES | {"num_layers": 2}, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
+MODELS = references(vocab_size=390, dim=36, num_heads=6, ffn_dim=54, max_seq_len=48, num_layers=4)
+MODELS |= {
+    "short": replace(MODELS["llama"], num_layers=2),
+    "tied-gpt": replace(MODELS["gpt"], tie_embeddings=True),
+    "short-moe": replace(MODELS["moe"], num_layers=2),
 }
 WORK = Workload(seq_len=46, global_batch=24)
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from shardwise.diagnose.trace_estimate import training_of
 from shardwise.diagnose.trace_step import trace_step
-from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload
+from tests.fake.references import references
 
 # multiples of 16, as float8 needs them
-SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "dim": 64,
-    "num_heads": 4,
-    "ffn_dim": 96,
-    "max_seq_len": 48,
-    "num_layers": 2,
-}
-MODELS = {
-    "llama": ModelSpec(**SIZES, num_kv_heads=2),
-    "tied": ModelSpec(**SIZES, num_kv_heads=2, tie_embeddings=True, qkv_bias=True, qk_norm=True),
-    "gpt": ModelSpec(**SIZES, kind="gpt"),
-    "moe": ModelSpec(**SIZES, kind="moe", num_kv_heads=2, num_experts=6, experts_per_token=2),
-}
+MODELS = references(vocab_size=384, dim=64, num_heads=4, ffn_dim=96, max_seq_len=48, num_layers=2)
 WORK = Workload(seq_len=46, global_batch=24)
 FAST = [
     ("tp2 / fp8=tensorwise+emulate / recompute=blocks", "llama"),

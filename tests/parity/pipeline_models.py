@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from shardwise.parallel.blocks import own_blocks
+from shardwise.parallel.blocks import own_blocks, recompute_blocks
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Part, Placed
-from shardwise.plan.plan import Axes, Batch, Plan, Schedule
+from shardwise.plan.plan import Axes, Batch, Plan, Recompute, Schedule
 
 DIM, VOCAB, SEQ = 8, 11, 5
 
@@ -194,6 +194,7 @@ class Case:
     dp: int = 1
     reshard: bool = False
     steps: int = 1
+    recompute: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -203,6 +204,7 @@ class Case:
             schedule=schedule,
             batch=Batch(micro_batches=self.micro_batches),
             precision="fp64" if self.dtype == torch.float64 else "fp32",
+            recompute=Recompute(mode="blocks" if self.recompute else "none"),
         )
 
     @property
@@ -249,7 +251,7 @@ def place(case: Case, mesh: Mesh) -> Placed:
     placed = Placed(
         parts=(Part(root=root, run=root),), plan=case.plan, mesh=mesh, sample=case.batches()[0] if case.sample else None
     )
-    placed = cut_pipeline(placed, case.plan, mesh)
+    placed = recompute_blocks(cut_pipeline(placed, case.plan, mesh), case.plan, mesh)
     if case.dp > 1:
         data_mesh = mesh.device_mesh["dp_shard"]
         for part in placed.parts:

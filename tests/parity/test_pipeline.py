@@ -267,3 +267,25 @@ def test_evaluation_between_steps_takes_any_number_of_micro_batches(world: World
 def test_fp64_reference_is_not_trivial() -> None:
     numbers = one_process(replace(Case(), steps=2))
     assert min(float(grad.abs().max()) for grad in numbers.grads.values()) > 1e-6
+
+
+def forwards_per_block(case: Case) -> dict[str, int]:
+    """How often each block of this rank is computed in a step of four micro-batches."""
+    with open_mesh(case.plan) as mesh:
+        placed = place(case, mesh)
+        assert placed.pipeline is not None
+        placed.pipeline.run(batches(4), loss_fn, backward=True)  # it learns shapes by one more
+        runs = dict.fromkeys((name for name, _ in own_blocks(placed)), 0)
+        for name, block in own_blocks(placed):
+            inner = next(module for module in block.modules() if next(module.children(), None) is None)
+            inner.register_forward_pre_hook(lambda *_, name=name: runs.update({name: runs[name] + 1}))
+        placed.pipeline.run(batches(4), loss_fn, backward=True)
+        return runs
+
+
+@pytest.mark.parametrize("kind", ZERO_BUBBLE)
+def test_a_divided_backward_recomputes_a_block_once(world: World, kind: str) -> None:
+    case = Case(kind=kind, model="tower8", recompute=True)
+    for runs in world(2, forwards_per_block, case):
+        assert runs and set(runs.values()) == {2 * 4}, runs
+    assert check(world, case) < FP64

@@ -7,7 +7,6 @@ optimizer state, average and scalar. The model draws in every way that is keyed;
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +25,9 @@ from shardwise.train.lr import warmup_cosine
 from shardwise.train.step import make_step
 from tests.parity.random_models import DIM, SEQ, VOCAB, Block
 
-SOAK = bool(os.environ.get("SHARDWISE_SOAK"))
 STEPS, ROWS, SIZE = 7, 4, 22
 """A step takes 4 of 22 samples, so the run passes from one epoch into the next."""
-ALONE, TOGETHER = (100, 24) if SOAK else (16, 6)
+ALONE, TOGETHER = 100, 24
 
 
 class Case(NamedTuple):

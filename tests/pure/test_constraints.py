@@ -43,6 +43,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("zero.reshard", "fsdp8 reshard=3", {}),
     ("zero.reshard", "dp2 reshard=false", {}),
     ("zero.reshard-tensor", "fsdp4 tp2 reshard=2", {}),
+    ("zero.reshard-tensor", "fsdp2 cp2 tp2 reshard=2", {}),
     ("zero.reshard-pipeline", "pp2 fsdp4 mb2 reshard=2", {}),
     ("offload.state", "dp2 offload=state", {}),
     ("offload.state", "dp1 offload=state", {}),

@@ -16,6 +16,8 @@ from shardwise.plan.imbalance import busiest
 from shardwise.plan.loading import is_decoded, loading_time, said
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.search import every_plan, find_plan
+from shardwise.plan.space import Space
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import STRAGGLERS, StepTime, estimate_time
 from shardwise.plan.updating import Matrix, matrices, newton_schulz_time
@@ -159,19 +161,47 @@ def test_muon_makes_each_matrix_of_a_block_orthogonal() -> None:
     }, "experts are stacked, and stepped by AdamW"  # fmt: skip
 
 
-def test_muon_iterates_on_every_rank_that_shares_a_matrix() -> None:
-    work = replace(WORK, optimizer="muon")
-    one, sharded, cut = (time_of(text, work).terms for text in ("dp8 bf16", "fsdp8 bf16", "pp2 fsdp4 bf16 / mb2"))
-    assert one["muon"] == sharded["muon"] == pytest.approx(cut["muon"] * 32 / 17)  # the other stage has the head
-    assert "muon-gather" not in one and sharded["muon-gather"] > 0
-    flops = 32 * sum(matrix.flops for matrix in matrices(LLAMA.blocks[0]))
-    nominal = flops / H100.device.rates.fp32
-    assert nominal < one["muon"] < 2.5 * nominal
+def test_ranks_share_muons_matrices_out() -> None:
+    work, stack = replace(WORK, optimizer="muon"), load_stack("shardwise")
+    order = sorted(matrices(LLAMA.blocks[0]), key=lambda matrix: -matrix.flops)
+
+    def seconds(layers: int, ranks: int) -> float:
+        firsts = [matrix for matrix in order for _ in range(layers)][::ranks]
+        return sum(newton_schulz_time(matrix, Plan.parse("bf16"), H100, stack) for matrix in firsts)
+
+    for text in ("dp8 bf16", "fsdp8 bf16", "dp2 fsdp4 bf16", "fsdp4 tp2 bf16", "tp8 bf16"):
+        terms = time_of(text, work).terms
+        assert terms["muon"] == pytest.approx(seconds(32, 8)) and terms["update-sends"] > 0
+    assert time_of("pp2 fsdp4 bf16 / mb2", work).terms["muon"] == pytest.approx(
+        seconds(17, 4)
+    )  # the other has the head
+    nominal = 32 * sum(matrix.flops for matrix in order) / 8 / H100.device.rates.fp32
+    assert nominal < seconds(32, 8) < 2.5 * nominal
     wide = Matrix(4096, 4096, False)
-    plan, stack = Plan.parse("bf16"), load_stack("shardwise")
+    plan = Plan.parse("bf16")
     fast = newton_schulz_time(wide, plan.with_(tf32=True), H100, stack)
     assert fast < newton_schulz_time(wide, plan, H100, stack) / 3
-    assert "muon" not in time_of("fsdp8 bf16").terms
+    assert not {"muon", "update-sends"} & time_of("fsdp8 bf16").terms.keys()
+
+
+def test_the_search_finds_the_fastest_plan_with_muon() -> None:
+    """Bounds that divide the iterations by fewer ranks than share them would cut it off."""
+    spec, where = replace(preset("llama-1b"), num_layers=4), load_cluster("h100:3x2")
+    work = Workload(seq_len=1024, global_batch=3, optimizer="muon")
+    space = Space(profile_of(spec), spec, where, work, load_stack("shardwise"))
+    plans = [plan for plan in every_plan(space) if plan.axes.pp == 1]
+    fastest = min(estimate_time(space.profile, where, plan, work, stack=space.stack).total for plan in plans)
+    found = find_plan(space.profile, spec, where, work, headroom=0.0).best
+    assert found.time.total < fastest * 1.02, "of plans that are as fast the simplest"
+
+
+def test_what_other_rules_send_takes_time() -> None:
+    """Adafactor gathers 32 GB of gradients in fp32; LAMB sums a few numbers."""
+    adafactor, lamb = (time_of("fsdp8 bf16", replace(WORK, optimizer=name)).terms for name in ("adafactor", "lamb"))
+    wire = 4 * 8e9 * 7 / 8 / H100.local.bandwidth
+    assert wire < adafactor["update-sends"] < 2 * wire
+    assert 0 < lamb["update-sends"] < 1e-3
+    assert "update-sends" not in time_of("dp8 bf16", replace(WORK, optimizer="adafactor")).terms
 
 
 def test_muon_keeps_two_averages_of_what_is_no_matrix() -> None:

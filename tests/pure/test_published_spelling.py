@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import random
 from math import inf
 from pathlib import Path
 
 import pytest
 
+from accuracy import main as accuracy
 from published import COLUMNS, Row, read
 from published.cells import Cells, Skip
 from published.degrees import batch_of, sizes_of, stage_of
 from published.models import model_of
 from published.rows import row_of
 from published.score import Result, predict_all
+from shardwise.errors import ConfigError, ExitCode
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.spec import preset
 from tests.pure.test_published import RAWS, variant
@@ -22,6 +25,50 @@ from tests.pure.test_published_words import BARE
 
 EMPTY = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "zero_stage"), "")
 SIZES = {key: "" for key in ("n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3,25", 3.25), ("0,385", 0.385), ("1,234", 1234), ("1,234,567", 1234567), ("12,345.6", 12345.6), ("0,9 s", 0.9),
+     ("3,2514", 3.2514), ("~12,5", 12.5), ("1_000", 1000)],
+)  # fmt: skip
+def test_commas_before_decimals_and_between_thousands(text: str, value: float) -> None:
+    assert Cells({"step_time_s": text}).number("step_time_s") == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding", "ends", "delimiter"),
+    [
+        (b"\xef\xbb\xbf", "utf-8", "\r\n", ","), (b"", "utf-16", "\n", "\t"), (b"", "utf-8", "\r\n", ";"),
+        (b"", "cp1252", "\n", ","), (b"\n\n", "utf-8", "\n", ","),
+    ],
+)  # fmt: skip
+def test_files_as_spreadsheets_write_them(
+    tmp_path: Path, mark: bytes, encoding: str, ends: str, delimiter: str
+) -> None:
+    names = [f" {name.upper()} " for name in reversed(COLUMNS)]
+    cells = [{**RAWS["fsdp-1"], "source": 'café "x",\r\nb'}.get(name, "") for name in reversed(COLUMNS)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator=ends, delimiter=delimiter)
+    writer.writerows([[*names, "more"], [*cells, "0"], [""] * len(cells)])
+    (tmp_path / "rows.csv").write_bytes(mark + text.getvalue().encode(encoding))
+    (row,), skipped = read(tmp_path / "rows.csv")
+    assert (row.id, row.step_time, skipped) == (RAWS["fsdp-1"]["id"], variant("fsdp-1").step_time, {})
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", b"\x9d\x00\xff", b"id\n" + b"x" * 200_000, b"\xff\xfe\x00"])
+def test_what_is_no_table_is_said(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "rows.csv").write_bytes(data)
+    with pytest.raises(ConfigError, match="rows.csv: (columns: found no id|is no table of text)"):
+        read(tmp_path / "rows.csv")
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").write_text(",".join(COLUMNS) + "\n")
+    for out, page in (("no/o.json", "p.md"), (".", "p.md"), ("o.json", "rows.csv/p.md")):
+        words = [str(tmp_path / "rows.csv"), "--out", str(tmp_path / out), "--page", str(tmp_path / page)]
+        assert accuracy(words) == ExitCode.USAGE
+        assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.constraints import check
+from shardwise.plan.families import Leaf, least_simplicity, simplicity
 from shardwise.plan.front import APART, front_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Schedule
@@ -26,11 +27,11 @@ from shardwise.plan.search import ALIKE, Candidate, Search, Walk, every_plan, fi
 from shardwise.plan.space import FEATURES, OPT_IN, Core, Flow, Pipe, Space, Spread
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import estimate_time
-from shardwise.plan.walk import simplicity
 from shardwise.plan.workload import Workload
 
 SMALL = replace(preset("llama-1b"), num_layers=4)
 MOE = replace(preset("mixtral-8x7b"), num_layers=2, ffn_dim=2048)
+PICTURES = replace(preset("vit-b-16"), num_layers=4)  # its steps wait for data
 MIXED = replace(MOE, num_layers=4, num_dense_layers=2, dense_ffn_dim=1024, shared_ffn_dim=512)
 
 
@@ -95,6 +96,37 @@ def test_the_best_plan_is_that_of_an_exhaustive_search(
     assert len(all_plans) > 10 * found.estimated or len(all_plans) < 3000
 
 
+@pytest.mark.parametrize(("gib", "batch"), [(10, 2), (12, 5)])
+def test_offloaded_activations_too(gib: float, batch: int) -> None:
+    there, workload = cluster("l4:2", gib), Workload(seq_len=4096, global_batch=batch)
+    words = {"allow": ("offload-activations",), "forbid": ("cp", "tp")}
+    space = replace(space_of(SMALL, there, workload), **words)
+    fits = [each for each in (estimated(space, plan) for plan in every_plan(space)) if each.memory.fits]
+    expected: dict[tuple[int, ...], Candidate] = {}
+    for each in sorted(fits, key=lambda each: (floor(log(each.time.total) / ALIKE), simplicity(each.plan))):
+        expected.setdefault(each.layout, each)
+    found = find(SMALL, there, workload, **words)
+    assert [each.plan for each in found.ranked] == [each.plan for each in expected.values()]
+    assert any(each.plan.offload.activations for each in found.ranked)
+
+
+def test_with_fewer_choices_no_layout_is_faster() -> None:
+    """Recomputed operators are moved to the host neither: what costs more compute takes less time here."""
+    work, allow = Workload(seq_len=8192, global_batch=1009), ("offload-activations",)
+    whole, part = (
+        {
+            each.layout: each.time.total
+            for each in find(preset("qwen3-32b"), cluster("a100-40g:8"), work, **words).ranked
+        }
+        for words in (
+            {"allow": allow},
+            {"allow": allow, "forbid": ("recompute=blocks", "recompute=every", "recompute=ratio")},
+        )
+    )
+    assert len(whole.keys() & part.keys()) > 1
+    assert all(whole[layout] <= part[layout] * (1 + ALIKE) for layout in whole.keys() & part.keys())
+
+
 @pytest.mark.parametrize("goal", ["memory", "cost"])
 def test_other_goals_too(goal: str) -> None:
     there, workload = cluster("h100:4", 12), Workload(seq_len=1024, global_batch=4)
@@ -113,8 +145,10 @@ def test_other_goals_too(goal: str) -> None:
 def test_no_bound_is_above_an_estimate() -> None:
     """And they are tight enough to be of use: some are within 5 % of the estimate."""
     tightest = 0.0
-    for spec, where, gib, seq_len, batch in [*CASES, (MIXED, "h100:4", 80, 1024, 4)]:
-        space = space_of(spec, cluster(where, gib), Workload(seq_len=seq_len, global_batch=batch))
+    for spec, where, gib, seq_len, batch in [*CASES, (MIXED, "h100:4", 80, 1024, 4), (PICTURES, "b200:4", 80, 196, 30)]:
+        work = Workload(seq_len=seq_len, global_batch=batch, sample_bytes=6e7 if spec is PICTURES else 0.0)
+        space = space_of(spec, cluster(where, gib), work)
+        space = replace(space, allow=("offload-activations",) if spec is MOE else ())
         bounds = Walk(space, "time", inf).bounds
         for core in list(space.cores(space.cluster.world, {}))[::11]:
             for pipe in space.pipes(core):
@@ -130,6 +164,10 @@ def test_no_bound_is_above_an_estimate() -> None:
                         assert bounds.least_size(bounds.flow_size(flow)) <= size * (1 + 1e-9), plan
                         assert bounds.core_size(core) <= each.memory.device, plan
                         assert bounds.core_time(core) <= time * (1 + 1e-9), plan
+                        assert bounds.pipe_time(core, policy, pipe.pp, inf) <= each.time.total * (1 + 1e-9), plan
+                        assert bounds.least_time(flow, inf) <= each.time.total * (1 + 1e-9), plan
+                        for family in (core, pipe, flow, Leaf(flow, spread)):
+                            assert least_simplicity(family) <= simplicity(plan), plan
                         assert time <= each.time.total * (1 + 1e-9), plan
                         assert size <= each.memory.device * (1 + 1e-9), plan
                         tightest = max(tightest, time / each.time.total, size / each.memory.device)
@@ -167,10 +205,18 @@ def test_a_bound_of_a_pipeline_takes_its_first_stages_as_they_are() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "where", "batch", "seconds"),
-    [("llama-8b", "h100:8", 64, 1), ("llama-405b", "h100:8x2048", 16384, 10), ("llama-405b", "h100:8x2048", 2048, 15)],
+    [
+        ("llama-8b", "h100:8", 64, 1),
+        ("mixtral-8x7b", "h100:8", 480, 1),
+        ("gpt2-small", "rtx4090:8", 480, 1),
+        ("vit-b-16", "mi300x:8", 2520, 1),
+        ("llama-405b", "h100:8x2048", 16384, 10),
+        ("llama-405b", "h100:8x2048", 2048, 10),
+    ],
 )
 def test_processor_time_of_a_question(model: str, where: str, batch: int, seconds: float) -> None:
-    sizes, workload = preset(model), Workload(seq_len=4096, global_batch=batch)
+    sizes = preset(model)
+    workload = Workload(seq_len=min(4096, sizes.max_seq_len), global_batch=batch)
     before = process_time()
     assert find_plan(profile_of(sizes), sizes, load_cluster(where), workload).best is not None
     assert process_time() - before < seconds
@@ -401,6 +447,17 @@ def test_bounds_leave_few_plans_where_states_must_be_on_the_host_or_the_batch_is
     where = load_cluster("h100:8" if batch < 100_000 else "h100:8x2")
     found = find_plan(profile_of(sizes), sizes, where, work)
     assert found.ranked and found.estimated < 1500
+
+
+@pytest.mark.parametrize(("where", "batch"), [("mi300x:8", 480), ("b200:8", 30)])
+def test_of_plans_that_wait_for_data_alike_few_are_estimated_and_the_simplest_is_first(where: str, batch: int) -> None:
+    sizes = preset("vit-b-16")
+    work = Workload(seq_len=196, global_batch=batch, optimizer="adamw-8bit", sample_bytes=4.0 * 3 * 16**2 * 196)
+    found = find_plan(profile_of(sizes), sizes, load_cluster(where), work, allow=("bf16-pure",))
+    assert found.best is not None and found.best.time.terms["loading"] > 0
+    assert found.estimated < 100
+    order = [(floor(log(each.time.total) / ALIKE), simplicity(each.plan)) for each in found.ranked]
+    assert order == sorted(order)
 
 
 def test_what_is_nearest_to_fit_is_found_among_single_samples() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "shardwise"
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "src" / "shardwise"
 Sources = dict[str, str]  # "plan/plan.py" -> its text
 
 # The longest prefix decides. Imports go to the same folder or to a lower layer.
@@ -35,6 +36,9 @@ LAYERS = {
     "model.operators": 3,
     "model.recording": 3,
     "model.lifetimes": 3,
+    "model.copies": 3,
+    "model.seen": 3,
+    "model.torch_private": 3,
     "model": 1,
     "plan.plan": 1,
     "plan.shorthand": 1,
@@ -150,6 +154,17 @@ def dotted(node: ast.AST) -> str:
 
 
 # ---------------------------------------------------------------- checks
+
+
+def module_names(tree: ast.Module) -> Iterator[str]:
+    """What a module's own statements bind, those inside of its ifs and tries too."""
+    for node in walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).split(".")[0]
 
 
 def check_direction(sources: Sources) -> list[str]:
@@ -442,6 +457,24 @@ def test_package(check: Callable[[Sources], list[str]]) -> None:
 )
 def test_planted_offence_is_found(check: Callable[[Sources], list[str]], sources: Sources) -> None:
     assert check(sources)
+
+
+def test_what_tests_take_from_each_other_is_there() -> None:
+    """An import that fails in one file of tests is otherwise seen only when all of them run."""
+    trees = {file: parse(file.read_text(encoding="utf-8")) for file in sorted(TESTS.rglob("*.py"))}
+    defined = {
+        ".".join(("tests", *file.relative_to(TESTS).with_suffix("").parts)): set(module_names(tree))
+        for file, tree in trees.items()
+    }
+    missing = [
+        f"{file.name}:{node.lineno} takes {alias.name} from {node.module}"
+        for file, tree in trees.items()
+        for node in walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in defined
+        for alias in node.names
+        if alias.name not in defined[node.module]
+    ]
+    assert missing == []
 
 
 def test_exceptions_are_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ _NUMBER = re.compile(
     rf"({_VALUE})(?:\s*(?:-|–|to)\s*({_VALUE}))?\s*([a-zµ%]*)(?![\d.])"
 )
 """A number, its name before it (`TP=4`), the other end of a span (`38-41 %`), and its unit."""
+_COMMA = re.compile(r"^(0(?=,)|\d+(?=,\d{1,2}(?![\d,.])|,\d{4,}(?![\d,.]))),(\d+)")
+"""A comma before decimals, `3,25` or `0,385`: groups of thousands have three digits."""
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12, "%": 0.01, "ms": 1e-3, "mib": 1 / 1024, "mb": 1e6 / 2**30, "pflops": 1e3}
 _MOST = {"n_layers": 10_000, "n_gpus": 1e7, "pp": 10_000, "vp": 1_000}
 """Beyond it a slip of the keyboard would be drawn up block by block."""
@@ -69,7 +71,8 @@ class Cells:
         Units that people write are read: `7B`, `8k` (1,024 each but for parameters and rates), `45%`, `850 ms`, `~3`;
         words around it are not: `TP=4`, `8 (HSDP)`. What was measured may be a span, whose middle is taken.
         """
-        text = re.sub(r"(?<=\d)[,_](?=\d)", "", self.raw[name]).strip().lower().lstrip("~≈<>= ")
+        text = self.raw[name].strip().lower().lstrip("~≈<>= ")
+        text = re.sub(r"(?<=\d)[,_](?=\d)", "", _COMMA.sub(r"\1.\2", text))
         match = _NUMBER.match(text)
         if match is None or (match.group(2) and name not in MEASURED):
             return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from published.cells import COLUMNS, Cells, Skip
 from published.degrees import MICRO, is_sharded
@@ -72,25 +75,10 @@ def read(path: str | os.PathLike[str]) -> tuple[list[Row], dict[str, int]]:
     """Rows that can be predicted, and reason -> number of those that cannot.
 
     Raises:
-        ConfigError: a file that is missing, or lacks columns.
+        ConfigError: a file that is missing, is no table, or lacks columns.
     """
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            raws = list(reader)
-    except OSError as error:
-        raise ConfigError(
-            f"measurements {os.fspath(path)}: cannot be read ({error.strerror}); needed a .csv with the columns "
-            f"{', '.join(COLUMNS[:3])}, ...; give it as `make accuracy ROWS=file.csv`"
-        ) from None
-    if missing:
-        raise ConfigError(
-            f"measurements {os.fspath(path)}: columns: found no {', '.join(missing)}; needed all of "
-            f"{len(COLUMNS)} columns, empty where unknown; add them"
-        )
     rows, skipped = [], Counter[str]()
-    for raw in raws:
+    for raw in raws_of(path):
         try:
             rows.append(row_of(raw))
         except Skip as reason:
@@ -104,6 +92,47 @@ def read(path: str | os.PathLike[str]) -> tuple[list[Row], dict[str, int]]:
         ):  # a slip of the keyboard in one row ends no reading of others
             skipped["row: numbers that cannot be"] += 1
     return rows, dict(skipped)
+
+
+def raws_of(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    """The cells of each row by column, as spreadsheets write them too: with a byte order mark, semicolons or tabs.
+
+    Raises:
+        ConfigError: see `read`.
+    """
+    what = f"measurements {os.fspath(path)}"
+    needs = f"needed a .csv with the columns {', '.join(COLUMNS[:3])}, ...; give it as `make accuracy ROWS=file.csv`"
+    try:
+        data = Path(path).read_bytes()
+        lines = csv.reader(io.StringIO(text := _decoded(data), newline=""), delimiter=_delimiter(text))
+        head, *rest = [line for line in lines if any(cell.strip() for cell in line)] or [[]]
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be read ({error.strerror}); {needs}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{what}: is no table of text ({error}); {needs}") from None
+    names = [name.strip().lower() for name in head]
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise ConfigError(
+            f"{what}: columns: found no {', '.join(missing)}; needed all of {len(COLUMNS)} columns, empty where "
+            "unknown; add them"
+        )
+    return [dict(zip(names, line, strict=False)) for line in rest]
+
+
+def _decoded(data: bytes) -> str:
+    """UTF-8 or UTF-16 with or without a mark, else what older spreadsheets write."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("cp1252")
+
+
+def _delimiter(text: str) -> str:
+    """What separates the names of the first line that is not empty."""
+    return max(",;\t", key=text.lstrip().partition("\n")[0].count)
 
 
 def row_of(raw: Mapping[str, str]) -> Row:

@@ -197,14 +197,14 @@ def workload_optimizer(settings: OptimizerSettings) -> str:
     """The planner's word for what an optimizer keeps: a key of `STATE_BYTES`; averages in 4 bits count as 8.
 
     >>> workload_optimizer(OptimizerSettings(name="lamb")), workload_optimizer(OptimizerSettings(name="sgd"))
-    ('adamw', 'sgd')
+    ('lamb', 'sgd')
     """
     kept = {"bf16": "adamw-bf16", "bf16-stochastic": "adamw-bf16", "8bit": "adamw-8bit", "4bit": "adamw-8bit"}
     if settings.name == "adamw":
         return kept.get(settings.state_dtype, "adamw")
     if settings.name == "sgd":
         return "sgd-momentum" if settings.momentum else "sgd"
-    return "adamw" if settings.name == "lamb" else settings.name
+    return settings.name
 
 
 def _num_ranks(configuration: Configuration, around: Surroundings, device: str) -> Choice:

@@ -25,6 +25,7 @@ from shardwise.cli.planning import (
     TokensOption,
     TraceOnOption,
     estimate_json,
+    said_json,
     show_assumed,
     show_memory,
     show_time,
@@ -83,7 +84,7 @@ def estimate(
             answer["traffic"] = _trace_json(traced[0])["collectives"]
         if trace:
             answer["trace"] = [_trace_json(each) for each in traced]
-        print_json({"plan": plan_json(parsed), **answer, "assumed": list(asked.assumed)})
+        print_json({"plan": plan_json(parsed), **answer, **said_json(parsed, asked, found)})
     else:
         out = console()
         out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
@@ -181,11 +182,11 @@ def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTi
         PlanError: a plan that the constraints refuse, or that needs more devices than the cluster has.
     """
     workload, world = asked.workload, asked.cluster.world
-    refuse(check(plan, spec=asked.limits, global_batch=workload.global_batch, seq_len=workload.seq_len))
-    if plan.world > world:
+    if plan.world > world:  # before the constraints, which would ask for a batch for so many
         raise PlanError(
             f"the plan `{plan}` needs {plan.world} devices, and {asked.cluster.name} has {world}; needed at "
             "most as many: use smaller axes, or a larger cluster"
         )
+    refuse(check(plan, spec=asked.limits, global_batch=workload.global_batch, seq_len=workload.seq_len))
     memory = estimate_memory(asked.profile, plan, workload, stack=stack, device=asked.cluster.device)
     return memory, estimate_time(asked.profile, asked.cluster, plan, workload, stack=stack)

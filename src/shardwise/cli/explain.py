@@ -21,6 +21,8 @@ from shardwise.cli.planning import (
     StackOption,
     TokensOption,
     TraceOnOption,
+    estimate_json,
+    said_json,
     show_assumed,
     show_memory,
     show_time,
@@ -58,8 +60,9 @@ def explain(
     chosen = Candidate(plan=parsed, memory=memory, time=step)
     why = decisions(chosen, space)
     if json:
-        shown = {"decisions": [vars(d) for d in why], "binds": binds(chosen, space), "assumed": list(asked.assumed)}
-        print_json({"plan": plan_json(parsed), **shown})
+        shown = {"decisions": [vars(d) for d in why], "binds": binds(chosen, space)}
+        numbers = estimate_json(memory, step, asked.cluster)
+        print_json({"plan": plan_json(parsed), **numbers, **shown, **said_json(parsed, asked, found)})
         return
     out = console()
     table = Table(title=str(parsed), title_justify="left")

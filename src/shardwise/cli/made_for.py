@@ -86,22 +86,13 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
     more = {name: given.get(name) for name in ("price", "trace_on", "blocks")}
     asked = question(
         words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),
-        optimizer=kept_as(words["optimizer"]), **more,
+        optimizer=words["optimizer"], **more,
     )  # fmt: skip
-    asked = unevenly(asked, given.get("imbalance") or made.imbalance)
+    asked = unevenly(asked, given.get("imbalance") or (made.imbalance if asked.profile.experts else None))
     said = [f"--{name} {words[name]}" for name in taken if words[name]]
     if said:
         asked = replace(asked, assumed=(f"as {source} says it was made for: {' '.join(said)}", *asked.assumed))
     return asked, words["stack"]
-
-
-def kept_as(optimizer: str) -> str:
-    """The planner's word for what an optimizer keeps: LAMB has AdamW's two averages.
-
-    >>> kept_as("lamb"), kept_as("lion"), kept_as("")
-    ('adamw', 'lion', 'adamw')
-    """
-    return "adamw" if optimizer in ("", "lamb") else optimizer
 
 
 def _refuse_word(verb: str, source: str, name: str, word: str, *, from_file: bool) -> None:

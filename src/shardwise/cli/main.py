@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from shardwise.cli.letters import plain_letters
 from shardwise.errors import ExitCode, ShardwiseError
 from shardwise.version import __version__
 
@@ -84,18 +87,37 @@ def main(argv: list[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     words, rest = _split_script_words(words)
+    plain_letters()
     try:
-        typer.main.get_command(app).main(args=words, prog_name="shardwise", obj=rest)
+        verb = typer.main.get_command(app)  # typer shows a wrong option itself, but has no words for programs
+        code = verb.main(args=words, prog_name="shardwise", obj=rest, standalone_mode="--json" not in words)
+        sys.exit(code or ExitCode.OK)
     except ShardwiseError as error:
         _say(words, type(error).__name__, str(error), error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
+        if _was_interrupted(error):
+            sys.exit(ExitCode.INTERRUPTED)
+        if hasattr(error, "format_message"):  # typer's or click's: a missing argument, an option that does not exist
+            _say(words, "UsageError", error.format_message(), ExitCode.USAGE)
+            sys.exit(ExitCode.USAGE)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f": {error.filename}" if error.filename else ", where the output goes"
+            _say(words, "UsageError", f"{error.strerror}{where}; free some space", ExitCode.USAGE)
+            sys.exit(ExitCode.USAGE)
         path = _save_traceback()
         text = f"internal error: {type(error).__name__}: {error}; the traceback is in {path}; please report it"
         _say(words, type(error).__name__, text, ExitCode.INTERNAL)
         sys.exit(ExitCode.INTERNAL)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: libraries that are being imported wrap it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _split_script_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -109,9 +131,10 @@ def _split_script_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 def _say(words: list[str], kind: str, message: str, code: ExitCode) -> None:
     """On stderr for people; one JSON object on stdout under --json."""
     if "--json" in words:
-        typer.echo(json.dumps({"error": {"type": kind, "message": message, "exit_code": int(code)}}, indent=2))
-    else:
-        typer.echo(f"shardwise: {message}", err=True)
+        with suppress(OSError):  # no place where it goes either: then on stderr
+            typer.echo(json.dumps({"error": {"type": kind, "message": message, "exit_code": int(code)}}, indent=2))
+            return
+    typer.echo(f"shardwise: {message}", err=True)
 
 
 def _save_traceback() -> str:

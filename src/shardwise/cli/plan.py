@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.made_for import kept_as, made_for, save_plan
+from shardwise.cli.made_for import made_for, save_plan
 from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
 from shardwise.cli.planning import (
     BatchOption,
@@ -27,6 +27,8 @@ from shardwise.cli.planning import (
     check_path,
     estimate_json,
     question,
+    refuse_ending,
+    said_json,
     seconds,
     show_assumed,
     show_memory,
@@ -36,13 +38,13 @@ from shardwise.cli.uneven import ImbalanceOption, unevenly
 from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
-from shardwise.plan.band import likeness
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
-from shardwise.plan.search import HEADROOM, Search, find_plan
+from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
+from shardwise.records import write_text
 
 
 def plan(
@@ -53,14 +55,15 @@ def plan(
     global_batch: BatchOption = None,
     goal: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
     optimizer: OptimizerOption = "adamw",
-    allow: Annotated[list[str] | None, typer.Option(help="Also try: fp8, bf16-pure, offload-activations, ...")] = None,
+    allow: Annotated[list[str] | None, typer.Option(help="Also try: fp8,bf16-pure,offload-activations, ...")] = None,
     forbid: Annotated[
-        list[str] | None, typer.Option(help="Do not use: tp, pp, offload, zero3, interleaved, ...")
+        list[str] | None, typer.Option(help="Do not use: tp,pp,fsdp,offload,zero3,interleaved, ...")
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=100, help="Layouts to rank.")] = 10,
     stack: StackOption = "",
     price: PriceOption = None,
     expert_imbalance: ImbalanceOption = None,
+    front: Annotated[bool, typer.Option("--front", help="Also all plans that none beats in memory and time.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
     trace_on: TraceOnOption = "meta",
@@ -70,36 +73,36 @@ def plan(
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
-    more: dict[str, Any] = {"optimizer": kept_as(optimizer), "price": price, "trace_on": trace_on, "blocks": blocks}
+    more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks}
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
     asked = unevenly(asked, expert_imbalance)
-    forbidden = (*(forbid or ()), *asked.refused)
+    words = (words_of(allow), words_of(forbid))
     with waiting("searching for the best plan"):
         found = find_plan(
             asked.profile, asked.limits, asked.cluster, asked.workload,
-            goal=goal, allow=allow or (), forbid=forbidden, top=top, stack=asked.stack(stack),
+            goal=goal, allow=words[0], forbid=(*words[1], *asked.refused), top=top, stack=asked.stack(stack),
         )  # fmt: skip
     chosen = found.best or found.nearest
     assert chosen is not None
     whole = complete(chosen.plan, asked)
     if found.best:
         _check(whole, asked)
-        words = (allow or (), forbid or ())
         save_plan(whole, out, made_for(model, cluster, asked, goal, words, stack))
+    with waiting("searching for the front of memory against time"):
+        points = found.front if front or html else None  # a search of its own
     if html:
         from shardwise.plan.page import page
 
-        with waiting("searching for the front of memory against time"):
-            html.write_text(page(found, asked.assumed), encoding="utf-8")
+        write_text(html, page(found, asked.assumed))
     with waiting("searching for what would fit"):
         advice = () if found.best else advise(found.space, asked.refused)
     if json:
-        more = {"would_fit": [_advice_json(each) for each in advice]} if not found.best else {}
-        print_json({**search_json(found, whole, asked), **more, "written": str(out) if found.best else None})
+        files = {"written": str(out) if found.best else None, "html": str(html) if html else None}
+        print_json({**search_json(found, whole, asked), **_more_json(found, points, advice), **files})
     else:
         if not found.best:
             _show_nothing_fits(console(), found, advice)
-        _show(found, whole, asked, out)
+        _show(found, whole, asked, out, points if front else None)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
 
@@ -132,20 +135,15 @@ def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:
         "binds": binds(chosen, found.space),
         "decisions": [vars(decision) for decision in decisions(chosen, found.space)],
         "runners_up": [
-            {
-                "plan": str(other.plan), "seconds": other.time.total, "device_bytes": other.memory.device,
-                "why": why_lost(other, found),
-            }
-            for other in found.ranked[1:]
+            {**_brief_json(other), "why": why_lost(other, found)} for other in found.ranked[1:]
         ],
         "estimated": found.estimated,
         "pruned": dict(found.pruned),
-        "published": likeness(whole, asked.profile),
-        "assumed": list(asked.assumed),
+        **said_json(whole, asked, found.space.stack),
     }  # fmt: skip
 
 
-def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
+def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Sequence[Candidate] | None) -> None:
     out = console()
     chosen = found.best or found.nearest
     assert chosen is not None
@@ -154,7 +152,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
     out.print(plan_table(whole, asked.spec, reasons, title=f"{'plan' if found.best else 'nearest plan'}: {whole}"))
     shown = {name for name, _, _ in plan_rows(whole, asked.spec)}
     for name, reason in reasons.items():
-        if name not in shown and reason:
+        if name not in shown and reason and not (name == "axes.dp_replicate" and "axes.dp_shard" in shown):
             out.print(f"left at its default: {name} ({reason})", style="dim", markup=False)
     out.print(mesh_picture(whole), markup=False)
     out.print()
@@ -164,7 +162,9 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path) -> None:
     out.print(f"what binds: {binds(chosen, found.space)}")
     if len(found.ranked) > 1:
         out.print(_runners_up(found))
-    dropped = ", ".join(f"{number:,} by {name}" for name, number in list(found.pruned.items())[:6])
+    if points:
+        out.print(_front(points))
+    dropped = ", ".join(f"{number:,} by {name}" for name, number in list(found.pruned.items())[:6] if number)
     out.print(f"{found.estimated:,} plans estimated in full; families and plans dropped: {dropped}", style="dim")
     show_assumed(out, asked, found.space.stack)
     if found.best:
@@ -194,6 +194,16 @@ def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) ->
     out.print("these are plans that were found fast; plan again with the change for the best one\n", style="dim")
 
 
+def _brief_json(found: Candidate) -> dict[str, Any]:
+    return {"plan": str(found.plan), "seconds": found.time.total, "device_bytes": found.memory.device}
+
+
+def _more_json(found: Search, points: Sequence[Candidate] | None, advice: Sequence[Advice]) -> dict[str, Any]:
+    """What is there only where it was asked for, or where nothing fits."""
+    front = {} if points is None else {"front": [_brief_json(each) for each in points]}
+    return front if found.best else {**front, "would_fit": [_advice_json(each) for each in advice]}
+
+
 def _advice_json(advice: Advice) -> dict[str, Any]:
     found = advice.found
     return {"change": advice.change, "plan": plan_json(found.plan), "device_bytes": found.memory.device,
@@ -215,12 +225,36 @@ def _runners_up(found: Search) -> Table:
     return table
 
 
+def _front(points: Sequence[Candidate]) -> Table:
+    table = Table(title="plans that no other beats in both memory and time", title_justify="left")
+    for column in ("plan", "step", "GiB"):
+        table.add_column(column, overflow="fold")
+    for each in points:
+        table.add_row(Text(str(each.plan)), seconds(each.time.total), f"{each.memory.device / GIB:.1f}")
+    return table
+
+
+_AXES = {"dp": "dp_replicate", "fsdp": "dp_shard"}
+
+
+def words_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Words of `--allow` and `--forbid`: one each time, or several with commas; axes also as a shorthand names them.
+
+    >>> words_of(["tp,pp", "fsdp"])
+    ('tp', 'pp', 'dp_shard')
+    """
+    words = [word.strip() for text in given or () for word in text.split(",")]
+    return tuple(_AXES.get(word, word) for word in words if word)
+
+
 def load_plan(text: str) -> Plan:
     """A plan for `estimate` and `explain`.
 
     Raises:
         PlanError: a shorthand that does not parse.
+        ConfigError: a file that cannot be read, or of another kind.
     """
+    refuse_ending("plan", text)
     try:
         return Plan.load(text)
     except PlanError as error:

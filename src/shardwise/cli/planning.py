@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan import loading
-from shardwise.plan.band import band
+from shardwise.plan.band import band, likeness
 from shardwise.plan.memory import Memory
+from shardwise.plan.plan import Plan
 from shardwise.plan.search import ASSUMED_HOST
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
@@ -44,6 +45,8 @@ COLOURS = (
     "white",
 )
 BAR = 48
+MOST = 2**20
+"""Devices that are planned for; a search among more would not end."""
 
 ModelOption = Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")]
 ClusterOption = Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")]
@@ -120,8 +123,13 @@ def question(
     found = read_cluster(cluster) if isinstance(cluster, str) else cluster
     if options.get("price"):
         found = found.with_(device=replace(found.device, price=float(options["price"])))
+    refuse_ending("model", model)
     spec = None if is_module(model) else load_spec(model)
     blocks, device = options.get("blocks") or "auto", str(options.get("trace_on") or "meta")
+    if device not in ("meta", "cpu"):
+        raise UsageError(f"--trace-on: found {device!r}, needed meta (no memory) or cpu (runs the forward for real)")
+    if spec is not None and device != "meta":
+        raise UsageError(f"--trace-on {device}: {model} is a preset or sizes, and no forward is read; leave it out")
     if spec is not None and blocks != "auto":
         raise UsageError(f"--blocks {blocks}: {model} is a preset or sizes, whose blocks are known; leave it out")
     module = _module(model, blocks) if spec is None else None
@@ -141,8 +149,7 @@ def question(
     elif module:
         profile, more = _described(model, module, seq, device)
         assumed += more
-    if profile.wide:
-        assumed.append("its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted")
+    assumed += _how_read(profile)
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
     notes += loading.said(profile, found, workload)
@@ -154,18 +161,41 @@ def question(
     )  # fmt: skip
 
 
+def _how_read(profile: Profile) -> Iterator[str]:
+    """What could not be seen of a module as it trains."""
+    if profile.wide:
+        yield "its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted"
+    if profile.unseen:
+        yield f"no step of it runs without values ({profile.unseen}): what it holds is put together from its operators"
+
+
 def read_cluster(text: str) -> Cluster:
-    """A preset or a file; `detect` reads what this machine has, `probe` measures what it does.
+    """A preset, in letters of any case, or a file; `detect` reads what this machine has, `probe` measures what it does.
 
     Raises:
-        UsageError: an unknown name, or a device that no preset is known to be.
+        UsageError: an unknown name, a device that no preset is known to be, or more devices than `MOST`.
     """
     seams = {"detect": ("shardwise.hardware.local", "discover"), "probe": ("shardwise.cli.probe", "probed")}
+    refuse_ending("cluster", text)
     if text not in seams:
-        return load_cluster(text)
+        found = load_cluster(text if text.endswith((".toml", ".json")) else text.lower().replace(" ", ""))
+        if found.world > MOST:
+            raise UsageError(f"cluster {text!r}: found {found.world:,} devices, needed at most {MOST:,}")
+        return found
     module, name = seams[text]
     made: Cluster = getattr(importlib.import_module(module), name)()
     return made
+
+
+def refuse_ending(what: str, word: str) -> None:
+    """Refuse a file of a kind that is not read, which would else be taken for a name.
+
+    Raises:
+        ConfigError: `cluster.yaml`.
+    """
+    ending = Path(word).suffix.lower()
+    if ending in (".yaml", ".yml", ".txt", ".ini", ".cfg"):
+        raise ConfigError(f"{what} {word}: found the ending '{ending}', needed .toml or .json with the same keys")
 
 
 def is_module(model: str) -> bool:
@@ -205,13 +235,16 @@ def _length(model: str, seq: int | None, module: Planned | None, longest: int | 
     return seq, [] if module is not None and module.is_fixed else [f"sequence length: {seq} tokens (give --seq)"]
 
 
+_FROM = {"table": "those of a built-in table", "read": "as the file says", "assumed": "assumed"}
+
+
 def _of_devices(cluster: Cluster) -> list[str]:
     """What a reader should know of them: units that are missing, and where the numbers come from."""
     device, notes = cluster.device, []
     if device.rates.fp16 > device.rates.bf16:
         notes.append(f"{device.name} has no bf16 unit: products in bf16 run as slowly as in fp32 (--allow fp16)")
     if device.origin != "measured":
-        notes.append(f"{device.name}: rates and memory are {device.origin}")
+        notes.append(f"{device.name}: rates and memory are {_FROM[device.origin]}")
         notes += [line for line in cluster.origins if ": assumed" in line]
     return notes
 
@@ -220,8 +253,6 @@ def _described(
     model: str, module: Planned, seq: int, device: str, blocks: str = "auto"
 ) -> tuple[Profile, tuple[str, ...]]:
     """The profile of a module, from its own forward, and what is to be said of it."""
-    if device not in ("meta", "cpu"):
-        raise UsageError(f"--trace-on: found {device!r}, needed meta (no memory) or cpu (runs the forward for real)")
     from shardwise.diagnose.read_module import read_planned
 
     length = min(seq, module.longest or seq)  # sizes per token are those of a sample that its positions allow
@@ -333,11 +364,17 @@ def estimate_json(memory: Memory, step: StepTime, cluster: Cluster) -> dict[str,
     }  # fmt: skip
 
 
+def said_json(plan: Plan, asked: Question, stack: Stack) -> dict[str, Any]:
+    """What stands below the numbers: how far they have been off, for which stack they hold, what nobody gave."""
+    return {"published": likeness(plan, asked.profile), "stack": stack.name, "assumed": list(asked.assumed)}
+
+
 def check_path(path: Path | None, endings: tuple[str, ...]) -> None:
     """Refuse a file that could not be written, before any work.
 
     Raises:
-        ConfigError: another ending, or no such folder.
+        ConfigError: another ending, a folder, or no such folder.
     """
-    if path is not None and (path.suffix not in endings or not path.resolve().parent.is_dir()):
-        raise ConfigError(f"{path}: cannot be written; needed a path in a folder that exists, ending in {endings[0]}")
+    if path is not None and (path.suffix not in endings or path.is_dir() or not path.resolve().parent.is_dir()):
+        ending = " or ".join(endings)
+        raise ConfigError(f"{path}: cannot be written; needed a file in a folder that exists, ending in {ending}")

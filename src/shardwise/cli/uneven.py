@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Annotated
 
 import typer
 
 from shardwise.cli.planning import Question
+from shardwise.errors import UsageError
 
 ImbalanceOption = Annotated[
     float | None, typer.Option("--expert-imbalance", min=1, help="Tokens of the busiest rank of ep, over the mean.")
@@ -15,8 +17,16 @@ ImbalanceOption = Annotated[
 
 
 def unevenly(asked: Question, imbalance: float | None) -> Question:
-    """The question with experts that are met so unevenly; of a model without experts, it itself."""
-    if imbalance in (None, 1) or not asked.profile.experts:
+    """The question with experts that are met so unevenly.
+
+    Raises:
+        UsageError: a model without experts, or no finite number.
+    """
+    if imbalance in (None, 1):
         return asked
+    if not asked.profile.experts:
+        raise UsageError(f"--expert-imbalance {imbalance:g}: {asked.profile.name} has no experts; leave it out")
+    if imbalance == inf:
+        raise UsageError("--expert-imbalance inf: needed a finite number, as 1.5")
     said = f"experts: where ep is above 1, its busiest rank has {imbalance:g} times the mean of the tokens"
     return replace(asked, workload=replace(asked.workload, imbalance=imbalance), assumed=(*asked.assumed, said))

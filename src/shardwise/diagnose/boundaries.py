@@ -23,7 +23,7 @@ from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.transport import Boundary
-from shardwise.plan.plan import Plan, Schedule
+from shardwise.plan.plan import Communication, Plan, Schedule
 from shardwise.testing.fake import fake_world
 
 
@@ -35,7 +35,10 @@ def links_of(training: Training, plan: Plan, rank: int) -> list[Boundary]:
     """
     # stages hand on whole sequences; between the blocks of one, `seq` divides them
     whole = replace(plan.tensor, sequence=False)
-    flat = replace(plan, axes=replace(plan.axes, pp=1), schedule=Schedule(), tensor=whole)
+    # nor do shapes depend on how gradients are summed, where without stages DDP would, which takes fewer dials
+    flat = replace(
+        plan, axes=replace(plan.axes, pp=1), schedule=Schedule(), tensor=whole, communication=Communication()
+    )
     found: dict[int, Boundary] = {}
     with ExitStack() as stack:
         stack.enter_context(fake_world(flat.world, rank % flat.world))

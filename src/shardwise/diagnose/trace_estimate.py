@@ -27,13 +27,14 @@ from shardwise.plan.workload import Workload
 from shardwise.train.loss import Loss, token_cross_entropy
 from shardwise.train.low_bits import table
 from shardwise.train.optim import NamedOptimizer
-from shardwise.train.optimizers import adafactor, adamw, lion, muon, sgd
+from shardwise.train.optimizers import adafactor, adamw, lamb, lion, muon, sgd
 
 RATE = 1e-4
 OPTIMIZERS: Mapping[str, Callable[[Placed], NamedOptimizer]] = {
     "adamw": partial(adamw, lr=RATE),
     "adamw-bf16": partial(adamw, lr=RATE, state_dtype="bf16"),
     "adamw-8bit": partial(adamw, lr=RATE, state_dtype="8bit"),
+    "lamb": partial(lamb, lr=RATE),
     "lion": partial(lion, lr=RATE),
     "muon": partial(muon, lr=RATE),
     "sgd-momentum": partial(sgd, lr=RATE, momentum=0.9),

@@ -16,6 +16,7 @@ from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
 from shardwise.model.nested import put
+from shardwise.model.seen import taken_by_loss, why_not
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch
@@ -33,7 +34,8 @@ def estimate_module_by_trace(
     """Peak bytes of live tensors and collectives of one rank of a plan, from the real step of a module.
 
     The batch is token ids, or its attribute `example_input_array` with as many rows as the plan gives a rank. The loss
-    is the cross-entropy of logits (rows, tokens, vocabulary) against the ids, and of any other output the mean square.
+    is the module's own where it returns one (`loss`, or a number), the cross-entropy of logits (rows, tokens,
+    vocabulary) against ids of that shape, and of any other output the mean square.
 
     Args:
         factory: makes the module, on meta.
@@ -74,10 +76,18 @@ def _traced(training: Training, plan: Plan, rank: int) -> StepTrace:
     try:
         return trace_step(training, plan, rank=rank)
     except FAILURES as error:
+        if "finished reduction" in str(error):
+            raise ModelError(
+                "estimate --trace: some parameters have no gradient from the loss, and DDP waits for them; needed a "
+                "loss that each of them has a part in: take out those that forward does not use, return a `loss` of "
+                "all that it gives, or add find-unused to the plan"
+            ) from error
+        with torch.device("meta"):
+            why = why_not(training.model(), error)
         raise ModelError(
-            f"estimate --trace: the step of the module failed without values: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}; needed a module that trains on a batch of these shapes: run its "
-            "forward and backward on one, and correct what fails; if nothing does, leave out --trace"
+            f"estimate --trace: the step of the module failed without values: {why}; needed a module that trains on a "
+            "batch of these shapes: run its forward and backward on one, and correct what fails; if nothing does, "
+            "leave out --trace"
         ) from error
 
 
@@ -135,14 +145,15 @@ def _rows(batch: Batch, rows: int) -> Batch:
 
 def _loss(output: Any, batch: Batch) -> Loss:
     """See `estimate_module_by_trace`."""
-    given = getattr(output, "logits", output)
-    values = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
+    values = taken_by_loss(output)
     if values is None:
         raise ModelError(
             "estimate --trace: the forward returned no floating tensor, and a step needs a loss; needed one: return "
             "logits, or give trace_step a Training with the loss of your own"
         )
-    ids = batch[1] if isinstance(batch, tuple) and len(batch) == 2 else None
-    if ids is not None and values.shape[:-1] == ids.shape:
-        return token_cross_entropy(values, ids)
+    if not values.dim():
+        return mean_over(values)
+    ids = (t for _, t in tensors_in(batch) if t.dtype is torch.int64 and t.shape == values.shape[:-1])
+    if (labels := next(ids, None)) is not None:
+        return token_cross_entropy(values, labels)
     return mean_over(values.float().square())

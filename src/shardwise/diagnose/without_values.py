@@ -7,7 +7,6 @@ expert are spread evenly over the experts. Everything else that needs values is 
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from shardwise.diagnose.torch_private import (
     work_that_holds,
 )
 from shardwise.errors import ModelError
+from shardwise.model.seen import as_with_values
 from shardwise.parallel.compose import place
 from shardwise.parallel.data import replicate_data
 from shardwise.parallel.init import allocate, blueprint_for
@@ -228,24 +228,6 @@ def _without_tracebacks() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def as_with_values() -> Iterator[None]:
-    """Within it models of `transformers` take the course that they take on tensors with values.
-
-    They ask whether a tensor is fake, and then make masks that a real step does without.
-    """
-    module = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(module, "is_fake_tensor", None)
-    if module is None or before is None:
-        yield
-        return
-    vars(module)["is_fake_tensor"] = lambda _: False
-    try:
-        yield
-    finally:
-        vars(module)["is_fake_tensor"] = before
 
 
 def _allocate_attributes(root: nn.Module, names: tuple[str, ...], device: torch.device) -> None:

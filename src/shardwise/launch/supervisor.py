@@ -320,6 +320,8 @@ class Supervisor:
         if standby is not None and (standby.codes or team is None or standby.team.size != team.size):
             self._drop_standby()
             self._standbys_failed += bool(standby.codes)
+        if self._standby is not None:
+            self.worlds.rest(self._standby)
         if not self._keeps_standby or self._standby is not None or team is None or self._pending is not None:
             return
         if self.worlds.copies(active) > 0:

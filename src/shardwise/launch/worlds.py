@@ -31,6 +31,8 @@ class World:
     """Exit codes of the ranks that have ended, in order of time."""
     is_dropped: bool = False
     """Nobody asks for it any more."""
+    is_stopped: bool = False
+    """By `rest`: it waits without waking the processor."""
 
     @property
     def has_ended(self) -> bool:
@@ -80,8 +82,17 @@ class Worlds:
 
     def order(self, world: World, copy: Copy | None) -> None:
         """Let a world train from a copy of the state, or from the beginning."""
+        if world.is_stopped:
+            self.signal(world, signal.SIGCONT)
+            world.is_stopped = False
         for node in self.nodes:
             node.order(world.number, copy)
+
+    def rest(self, world: World) -> None:
+        """Stop a world that is ready until it is ordered: threads of its groups would wake a hundred times a second."""
+        if not world.is_stopped and self.is_ready(world):
+            self.signal(world, signal.SIGSTOP)
+            world.is_stopped = True
 
     def signal(self, world: World, number: signal.Signals) -> None:
         """Send it to all ranks."""

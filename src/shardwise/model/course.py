@@ -20,10 +20,14 @@ class Held(NamedTuple):
     """Those of them that are not added to their parameter's yet."""
     drawn: float = 0.0
     """Random numbers of 8 bytes per token, in two buffers, of which a CPU makes `DRAWN` each at a time."""
+    squared: float = 0.0
+    """Per pair of tokens of the micro-batch: where every row meets every other (places of tokens with experts, scores
+    of each text with each picture)."""
 
     def size(self, tokens: float) -> float:
         """Bytes of so many tokens, without gradients."""
-        return self.per_token * tokens + self.once + 8 * min(self.drawn * tokens, 2 * DRAWN)
+        drawn = 8 * min(self.drawn * tokens, 2 * DRAWN)
+        return (self.per_token + self.squared * tokens) * tokens + self.once + drawn
 
 
 class Course(NamedTuple):

@@ -24,16 +24,18 @@ from torch.utils.flop_counter import flop_registry
 from shardwise.errors import ModelError
 from shardwise.model.course import Course
 from shardwise.model.experts import keep_rows
-from shardwise.model.infer.torch_private import TorchDispatchMode
 from shardwise.model.known import Known
-from shardwise.model.lifetimes import Lifetimes, courses_of, enough, shortened, with_courses
+from shardwise.model.lifetimes import with_courses
 from shardwise.model.nested import put
 from shardwise.model.operators import chain_of
 from shardwise.model.profile import Attention, Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
-from shardwise.model.standin import Attended, LossOf, drop, drop_by_key
+from shardwise.model.seen import cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
+from shardwise.model.standin import Attended, drop
+from shardwise.model.torch_private import TorchDispatchMode
 from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FUSED = F.scaled_dot_product_attention
 
 
@@ -60,6 +62,8 @@ def describe(
         Operators of each block in the order of the forward. How `tp` divides them is read off their order: a product of
         the residual stream is divided by columns, the next one by rows. Elements that autograd keeps are given as they
         are (`saves_apart`) and as one kernel per chain would keep them (`saves`).
+        What a step of it holds is seen in one without values (`courses`). Where none runs, `unseen` says why: what it
+        holds is then put together from its operators, which may be far off for other modules than chains of blocks.
 
     Raises:
         ModelError: forward needs values that `meta` does not have (which operation, in which module), or the module
@@ -73,9 +77,10 @@ def describe(
     True
     """
     try:
-        return _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16)
+        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16)
     except ModelError:  # whether it is due to the 16 bits is told by a forward without them
-        return _described(_module_on(model, device), sample, (blocks, device, name), torch.float32)
+        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.float32)
+    return found
 
 
 def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype) -> Profile:
@@ -84,7 +89,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     _cast(module, dtype)
     names = find_blocks(module, blocks)
     args, kwargs = _inputs(module, sample, device, dtype)
-    recording = Recording.of(module, _tokens((args, kwargs)))
+    recording = Recording.of(module, tokens_of((args, kwargs)))
     recording.inputs = {key_of(tensor): tensor for _, tensor in tensors_in((args, kwargs))}
     with ExitStack() as stack:
         for hook in _phase_hooks(module, names, watch := _Watch(recording), dtype):
@@ -95,101 +100,25 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         stack.enter_context(_Calls(watch))
         stack.enter_context(_Operations(watch))
         try:
-            values = _first(module(*args, **kwargs))
+            values = taken_by_loss(module(*args, **kwargs))
             recording.given_out = 0 if values is None else values.numel()
         except ModelError:
             raise
         except Exception as error:
             raise _untraceable(module, watch, error, device) from error
+    recording.frozen |= recording.shapes.keys() - recording.used.keys()  # what is never used has no gradient
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // _tokens(sample)[1]
+    given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens_of(sample)[1]
     profile = chain_of(recording, module, names, name or type(module).__name__)
     profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
-    if device != "meta":
-        return profile
-    types = dict.fromkeys((dtype, torch.float32))
-    return with_courses(profile, {t.itemsize: _courses(module, names, profile, sample, t) for t in types})
-
-
-def _courses(
-    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, dtype: torch.dtype
-) -> dict[int, Course]:
-    """What each phase of a step holds; empty where the step does not run without data."""
-    _cast(module, dtype)
-    for chosen in dict.fromkeys((enough(module, names, profile), names)):
-        try:
-            with shortened(module, names, chosen):
-                found = _seen(module, chosen, sample, dtype)
-        except Exception:  # the module's own: it misses a block, or its backward pass needs values
-            continue
-        return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
-    return {}
-
-
-def _seen(module: nn.Module, names: tuple[str, ...], sample: Any, dtype: torch.dtype) -> dict[int, Course]:
-    """From steps of two and of three times the rows of a sample."""
-    runs, rows, tokens, out = [], [], 1.0, -1
-    for times in (2, 3):
-        given = [(path, tensor.to("meta")) for path, tensor in tensors_in(sample)]
-        first = given[0][1].shape[0]
-        given = [(path, torch.cat([t] * times) if t.dim() and t.shape[0] == first else t) for path, t in given]
-        batch = put(sample, dict(given))
-        rows.append(_tokens(batch)[0])
-        tokens = _tokens(batch)[1] / rows[-1]
-        lifetimes, out = _step(module, names, batch, dtype)
-        runs.append(lifetimes)
-    return courses_of((runs[0], runs[1]), (rows[0], rows[1]), tokens, out)
-
-
-def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dtype) -> tuple[Lifetimes, int]:
-    """A forward and a backward pass, and the place of what a loss takes."""
-    lifetimes = Lifetimes(module, [tensor for _, tensor in tensors_in(batch)])
-    calls = _Calls(_Watch())
+    seen: dict[float, Mapping[int, Course]] = {}
+    why = ""
     try:
-        with ExitStack() as stack:
-            for hook in _course_hooks(module, names, lifetimes, dtype):
-                stack.callback(hook.remove)
-            for context in (torch.enable_grad(), torch.device("meta"), calls, lifetimes):
-                stack.enter_context(context)
-            args, kwargs = _inputs(module, batch, "meta", dtype)  # what is cast here is the step's
-            output = module(*args, **kwargs)
-            del args, kwargs
-            calls.known = Known()  # it held what it knows
-            out = -1 if (values := _first(output)) is None else lifetimes.place_of(values)
-            lifetimes.turn()
-            if values is not None and values.requires_grad:
-                LossOf.apply(values).backward()  # type: ignore[no-untyped-call]  # no types in torch
-    finally:
-        for parameter in module.parameters():
-            parameter.grad = None
-    return lifetimes, out
-
-
-def _course_hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetimes, dtype: torch.dtype) -> Iterator[Any]:
-    def enter(index: int, block: nn.Module, *given: object) -> None:
-        lifetimes.enter(index)
-        if index == 0:
-            lifetimes.watch(BEFORE, [tensor for _, tensor in tensors_in(given)])
-
-    def leave(index: int, block: nn.Module, given: object, output: object) -> None:
-        lifetimes.enter(AFTER if index == len(names) - 1 else index)
-        lifetimes.watch(index, [tensor for _, tensor in tensors_in(output)])
-
-    for index, name in enumerate(names):
-        block = module.get_submodule(name)
-        yield block.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
-        yield block.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-        yield block.register_forward_hook(partial(leave, index))
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            yield parameter.register_post_accumulate_grad_hook(lifetimes.add)  # type: ignore[no-untyped-call]  # no types in torch
-
-
-def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Those of a block, as `fully_shard` casts them; in fp32 nothing does."""
-    if dtype is torch.float32:
-        return None
-    return put((args, kwargs), {p: t.to(dtype) for p, t in tensors_in((args, kwargs)) if t.is_floating_point()})
+        for each in dict.fromkeys((dtype, torch.float32)):
+            seen[each.itemsize] = courses_seen(module, names, profile, sample, each)
+    except Exception as error:  # the module's own: its backward pass needs values
+        why = why_not(module, error)
+    return replace(with_courses(profile, seen), unseen=why)
 
 
 def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str) -> ModelError:
@@ -208,15 +137,21 @@ def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str
 
 
 def _module_on(model: nn.Module | Callable[[], nn.Module], device: str) -> nn.Module:
-    if isinstance(model, nn.Module):
-        module = meta_copy(model) if device == "meta" else copy.deepcopy(model)
-    elif device == "meta":
-        with torch.device("meta"):
-            module = meta_copy(model())
-    else:
-        module = model()
+    with torch.device(device):
+        made = model if isinstance(model, nn.Module) else model()
+    scripted = [path for path, inner in made.named_modules() if isinstance(inner, torch.jit.ScriptModule)]
+    if scripted:
+        raise ModelError(
+            f"describe: {scripted[0] or 'the module'} ({type(made).__name__}) was made by torch.jit, whose modules "
+            "take no hooks and cannot be placed; needed modules in Python: leave out torch.jit.script and trace (a "
+            "plan compiles blocks itself)"
+        )
     if device == "meta":
+        with torch.device("meta"):
+            module = meta_copy(made)
         keep_rows(module)
+    else:
+        module = copy.deepcopy(made) if made is model else made
     return module.to(device).train()
 
 
@@ -228,42 +163,18 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _inputs(module: nn.Module, sample: Any, device: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and those by name."""
-    kwargs: dict[str, Any] = {}
-    if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
-        kwargs["use_cache"] = False
     given = [(path, tensor.to(device)) for path, tensor in tensors_in(sample)]
     if device == "meta" and given and given[0][1].dim() and given[0][1].shape[0] == 1:
         # of one row, tensors that a batch has once look like those that each row has
         given = [(path, torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t) for path, t in given]
-    moved = put(sample, {path: t.to(dtype) if t.is_floating_point() else t for path, t in given})
-    if isinstance(moved, Mapping):
-        return (), kwargs | {key: value for key, value in moved.items() if key not in ("labels", "weight")}
-    return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), kwargs
-
-
-def _first(output: Any) -> torch.Tensor | None:
-    """What a loss takes of an output: logits, or the first numbers."""
-    found = (tensor for _, tensor in tensors_in(getattr(output, "logits", output)) if tensor.is_floating_point())
-    return next(found, None)
-
-
-def _tokens(inputs: Any) -> tuple[int, int]:
-    """Samples, and their tokens."""
-    first = next((tensor for _, tensor in tensors_in(inputs)), None)
-    if first is None or first.dim() < 1:
-        raise ModelError(
-            "describe: the sample holds no tensor of rows; needed a batch as forward takes it: give a tensor of shape "
-            "(rows, tokens, ...), a tuple or a dict with one"
-        )
-    return first.shape[0], first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
+    return inputs_of(module, put(sample, dict(given)), dtype)
 
 
 def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch, dtype: torch.dtype) -> Iterator[Any]:
     for index, name in enumerate(names):
         block = module.get_submodule(name)
         yield block.register_forward_pre_hook(partial(watch.enter, index), with_kwargs=True)
-        yield block.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+        yield block.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
         yield block.register_forward_hook(partial(watch.leave, index, index == len(names) - 1))
     for path, inner in module.named_modules():
         yield inner.register_forward_pre_hook(partial(watch.inside, path))
@@ -272,9 +183,9 @@ def _phase_hooks(module: nn.Module, names: tuple[str, ...], watch: _Watch, dtype
 
 @dataclass
 class _Watch:
-    """What all the hooks of one forward share; without a recording nothing is recorded."""
+    """What all the hooks of one forward share."""
 
-    recording: Recording | None = None
+    recording: Recording
     phase: int = BEFORE
     operation: str = ""
     paused: bool = False
@@ -287,7 +198,7 @@ class _Watch:
     def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
         first = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
-        if first is not None and self.recording is not None:
+        if first is not None:
             self.recording.entered.setdefault(index, first.numel())
 
     def leave(self, index: int, last: bool, *args: object) -> None:
@@ -300,7 +211,7 @@ class _Watch:
         self.modules.pop()
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.paused and self.recording is not None:
+        if not self.paused:
             self.recording.keep(tensor, self.phase)
         return tensor
 
@@ -325,7 +236,7 @@ class _Calls(TorchFunctionMode):
         if read := self.known.read(func, args, kwargs):
             return read[0]
         if func is F.dropout:
-            result = (drop if self.watch.recording else drop_by_key)(*args, **kwargs)
+            result = drop(*args, **kwargs)
         elif func is _FUSED:
             result = self._attend(*args, **kwargs)
         elif func is F.multi_head_attention_forward:
@@ -346,8 +257,6 @@ class _Calls(TorchFunctionMode):
         given = dict(zip(("attn_mask", "dropout_p", "is_causal"), others, strict=False)) | options
         if key.shape[-3] != query.shape[-3] and not given.get("enable_gqa"):  # no fused kernel repeats heads unasked
             return _FUSED(query, key, value, *others, **options)
-        if self.watch.recording is None and getattr(given.get("attn_mask"), "requires_grad", False):
-            return _FUSED(query, key, value, *others, **options)  # no kernel of a CPU has the gradient of a bias
         causal = bool(given.get("is_causal")) or (given.get("attn_mask") is not None and self.watch.is_causal())
         meta = query.is_meta
         self.watch.paused = True
@@ -357,8 +266,6 @@ class _Calls(TorchFunctionMode):
             out = _FUSED(query, key, value, *others, **options)
         self.watch.paused = False
         recording = self.watch.recording
-        if recording is None:
-            return out
         op = Attention(
             heads=query.shape[-3],
             kv_heads=recording.kv_heads(query, key),
@@ -380,12 +287,13 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        recording = self.watch.recording
-        if not self.watch.paused and recording is not None:
+        if not self.watch.paused:
             given = [tensor for _, tensor in tensors_in((args, kwargs or {}))]
             gave = [tensor for _, tensor in tensors_in(result)]
             count = flop_registry.get(func.overloadpacket)
             flops = int(count(*args, **(kwargs or {}), out_val=result)) if count is not None else 0
             name = func.overloadpacket.__name__
-            recording.operation(Call(name, given, gave, self.watch.phase, flops))
+            if "batch_norm" in name and not isinstance(self.watch.modules[-1][1], BATCH_NORMS):
+                name = "instance_norm"  # over the places of each sample: data ranks share no statistics
+            self.watch.recording.operation(Call(name, given, gave, self.watch.phase, flops))
         return result

@@ -6,12 +6,14 @@ parameter: their values are computed beside the trace, on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.model.nested import leaves, put
+from shardwise.model.torch_private import with_values
 
 FACTORIES = frozenset(("arange", "zeros", "ones", "full", "tensor", "as_tensor", "linspace", "eye"))
 READS = frozenset(("item", "tolist", "__bool__", "__int__", "__float__", "__index__"))
@@ -23,12 +25,13 @@ class Known:
     """The values of the tensors of one trace that are known."""
 
     def __init__(self) -> None:
-        self._values: dict[int, torch.Tensor] = {}
-        self._alive: list[torch.Tensor] = []  # an object that is freed would give its id to another
+        self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        # by identity; it keeps no tensor alive
 
     def read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What a call that looks at a value returns, in a tuple; empty where it is not known."""
-        value = self._values.get(id(args[0])) if args and getattr(func, "__name__", "") in READS else None
+        asked = bool(args) and isinstance(args[0], torch.Tensor) and getattr(func, "__name__", "") in READS
+        value = self._values.get(args[0]) if asked else None
         return (func(value, *args[1:], **kwargs),) if value is not None else ()
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -36,15 +39,14 @@ class Known:
         operands = {path: leaf for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         results = [leaf for _, leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
         made = not operands and getattr(func, "__name__", "") in FACTORIES
-        if not results or not (made or (operands and all(id(t) in self._values for t in operands.values()))):
+        if not results or not (made or (operands and all(t in self._values for t in operands.values()))):
             return
         if sum(t.numel() for t in results) > MAX_NUMBERS:
             return
-        args, kwargs = put((args, kwargs), {path: self._values[id(t)] for path, t in operands.items()})
+        args, kwargs = put((args, kwargs), {path: self._values[t] for path, t in operands.items()})
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
         args = tuple(torch.device("cpu") if isinstance(arg, torch.device) else arg for arg in args)
-        with torch.device("cpu"):
+        with with_values(), torch.device("cpu"):
             values = [leaf for _, leaf in leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         for tensor, value in zip(results, values, strict=True):
-            self._values[id(tensor)] = value
-            self._alive.append(tensor)
+            self._values[tensor] = value

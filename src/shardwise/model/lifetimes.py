@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.model.copies import tensors_in
 from shardwise.model.course import Course, Courses, Held
-from shardwise.model.infer.torch_private import TorchDispatchMode
 from shardwise.model.profile import Block, Profile
 from shardwise.model.recording import AFTER, BEFORE, key_of
-from shardwise.model.standin import BITS
-from shardwise.model.tracer import tensors_in
+from shardwise.model.standin import BITS, spread_evenly
+from shardwise.model.torch_private import READ_NUMBER, TorchDispatchMode, is_fake, with_values
+
+SAME = 0.05
+"""How much more than in proportion to its rows a storage may have, as by rounding up, and still be taken as per row."""
 
 
 class Lifetimes(TorchDispatchMode):
@@ -42,7 +45,19 @@ class Lifetimes(TorchDispatchMode):
         self._refs: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and see what it gives."""
+        """Run an operation, and see what it gives. Values are made up as in `estimate --trace`.
+
+        A number that is read is one, and tokens that are counted by expert are spread evenly.
+        """
+        if func is READ_NUMBER and is_fake(args[0]):
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func is torch.ops.aten.bincount.default:
+            bins = (kwargs or {}).get("minlength", args[2] if len(args) > 2 else 0)
+            with with_values():
+                return torch.tensor(spread_evenly(args[0].numel(), bins))
+        if (given := tensors_in((args, kwargs))) and not any(is_fake(tensor) for _, tensor in given):
+            with with_values():  # those counts
+                return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for _, tensor in tensors_in(result):
             self._see(tensor)
@@ -86,58 +101,72 @@ class Lifetimes(TorchDispatchMode):
         self.phase, self.backward = AFTER, True
 
 
-def courses_of(runs: tuple[Lifetimes, Lifetimes], rows: tuple[int, int], tokens: float, out: int) -> dict[int, Course]:
-    """Phase -> what it holds, from two runs of a step.
+def courses_of(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, out: int) -> dict[int, Course]:
+    """Phase -> what it holds, from three runs of a step.
 
     Args:
-        runs: of few rows, and of more; what grows between them is per row.
+        runs: of few rows, and of more; what grows between them is per row, or per pair of rows.
         rows: their numbers.
         tokens: of a row.
         out: place of what a loss takes, which is counted with the loss.
     """
-    first, second = runs
-    per_row = [size / rows[0] for size in first.sizes]
-    if len(first.sizes) == len(second.sizes):  # else its course depends on the rows: all is taken to be per row
-        pairs = zip(first.sizes, second.sizes, strict=True)
-        per_row = [max(0.0, (more - few) / (rows[1] - rows[0])) for few, more in pairs]
-    sizes = [
-        (0.0, 0.0, each / tokens / 8) if place in first.drawn else (each / tokens, size - each * rows[0], 0.0)
-        for place, (each, size) in enumerate(zip(per_row, first.sizes, strict=True))
-    ]
+    first = runs[0]
+    sizes = _sizes(runs, rows, tokens)
     added = {place for kind, place, *_ in first.events if kind == "added"}
     kept = _kept(first, sizes, out)
     found: dict[tuple[int, bool], list[Held]] = {}
-    before, total = {}, (0.0, 0.0)
+    before, total = {}, Held()
     for phase in sorted(kept):
-        before[phase], total = total, (total[0] + kept[phase][0], total[1] + kept[phase][1])
-    live, gradients, fresh = (0.0, 0.0, 0.0), dict.fromkeys(kept, 0.0), set[int]()
+        before[phase], total = total, _sum(total, kept[phase])
+    live, gradients, fresh = Held(), dict.fromkeys(kept, 0.0), set[int]()
     for kind, place, phase, backward in first.events:
-        size = sizes[place]
         if kind == "added":
             fresh.discard(place)
         elif kind == "made" and place in added and backward:
             gradients[phase] += first.sizes[place] / first.width
             fresh.add(place)
         elif place not in added and (place != out or not backward):
-            sign = 1 if kind == "made" else -1
-            live = live[0] + sign * size[0], live[1] + sign * size[1], live[2] + sign * size[2]
+            live = _sum(live, sizes[place], 1 if kind == "made" else -1)
         if kind == "made":
-            less = before[phase]
+            held = _sum(live, before[phase], -1)
             waits = sum(first.sizes[each] for each in fresh) / first.width
             if backward and out >= 0:
-                less = less[0] + sizes[out][0], less[1] + sizes[out][1]
-            held = Held(live[0] - less[0], live[1] - less[1], gradients[phase] * backward, waits, live[2])
+                held = _sum(held, sizes[out], -1)
+            held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn)
             found.setdefault((phase, backward), []).append(held)
     return {
-        phase: Course(Held(*kept[phase]), largest(found.get((phase, False), [])), largest(found.get((phase, True), [])))
+        phase: Course(kept[phase], largest(found.get((phase, False), [])), largest(found.get((phase, True), [])))
         for phase in kept
     }
 
 
-def _kept(run: Lifetimes, sizes: list[tuple[float, float, float]], out: int) -> dict[int, tuple[float, float]]:
-    """Phase -> bytes per token, and whatever the tokens, that it made and that live when forward ends."""
+def _sum(one: Held, other: Held, times: int = 1) -> Held:
+    return Held(*(a + times * b for a, b in zip(one, other, strict=True)))
+
+
+def _sizes(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float) -> list[Held]:
+    """Of each storage: what of its bytes is there once, per token, and per pair of tokens."""
+    first = runs[0]
+    if any(len(run.sizes) != len(first.sizes) for run in runs):  # its course depends on the rows: all is per row
+        return [Held(size / rows[0] / tokens) for size in first.sizes]
+    few, more, most = rows
+    found = []
+    for place, (low, high, top) in enumerate(zip(*(run.sizes for run in runs), strict=True)):
+        squared, slope = 0.0, max(0.0, (high - low) / (more - few))
+        if top > (low + slope * (most - few)) * (1 + SAME):
+            squared = ((top - high) / (most - more) - slope) / (most - few)
+            slope -= squared * (few + more)
+        once = low - slope * few - squared * few**2
+        drawn = place in first.drawn
+        found.append(Held(0.0 if drawn else slope / tokens, once, drawn=slope / tokens / 8 * drawn))
+        found[-1] = found[-1]._replace(squared=squared / tokens**2)
+    return found
+
+
+def _kept(run: Lifetimes, sizes: list[Held], out: int) -> dict[int, Held]:
+    """Phase -> what it made and what lives when forward ends."""
     made: dict[int, int] = {}
-    kept = {phase: (0.0, 0.0) for *_, phase, _ in run.events}
+    kept = {phase: Held() for *_, phase, _ in run.events}
     for kind, place, phase, backward in run.events:
         if backward:
             break
@@ -147,7 +176,7 @@ def _kept(run: Lifetimes, sizes: list[tuple[float, float, float]], out: int) -> 
             made.pop(place, None)
     for place, phase in made.items():
         if place != out:
-            kept[phase] = kept[phase][0] + sizes[place][0], kept[phase][1] + sizes[place][1]
+            kept[phase] = _sum(kept[phase], sizes[place]._replace(drawn=0.0))
     return kept
 
 

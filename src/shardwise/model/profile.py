@@ -197,6 +197,8 @@ class Profile:
     """Elements per token that a loss takes; 0: as many as `vocab`."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
+    unseen: str = ""
+    """Why no step of it could be run without data, so that what it holds is put together from its operators."""
 
     def __hash__(self) -> int:
         return hash_of(self)
@@ -207,7 +209,7 @@ class Profile:
         tied = self.vocab * self.dim if self.tied else 0
         return self.embedding + sum(block.params for block in self.blocks) + self.head.params - tied
 
-    @property
+    @cached_property
     def trained(self) -> float:
         """Share of the parameters that get a gradient."""
         head = self.head.frozen - (min(self.frozen, self.head.frozen) if self.tied else 0)

@@ -143,6 +143,8 @@ class Recording:
     def attention(self, op: Attention, given: Sequence[torch.Tensor], out: torch.Tensor, phase: int) -> None:
         """Fused attention was called: it keeps what it is given, and its output."""
         self.alive.append(out)
+        for name in filter(None, map(self.name_of, given)):
+            self.used.setdefault(name, phase)
         kept = {key_of(t): t.untyped_storage().nbytes() // t.element_size() for t in (*given, out)}
         shape, length = given[0].shape, self.tokens / self.samples
         rows = math.prod(shape[:-3]) * shape[-2] / self.tokens

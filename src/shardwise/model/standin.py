@@ -58,6 +58,16 @@ def _experts(
     return total
 
 
+def spread_evenly(count: int, bins: int) -> list[int]:
+    """So many tokens over so many experts.
+
+    >>> spread_evenly(7, 3)
+    [3, 2, 2]
+    """
+    share, rest = divmod(count, max(bins, 1))
+    return [share + (i < rest) for i in range(bins)]
+
+
 class Attended(torch.autograd.Function):
     """Stands for fused attention: a result of its shape that depends on its inputs."""
 

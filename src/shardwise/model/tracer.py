@@ -7,7 +7,6 @@ forward once on the meta device, where tensors have shapes and no data, and foll
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ModelError
 from shardwise.findings import nearest
+from shardwise.model.copies import copy_module as copy_module
+from shardwise.model.copies import meta_copy as meta_copy
+from shardwise.model.copies import tensors_in as tensors_in
 from shardwise.model.known import Known as Known
-from shardwise.model.nested import Path, leaves, put
-from shardwise.model.standin import stand_in_experts
+from shardwise.model.nested import Path, put
 
 BEFORE, BETWEEN, AFTER = "before the blocks", "between two blocks", "after the blocks"
 """Phases of a forward that are not a block's; a block's phase is its name."""
@@ -69,7 +71,8 @@ def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
     Args:
         module: on any device.
         pattern: `layers.*`, where `*` stands for one part of a dotted name; or `auto`: the list, dict or sequence
-            of at least two modules of one class that holds the most parameters, the longest of such.
+            of at least two modules of one class that holds the most parameters, the longest of such. Lists of lists
+            (stages of blocks) are looked into: what is never called is no block.
 
     Raises:
         ModelError: no module matches, or none looks repeated.
@@ -93,7 +96,8 @@ def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
         if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
         children = list(container.named_children())
-        if len(children) < 2 or len({type(child) for _, child in children}) > 1:
+        kinds: set[type[nn.Module]] = {type_before_parametrizations(child) for _, child in children}
+        if len(children) < 2 or len(kinds) > 1 or kinds.pop().forward is nn.Module.forward:
             continue
         size = (sum(p.numel() for p in container.parameters()), len(children))
         if size[0] and (best is None or size > best[0]):
@@ -105,42 +109,6 @@ def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
             row="module.no-blocks",
         )
     return best[1]
-
-
-def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device: same code and names, ties and hooks kept, no data.
-
-    Raises:
-        ModelError: the module holds something that Python cannot copy.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    copied = copy_module(module, memo)
-    stand_in_experts(copied)
-    return copied
-
-
-def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy in which the objects of `memo` (by `id`) are replaced by what it gives for them.
-
-    Raises:
-        ModelError: the module holds something that Python cannot copy.
-    """
-    try:
-        return copy.deepcopy(module, memo)
-    except (TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"a pipeline copies the structure of {type(module).__name__} (not its weights), and an attribute of it "
-            f"cannot be copied ({error}); keep locks, files and process groups out of the module"
-        ) from error
-
-
-def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
-    """The tensors of nested tuples, lists, dicts and dataclasses with their paths."""
-    return [(path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: tuple[str, ...]) -> Chain:

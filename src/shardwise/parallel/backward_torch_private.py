@@ -39,6 +39,7 @@ def backward_to_inputs(
     gradients: Sequence[torch.Tensor | None] | None,
     inputs: Sequence[object],
     weights: Iterable[torch.Tensor],
+    at_once: Iterable[torch.Tensor] = (),
 ) -> tuple[Gradients, list[Group]]:
     """Gradients of the inputs, None for those without one; and what `backward_to_weights` needs.
 
@@ -49,21 +50,24 @@ def backward_to_inputs(
         gradients: theirs; None for a loss.
         inputs: what the stage took. Tensors get their gradients in `.grad` too.
         weights: the stage's parameters.
+        at_once: those of them that get their gradients here, not later.
     """
     given = [torch.ones_like(tensor) for tensor in outputs] if gradients is None else gradients
     roots = [(tensor, gradient) for tensor, gradient in zip(outputs, given, strict=True) if tensor.requires_grad]
     taken = [value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad]
-    found: Gradients = (None,) * len(taken)
-    groups = _groups(roots, taken, weights)
-    if roots and taken:
+    soon = {id(weight): weight for weight in at_once if weight.requires_grad}
+    wanted = [*taken, *soon.values()]
+    found: Gradients = (None,) * len(wanted)
+    groups = _groups(roots, taken, (weight for weight in weights if id(weight) not in soon))
+    if roots and wanted:
         tensors, seeds = zip(*roots, strict=True)
         with _hooks((node, partial(_keep, group, node)) for group in groups for node in group.nodes):
-            found = torch.autograd.grad(tensors, taken, seeds, retain_graph=True, allow_unused=True)
-    for tensor, gradient in zip(taken, found, strict=True):
+            found = torch.autograd.grad(tensors, wanted, seeds, retain_graph=bool(groups), allow_unused=True)
+    for tensor, gradient in zip(wanted, found, strict=True):
         _add(tensor, gradient)
     for tensor in outputs:
         tensor.detach_()
-    of_tensor = {id(tensor): gradient for tensor, gradient in zip(taken, found, strict=True)}
+    of_tensor = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=True)}
     return tuple(of_tensor.get(id(value)) for value in inputs), groups
 
 

@@ -14,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed, RandomKeys
+from shardwise.parallel.stage import StageModule
 from shardwise.parallel.torch_private import COSTLY_OPERATIONS
 from shardwise.plan.plan import Plan, Recompute
 
@@ -62,6 +63,9 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             row="module.no-blocks",
         )
     chosen = recomputed(placed.blocks, plan.recompute)
+    for part in placed.parts:
+        if isinstance(part.run, StageModule):
+            part.run.recomputed = tuple(name for name in placed.blocks if name in chosen)
     for name, block in own_blocks(placed):
         forward: Callable[..., Any] = block.forward
         if name in chosen:

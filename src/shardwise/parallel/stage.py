@@ -118,6 +118,12 @@ class StageModule(nn.Module):
         super().__init__()
         self.root, self.randomness = root, randomness
         self.cut, self.wiring, self.feed = cut, wiring, Feed()
+        self.recomputed: tuple[str, ...] = ()
+        """Names of the blocks whose activations are recomputed."""
+
+    def weights_at_once(self) -> list[nn.Parameter]:
+        """Those of recomputed blocks: a backward in two parts would recompute a block anew for each of its weights."""
+        return [weight for name in self.recomputed for weight in self.root.get_submodule(name).parameters()]
 
     def forward(self, *received: torch.Tensor, index: int, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Run the user's forward on micro-batch `index`, as far as this stage goes.

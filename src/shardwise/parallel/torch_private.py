@@ -108,7 +108,8 @@ class Stage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Gradients, Any]:
         """Torch's own, and for the two parts of a divided backward `backward_torch_private`."""
-        weights = self.submod.parameters()
+        module: Any = self.submod
+        weights = module.parameters()
         if backward_type != "full" and isinstance(self.submod, FSDPModule):
             # as torch does: schedules reduce at the end
             self.submod.set_is_last_backward(False)
@@ -116,7 +117,7 @@ class Stage(PipelineStage):
             self.submod.set_requires_gradient_sync(False)
         if backward_type == "input":
             outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
-            return backward_to_inputs(outputs, gradients, inputs, weights)
+            return backward_to_inputs(outputs, gradients, inputs, weights, module.weights_at_once())
         if backward_type == "weight":
             backward_to_weights(weights, bwd_kwargs["param_groups"])
             return (), None

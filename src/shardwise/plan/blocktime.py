@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -85,15 +85,8 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     Sources: arXiv:1909.08053 and arXiv:2205.05198 for what tp and sequence parallelism send, arXiv:2310.01889 for the
     ring, arXiv:2006.16668 for the exchange of experts.
     """
-    forward = backward = light = weight = 0.0
-    kernels = 0
-    for op in block.ops:
-        ahead, back = _op_time(op, shape, setting)
-        forward += ahead
-        weight += back / 2 if isinstance(op, Matmul) and op.trained and not setting.frozen else 0.0
-        backward += back
-        light += ahead if isinstance(op, Pointwise) else 0.0
-        kernels += _kernels(op, setting.stack)
+    alike = setting if setting.context == "ring" else replace(setting, context="ring")  # kernels do not see it
+    forward, backward, light, weight, kernels = _kernel_times(block, shape, alike)
     device, host = (forward, backward), _host(block, kernels, setting)
     compute = max(forward, host[0]) + max(backward, host[1])
     tensor, hidden = _tensor(block, shape, setting, compute)
@@ -115,6 +108,21 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         whole=both - back + sent[0],
         light=_again_light(light, device, host, kernels, setting),
     )
+
+
+@lru_cache(maxsize=65536)
+def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, float, float, float, int]:
+    """Seconds of kernels: forward, backward, of element-wise ones forward, of gradients of weights; their number."""
+    forward = backward = light = weight = 0.0
+    kernels = 0
+    for op in block.ops:
+        ahead, back = _op_time(op, shape, setting)
+        forward += ahead
+        weight += back / 2 if isinstance(op, Matmul) and op.trained and not setting.frozen else 0.0
+        backward += back
+        light += ahead if isinstance(op, Pointwise) else 0.0
+        kernels += _kernels(op, setting.stack)
+    return forward, backward, light, weight, kernels
 
 
 def _passes(

@@ -22,7 +22,7 @@ from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
-from shardwise.plan.timing import STRAGGLERS, Part, Wire
+from shardwise.plan.timing import STRAGGLERS, Part, Wire, loss_time
 from shardwise.plan.updating import HOST_UPDATE
 from shardwise.plan.workload import STATE_BYTES
 
@@ -49,17 +49,17 @@ class Bounds:
 
     # ------------------------------------------------------------ time
 
-    def core_time(self, core: Core) -> float:
-        """Below the step of every plan with this core: its work, evenly on all ranks, without a bubble."""
+    def core_time(self, core: Core, more: float = 0.0) -> float:
+        """Below the step of all plans with this core: its blocks, evenly on all ranks, without a bubble; and `more`."""
         groups = core.world // (core.tp * core.cp)
         work = self.work(core)
         passes = self.space.workload.global_batch / core.samples
-        return ((work.busy[-1] + work.head) * passes / groups + self.space.stack.step) * self.stragglers
+        return ((work.busy[-1] + work.head) * passes / groups + more + self.space.stack.step) * self.stragglers
 
     def least_update(self, core: Core, count: int, limit: float) -> float:
-        """Below the optimizer's part of a step of at least `count` micro-batches, with `limit` bytes per device.
+        """Below the optimizer's part of a step of `count` micro-batches or more, with `limit` bytes per device.
 
-        No plan holds less per rank than all ranks' shards of everything; where these do not fit, the host updates.
+        No rank holds less than a shard of everything; where that does not fit, the host updates. Without stragglers.
         """
         key = (core.precision, core.world, count, limit)
         if key not in self._updates:
@@ -69,7 +69,7 @@ class Bounds:
             held = sum(states_of(division, division.ranks[0], stack).values())
             owned = self._params[0] + self._params[1]
             self._updates[key] = self._update_of(owned / core.world, count, offloaded=self.on_device(held) > limit)
-        return self._updates[key] * self.stragglers
+        return self._updates[key]
 
     @cached_property
     def stragglers(self) -> float:
@@ -82,38 +82,58 @@ class Bounds:
         The rank at place r starts when a micro-batch has passed the first stages of the ranks before it, and ends that
         long before the step does, where a backward pass is not split; where it is, forwards count alone.
         """
-        pipe, work, step = flow.pipe, self.work(flow.pipe.core), self.space.stack.step
-        again, count = work.again[flow.policy] / pipe.pp, pipe.micro_batches
+        pipe, work, stack = flow.pipe, self.work(flow.pipe.core), self.space.stack
+        again, count, loss = work.again[flow.policy], pipe.micro_batches, self._loss(pipe.core)
+        step = stack.step + (self._offloaded(flow) if flow.offload else 0.0) + stack.fill_host * (pipe.pp - 1)
+        step += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
         if pipe.pp == 1:
             one = work.busy[-1] + work.head
-            return (one + again) * count + step, one * work.most, one * (1 - work.least) + again
+            forward, backward = one * work.most + loss, one * (1 - work.least) + again + loss
+            return (one + 2 * loss + again) * count + step, forward, backward
         path = before = total = forward = backward = 0.0
         split = flow.schedule.kind in ZERO_BUBBLE
-        for rank in self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy):
-            path = max(path, (rank.busy + rank.again) * count + before)
+        cut = self.cut(pipe.pp, flow.schedule)
+        for rank, (_, last, _) in zip(self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy), cut, strict=True):
+            own = loss if last else 0.0
+            path = max(path, (rank.busy + rank.again + 2 * own) * count + before)
             before += rank.first * min(work.least, 0.33) if split else rank.first + rank.first_again
-            total += rank.busy + rank.again
-            forward = max(forward, rank.busy * work.most)
-            backward = max(backward, rank.busy * (1 - work.least) + rank.again)
+            total += rank.busy + rank.again + 2 * own
+            forward = max(forward, rank.busy * work.most + own)
+            backward = max(backward, rank.busy * (1 - work.least) + rank.again + own)
         # one micro-batch passes all stages, the others wait for the last of them
-        start = max(start for stages, *_ in self._cut(pipe.pp, flow.schedule) for start, _ in stages)
-        last = work.busy[-1] - work.busy[start] + work.head
-        path = max(path, (total + (count - 1) * last) * (0.6 if split else 1.0)) + step
+        start = max(start for stages, *_ in cut for start, _ in stages)
+        end = work.busy[-1] - work.busy[start] + work.head + 2 * loss
+        path = max(path, (total + (count - 1) * end) * (0.6 if split else 1.0)) + step
         return path, forward, backward
+
+    def _loss(self, core: Core) -> float:
+        """Seconds of the cross entropy of a micro-batch, each way."""
+        return loss_time(self._num_logits(core), self.space.cluster, self.space.stack)
+
+    def _offloaded(self, flow: Flow) -> float:
+        """Seconds of saved tensors on their way to the host and back that compute cannot hide."""
+        pipe, stack, work = flow.pipe, self.space.stack, self.work(flow.pipe.core)
+        ranks = self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy)
+        upto, most = self._kept(pipe.core)[0][flow.policy], 0.0
+        for rank, (stages, last, _) in zip(ranks, self.cut(pipe.pp, flow.schedule), strict=True):
+            own = self._loss(pipe.core) if last else 0.0
+            moved = sum([upto[end] - upto[start] for start, end in stages]) * self.tokens(pipe.core)
+            passes = rank.busy * work.most + own, rank.busy * (1 - work.least) + rank.again + own
+            one_way = moved * stack.offloads_blocks / self.space.cluster.host_bandwidth
+            most = max(most, sum([max(0.0, one_way - stack.overlap_data * each) for each in passes]))
+        return most * pipe.micro_batches
 
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
         """With what data axes send and compute cannot hide, and an offloaded update; `family`: the `flow_time`."""
         seconds, forward, backward = family or self.flow_time(flow)
         pipe, stack = flow.pipe, self.space.stack
         count, blocks = pipe.micro_batches, self._blocks_of(pipe.pp)
-        seconds += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
-        seconds += stack.fill_host * (pipe.pp - 1)
         owned = self._owned(spread, *self._local(pipe))
         seconds += self._update_of(owned, count, offloaded=spread.offloaded)
         gather, again, reduce = self._sent(spread)
         hides = stack.overlap_data
         if spread.zero == 3 and pipe.pp > 1 and stack.keeps_shards:
-            most = max(sum(end - start for start, end in stages) for stages, *_ in self._cut(pipe.pp, flow.schedule))
+            most = max(sum(end - start for start, end in stages) for stages, *_ in self.cut(pipe.pp, flow.schedule))
             exposed = max(0.0, again - hides * backward) + stack.gather_wait * blocks + again / (most + 1)
             seconds += exposed * count + max(0.0, reduce - hides * backward)
         elif spread.zero == 3:
@@ -166,7 +186,7 @@ class Bounds:
         work = self.work(core)
         key = (work, pp, *cut_as(schedule), policy)
         if key not in self._rank_works:
-            self._rank_works[key] = rank_works(work, self._again(work, policy), self._cut(pp, schedule))
+            self._rank_works[key] = rank_works(work, self._again(work, policy), self.cut(pp, schedule))
         return self._rank_works[key]
 
     def _again(self, work: Work, policy: int) -> Upto:
@@ -177,7 +197,7 @@ class Bounds:
             self._agains[work, policy] = tuple(accumulate((one[id(b)] if on else 0.0 for b, on in blocks), initial=0.0))
         return self._agains[work, policy]
 
-    def _cut(self, pp: int, schedule: Schedule) -> list[Cut]:
+    def cut(self, pp: int, schedule: Schedule) -> list[Cut]:
         """For each rank the first and the end of each of its stages, whether it holds the head, and which blocks."""
         key = (pp, *cut_as(schedule))
         if key not in self._cuts:
@@ -222,7 +242,7 @@ class Bounds:
 
     def core_size(self, core: Core) -> float:
         """Below all its plans' device memory: one rank has the largest block in full, the last one logits and one."""
-        blocks = self._full(core).values()
+        blocks = [size * self.tokens(core) for size in self._full(core).values()]
         return self.on_device(max(*blocks, min(blocks) + self.logits(core)))
 
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
@@ -239,31 +259,38 @@ class Bounds:
 
     def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float]]:
         pipe, core, schedule = flow.pipe, flow.pipe.core, flow.schedule
-        kept, blocks = self._kept(core)
-        cut, shape = self._cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
-        upto, sizes = kept[flow.policy], []
+        cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
+        sizes, tokens = [], self.tokens(core)
         for rank in ranks:
-            stages, last, distinct = cut[rank]
-            block = max([blocks[number] for number in distinct]) if len(distinct) > 1 else blocks[min(distinct)]
-            size = block if flow.policy else 0.0
-            if flow.offload:
-                size += 2 * block
-            else:
-                for (start, end), count in zip(stages, after_warmup(schedule.kind, shape, rank), strict=True):
-                    size += count * (upto[end] - upto[start])
-            sizes.append((rank, size, self.logits(core) if last else 0.0, block))
+            counts = () if flow.offload else after_warmup(schedule.kind, shape, rank)
+            size, block = self.kept_by(core, flow.policy, cut[rank], counts)
+            sizes.append((rank, size * tokens, self.logits(core) if cut[rank][1] else 0.0, block * tokens))
         return sizes
+
+    def kept_by(self, core: Core, policy: int, cut: Cut, counts: tuple[int, ...]) -> tuple[float, float]:
+        """Bytes per token of a rank with so many micro-batches in flight on each stage; of its largest block in full.
+
+        No counts: saved tensors are on the host, but for those of the block at work and of the one ahead of it.
+        """
+        kept, blocks = self._kept(core)
+        stages, _, distinct = cut
+        upto, block = kept[policy], max([blocks[number] for number in distinct])
+        size = (block if policy else 0.0) + (0.0 if counts else 2 * block)
+        for (start, end), count in zip(stages, counts, strict=False):
+            size += count * (upto[end] - upto[start])
+        return size, block
 
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""
-        workload, stack, width = self.space.workload, self.space.stack, core.width
-        tokens = core.samples * workload.seq_len / core.cp
-        shards = core.tp if core.loss else 1
-        return tokens * self.space.profile.vocab / shards * (stack.logit_bytes if width < 4 else 3 * width)
+        width = core.width
+        return self._num_logits(core) * (self.space.stack.logit_bytes if width < 4 else 3 * width)
 
-    def least_size(self, kept: Kept) -> float:
-        """Device memory of a family: what it keeps, with no states."""
-        return self.on_device(max(size + logits for _, size, logits, _ in kept))
+    def _num_logits(self, core: Core) -> float:
+        return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)
+
+    def tokens(self, core: Core) -> float:
+        """Tokens of a micro-batch on a rank."""
+        return core.samples * self.space.workload.seq_len / core.cp
 
     def plan_size(self, flow: Flow, spread: Spread, kept: Kept) -> float:
         """Device memory in the loss or in a backward pass, on the ranks of `kept`, which is the `flow_size`."""
@@ -343,19 +370,13 @@ class Bounds:
         core, (dense, experts) = pipe.core, self._params
         return dense / core.tp / pipe.pp, experts / (core.ep if core.ep > 1 else core.tp) / pipe.pp
 
-    def leanest(self, core: Core) -> int:
-        """Number of the recompute policy that keeps least."""
-        kept = self._kept(core)[0]
-        return min(range(len(kept)), key=lambda policy: kept[policy][-1])
-
     def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
-        """(for each policy, bytes that a micro-batch keeps; those of each distinct block in full)."""
+        """Bytes per token of a micro-batch: for each policy what is kept up to each block; distinct blocks in full."""
         if core not in self._saved:
-            space, full = self.space, self._full(core)
-            how, tokens = space.saving(core), core.samples * space.workload.seq_len / core.cp
+            space, full, how = self.space, self._full(core), self.space.saving(core)
             less = {
                 mode: {
-                    id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how) * tokens
+                    id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how)
                     for block, _ in self._blocks
                 }
                 for mode in ("ops", "blocks")
@@ -370,9 +391,8 @@ class Bounds:
         return self._saved[core]
 
     def _full(self, core: Core) -> dict[int, float]:
-        """Bytes that each distinct block keeps of a micro-batch, by its `id`."""
-        tokens = core.samples * self.space.workload.seq_len / core.cp
-        return {id(block): saved_bytes(block, self.space.saving(core)) * tokens for block, _ in self._blocks}
+        """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
+        return {id(block): saved_bytes(block, self.space.saving(core)) for block, _ in self._blocks}
 
 
 def cut_as(schedule: Schedule) -> tuple[int, bool]:

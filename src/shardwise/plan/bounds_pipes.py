@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import NamedTuple
 
 from shardwise.plan.bounds import cut_as
 from shardwise.plan.bounds_shared import SharedBounds, SpreadsOf
+from shardwise.plan.plan import Schedule
+from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe
 
 
 class Unit(NamedTuple):
     """What micro-batches in flight keep at least, of all schedules that cut the blocks alike: bytes per token."""
 
-    like: Flow
+    schedule: Schedule
     """One of them."""
     first: float
     """On the first rank of the pipeline, and on the last; logits are not in it."""
     last: float
     heads: tuple[bool, bool]
     """Which of the two has the logits."""
+
+
+Flights = tuple[Schedule, tuple[set[tuple[int, ...]], set[tuple[int, ...]]]]
+"""One of the schedules that cut the blocks alike; and the micro-batches in flight on each stage that any of them has,
+on the first rank and on the last. No numbers: what is saved is offloaded."""
 
 
 class PipeSizes:
@@ -31,6 +39,7 @@ class PipeSizes:
 
     def __init__(self, bounds: SharedBounds, spreads: SpreadsOf) -> None:
         self.bounds, self.spreads = bounds, spreads
+        self._flights: dict[tuple[int, int], list[Flights]] = {}
         self._units: dict[tuple[object, ...], list[Unit]] = {}
         self._pipes: dict[tuple[object, ...], float] = {}
         self._fits: dict[tuple[object, ...], bool] = {}
@@ -45,42 +54,52 @@ class PipeSizes:
             )
         return self._fits[key]
 
-    def of_pipe(self, pipe: Pipe) -> float:
-        """The same of a pipe: on its first or its last rank, whichever needs more."""
-        key = (pipe.pp, pipe.data, *_sizes_of(pipe.core))
+    def of_pipe(self, pipe: Pipe, policy: int | None = None) -> float:
+        """The same of a pipe: on its first or its last rank, whichever needs more; `policy`: under this one alone."""
+        key = (pipe.pp, pipe.data, policy, *_sizes_of(pipe.core))
         if key not in self._pipes:
-            self._pipes[key] = self._of_pipe(pipe)
+            self._pipes[key] = self._of_pipe(pipe, policy)
         return self._pipes[key]
 
-    def _of_pipe(self, pipe: Pipe) -> float:
+    def _of_pipe(self, pipe: Pipe, policy: int | None) -> float:
         bounds, core, least = self.bounds, pipe.core, math.inf
-        tokens = core.samples * bounds.space.workload.seq_len / core.cp
-        logits = bounds.logits(core)
+        tokens, logits = bounds.tokens(core), bounds.logits(core)
         ranks = (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
-        for like, first, last, heads in self._units_of(pipe):
+        for schedule, first, last, heads in self._units_of(pipe, policy):
             ahead, behind = first * tokens + logits * heads[0], last * tokens + logits * heads[1]
-            for floor in bounds.floors_of(like._replace(pipe=pipe), self.spreads, (), ranks):
+            for floor in bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks):
                 needs = max(ahead + floor.states[0], behind + floor.states[-1])
                 least = min(least, needs)
         return bounds.on_device(least) * (1 - 1e-12)  # rounding: sums are taken in another order than a flow's
 
-    def _units_of(self, pipe: Pipe) -> list[Unit]:
-        """Of each way to cut the blocks into the stages of ranks."""
-        core, space, bounds = pipe.core, self.bounds.space, self.bounds
-        key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8, pipe.pp, pipe.micro_batches)
+    def _units_of(self, pipe: Pipe, policy: int | None) -> list[Unit]:
+        """Of each way to cut the blocks into the stages of ranks; `policy` None: of the leanest, or of none at all."""
+        core, bounds = pipe.core, self.bounds
+        key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8, pipe.pp, pipe.micro_batches, policy)
         if key not in self._units:
-            found: dict[tuple[int, bool], Unit] = {}
-            tokens = core.samples * space.workload.seq_len / core.cp
-            for schedule, offload in space.flows(pipe):
-                for policy in {0, bounds.leanest(core)}:
-                    flow = Flow(pipe, schedule, policy, offload)
-                    kept = bounds.flow_size(flow)
-                    first, last = kept[0][1] / tokens, kept[-1][1] / tokens
-                    heads = kept[0][2] > 0, kept[-1][2] > 0
-                    known = found.get(cut_as(schedule), Unit(flow, first, last, heads))
-                    found[cut_as(schedule)] = Unit(known.like, min(known.first, first), min(known.last, last), heads)
-            self._units[key] = list(found.values())
+            policies = {0, bounds.leanest(core)} if policy is None else {policy}
+            self._units[key] = units = []
+            for schedule, flights in self._flights_of(pipe):
+                ends = (cut := bounds.cut(pipe.pp, schedule))[0], cut[-1]
+                first, last = (
+                    min(bounds.kept_by(core, each, end, counts)[0] for each, counts in product(policies, found))
+                    for end, found in zip(ends, flights, strict=True)
+                )
+                units.append(Unit(schedule, first, last, (ends[0][1], ends[1][1])))
         return self._units[key]
+
+    def _flights_of(self, pipe: Pipe) -> list[Flights]:
+        """Of each way to cut the blocks into the stages of ranks."""
+        key = (pipe.pp, pipe.micro_batches)
+        if key not in self._flights:
+            found: dict[tuple[int, bool], Flights] = {}
+            for schedule, offload in self.bounds.space.flows(pipe):
+                shape = (pipe.pp, schedule.stages, pipe.micro_batches)
+                _, flights = found.setdefault(cut_as(schedule), (schedule, (set(), set())))
+                for rank, each in zip((0, pipe.pp - 1), flights, strict=True):
+                    each.add(() if offload else after_warmup(schedule.kind, shape, rank))
+            self._flights[key] = list(found.values())
+        return self._flights[key]
 
 
 def _sizes_of(core: Core) -> tuple[object, ...]:

@@ -43,18 +43,39 @@ class SharedBounds(Bounds):
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
     _ratios: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
+    _loads: dict[tuple[int, int], float] = field(default_factory=dict)
+
     # ------------------------------------------------------------ time
 
-    def core_time(self, core: Core) -> float:
-        """Below the step of every plan with this core: with Muon's iterations, and no faster than data is loaded."""
+    def core_time(self, core: Core, more: float = 0.0) -> float:
+        """As `Bounds.core_time`, with Muon's iterations, and no faster than data is loaded."""
         groups = core.world // (core.tp * core.cp)
-        fixed = self._orthogonal / min(groups, len(self.space.profile.blocks)) * self.stragglers
-        return max(super().core_time(core) + fixed, self._loading(core, groups))
+        fixed = self._orthogonal / core.world * self.stragglers
+        return max(super().core_time(core, more) + fixed, self._loading(core, groups))
+
+    def pipe_time(self, core: Core, policy: int, pp: int, limit: float) -> float:
+        """Below the step of all plans with this core and policy, and so many pipeline ranks or more.
+
+        As `core_time`, with the loss, what the policy adds, the host's part, and the optimizer's in `limit` bytes per
+        device. Data may be loaded behind all of that.
+        """
+        stack, again, batch = self.space.stack, self.work(core).again[policy], self.space.workload.global_batch
+        rounds = batch * core.tp * core.cp / (core.samples * core.world)
+        host = stack.micro_host * rounds * pp + stack.fill_host * (pp - 1)
+        update = self.least_update(core, -(-batch * core.tp * core.cp * pp // (core.samples * core.world)), limit)
+        seconds = self.core_time(core, (2 * self._loss(core) + again) * rounds + host + update)
+        return max(seconds, self._loading(core, core.world // (core.tp * core.cp * pp)))
 
     def flow_time(self, flow: Flow) -> tuple[float, float, float]:
         """As `Bounds.flow_time`, with Muon's iterations: some rank has its share of the matrices, at least."""
         seconds, forward, backward = super().flow_time(flow)
-        return seconds + self._orthogonal / flow.pipe.pp, forward, backward
+        return seconds + self._orthogonal / flow.pipe.core.world, forward, backward
+
+    def least_time(self, flow: Flow, limit: float) -> float:
+        """Below the step of all plans of a flow, with `limit` bytes per device."""
+        core, pipe = flow.pipe.core, flow.pipe
+        seconds = self.flow_time(flow)[0] + self.least_update(core, pipe.micro_batches, limit)
+        return max(seconds * self.stragglers, self._loading(core, pipe.data))
 
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
         """As `Bounds.plan_time`, and no faster than data is loaded."""
@@ -75,8 +96,11 @@ class SharedBounds(Bounds):
 
     def _loading(self, core: Core, data: int) -> float:
         """Seconds in which a node's loaders make the samples of so many data ranks."""
-        plan, space = Plan(axes=Axes(dp_shard=data, tp=core.world // data)), self.space
-        return loading_time(Division(space.profile, plan, space.workload), space.cluster) * self.stragglers
+        if (core.world, data) not in self._loads:
+            plan, space = Plan(axes=Axes(dp_shard=data, tp=core.world // data)), self.space
+            seconds = loading_time(Division(space.profile, plan, space.workload), space.cluster)
+            self._loads[core.world, data] = seconds * self.stragglers
+        return self._loads[core.world, data]
 
     def work(self, core: Core) -> Work:
         """What a core's kernels, and the communication inside of blocks, take."""
@@ -94,10 +118,15 @@ class SharedBounds(Bounds):
 
     def core_size(self, core: Core) -> float:
         """Below all its plans' device memory: one rank has the largest block in full, the last one logits and one."""
-        key = (core.loss, *_kept_as(core))
+        key = (core.loss, core.samples, core.cp, *_kept_as(core))
         if key not in self._core_sizes:
             self._core_sizes[key] = super().core_size(core)
         return self._core_sizes[key]
+
+    def leanest(self, core: Core) -> int:
+        """Number of the recompute policy that keeps least."""
+        kept = self._kept(core)[0]
+        return min(range(len(kept)), key=lambda policy: kept[policy][-1])
 
     def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
         if core not in self._saved:
@@ -111,6 +140,10 @@ class SharedBounds(Bounds):
         """Device memory for so many bytes of live tensors, were they in the allocator without holes."""
         stack = self.space.stack
         return super().on_device(allocated) + stack.context + (0.0 if stack.eager else WORKSPACE)
+
+    def least_size(self, kept: Kept) -> float:
+        """Device memory of a family: what it keeps, with no states."""
+        return self.on_device(max(size + logits for _, size, logits, _ in kept))
 
     def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> tuple[float, float]:
         """(device memory of a flow's plans at least, the same with what the allocator holds), over all its spreads.
@@ -221,5 +254,5 @@ def _is_below(one: Floor, other: Floor) -> bool:
 
 
 def _kept_as(core: Core) -> tuple[object, ...]:
-    """What decides on the bytes that a core's blocks keep."""
-    return core.tp, core.cp, core.samples, core.sequence, core.precision, core.float8
+    """What decides on the bytes per token that a core's blocks keep."""
+    return core.tp, core.cp > 1, core.sequence, core.precision, core.float8

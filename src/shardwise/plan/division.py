@@ -232,19 +232,21 @@ def split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
     total: list[float] = [0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[end]: (largest part, sum of squares, starts) of the items before `end` in the parts so far
-    best: dict[int, tuple[float, float, tuple[int, ...]]]
-    best = {end: (total[end], total[end] ** 2, (0,)) for end in range(1, len(costs) + 1)}
+    # best[end]: (largest part, sum of squares, starts but the last, the last) of the items before `end`
+    best: dict[int, tuple[float, float, tuple[int, ...], int]]
+    best = {end: (total[end], total[end] ** 2, (), 0) for end in range(1, len(costs) + 1)}
     for part in range(1, num_parts):
+        known = [(start, largest, squares, (*starts, last)) for start, (largest, squares, starts, last) in best.items()]
         best = {
             end: min(
-                (max(best[start][0], own), best[start][1] + own**2, (*best[start][2], start))
-                for start in range(part, end)
+                (max(largest, own), squares + own**2, starts, start)
+                for start, largest, squares, starts in known[: end - part]
                 for own in (total[end] - total[start],)
             )
             for end in range(part + 1, len(costs) + 1)
         }
-    return best[len(costs)][2]
+    _, _, starts, last = best[len(costs)]
+    return (*starts, last)
 
 
 def loops_of(blocks: int, pp: int) -> list[int]:

@@ -126,7 +126,7 @@ class _Rank:
         """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
         if not self.engine:
             return 0.0
-        if not self.plan.reshards:
+        if not self.plan.reshards or self.largest == self.inner + self.outside:  # of one unit, the root stays
             several = self.plan.batch.micro_batches > 1  # they are needed again
             behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
             return (self.inner + self.outside - behind) * self.width
@@ -356,7 +356,8 @@ class _Rank:
         kept, deferred = [], []
         for stage in self.stages:
             own = sum(self.kept(stage.start + i, block) for i, block in enumerate(stage.blocks))
-            wait = sum(deferred_in(block, self.local) for block in stage.blocks) * self.tokens
+            blocks = enumerate(stage.blocks, stage.start)
+            wait = self.tokens * sum(deferred_in(b, self.local) for i, b in blocks if not is_recomputed(i, self.plan))
             if stage.last:
                 own += self.head() + self.logit() * max(self.width, 4.0)
                 wait += self.logit() * self.width
@@ -383,13 +384,12 @@ class _Rank:
         """What a backward action of a stage needs beside what is kept: at the loss, and in its last block."""
         stage = self.stages[turn]
         index, block = stage.start + len(stage.blocks) - 1, stage.blocks[-1]
-        wide = max(self.width, 4.0)
+        wide, row = max(self.width, 4.0), self.row(block) * self.width
         found: list[tuple[str, Terms]] = []
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
-        row = self.row(block) * self.width
         if work == "W":
             return [("weights", {"gathered": self.gathered(1), "gradients": row})]
-        if work == "I":  # at the end of the block, when all gradients that wait are there
+        if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
             working = 3 * self.stream(block) + deferred + self.again(index, block)
             working -= self.logit() * wide * stage.last  # what the loss kept is used up
         if stage.last:

@@ -10,8 +10,9 @@ import heapq
 import math
 
 from shardwise.plan.bounds_shared import SharedBounds
-from shardwise.plan.space import Core, Flow, Space
-from shardwise.plan.walk import ALIKE, Candidate, Leaf, Node, Walk
+from shardwise.plan.families import Leaf
+from shardwise.plan.space import Core, Flow, Pipe, Space
+from shardwise.plan.walk import ALIKE, Candidate, Node, Walk
 
 APART = 0.02
 """Neighbours of a front differ by at least this share of their memory, so that it has some hundred points at most."""
@@ -60,6 +61,8 @@ class FrontWalk(Walk):
                 self.pruned["bound on memory"] += 1
             elif isinstance(node, Core):
                 self._divide_core(node, set())
+            elif isinstance(node, Pipe):
+                self._divide_pipe(node)
             else:
                 self._estimate(node)
         return found

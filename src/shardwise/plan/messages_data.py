@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
-from shardwise.plan.groups import groups_of, is_float8
+from shardwise.plan.activations import is_recomputed
+from shardwise.plan.groups import Group, groups_of, is_float8
 from shardwise.plan.messages import WIDTH, Collective, Messages, Scene, Stage
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import actions
+from shardwise.plan.schedule import Action, actions
 from shardwise.plan.weights import Weight
 
 CARRIED = 21
@@ -103,7 +104,7 @@ def _groups(scene: Scene, stage: Stage) -> Messages:
     experts = (scene.expert_axes[1], scene.axis("dp_replicate"), axes.dp_shard * axes.cp * axes.tp // axes.ep)
     for group in groups_of(plan, scene.members(stage.number), scene.groups):
         across, replicas, ranks = experts if group.is_experts else dense
-        sizes = [weight.padded(plan, ranks) for _, weight in group.members]
+        sizes = [_padded(scene, group, weight, ranks) for _, weight in group.members]
         reduced = sum(sizes) * reduce_width(plan)
         if ranks > 1:
             gathers = _gathers(scene, stage, plan.reshards and bool(group.name), ranks)
@@ -111,10 +112,27 @@ def _groups(scene: Scene, stage: Stage) -> Messages:
             width = scene.width(group.name)
             gathered = sum(size * (1 if is_cast else width) for size, is_cast in zip(sizes, cast, strict=True))
             yield Collective("all-gather", across, gathered), gathers["all"]
-            yield Collective("all-gather", f"part of {across}", gathered), gathers["part"]
+            yield Collective("all-gather", _part(scene, across), gathered), gathers["part"]
             yield Collective("all-reduce", across, 4), sum(cast) * sum(gathers.values())  # each weight's largest value
             yield Collective("reduce-scatter", across, reduced), reductions(plan)
         yield Collective("all-reduce", replicas, reduced // ranks), 1
+
+
+def _padded(scene: Scene, group: Group, weight: Weight, ranks: int) -> int:
+    """Elements of a weight as its group gathers it; `reshard=n` has all cut along their first dim, but the root's."""
+    if group.name and type(scene.plan.communication.reshard_after_forward) is int:
+        rows, *rest = weight.local(scene.plan)
+        return -(-rows // ranks) * ranks * prod(rest)
+    return weight.padded(scene.plan, ranks)
+
+
+def _part(scene: Scene, across: str) -> str:
+    """The axis along which the neighbours lie that hold a group together under `reshard=n`."""
+    count, cp = int(scene.plan.communication.reshard_after_forward or 1), scene.plan.axes.cp
+    first = (scene.index["dp_shard"] * cp + scene.index["cp"]) // count * count
+    if count > cp or first // cp != (first + count - 1) // cp:
+        return f"part of {across}"
+    return "cp" if count == cp else "part of cp"
 
 
 def reduce_width(plan: Plan) -> int:
@@ -142,8 +160,7 @@ def _gathers(scene: Scene, stage: Stage, reshards: bool, ranks: int) -> dict[str
     work = "FB" * scene.micro_batches
     frees = plan.zero == 3  # after each backward pass, and not after the last one only
     if plan.axes.pp > 1:
-        table = actions(plan.schedule.kind, plan.axes.pp, plan.schedule.stages, scene.micro_batches)[scene.index["pp"]]
-        work = "".join(action.work for action in table if action.stage == stage.number and action.work != "W")
+        work = "".join(action.work for action in _actions(scene, stage) if action.work != "W")
         frees = False
     needed, found = "all", {"all": 0, "part": 0}
     for each in work:
@@ -163,10 +180,33 @@ def _summands(scene: Scene) -> Messages:
     """
     plan, axis = scene.plan, scene.axis("tp")
     sharded = uses_fully_shard(plan)
-    accumulated = sharded and scene.micro_batches > reductions(plan)
     times = reductions(plan) if sharded else 1
     for stage in scene.stages:
+        blocks = enumerate(scene.spec.block_names[stage.first : stage.end], stage.first)
+        recomputed = tuple(f"{name}." for i, name in blocks if is_recomputed(i, plan))
         for path, weight in scene.members(stage.number):
             if weight.is_summand(plan):
+                accumulated = sharded and _accumulates(scene, stage, path.startswith(recomputed))
                 width = reduce_width(plan) if accumulated else scene.width(path)
                 yield Collective("all-reduce", axis, prod(weight.shape) * width), times
+
+
+def _accumulates(scene: Scene, stage: Stage, at_once: bool) -> bool:
+    """Whether `fully_shard` holds gradients back for a later reduction.
+
+    Under a pipeline it does so after every pass to the inputs, with the gradients that are there by then. The first
+    stage has none: it goes backward as a whole when its weights are due. `at_once`: with the gradients of inputs, as in
+    blocks that are recomputed for them.
+    """
+    if scene.plan.axes.pp == 1:
+        return scene.micro_batches > reductions(scene.plan)
+    work = "".join(action.work for action in _actions(scene, stage))
+    due = "I" if at_once else "W"
+    return not stage.number or "B" in work or "I" in work[work.index(due) + 1 :]
+
+
+def _actions(scene: Scene, stage: Stage) -> list[Action]:
+    """What the rank does for a stage of a pipeline, in order."""
+    schedule, pp = scene.plan.schedule, scene.plan.axes.pp
+    table = actions(schedule.kind, pp, schedule.stages, scene.micro_batches)[scene.index["pp"]]
+    return [action for action in table if action.stage == stage.number]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
 from shardwise.plan.groups import Member, is_float8
 from shardwise.plan.messages import Collective, Messages, Scene, Stage
+from shardwise.plan.messages_data import uses_fully_shard
 from shardwise.plan.plan import Recompute
 from shardwise.plan.schedule import stages_of
 
 ROUTED = 2
-"""Auxiliary losses per token that blocks with experts pass on, in fp32."""
+"""Auxiliary losses per token that blocks with experts pass on."""
+HALF = ("bf16", "fp16")
+"""Precisions under which each group of `fully_shard` casts its inputs."""
 
 
 class Sent(NamedTuple):
@@ -101,8 +103,7 @@ def _ends(scene: Scene, stage: Stage) -> Messages:
         for block in (stage.end - 1, stage.first):
             yield Collective("all-gather", axis, scene.stream(spec.block_names[block])), times
         if spec.kind == "moe":
-            width = _losses_width(scene, stage.end, inside=True)
-            yield Collective("all-gather", axis, scene.tokens * ROUTED * width), times
+            yield from _losses(scene, stage)
     if stage.number == scene.last_stage:
         yield Collective("all-reduce", axis, scene.stream(head)), times
         if plan.tensor.loss:  # largest logit, sum of exponentials, the label's logit
@@ -113,19 +114,46 @@ def _ends(scene: Scene, stage: Stage) -> Messages:
             yield Collective(sent.kind, sent.axis, sent.num_bytes), (sent.forward + sent.backward) * times
 
 
-def _losses_width(scene: Scene, end: int, *, inside: bool = False) -> int:
-    """Bytes of an auxiliary loss behind so many blocks; `inside`: before the last one hands it on.
+def _losses(scene: Scene, stage: Stage) -> Messages:
+    """Auxiliary losses where sequences are sharded: gathered behind the stage's blocks, and what came with them before.
 
-    Routers give fp32. A module with a type of its own gives its outputs in the type of what is around it; a sum has the
-    wider one.
+    That has a gradient where a stage behind sends one, zeros under a token loss; or where `fully_shard`, which watches
+    all inputs of a block together, gives one to those of the second block.
     """
-    inner, found, between = 0, 0, scene.width()
-    for block in scene.spec.block_names[:end]:
-        widths = [scene.width(f"{block}{part}") for part in ("", ".moe", ".moe.router")]
-        handed = [outer for outer, own in pairwise(widths) if own != outer]
-        inner = max(found, handed[0] if handed else 4)
-        found = inner if widths[0] == between else between
+    axis, times, names = scene.axis("tp"), scene.micro_batches, scene.spec.block_names
+    width = _losses_width(scene, stage.first, stage.end, inside=True)
+    yield Collective("all-gather", axis, scene.tokens * ROUTED * width), times
+    watched = uses_fully_shard(scene.plan) and not scene.groups.isdisjoint(names[stage.first + 1 : stage.end])
+    if stage.number and (stage.number < scene.last_stage or watched):
+        width = _taken_in(scene, names[stage.first], _between_stages(scene))
+        yield Collective("all-gather", axis, scene.tokens * ROUTED * width), times
+
+
+def _losses_width(scene: Scene, first: int, end: int, *, inside: bool = False) -> int:
+    """Bytes of an auxiliary loss behind the blocks of a stage; `inside`: before the last one hands it on.
+
+    Routers give fp32, or fp64. A module with a rule gives it in the type of what is around it; a sum has the wider one.
+    """
+    types = scene.types.keys() & scene.groups
+    inner, found = 0, _between_stages(scene) if first else 0
+    for block in scene.spec.block_names[first:end]:
+        own = max(scene.width(f"{block}.moe.router"), 4)
+        for part, around in ((".moe.router", f"{block}.moe"), (".moe", block)):
+            own = scene.width(around) if block + part in types else own
+        inner = max(own, _taken_in(scene, block, found))
+        found = scene.width() if block in types else inner
     return inner if inside else found
+
+
+def _between_stages(scene: Scene) -> int:
+    """Bytes of an auxiliary loss as a stage takes it: in the plan's type, where `fully_shard` casts its inputs."""
+    return scene.width() if scene.plan.precision in HALF else max(scene.width(), 4)
+
+
+def _taken_in(scene: Scene, block: str, width: int) -> int:
+    """The same as a block takes it, which is cast under mixed precision."""
+    casts = block in scene.groups and (block in scene.types or scene.plan.precision in HALF)
+    return scene.width(block) if casts and width else width
 
 
 # ---------------------------------------------------------------- scales of float8
@@ -220,7 +248,8 @@ def pipeline_messages(scene: Scene) -> Messages:
             if 0 <= other <= scene.last_stage and other not in here:
                 sizes = [scene.stream()]
                 if scene.spec.kind == "moe":
-                    sizes.append(scene.tokens * ROUTED * _losses_width(scene, scene.firsts[behind]))
+                    first, end = scene.firsts[behind - 1 : behind + 1]
+                    sizes.append(scene.tokens * ROUTED * _losses_width(scene, first, end))
                 for size in sizes:  # activations one way, their gradients the other
                     yield Collective("send", axis, size), times
                     yield Collective("recv", axis, size), times
@@ -240,6 +269,7 @@ def _copies(scene: Scene, here: set[int]) -> Messages:
     ranks = plan.axes.dp_shard * plan.axes.cp if plan.zero else 1
     place = scene.index["dp_shard"] * plan.axes.cp + scene.index["cp"] if plan.zero else 0
     share = -(-rows // ranks)
-    mine = max(0, min(share, rows - place * share)) * prod(rest) * (8 if plan.precision == "fp64" else 4)
+    width = {"fp64": 8, "bf16-pure": 2}.get(plan.precision, 4)
+    mine = max(0, min(share, rows - place * share)) * prod(rest) * width
     for kind in ("send", "recv"):
         yield Collective(kind, scene.axis("pp"), mine), 1

@@ -88,17 +88,23 @@ def _reshard(case: Case) -> Hit | None:
     return None
 
 
+def _is_to_smaller_group(plan: Plan) -> bool:
+    """Whether parameters, which are cut over `fsdp` x `cp`, are kept on fewer ranks after forward."""
+    dial = plan.communication.reshard_after_forward
+    return type(dial) is int and dial < plan.axes.dp_shard * plan.axes.cp
+
+
 @_data_row(
     "zero.reshard-tensor",
-    "An integer `reshard` below `fsdp` with `tp` above 1: torch cannot reshard a DTensor to a smaller group.",
+    "An integer `reshard` below `fsdp` x `cp` with `tp` above 1: torch cannot reshard a DTensor to a smaller group.",
 )
 def _reshard_tensor(case: Case) -> Hit | None:
     plan, dial = case.plan, case.plan.communication.reshard_after_forward
-    if dial is None or isinstance(dial, bool) or dial >= plan.axes.dp_shard or plan.axes.tp == 1:
+    if not _is_to_smaller_group(plan) or plan.axes.tp == 1:
         return None
     return Hit(
         what="torch cannot reshard tensor-parallel parameters to a smaller group",
-        found=f"reshard={dial}, fsdp={plan.axes.dp_shard}, tp={plan.axes.tp}",
+        found=f"reshard={dial}, fsdp={plan.axes.dp_shard}, cp={plan.axes.cp}, tp={plan.axes.tp}",
         fix="use reshard=true (every rank of fsdp) or reshard=false",
         plans=[change(plan, communication__reshard_after_forward=None)],
     )
@@ -106,16 +112,16 @@ def _reshard_tensor(case: Case) -> Hit | None:
 
 @_data_row(
     "zero.reshard-pipeline",
-    "An integer `reshard` below `fsdp` with `pp` above 1: torch makes the smaller groups stage by stage, and the ranks "
-    "of other stages wait for ever (torch 2.13).",
+    "An integer `reshard` below `fsdp` x `cp` with `pp` above 1: torch makes the smaller groups stage by stage, and "
+    "the ranks of other stages wait for ever (torch 2.13).",
 )
 def _reshard_pipeline(case: Case) -> Hit | None:
     plan, dial = case.plan, case.plan.communication.reshard_after_forward
-    if dial is None or isinstance(dial, bool) or dial >= plan.axes.dp_shard or plan.axes.pp == 1:
+    if not _is_to_smaller_group(plan) or plan.axes.pp == 1:
         return None
     return Hit(
         what="torch cannot make groups for resharding on one pipeline stage alone",
-        found=f"reshard={dial}, fsdp={plan.axes.dp_shard}, pp={plan.axes.pp}",
+        found=f"reshard={dial}, fsdp={plan.axes.dp_shard}, cp={plan.axes.cp}, pp={plan.axes.pp}",
         fix="use reshard=true (every rank of fsdp) or reshard=false",
         plans=[change(plan, communication__reshard_after_forward=None)],
     )

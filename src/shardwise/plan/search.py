@@ -103,7 +103,7 @@ def find_plan(
         UsageError: an unknown goal, option or word.
         PlanError: no legal plan at all, with the nearest batch where that is why.
 
-    Exact up to `EXACT` devices. Cost: 0.2 to 1 s for 8; 4 s (`cost`: 7 s) for 405 billion parameters on 16,384.
+    Exact up to `EXACT` devices. Cost: 0.1 to 1 s for 8; 2 s (`cost`: 4 s) for 405 billion parameters on 16,384.
 
     >>> from shardwise.hardware.cluster import load_cluster
     >>> from shardwise.model.profile import profile_of

@@ -8,8 +8,8 @@ Nothing here knows a good plan. Whether a plan is legal is asked of the table of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple, get_args
@@ -41,7 +41,8 @@ from shardwise.plan.plan import (
     Tensor,
     Zero,
 )
-from shardwise.plan.repair import Case, divisors
+from shardwise.plan.repair import Case, Row, divisors
+from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.workload import Workload
 
@@ -68,10 +69,10 @@ FEATURES: tuple[str, ...] = (
 """What `forbid` may name, beside what `allow` may."""
 
 
-FLOW_ROWS = frozenset({
+FLOW_ROWS = {name: ROWS[name] for name in (
     "pp.micro-batches", "pp.zero-bubble-recompute-ops", "pp.zero-bubble-reshard", "recompute.ops-nested",
     "fp8.context", "fp8.precision",
-})  # fmt: skip
+)}  # fmt: skip
 """Rows that look at nothing of a plan but what `Space.refuses` names, so that one answer holds for all such plans."""
 
 
@@ -162,6 +163,11 @@ class Space:
     stack: Stack
     allow: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
+    _refused: dict[tuple[object, ...], str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _compiles: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stacks: dict[tuple[bool, Float8Kind], Stack] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _savings: dict[tuple[object, ...], Saving] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _schedules: dict[int, list[Schedule]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -198,29 +204,24 @@ class Space:
         """Id of the first row of the table that refuses a plan; empty: none does."""
         return next(self._refusals(plan), "")
 
-    def _refusals(self, plan: Plan) -> Iterator[str]:
+    def _refusals(self, plan: Plan, rows: Mapping[str, Row] = ROWS) -> Iterator[str]:
         batch = Batch(global_size=self.workload.global_batch, micro_batches=plan.batch.micro_batches)
         case = Case(plan=plan.with_(batch=batch), spec=self.spec, device=self.device, seq_len=self.workload.seq_len)
-        for row in ROWS.values():
+        for row in rows.values():
             hit = row.test(case)
             if hit is not None and hit.severity == "error":
                 yield row.id
 
     def refuses(self, flow: Flow, zero: Zero = 0) -> str:
         """Id of a row of `FLOW_ROWS` that refuses a flow with such a `zero`; empty: none does."""
-        core, pp = flow.pipe.core, flow.pipe.pp
-        zero = zero if flow.schedule.kind in ZERO_BUBBLE else 0  # those rows alone look at it
+        core, pp, kind = flow.pipe.core, flow.pipe.pp, flow.schedule.kind
+        zero = zero if kind in ZERO_BUBBLE else 0  # those rows alone look at it
         facts = (core.cp > 1, core.ep > 1, core.precision, core.float8, self.recomputes[flow.policy].mode)
-        key = (*facts, pp, flow.pipe.micro_batches, flow.schedule.kind, zero)
+        key = (*facts, pp > 1, micro_batches_fit(kind, pp, flow.pipe.micro_batches), kind, zero)
         if key not in self._refused:
             spread = Spread(flow.pipe, 1, flow.pipe.data, zero) if zero else Spread(flow.pipe, flow.pipe.data, 1, 0)
-            rows = (row for row in self._refusals(self.plan(flow, spread)) if row in FLOW_ROWS)
-            self._refused[key] = next(rows, "")
+            self._refused[key] = next(self._refusals(self.plan(flow, spread), FLOW_ROWS), "")
         return self._refused[key]
-
-    @cached_property
-    def _refused(self) -> dict[tuple[object, ...], str]:
-        return {}
 
     def compiles(self, plan: Plan) -> bool:
         """Whether the blocks of a plan are compiled: wherever the stack does that, and no row refuses it."""
@@ -234,8 +235,11 @@ class Space:
 
     def stack_for(self, core: Core) -> Stack:
         """The stack as it runs the blocks of a core: no plan of that core is faster."""
-        plan = Plan(axes=Axes(cp=core.cp), float8=Float8(recipe=core.float8))
-        return stack_of(plan.with_(compile=self.compiles(plan)), self.stack)
+        key = (core.cp > 1, core.float8)
+        if key not in self._stacks:
+            plan = Plan(axes=Axes(cp=core.cp), float8=Float8(recipe=core.float8))
+            self._stacks[key] = stack_of(plan.with_(compile=self.compiles(plan)), self.stack)
+        return self._stacks[key]
 
     def saving(self, core: Core) -> Saving:
         """What decides on the bytes that a core's blocks keep."""
@@ -244,14 +248,6 @@ class Space:
             plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
             self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len)
         return self._savings[key]
-
-    @cached_property
-    def _savings(self) -> dict[tuple[object, ...], Saving]:
-        return {}
-
-    @cached_property
-    def _compiles(self) -> dict[tuple[object, ...], bool]:
-        return {}
 
     def workload_of(self, plan: Plan) -> Workload:
         """The workload with the type that products run in."""
@@ -319,10 +315,6 @@ class Space:
             self._schedules[pp] = [Schedule()] if pp == 1 else self._all_schedules(pp)
         return self._schedules[pp]
 
-    @cached_property
-    def _schedules(self) -> dict[int, list[Schedule]]:
-        return {}
-
     def _all_schedules(self, pp: int) -> list[Schedule]:
         found = []
         for kind in (kind for kind in SCHEDULES if self.has(kind)):
@@ -377,10 +369,12 @@ class Space:
 
     def flows(self, pipe: Pipe) -> Iterator[tuple[Schedule, bool]]:
         """Every schedule, with saved tensors on the device and (where that is allowed) offloaded."""
-        for schedule in self.schedules(pipe.pp):
-            yield schedule, False
-            if self.device != "cpu" and self.has("offload", "offload-activations"):
-                yield schedule, True
+        return product(self.schedules(pipe.pp), self._offloads_saved)
+
+    @cached_property
+    def _offloads_saved(self) -> tuple[bool, ...]:
+        can = self.device != "cpu" and self.has("offload", "offload-activations")
+        return (False, True) if can else (False,)
 
     def plan(self, flow: Flow, spread: Spread) -> Plan:
         """The plan that all choices make."""

@@ -29,7 +29,7 @@ MOST_SLICES = 16
 """Micro-batches that are drawn one by one; of more, several are one slice."""
 INSIDE = ("compute", "recompute", "tensor", "context", "expert", "imbalance", "pipeline", "data")
 """Terms that have their place in the passes; the others follow them."""
-SENT = ("stall", "offload", "muon-gather", "loading")
+SENT = ("stall", "offload", "update-sends", "loading")
 """Of the others, those in which the device waits for what is sent."""
 
 UPDATE = ("optimizer", "muon")

@@ -38,7 +38,7 @@ class StepTime:
 
     terms: Mapping[str, float]
     """compute, recompute, tensor, context, expert, imbalance (of experts), pipeline (bubble and sends), data, host,
-    stall, optimizer, muon, muon-gather, offload, other, loading, stragglers; communication as far as it is exposed."""
+    stall, optimizer, muon, update-sends, offload, other, loading, stragglers; communication as far as it is exposed."""
     hidden: Mapping[str, float]
     """Communication that runs behind compute, by term; and the loading of data, which runs behind the step before."""
     tokens: int
@@ -183,10 +183,11 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
         ahead = back = grads = 0.0
         for index, block in enumerate(stage.blocks, start=stage.start):
             time = times.get(id(block)) or times.setdefault(id(block), block_time(block, shape, setting))
-            again = time.again(plan.recompute.mode) if is_recomputed(index, plan) else 0.0
+            repeats = is_recomputed(index, plan)
+            again = time.again(plan.recompute.mode) if repeats else 0.0
             ahead += time.forward
             back += time.backward + again
-            grads += time.weight
+            grads += 0.0 if repeats else time.weight  # with those of its input, for one recompute serves both
             sums["compute"] += time.compute
             sums["recompute"] += again
             for term in ("tensor", "context", "expert", "hidden"):
@@ -211,8 +212,12 @@ def _loss(division: Division, cluster: Cluster, stack: Stack) -> float:
     """Cross entropy: half of the passes over the logits, each way."""
     plan = division.plan
     shard = plan.axes.tp if plan.tensor.loss else 1
-    moved = stack.loss_bytes / 2 or stack.logit_bytes * 0.7
-    return pointwise_time(division.tokens * division.profile.vocab / shard, cluster.device, moved)
+    return loss_time(division.tokens * division.profile.vocab / shard, cluster, stack)
+
+
+def loss_time(logits: float, cluster: Cluster, stack: Stack) -> float:
+    """Seconds of each way of the cross entropy of so many logits on a rank."""
+    return pointwise_time(logits, cluster.device, stack.loss_bytes / 2 or stack.logit_bytes * 0.7)
 
 
 def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stack: Stack) -> float:

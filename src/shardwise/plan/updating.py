@@ -1,19 +1,20 @@
-"""What an optimizer's update takes: bytes of state, seconds, gathers, and what it needs for a moment. No torch.
+"""What an optimizer's update takes: bytes of state, seconds, what it sends, and what it needs for a moment. No torch.
 
 An element-wise rule reads and writes its numbers once. Muon makes the momentum of each matrix orthogonal, and needs the
-whole of it: `train.update_rules.Muon`, of which all that is said here is counted.
+whole of it on one rank: `train.update_rules.Muon`, of which all that is said here is counted.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import ceil
 from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Attention, Block, Matmul, Pointwise
 from shardwise.plan.division import Division, Stage
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
-from shardwise.plan.links import collective_time, group_of
+from shardwise.plan.links import Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.workload import STATE_BYTES
@@ -49,9 +50,29 @@ class Matrix(NamedTuple):
         return self.rows * self.columns
 
     @property
-    def flops(self) -> float:
-        """Operations of its update: each iteration multiplies `x xT`, its square, and that by `x`."""
-        return ITERATIONS * (4.0 * self.short * self.num_params + 2.0 * self.short**3)
+    def flops(self) -> int:
+        """Operations of its update."""
+        return newton_schulz_flops(self.rows, self.columns)
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Operations of a matrix's update: each iteration multiplies `x xT`, its square, and that by `x`.
+
+    >>> newton_schulz_flops(3, 2) == newton_schulz_flops(2, 3) == 5 * (4 * 2 * 6 + 2 * 8)
+    True
+    """
+    short = min(rows, columns)
+    return ITERATIONS * (4 * short * rows * columns + 2 * short**3)
+
+
+def part_sizes(length: int, count: int) -> list[int]:
+    """Sizes of the parts of a dim that ranks split, as `torch.chunk` makes them; the last may be empty.
+
+    >>> part_sizes(7, 4), part_sizes(5, 4)
+    ([2, 2, 2, 1], [2, 2, 1, 0])
+    """
+    step = -(-length // count)
+    return [max(0, min(step, length - i * step)) for i in range(count)]
 
 
 @lru_cache(maxsize=4096)
@@ -101,8 +122,8 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
 
     `optimizer`: its states, weights and gradients go once through memory, of the host where they are offloaded.
     `offload`: what then moves beyond what hides; each micro-batch brings the shards to the device for both passes and
-    takes gradients back. `muon`: the iterations of all matrices, which each rank that shares them makes in full;
-    `muon-gather`: what brings them together.
+    takes gradients back. `muon`: the iterations of the matrices, of which each rank that shares them makes its part.
+    `update-sends`: what the rule sends.
     """
     plan, device = division.plan, cluster.device
     owned = max(division.owned(stages) for stages in division.ranks)
@@ -114,19 +135,62 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
         terms["optimizer"] = moved / (cluster.host_bandwidth * HOST_UPDATE)
         sent = owned * (2 * 4 + 4) * plan.batch.micro_batches
         terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
-    if division.workload.optimizer == "muon" and stack.name in OWN:
-        ranks = [_orthogonal_time(division, stages, cluster, stack) for stages in division.ranks]
-        terms["muon"], terms["muon-gather"] = max(ranks, key=sum)
+    if stack.name in OWN:
+        ranks = [_rule_time(division, stages, cluster, stack) for stages in division.ranks]
+        terms["muon"], terms["update-sends"] = max(ranks, key=sum)
     return terms
 
 
-def _orthogonal_time(
-    division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack
+def _rule_time(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> tuple[float, float]:
+    """(seconds of Muon's iterations, of what the rule sends) of some stages."""
+    optimizer, axes = division.workload.optimizer, division.plan.axes
+    if optimizer == "muon":
+        counts = [(matrix, n) for stage in stages for block, n in stage.counts for matrix in matrices(block)]
+        kinds = ([each for each in counts if (each[0].split and axes.tp > 1) == split] for split in (True, False))
+        both = [_muon_time(some, division, cluster, stack) for some in kinds if some]
+        return sum(busy for busy, _ in both), sum(sent for _, sent in both)
+    if optimizer not in ("adafactor", "lamb"):
+        return 0.0, 0.0
+    tensors = sum(len([*block.matmuls]) * n for stage in stages for block, n in stage.counts)
+    width, elements, seconds = _width(division.plan), division.whole(stages), 0.0
+    for axis in ["data"] * (division.shards > 1) + ["tp"] * (axes.tp > 1):
+        send = partial(messages_time, group=group_of(axes, axis), cluster=cluster, share=stack.network)
+        if optimizer == "lamb":  # the norms of all tensors together
+            seconds += send("all_reduce", 2 * tensors * width, 1)
+        else:  # each gradient is gathered, and a square summed
+            elements *= axes.tp if axis == "tp" else 1
+            seconds += send("all_gather", elements * width, tensors) + send("all_reduce", tensors * width, tensors)
+    return 0.0, seconds
+
+
+def _muon_time(
+    counts: list[tuple[Matrix, int]], division: Division, cluster: Cluster, stack: Stack
 ) -> tuple[float, float]:
-    """(seconds of the iterations, of the gathers) of all matrices of some stages."""
-    counts = [(matrix, n) for stage in stages for block, n in stage.counts for matrix in matrices(block)]
-    seconds = sum(newton_schulz_time(matrix, division.plan, cluster, stack) * n for matrix, n in counts)
-    return seconds, sum(_gather_time(matrix, division, cluster, stack) * n for matrix, n in counts)
+    """The same of matrices that are shared alike, with how many there are of each, as `train.sharing` shares them out.
+
+    A batch takes as long as its first matrix, the one with most work.
+    """
+    plan, axes, width = division.plan, division.plan.axes, _width(division.plan)
+    tp = axes.tp if counts[0][0].split else 1
+    alike = Group(axes.data * axes.cp // division.shards, division.shards * axes.tp)
+    if tp < axes.tp > alike.size:
+        alike = group_of(axes, "tp")
+    team = division.shards * tp
+    groups = [group_of(axes, axis) for axis in ["data"] * (division.shards > 1) + ["tp"] * (tp > 1)]
+    busy = sent = before = 0.0
+    for matrix, n in sorted(counts, key=lambda each: -each[0].flops):
+        begun, told = (ceil((before + n) / ranks) - ceil(before / ranks) for ranks in (team * alike.size, team))
+        before += n
+        busy += newton_schulz_time(matrix, plan, cluster, stack) * begun
+        size = matrix.num_params * width
+        there = sum(collective_time("all_to_all", size, group, cluster, stack.network) for group in groups)
+        sent += 2 * begun * there + messages_time("all_gather", n / team * size, told, alike, cluster, stack.network)
+    return busy, sent
+
+
+def _width(plan: Plan) -> float:
+    """Bytes of the type of a parameter, or of its master copy."""
+    return 8.0 if plan.precision == "fp64" else 4.0
 
 
 def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stack) -> float:
@@ -138,7 +202,7 @@ def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stac
     """
     device, short, long = cluster.device, matrix.short, max(matrix.rows, matrix.columns)
     dtype = "fp64" if plan.precision == "fp64" else "tf32" if plan.tf32 else "fp32"
-    width = 8.0 if dtype == "fp64" else 4.0
+    width = _width(plan)
     shapes = ((short, short, long), (short, short, short), (short, long, short))
     products = sum(matmul_time(m, n, k, device, dtype) for m, n, k in shapes) / stack.efficiency
     sums = pointwise_time(7 * short**2 + 5 * matrix.num_params, device, width) + 5 * TAIL
@@ -146,33 +210,18 @@ def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stac
     return max(ITERATIONS * (products + sums) + ends, KERNELS * (cluster.launch or stack.launch))
 
 
-def _gather_time(matrix: Matrix, division: Division, cluster: Cluster, stack: Stack) -> float:
-    """Seconds of bringing the shards of a matrix together: over the data axes, then over `tp`."""
-    plan, axes = division.plan, division.plan.axes
-    size = matrix.num_params * (8.0 if plan.precision == "fp64" else 4.0)
-    split = axes.tp if matrix.split else 1
-    seconds = 0.0
-    if division.shards > 1:
-        seconds += collective_time("all_gather", size / split, group_of(axes, "data"), cluster, stack.network)
-    if split > 1:
-        seconds += collective_time("all_gather", size, group_of(axes, "tp"), cluster, stack.network)
-    return seconds
-
-
 def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
     """Bytes that Muon's update makes and drops again, of the tensor that takes most.
 
-    Of a matrix of E elements whose shorter side is r: the gathered matrix, the iterate and its scaled copy with four
-    `r x r` products, or these with two more of its size and one product; beside its local part where it is sharded.
-    Of what AdamW steps, two temporaries of the local part.
+    Of a matrix of E elements whose shorter side is r: the iterate and its scaled copy with four `r x r` products, or
+    these with two more of its size and one product. What is exchanged before and after is less. Of what AdamW steps,
+    two temporaries of the local part.
     """
-    plan, width = division.plan, 8.0 if division.plan.precision == "fp64" else 4.0
-    most = 0.0
+    most, width = 0.0, _width(division.plan)
     for block in {block for stage in stages for block, _ in stage.counts}:
         for matrix in matrices(block):
             size, square = matrix.num_params, matrix.short**2
-            parts = division.shards * (plan.axes.tp if matrix.split else 1)
-            most = max(most, max(3 * size + 4 * square, 5 * size + square) + (size / parts if parts > 1 else 0.0))
+            most = max(most, 2 * size + 4 * square, 4 * size + square)
         stacked = [op.params / (2 if op.name == "experts-up" else 1) for op in block.matmuls if op.experts]
         local = max(stacked, default=0.0) / (division.expert_split * division.expert_shards)
         most = max(most, 2 * local)

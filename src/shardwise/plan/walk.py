@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, product
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.bounds import Kept
 from shardwise.plan.bounds_pipes import PipeSizes
 from shardwise.plan.bounds_shared import SharedBounds
+from shardwise.plan.families import Family, Leaf, layout_of, least_simplicity, pipe_of, simplicity
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule, Zero
 from shardwise.plan.repair import divisors
@@ -57,14 +58,7 @@ class Candidate:
         return self.time.total * (self.plan.world if goal == "cost" else 1)
 
 
-class Leaf(NamedTuple):
-    """A plan that is not estimated yet."""
-
-    flow: Flow
-    spread: Spread
-
-
-Node = Core | Flow | Leaf | Candidate
+Node = Family | Candidate
 
 
 class Walk:
@@ -85,6 +79,8 @@ class Walk:
         self._spreads: dict[Pipe, list[Spread]] = {}
         self._fitted: set[tuple[object, ...]] = set()
         self._others: dict[Core, tuple[Float8Kind, ...]] = {}
+        self._best: dict[tuple[int, ...], tuple[float, tuple[object, ...]]] = {}
+        """Of each layout the least bucket of a candidate, and its `simplicity`."""
         cluster = space.cluster
         self._host = cluster.host_memory / cluster.per_node or ASSUMED_HOST
         self.bounds = bounds or SharedBounds(space, host=self._host)
@@ -95,13 +91,17 @@ class Walk:
         ranked: dict[tuple[int, ...], Candidate] = {}
         self.start()
         while self._heap and len(ranked) < top:
-            _, _, _, _, node = heapq.heappop(self._heap)
+            bucket, _, plain, _, node = heapq.heappop(self._heap)
             if isinstance(node, Candidate):
                 ranked.setdefault(node.layout, node)
             elif isinstance(node, Core):
                 self._divide_core(node, set(ranked))
-            elif _layout(node.pipe if isinstance(node, Flow) else node.flow.pipe) in ranked:
+            elif (layout := layout_of(pipe_of(node))) in ranked:
                 self.pruned["slower than its layout's best"] += 1
+            elif self._best.get(layout, (math.inf, ())) < (bucket, plain):
+                self.pruned["no simpler than what is as good"] += 1
+            elif isinstance(node, Pipe):
+                self._divide_pipe(node)
             elif isinstance(node, Flow):
                 self._divide_flow(node)
             else:
@@ -117,13 +117,15 @@ class Walk:
             cores = list(self.space.cores(world, refused))
             if self.limit == math.inf and self.space.has("accumulation"):  # what is nearest keeps one sample at a time
                 cores = [core for core in cores if core.samples == 1]
-            fit = [core for core in cores if self.least.fits(core, self.limit)]
-            self.pruned["bound on memory"] += len(cores) - len(fit)
-            fit = self._one_recipe(fit) if self.space.has("fp8") else fit
-            for core in self._undominated(fit) if world > EXACT else fit:
-                seconds = 0.0 if self.goal == "memory" else self.bounds.core_time(core) + self._least_update(core, 1)
-                self._push(core, seconds, self.bounds.core_size(core), world)
+            cores = self._one_recipe(cores) if self.space.has("fp8") else cores
+            for core in self._undominated(cores) if world > EXACT else filter(self._fits, cores):
+                self._push(core, self._least_time(core, 0, 1), self.bounds.core_size(core), world)
         self.pruned.update(refused)
+
+    def _fits(self, core: Core) -> bool:
+        fits = self.least.fits(core, self.limit)
+        self.pruned["bound on memory"] += not fits
+        return fits
 
     def _one_recipe(self, cores: list[Core]) -> list[Core]:
         """Of cores that differ in recipes of float8 that cost the same, one."""
@@ -152,39 +154,52 @@ class Walk:
         for core in cores:
             alike.setdefault((core.tp, core.cp, core.ep, core.samples, core.precision, core.float8), []).append(core)
         for group in alike.values():
-            if self.goal == "memory":  # times decide on nothing: the leanest, exchanging as the first kind does
-                yield min(group, key=lambda core: (not core.sequence, not core.loss))
+            group.sort(key=lambda core: (not core.sequence, not core.loss))
+            if not self._fits(group[0]):
                 continue
-            yield min(group, key=lambda core: (_bucket(self.bounds.core_time(core)), not core.sequence, not core.loss))
+            if self.goal != "memory":  # else times decide on nothing: the leanest, exchanging as the first kind does
+                group.sort(key=lambda core: _bucket(self.bounds.core_time(core)))
+            yield next(filter(self._fits, group))
 
-    def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
+    def _push(self, node: Family, seconds: float, size: float, world: int) -> None:
         """Put a node where the least that its plans can score belongs."""
         least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
-        heapq.heappush(self._heap, (_bucket(least), False, (), next(self._order), node))
+        heapq.heappush(self._heap, (_bucket(least), False, least_simplicity(node), next(self._order), node))
 
-    def _least_update(self, core: Core, count: int) -> float:
-        return 0.0 if self.goal == "memory" else self.bounds.least_update(core, count, self.limit)
+    def _least_time(self, core: Core, policy: int, pp: int) -> float:
+        return 0.0 if self.goal == "memory" else self.bounds.pipe_time(core, policy, pp, self.limit)
 
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
-            if _layout(pipe) in done:
+            if layout_of(pipe) in done:
                 continue
-            if self.least.of_pipe(pipe) > min(self.limit, self.below):
+            policies = self._policies(pipe)
+            if policies:
+                self._push(pipe, self._least_time(core, policies[0], pipe.pp), self.least.of_pipe(pipe), core.world)
+            else:
                 self.pruned["bound on memory"] += 1
+
+    def _divide_pipe(self, pipe: Pipe) -> None:
+        policies = self._policies(pipe)
+        for schedule, offload in self.space.flows(pipe):
+            row = self.space.refuses(Flow(pipe, schedule, 0, offload))
+            if row:
+                self.pruned[row] += len(policies)
                 continue
-            policies = self._by_cost(core)
-            for schedule, offload in self.space.flows(pipe):
-                row = self.space.refuses(Flow(pipe, schedule, 0, offload))
-                if row:
-                    self.pruned[row] += len(policies)
-                    continue
-                needs, shows = self._any_fits(pipe, schedule, offload)
-                if needs > self.limit or needs == math.inf:
-                    self.pruned["bound on memory"] += len(policies)
-                elif self.goal == "memory":
-                    self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, shows, core.world)
-                else:
-                    self._push_flow(pipe, schedule, offload, policies)
+            if self.goal != "memory":
+                self._push_flow(pipe, schedule, offload, policies)
+                continue
+            needs, shows = self._any_fits(pipe, schedule, offload)
+            if needs > self.limit or needs == math.inf:
+                self.pruned["bound on memory"] += len(policies)
+            else:
+                self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, shows, pipe.core.world)
+
+    def _policies(self, pipe: Pipe) -> tuple[int, ...]:
+        """Numbers of the policies from the cheapest under which a pipe could fit, by their cost."""
+        policies, room = self._by_cost(pipe.core), min(self.limit, self.below)
+        sizes = ((place, self.least.of_pipe(pipe, policy)) for place, policy in enumerate(policies))
+        return policies[next((place for place, size in sizes if size <= room and size < math.inf), len(policies)) :]
 
     def _any_fits(self, pipe: Pipe, schedule: Schedule, offload: bool) -> tuple[float, float]:
         """The least sizes of all policies: of the one that keeps least, or of none, which holds no block in full."""
@@ -211,9 +226,13 @@ class Walk:
         return tuple(sorted(range(len(again)), key=again.__getitem__))
 
     def _push_flow(self, pipe: Pipe, schedule: Schedule, offload: bool, policies: tuple[int, ...]) -> None:
-        """The first of these policies under which what is kept could fit; the others follow when it is divided."""
+        """The first of these policies under which what is kept could fit; the others follow when it is divided.
+
+        All at once where what costs more compute may take less time.
+        """
+        together = offload or self.goal == "memory"  # what is kept less is offloaded sooner
         for place, policy in enumerate(policies):
-            flow = Flow(pipe, schedule, policy, offload, policies[place + 1 :])
+            flow = Flow(pipe, schedule, policy, offload, () if together else policies[place + 1 :])
             row = self.space.refuses(flow)
             if row:
                 self.pruned[row] += 1
@@ -224,13 +243,12 @@ class Walk:
             elif self.goal == "memory":
                 self._push(flow, 0.0, shows, pipe.core.world)
             else:
-                seconds = self.bounds.flow_time(flow)[0] * self.bounds.stragglers
-                self._push(flow, seconds + self._least_update(pipe.core, pipe.micro_batches), shows, pipe.core.world)
-                return
+                self._push(flow, self.bounds.least_time(flow, self.limit), shows, pipe.core.world)
+                if not together:
+                    return
 
     def _divide_flow(self, flow: Flow) -> None:
-        if self.goal != "memory" or flow.policy == ANY:
-            self._push_flow(flow.pipe, flow.schedule, flow.offload, flow.rest)
+        self._push_flow(flow.pipe, flow.schedule, flow.offload, flow.rest)
         if flow.policy == ANY:
             return
         kept = self.bounds.flow_size(flow, every_rank=True)
@@ -303,8 +321,9 @@ class Walk:
 
     def _keep(self, found: Candidate) -> None:
         """Put a candidate where its score belongs, behind what may be as good."""
-        score = _bucket(found.score(self.goal))
-        heapq.heappush(self._heap, (score, True, simplicity(found.plan), next(self._order), found))
+        score, simple = _bucket(found.score(self.goal)), simplicity(found.plan)
+        self._best[found.layout] = min(self._best.get(found.layout, (math.inf, ())), (score, simple))
+        heapq.heappush(self._heap, (score, True, simple, next(self._order), found))
 
     def _legal(self, leaf: Leaf) -> tuple[Plan, str]:
         """The plan, and the row that refuses it; of recipes of float8 that cost the same, the first that none does."""
@@ -322,33 +341,9 @@ def _bucket(score: float) -> int:
     return math.floor(math.log(max(score, 1e-12)) / ALIKE)
 
 
-def _layout(pipe: Pipe) -> tuple[int, ...]:
-    """`Candidate.layout` of a family."""
-    core = pipe.core
-    return (pipe.pp, core.cp, core.tp, core.ep, core.world)
-
-
 def worlds_of(cluster: Cluster, goal: str) -> list[int]:
     """Numbers of devices to plan for: all of them; for the least cost also each smaller part of equal nodes."""
     if goal != "cost":
         return [cluster.world]
     parts = {cluster.per_node * nodes for nodes in divisors(cluster.nodes)} | set(divisors(cluster.per_node))
     return sorted(parts)
-
-
-def simplicity(plan: Plan) -> tuple[object, ...]:
-    """Orders plans that are as good: fewer axes first, then fewer other features, smaller `tp`, `pp`, ..."""
-    axes = plan.axes
-    degrees = (axes.tp, axes.pp, axes.cp, axes.ep, axes.dp_shard, axes.dp_replicate)
-    extras = (
-        plan.recompute.mode != "none",
-        plan.offload.state,
-        plan.offload.activations,
-        plan.tensor.sequence,
-        plan.tensor.loss,
-        axes.pp > 1 and plan.schedule.kind != "1f1b",
-        plan.float8.recipe != "none",
-        plan.context.kind != "ring",
-    )
-    features = sum(extras) + plan.zero
-    return (sum(degree > 1 for degree in degrees), features, *degrees, plan.batch.micro_batches, str(plan))

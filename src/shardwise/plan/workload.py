@@ -12,6 +12,7 @@ STATE_BYTES = {
     "adamw": 8.0,
     "adamw-bf16": 4.0,
     "adamw-8bit": 2.06,
+    "lamb": 8.0,
     "lion": 4.0,
     "muon": 4.0,
     "sgd-momentum": 4.0,
@@ -19,7 +20,7 @@ STATE_BYTES = {
     "sgd": 0.0,
 }
 """Bytes of optimizer state per parameter, without a master copy. adamw: two moments in fp32; 8-bit: with one fp32 scale
-per block of 256; adafactor: a row and a column per matrix."""
+per block of 256; lamb: as adamw; adafactor: a row and a column per matrix."""
 
 COMPUTE = ("", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.findings import nearest
+from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.train.low_bits import STATE_KINDS, LowBitAdamW
 from shardwise.train.optim import NamedOptimizer, check_dials, decay_groups, split_by_pattern, stepped_parameters
@@ -168,8 +169,8 @@ def muon(
         betas: AdamW's, for parameters that are not matrices.
         not_muon: patterns of matrices for AdamW; None: embeddings and heads (`NOT_MUON`).
 
-    Cost: per step an all-gather of every matrix, one full matrix in memory at a time, and its Newton-Schulz
-    iteration on every rank that shares it.
+    Cost: a matrix's Newton-Schulz iteration on one of the ranks that share it, which take as many each, one full
+    matrix in memory at a time; every matrix is sent there and back once in a step.
 
     Raises:
         UsageError: a dial out of range.
@@ -187,7 +188,9 @@ def muon(
         {"params": matrices, "orthogonal": True},
         {"params": others, "orthogonal": False, "weight_decay": 0.0},
     ]
-    optimizer = Muon([g for g in groups if g["params"]], lr, momentum, weight_decay, betas)
+    # parameters are plain under DDP alone, which gives its ranks one gradient
+    replicas = placed.mesh.group(*GRADIENT_AXES) if placed.mesh.num_gradient_ranks > 1 else None
+    optimizer = Muon([g for g in groups if g["params"]], lr, momentum, weight_decay, betas, replicas)
     return NamedOptimizer(optimizer, params, live)
 
 

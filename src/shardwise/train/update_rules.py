@@ -2,7 +2,8 @@
 
 Each is a `torch.optim.Optimizer` over plain parameters or DTensors, and gives the same update under every
 layout: what is element-wise works on the local shard; what needs the whole tensor either reduces sums over the
-mesh axes that shard it (LAMB), or gathers one full matrix at a time and keeps its own part (Muon, Adafactor).
+mesh axes that shard it (LAMB), or gathers one full tensor at a time and keeps its own part (Adafactor); matrices of
+Muon are shared out among the ranks, each made orthogonal on one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise.plan.updating import newton_schulz_flops
+from shardwise.train.sharing import Sharing, bring_together, from_team, give_back, lie_of, sharing_of
 
 Groups = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -175,8 +179,9 @@ class Muon(_Rule):
     Groups with `orthogonal=False` are stepped by AdamW. The length of a step is that of AdamW, `0.2 sqrt(max(rows,
     columns))` (arXiv 2502.16982), so one learning rate serves both. The iteration runs in the parameter's own type,
     not in bf16: rounding there would make two layouts differ in the third digit.
-    Cost: one running average per matrix; per step an all-gather of each matrix, one at a time, and the same
-    `5 x (4 r^2 c + 2 r^3)` flops (r the shorter side) on every rank that shares it.
+    Cost: one running average per matrix. In a step the matrices are shared out (`train/sharing.py`): each takes
+    `5 x (4 r^2 c + 2 r^3)` flops (r the shorter side) on one of the ranks that share it; it is sent there and back
+    along each axis that splits it, and its update is gathered over those whose ranks hold the same.
     """
 
     COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -188,32 +193,74 @@ class Muon(_Rule):
         momentum: float = 0.95,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        """`betas` are those of AdamW for the groups with `orthogonal=False`."""
+        """`betas`: AdamW's, of groups with `orthogonal=False`; `replicas`: who holds plain parameters alike."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": 1e-8}
         super().__init__(params, {**defaults, "orthogonal": True})
+        self._replicas = replicas
 
     def update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Decoupled weight decay, then the step along the orthogonal (or Adam) direction."""
-        shard = local_shard(parameter)
-        if group["orthogonal"]:
-            direction = self._orthogonal_direction(parameter, state, group["momentum"])
-        else:
-            direction = _adam_direction(parameter, state, group)
-        shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+        """Decoupled weight decay, then the step along Adam's direction."""
+        _take_step(parameter, _adam_direction(parameter, state, group), group)
 
-    def _orthogonal_direction(self, parameter: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
+    def update_group(self, group: dict[str, Any]) -> None:
+        """Matrices in batches of as many as ranks share them, those with most work first: a batch is of near equals."""
+        if not group["orthogonal"]:
+            super().update_group(group)
+            return
+        shared: dict[Sharing, list[Tensor]] = {}
+        for parameter in self.with_grad(group):
+            shared.setdefault(sharing_of(parameter, self._replicas), []).append(parameter)
+        for sharing, parameters in shared.items():
+            parameters.sort(
+                key=lambda p: -newton_schulz_flops(*p.shape)
+            )  # keeps the order of equals: all ranks have the same batches
+            size = sharing.team * sharing.num_teams
+            for start in range(0, len(parameters), size):
+                self._update_batch(parameters[start : start + size], sharing, group)
+
+    def _update_batch(self, parameters: list[Tensor], sharing: Sharing, group: dict[str, Any]) -> None:
+        """One matrix for each rank, at most."""
+        batches = [parameters[i : i + sharing.team] for i in range(0, len(parameters), sharing.team)]
+        lies = [[lie_of(parameter) for parameter in batch] for batch in batches]
+        like = local_shard(parameters[0]).new_empty(0, device=_device_of(parameters[0]))
+        for parameter in parameters:
+            self._follow(parameter, group["momentum"])
+        directions: list[Tensor] = []
+        if sharing.here < len(batches):
+            own = lies[sharing.here]
+            parts = [self._nesterov(parameter, group["momentum"]) for parameter in batches[sharing.here]]
+            wholes = bring_together(sharing, parts, own)
+            if wholes:
+                wholes.append(orthogonalize(wholes.pop(), self.COEFFICIENTS))
+                wholes[0].mul_(0.2 * math.sqrt(max(wholes[0].shape)))
+            directions = give_back(sharing, wholes, own, like)
+        for team, batch in enumerate(batches):
+            theirs = from_team(sharing, team, directions if team == sharing.here else [], lies[team], like)
+            for parameter, direction in zip(batch, theirs, strict=True):
+                _take_step(parameter, direction, group)
+
+    def _follow(self, parameter: Tensor, momentum: float) -> None:
+        """Let the running average follow the gradient."""
         assert parameter.grad is not None
-        grad = local_shard(parameter.grad)
-        average = _average(state, "momentum_buffer", parameter).lerp_(grad, 1 - momentum)
-        nesterov = grad.lerp(average, momentum)
-        if isinstance(parameter, DTensor):
-            nesterov = DTensor.from_local(
-                nesterov, parameter.device_mesh, parameter.placements,
-                run_check=False, shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
-        full = orthogonalize(gather_full(nesterov), self.COEFFICIENTS)
-        return local_part_of(full, parameter) * (0.2 * math.sqrt(max(parameter.shape)))
+        _average(self.state[parameter], "momentum_buffer", parameter).lerp_(local_shard(parameter.grad), 1 - momentum)
+
+    def _nesterov(self, parameter: Tensor, momentum: float) -> Tensor:
+        """The local part of what is made orthogonal, on the device that iterates."""
+        assert parameter.grad is not None
+        average = _average(self.state[parameter], "momentum_buffer", parameter)
+        return local_shard(parameter.grad).lerp(average, momentum).to(_device_of(parameter))
+
+
+def _take_step(parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+    shard = local_shard(parameter)
+    shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction.to(shard.device), alpha=-group["lr"])
+
+
+def _device_of(parameter: Tensor) -> torch.device:
+    """That of its mesh, which its shard has left where states are offloaded."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], steps: int = 5) -> Tensor:
@@ -221,6 +268,7 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x: Tensor = matrix.mT if tall else matrix
+    del matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT

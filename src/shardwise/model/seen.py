@@ -1,0 +1,211 @@
+"""What a step of a module holds, phase by phase: run on tensors of a CPU that have shapes and no values.
+
+Of a CPU and not of meta: which kernel an operation becomes, and so what is kept for the backward pass, is chosen by the
+device (an LSTM is one kernel per layer there, and on meta several for each token).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ModelError
+from shardwise.model.copies import cpu_copy, tensors_in
+from shardwise.model.course import Course
+from shardwise.model.known import Known
+from shardwise.model.lifetimes import Lifetimes, courses_of, enough, shortened
+from shardwise.model.nested import put
+from shardwise.model.profile import Profile
+from shardwise.model.recording import AFTER, BEFORE
+from shardwise.model.standin import LossOf, drop_by_key
+from shardwise.model.torch_private import fake_tensors
+
+
+def courses_seen(
+    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, dtype: torch.dtype
+) -> dict[int, Course]:
+    """What each phase of a step holds.
+
+    Args:
+        module: on meta.
+        names: of its blocks.
+        profile: says which of them are alike: only as many of these are run as show what the others hold.
+        sample: see `describe`.
+        dtype: what is computed with.
+
+    Raises:
+        Exception: whatever the module's own code raises where the step does not run without data.
+
+    Cost: three or six steps of a few blocks on shapes.
+    """
+    chosen = enough(module, names, profile)
+    if chosen != names:
+        try:
+            return _of_blocks(module, names, chosen, sample, dtype)
+        except Exception:  # the module's own: it misses a block
+            pass
+    return _of_blocks(module, names, names, sample, dtype)
+
+
+def why_not(module: nn.Module, error: Exception) -> str:
+    """What kept a step from running without values."""
+    sparse = next((name for name, inner in module.named_modules() if getattr(inner, "sparse", False) is True), None)
+    if sparse is not None:
+        return f"{sparse} gives sparse gradients (sparse=True), which no plan is estimated with: make them dense"
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    numbers = next((name for name, held in module.named_parameters() if held.is_complex()), None)
+    if numbers is not None:
+        said += (
+            f" ({numbers} is complex, which fully_shard and the norm of gradients do not take: hold view_as_real of it)"
+        )
+    return said
+
+
+def _of_blocks(
+    module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...], sample: Any, dtype: torch.dtype
+) -> dict[int, Course]:
+    """Of steps with twice, three times and six times the rows of a sample."""
+    runs, rows, tokens, out = [], [], 1.0, -1
+    with shortened(module, names, chosen), fake_tensors(), as_with_values(), torch.device("cpu"):
+        copied = cpu_copy(module, dtype)
+        for times in (2, 3, 6):
+            batch = batch_of(sample, times, "cpu")
+            rows.append(tokens_of(batch)[0])
+            tokens = tokens_of(batch)[1] / rows[-1]
+            lifetimes, out = _step(copied, chosen, batch, dtype)
+            runs.append(lifetimes)
+    found = courses_of(runs, rows, tokens, out)
+    return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
+
+
+def batch_of(sample: Any, times: int, device: str) -> Any:
+    """A sample with so many times its rows."""
+    given = [(path, torch.empty_like(tensor, device=device)) for path, tensor in tensors_in(sample)]
+    first = given[0][1].shape[0]
+    return put(sample, {p: torch.cat([t] * times) if t.dim() and t.shape[0] == first else t for p, t in given})
+
+
+def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dtype) -> tuple[Lifetimes, int]:
+    """A forward and a backward pass, and the place of what a loss takes."""
+    lifetimes = Lifetimes(module, [tensor for _, tensor in tensors_in(batch)])
+    try:
+        with ExitStack() as stack:
+            for hook in _hooks(module, names, lifetimes, dtype):
+                stack.callback(hook.remove)
+            for context in (torch.enable_grad(), _Draws(), lifetimes):
+                stack.enter_context(context)
+            args, kwargs = inputs_of(module, batch, dtype)  # what is cast here is the step's
+            output = module(*args, **kwargs)
+            del args, kwargs
+            out = -1 if (values := taken_by_loss(output)) is None else lifetimes.place_of(values)
+            lifetimes.turn()
+            if values is not None and values.requires_grad:
+                LossOf.apply(values).backward()  # type: ignore[no-untyped-call]  # no types in torch
+    finally:
+        for parameter in module.parameters():
+            parameter.grad = None
+    return lifetimes, out
+
+
+def _hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetimes, dtype: torch.dtype) -> Iterator[Any]:
+    def enter(index: int, block: nn.Module, *given: object) -> None:
+        lifetimes.enter(index)
+        if index == 0:
+            lifetimes.watch(BEFORE, [tensor for _, tensor in tensors_in(given)])
+
+    def leave(index: int, block: nn.Module, given: object, output: object) -> None:
+        lifetimes.enter(AFTER if index == len(names) - 1 else index)
+        lifetimes.watch(index, [tensor for _, tensor in tensors_in(output)])
+
+    for index, name in enumerate(names):
+        block = module.get_submodule(name)
+        yield block.register_forward_pre_hook(partial(enter, index), with_kwargs=True)
+        yield block.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+        yield block.register_forward_hook(partial(leave, index))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(lifetimes.add)  # type: ignore[no-untyped-call]  # no types in torch
+
+
+class _Draws(TorchFunctionMode):
+    """Above autograd: dropout as Shardwise draws it, and values that are known without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = Known()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if read := self.known.read(func, args, kwargs):
+            return read[0]
+        result = (drop_by_key if func is F.dropout else func)(*args, **kwargs)
+        self.known.follow(func, args, kwargs, result)
+        return result
+
+
+def inputs_of(module: nn.Module, sample: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments and those by name; floating ones in a type."""
+    kwargs: dict[str, Any] = {}
+    if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
+        kwargs["use_cache"] = False
+    cast = put(sample, {path: t.to(dtype) for path, t in tensors_in(sample) if t.is_floating_point()})
+    if isinstance(cast, Mapping):
+        return (), kwargs | {key: value for key, value in cast.items() if key not in ("labels", "weight")}
+    return (tuple(cast) if isinstance(cast, tuple | list) else (cast,)), kwargs
+
+
+def cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Those of a block, as `fully_shard` casts them; in fp32 nothing does."""
+    if dtype is torch.float32:
+        return None
+    return put((args, kwargs), {p: t.to(dtype) for p, t in tensors_in((args, kwargs)) if t.is_floating_point()})
+
+
+def taken_by_loss(output: Any) -> torch.Tensor | None:
+    """What a step goes backward from: a loss of its own (`loss`, or a number), its logits, or the first numbers."""
+    named = output if isinstance(output, Mapping) else {key: getattr(output, key, None) for key in ("loss", "logits")}
+    numbers = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
+    scalars = [tensor for tensor in numbers if not tensor.dim() and tensor.requires_grad]
+    for found in (named.get("loss"), *scalars, named.get("logits"), *numbers):
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            return found
+    return None
+
+
+def tokens_of(inputs: Any) -> tuple[int, int]:
+    """Samples, and their tokens.
+
+    Raises:
+        ModelError: nothing that has rows.
+    """
+    first = next((tensor for _, tensor in tensors_in(inputs)), None)
+    if first is None or first.dim() < 1:
+        raise ModelError(
+            "describe: the sample holds no tensor of rows; needed a batch as forward takes it: give a tensor of shape "
+            "(rows, tokens, ...), a tuple or a dict with one"
+        )
+    return first.shape[0], first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
+
+
+@contextmanager
+def as_with_values() -> Iterator[None]:
+    """Within it models of `transformers` take the course that they take on tensors with values.
+
+    They ask whether a tensor is fake, and then make masks that a real step does without.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if module is None or before is None:
+        yield
+        return
+    with patch.dict(vars(module), {"is_fake_tensor": lambda _: False}):
+        yield

@@ -1,0 +1,170 @@
+"""Modules as engineers bring them: what each does beside a chain of blocks has made estimates wrong before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.modules import WIDTH, Perceptron
+
+VOCAB = 320
+
+
+class Words(nn.Module):
+    """Token ids through blocks of one class, and a head."""
+
+    def __init__(self, block: type[nn.Module] = Perceptron, layers: int = 4) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.hidden(ids))
+
+
+class Recurrent(nn.Module):
+    """A residual LSTM: one kernel of a CPU, and on meta several for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.lstm(x)[0]
+
+
+class Routed(nn.Module):
+    """Experts with places: each token of the micro-batch meets each place, of which there are as many as tokens."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(WIDTH, experts, bias=False), nn.LayerNorm(WIDTH)
+        self.up = nn.Parameter(torch.zeros(experts, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.zeros(experts, 2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).flatten(0, 1)
+        count = len(self.up)
+        places = len(rows) * 5 // 4 // count
+        weight, chosen = self.gate(rows).softmax(-1).max(-1)
+        among = F.one_hot(chosen, count)
+        place = ((among.cumsum(0) - 1) * among).sum(-1).clamp(max=places)
+        sent = among[..., None] * F.one_hot(place, places + 1)[:, None, :]
+        sent = sent[..., :places].to(rows.dtype)
+        hidden = F.gelu(torch.bmm(torch.einsum("nec,nd->ecd", sent, rows), self.up))
+        done = torch.einsum("nec,ecd->nd", sent, torch.bmm(hidden, self.down))
+        return x + (done * weight[:, None]).view_as(x)
+
+
+class Checkpointed(Perceptron):
+    """Computes itself again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Staged(nn.Module):
+    """Lists of lists of blocks, as of Swin: the outer ones are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, WIDTH, 4, 4), nn.Linear(WIDTH, 10)
+        self.stages = nn.ModuleList(nn.ModuleList(Perceptron() for _ in range(n)) for n in (2, 3))
+        self.example_input_array = torch.zeros(2, 3, 64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).mT
+        for stage in self.stages:
+            for block in stage:
+                x = block(torch.roll(x, 1, 1))
+        return self.head(x.mean(1))
+
+
+class WeightNormed(nn.Module):
+    """A convolution whose weight is computed: its class is its own, or it holds what cannot be copied."""
+
+    def __init__(self, old: bool = False) -> None:
+        super().__init__()
+        normed = nn.utils.weight_norm if old else nn.utils.parametrizations.weight_norm
+        self.layers = nn.ModuleList(normed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)) for _ in range(4))
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).mT
+        for layer in self.layers:
+            x = x + F.relu(layer(x))
+        return self.head(x.mT)
+
+
+class Unused(Words):
+    """Some parameters that forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4 * WIDTH, 8 * WIDTH)
+        self.layers[1].spare = nn.Linear(WIDTH, 4 * WIDTH)
+
+
+class Told(Words):
+    """Hidden states before the logits, in a dict."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden = self.hidden(ids)
+        return {"hidden": hidden, "logits": self.head(hidden)}
+
+
+class OwnLoss(Words):
+    """Logits and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ids = torch.zeros(2, 64, dtype=torch.long)
+        self.example_input_array = (ids, ids)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        logits = self.head(self.hidden(ids))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Volumes(nn.Module):
+    """Instance norms, which are batch norms to torch, and to no other rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = [(nn.Conv3d(16, 16, 3, padding=1), nn.InstanceNorm3d(16, affine=True), nn.ReLU()) for _ in range(3)]
+        self.layers, self.stem = nn.ModuleList(nn.Sequential(*each) for each in inner), nn.Conv3d(1, 16, 3, padding=1)
+        self.head, self.example_input_array = nn.Conv3d(16, 3, 1), torch.zeros(2, 1, 12, 12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+class Asks(Words):
+    """Asks for values of its input."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden = self.hidden(ids)
+        if hidden.sum() > 0:
+            hidden = hidden * 2
+        return self.head(hidden)
+
+
+class Sparse(Words):
+    """A table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, sparse=True)

@@ -1,0 +1,189 @@
+"""The planner's command line as people and programs meet it: odd words, places that are full, locales, pipes, JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardwise.cli import hf
+from shardwise.cli.estimate import estimate
+from shardwise.cli.explain import explain
+from shardwise.cli.letters import plain_letters
+from shardwise.cli.made_for import MadeFor, save_plan
+from shardwise.cli.main import main
+from shardwise.cli.plan import plan, words_of
+from shardwise.cli.planning import question, read_cluster
+from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.plan.plan import Plan
+from shardwise.records import write_text
+from tests.pure.test_plan_cli import EIGHT, invoke
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def keys_of(verb: object, *words: str) -> set[str]:
+    return set(json.loads(invoke(verb, *words, "--json")[1]))
+
+
+def test_each_key_of_the_json_is_documented(here: Path) -> None:
+    """And each documented one is printed."""
+    rows = re.findall(r"^\| (`.*?) \| ([a-z, ]+) \|", (ROOT / "docs" / "planner-json.md").read_text(), re.MULTILINE)
+    told = {verb: {name for names, verbs in rows if verb in verbs or verbs == "all"
+                   for name in re.findall(r"`(\w+)`", names)} for verb in ("plan", "estimate", "explain")}  # fmt: skip
+    fits = keys_of(plan, "tiny", "h100:2", "--front")
+    none = keys_of(plan, "llama-405b", "l4:1", "--forbid", "offload")
+    assert none - fits == {"would_fit"} and fits - none == {"front"}
+    assert fits | none == told["plan"] - {"error"}
+    given = ("dp2 / gbs2", "--model", "tiny", "--cluster", "cpu:2")
+    assert keys_of(estimate, *given, "--traffic", "--trace") == told["estimate"] - {"error"}
+    assert keys_of(explain, *given) == told["explain"] - {"error"}
+
+
+def test_the_front_is_asked_for(here: Path) -> None:
+    words = ("llama-1b", "h100:2", "--seq", "2048", "--global-batch", "8", "--top", "1")
+    assert "front" not in json.loads(invoke(plan, *words, "--json")[1])
+    found = json.loads(invoke(plan, *words, "--json", "--front")[1])
+    front = [(each["device_bytes"], each["seconds"]) for each in found["front"]]
+    assert len(front) > 2 and front == sorted(front)
+    assert [time for _, time in front] == sorted((time for _, time in front), reverse=True)
+    assert front[-1][1] == pytest.approx(found["time"]["total"], rel=0.002)  # the fastest plan ends it
+    page = json.loads(invoke(plan, *words, "--json", "--html", "page.html")[1])
+    assert (page["front"], page["html"]) == (found["front"], "page.html")
+    assert "no other beats in both" in invoke(plan, *words, "--front")[1]
+
+
+BAD = [
+    (plan, ("llama-1b", "h100:8", "--tokens", "1e400"), "tokens '1e400': needed at most 1,000,000,000,000,000"),
+    (plan, ("llama-1b", "h100:8", "--global-batch", "9" * 30), "needed at most"),
+    (plan, ("llama-1b", "h100:1000000x1000000"), "1,000,000,000,000 devices, needed at most 1,048,576"),
+    (plan, ("llama-1b", "nodes.yaml"), "cluster nodes.yaml: found the ending '.yaml', needed .toml or .json"),
+    (plan, ("sizes.yml", "h100:8"), "model sizes.yml: found the ending"),
+    (estimate, ("plan.yaml", *EIGHT), "plan plan.yaml: found the ending"),
+    (plan, ("llama-1b", "h100:8", "--trace-on", "gpu"), "found 'gpu', needed meta"),
+    (plan, ("llama-1b", "h100:8", "--trace-on", "cpu"), "no forward is read"),
+    (plan, ("llama-1b", "h100:8", "--expert-imbalance", "2"), "llama-1b has no experts"),
+    (plan, ("tiny-moe", "h100:8", "--expert-imbalance", "inf"), "needed a finite number"),
+    (plan, ("llama-1b", "h100:8", "--out", "folder.toml"), "needed a file in a folder"),
+    (estimate, ("fsdp9", *EIGHT), "needs 9 devices"),  # and not a batch for nine
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "words", "says"), BAD)
+def test_what_cannot_be_is_refused_in_its_own_words(
+    here: Path, verb: object, words: tuple[str, ...], says: str
+) -> None:
+    (here / "folder.toml").mkdir()
+    code, _, error = invoke(verb, *words)
+    assert code != 0 and says in str(error), str(error)
+
+
+def test_words_as_people_write_them(here: Path) -> None:
+    assert read_cluster("H100: 8X2") == read_cluster("h100:8x2")
+    assert question("llama-1b", "h100:8", seq=4096, batch=None, tokens="1E6").workload.global_batch == 248
+    assert words_of(["tp, pp", "dp", "fsdp,"]) == ("tp", "pp", "dp_replicate", "dp_shard")
+    text = invoke(plan, "llama-1b", "h100:8", "--forbid", "tp,fsdp", "--json")[1]
+    shorthand = json.loads(text)["plan"]["shorthand"].split()
+    assert not {word[:2] for word in shorthand} & {"tp", "fs"}
+    assert invoke(explain, "plan.toml")[0] == ExitCode.OK
+
+
+def test_an_imbalance_of_the_file_is_not_the_users_word(here: Path) -> None:
+    save_plan(Plan.parse("fsdp8 / gbs8 / bf16"), here / "p.toml", MadeFor(model="tiny-moe", imbalance=2.0))
+    assert invoke(estimate, "p.toml", *EIGHT)[2] is None
+
+
+@pytest.mark.parametrize(
+    "words", [("plan", "llama-1b"), ("plan", "llama-1b", "h100:8", "--top", "0"), ("explain", "--x")]
+)
+def test_a_wrong_option_is_json_too(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)["error"]
+    assert (ended.value.code, found["exit_code"], found["type"]) == (2, 2, "UsageError")
+
+
+def test_a_verb_under_json_ends_with_its_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code in ((("tiny", "h100:1"), 0), (("llama-405b", "l4:1", "--forbid", "offload"), 1)):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *words, "--json"])
+        assert (ended.value.code or 0) == code
+        assert json.loads(capsys.readouterr().out)["fits"] is not bool(code)
+
+
+def test_ctrl_c_that_a_library_wraps_is_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def importing(name: str) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError(f"Error calling __set_name__ in {name}") from error
+
+    monkeypatch.setattr("shardwise.cli.main.import_module", importing)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tiny", "h100:1"])
+    assert ended.value.code == ExitCode.INTERRUPTED
+
+
+def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = line.replace("shardwise", f"{sys.executable} -m shardwise")
+    words = {**os.environ, **environment}
+    return subprocess.run(line, shell=True, cwd=folder, env=words, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("more", ["", "--json"])
+def test_output_that_has_no_room_is_one_sentence(here: Path, more: str) -> None:
+    done = shell(f"shardwise plan tiny h100:1 {more} > /dev/full", here)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device" in done.stderr
+
+
+def test_a_locale_without_utf8(here: Path) -> None:
+    done = shell("shardwise plan tiny h100:1", here, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^ 0 .*#*[.]+[|] *$", done.stdout, re.MULTILINE) and "written: plan.toml" in done.stdout
+
+
+def test_letters_that_have_no_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    plain_letters()
+    print("█·µ", end="", flush=True)
+    assert raw.getvalue() == b"#.?"
+
+
+def test_a_reader_that_leaves_and_no_colours(here: Path) -> None:
+    done = shell("shardwise plan tiny h100:1 | head -1", here)
+    assert (done.stderr, len(done.stdout.splitlines())) == ("", 1)
+    shown = shell("shardwise explain plan.toml", here, NO_COLOR="1", FORCE_COLOR="1").stdout
+    assert "what binds" in shown and not re.search(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])m", shown)
+
+
+def test_a_page_appears_whole_or_not_at_all(here: Path) -> None:
+    (here / "page.html").mkdir()
+    with pytest.raises(ConfigError, match="page.html: cannot be written"):
+        write_text(here / "page.html", "text")
+    assert [path.name for path in here.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size"])
+def test_a_configuration_with_sizes_below_one(name: str) -> None:
+    sizes = SimpleNamespace(num_hidden_layers=2, vocab_size=8)
+    config = SimpleNamespace(get_text_config=lambda: sizes)
+    hf._refuse_sizes("hf:x.json", config)
+    setattr(sizes, name, -2)
+    with pytest.raises(UsageError, match=f"^model hf:x.json: {name}: found -2, needed at least 1"):
+        hf._refuse_sizes("hf:x.json", config)
