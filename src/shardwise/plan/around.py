@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.eager_rank import trained_share
 from shardwise.plan.messages_data import is_replicated
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import OWN, state_bytes, update_spike
@@ -40,7 +39,7 @@ def outside_step(
     plan = division.plan
     kept = {name: states.get(name, 0.0) for name in KEPT}
     if stack.eager:
-        kept["optimizer"] *= trained_share(division, stages)
+        kept["optimizer"] *= division.trained_share(stages)
     elif plan.offload.state:
         kept = dict.fromkeys(KEPT, 0.0)  # all of it is in the host's memory
     buckets: dict[str, float] = {"constants": float(division.profile.buffers)}

@@ -117,6 +117,26 @@ class Division:
         """Expert parameters of a stage."""
         return sum(self.experts(block) * count for block, count in stage.counts)
 
+    def frozen_outside(self, stages: Sequence[Stage]) -> float:
+        """Parameters of some stages without a gradient, outside blocks."""
+        profile, first = self.profile, any(stage.first for stage in stages)
+        tied = profile.frozen if profile.tied and first else 0  # they count once
+        head = profile.head.frozen - min(tied, profile.head.frozen) if any(stage.last for stage in stages) else 0
+        return profile.frozen * first + head
+
+    def trained_share(self, stages: Sequence[Stage]) -> float:
+        """Share of the parameters of some stages that get a gradient."""
+        frozen = self.frozen_outside(stages)
+        frozen += sum(block.frozen * count for stage in stages for block, count in stage.counts)
+        if not frozen:
+            return 1.0
+        whole = sum(block.params * count for stage in stages for block, count in stage.counts)
+        outside = self.embedding * any(stage.first for stage in stages)
+        if any(stage.last for stage in stages):
+            tied = self.profile.tied and any(stage.first for stage in stages)
+            outside += self.profile.head.params - (self.embedding_table if tied else 0.0)
+        return 1 - frozen / (whole + outside)
+
     @property
     def embedding_table(self) -> float:
         """The token table (or what patches are multiplied by), sharded by `tp`."""

@@ -20,7 +20,7 @@ from shardwise.plan.eager import (
     outputs_of,
     working_in,
 )
-from shardwise.plan.messages_data import is_replicated, uses_fully_shard
+from shardwise.plan.messages_data import is_replicated, reduce_width, uses_fully_shard
 from shardwise.plan.moments import Moment, moments_of
 
 Terms = dict[str, float]
@@ -40,28 +40,6 @@ def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states:
     return job.pipelined(moments_of(plan.schedule.kind, *shape)[rank])
 
 
-def frozen_outside(division: Division, stages: tuple[Stage, ...]) -> float:
-    """Parameters of some stages without a gradient, outside blocks."""
-    profile, first = division.profile, any(stage.first for stage in stages)
-    tied = profile.frozen if profile.tied and first else 0  # they count once
-    head = profile.head.frozen - min(tied, profile.head.frozen) if any(stage.last for stage in stages) else 0
-    return profile.frozen * first + head
-
-
-def trained_share(division: Division, stages: tuple[Stage, ...]) -> float:
-    """Share of the parameters of some stages that get a gradient."""
-    frozen = frozen_outside(division, stages)
-    frozen += sum(block.frozen * count for stage in stages for block, count in stage.counts)
-    if not frozen:
-        return 1.0
-    whole = sum(block.params * count for stage in stages for block, count in stage.counts)
-    outside = division.embedding * any(stage.first for stage in stages)
-    if any(stage.last for stage in stages):
-        tied = division.profile.tied and any(stage.first for stage in stages)
-        outside += division.profile.head.params - (division.embedding_table if tied else 0.0)
-    return 1 - frozen / (whole + outside)
-
-
 def _larger(one: Terms | None, other: Terms) -> Terms:
     return other if one is None or sum(other.values()) > sum(one.values()) else one
 
@@ -73,25 +51,32 @@ class _Rank:
         self.division, self.stages, self.plan = division, stages, division.plan
         self.local = local_of(division.plan)
         self.width, self.tokens = self.local.width, division.tokens
-        trained, whole = trained_share(division, stages), division.whole(stages)
-        self.gradients = states.pop("gradients") * trained
+        trained, whole = division.trained_share(stages), division.whole(stages)
+        del states["gradients"]
         states["optimizer"] *= trained
+        pure = self.plan.precision == "bf16-pure"
         self.engine = uses_fully_shard(self.plan)
+        self.own_width = self.width if pure else max(self.width, 4.0)
+        """Bytes of an element of a gradient as its parameter has it."""
+        self.reduced_width = float(reduce_width(self.plan))
+        """And while it is reduced."""
         several = self.plan.batch.micro_batches > 1
-        if self.plan.zero == 1 and self.engine and not several and self.plan.axes.pp == 1:  # reduced at once
-            self.gradients *= division.owned(stages) / whole
-        if self.plan.axes.pp > 1 and self.engine and several:  # nothing is reduced before the last micro-batch
-            self.gradients = whole * trained * (4.0 if self.width < 4 else self.width)
-        if is_replicated(self.plan) and several:  # what is summed without a reduction, beside the buckets
-            self.gradients *= 2
         self.accumulates = several or is_replicated(self.plan)
-        self.states = states
+        at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)  # else behind the last micro-batch
+        if self.engine and several and not at_once:
+            self.gradients = whole * trained * self.reduced_width
+        elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
+            self.gradients = division.owned(stages) * trained * self.own_width
+        else:  # what is summed without a reduction is beside the buckets
+            self.gradients = whole * trained * self.own_width * (2 if several and is_replicated(self.plan) else 1)
+        self.masters = division.owned(stages) * trained * 4.0 * pure
+        """Bytes of the gradients that masters take."""
         self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
         sizes = {block: self.params(block) for block in {block for _, block in self.blocks}}
         self.inner = sum(sizes[block] for _, block in self.blocks)
         self.largest = max(sizes.values(), default=0.0)
         self.outside = whole - self.inner
-        self.moving = self.outside - frozen_outside(division, stages)
+        self.moving = self.outside - division.frozen_outside(stages)
         self.is_last = any(stage.last for stage in stages)
         self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
 
@@ -204,7 +189,7 @@ class _Rank:
         """In the forward pass, at the loss, behind, in and before the blocks, and at the update."""
         pending = self.gradients if self.accumulates else 0.0
         waits = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
-        left = self.last_reduced() * 4.0 if waits else 0.0  # of the micro-batch before it is still held
+        left = self.last_reduced() * self.reduced_width if waits else 0.0  # of the micro-batch before it is still held
         kept = [self.kept(index, block) for index, block in self.blocks]
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
@@ -221,7 +206,7 @@ class _Rank:
             block = self.blocks[place][1]
             if self.local_experts(block) and course_of(block, self.local) is None:
                 found[f"experts of the {name}"] = self.behind_experts(place, terms)
-        found["update"] = {**self.base, "gradients": self.gradients}
+        found["update"] = {**self.base, "gradients": self.gradients + self.masters}
         return found
 
     def last_reduced(self) -> float:
@@ -299,7 +284,7 @@ class _Rank:
         own = self.trained(block)
         terms = self.gradients_at(place, 0.0, Held(gradients=own))
         behind = self.trained(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
-        terms["gradients"] += (2 * own - behind) * 4.0  # that of the block behind is given back
+        terms["gradients"] += (2 * own - behind) * self.reduced_width  # that of the block behind is given back
         return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept(index, block)}
 
     def gradients_at(self, place: int, left: float, held: Held) -> Terms:
@@ -310,9 +295,9 @@ class _Rank:
         if self.engine:
             new = (head + held.gradients) * self.width + left
             if not self.accumulates:
-                new += done * 4.0 / (self.division.shards if self.plan.zero else 1)
+                new += done * self.own_width / (self.division.shards if self.plan.zero else 1)
             behind = self.blocks[place + 1][1] if done else None
-            new += self.trained(behind) * 4.0 if behind else 0.0  # its reduction is held
+            new += self.trained(behind) * self.reduced_width if behind else 0.0  # its reduction is held
         elif not self.accumulates:
             new += done * self.width
         return {"gradients": new, "logits": self.logit() * self.width}
@@ -372,7 +357,7 @@ class _Rank:
             begun = self.gradients * moment.begun
             key = (moment.work, moment.turn)
             worst[key] = max(worst.get(key, (0.0, 0.0, 0.0)), (alive + begun, alive, begun))
-        largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.gradients}}
+        largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.gradients + self.masters}}
         for (work, turn), (_, alive, begun) in worst.items():
             for name, more in self.in_action(work, turn, deferred[turn]):
                 terms = {**self.base, **more, "activations": alive, "gradients": begun + more.get("gradients", 0.0)}

@@ -84,6 +84,10 @@ class Ema:
             named[PREFIX + name] = shard_like(average, live) if isinstance(live, DTensor) else average
         return named
 
+    def local_tensors(self) -> dict[str, Tensor]:
+        """`tensors`, each as the plain tensor that is here: `(local shape)`."""
+        return {PREFIX + name: average for name, average in self._average.items()}
+
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Continue from what `tensors` gave.

@@ -49,6 +49,10 @@ class State(Protocol):
         """This rank's tensors by name; a name has one global value over all ranks."""
         ...
 
+    def local_tensors(self) -> dict[str, Tensor]:
+        """The same names: of each tensor what is here, as a plain one that shares its storage."""
+        ...
+
     def scalars(self) -> dict[str, Any]:
         """Everything else, as JSON."""
         ...
@@ -104,7 +108,7 @@ class Mirror:
         """The step that this process went on from; None: it began, or loaded a checkpoint."""
         self._count = 0
         self._slots = place.memory.pair(place.rank)
-        self._signature: tuple[Any, ...] = ()
+        self._signature: list[tuple[Any, ...]] = []
         self._parts: list[Part] = []
         self._sources: list[Held] = []
         self._targets: dict[int, list[Tensor]] = {}
@@ -163,10 +167,10 @@ class Mirror:
         Cost: copies of this rank's parts, which come from an accelerator over its bus; a collective when the layout
         is new (after the first step), none otherwise.
         """
-        tensors = state.tensors()
-        signature = tuple((name, t.shape, t.dtype) for name, t in tensors.items())
+        local = state.local_tensors()
+        signature = [(name, t.shape, t.dtype) for name, t in local.items()]
         if signature != self._signature:
-            self._lay_out(state, tensors)
+            self._lay_out(state)
             self._signature = signature
         which = (self._count + 1) % 2
         slot = self._slots[which]
@@ -175,7 +179,7 @@ class Mirror:
             memory = slot.data(self._end)
             self._targets[which] = [part.of(memory) for part in self._parts]
         with torch.no_grad():
-            copy_all(self._targets[which], [held.of(tensors[held.part.name]) for held in self._sources])
+            copy_all(self._targets[which], [held.of(local[held.part.name]) for held in self._sources])
         if state.mesh.device.type != "cpu":
             torch.accelerator.synchronize()
         rest = json.dumps({"scalars": state.scalars()})
@@ -183,8 +187,9 @@ class Mirror:
         self._count += 1
         slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
 
-    def _lay_out(self, state: State, tensors: Mapping[str, Tensor]) -> None:
+    def _lay_out(self, state: State) -> None:
         """Find who keeps what. The two slots may then hold different layouts: each describes its own."""
+        tensors = state.tensors()
         held = {(each.part.name, each.part.box): each for each in held_by(tensors)}
         mine = [(key, each.of(tensors[key[0]]).nbytes) for key, each in held.items()]
         everyones: list[list[tuple[Key, int]]] = [mine] * state.mesh.world

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
-from shardwise.train.torch_private import shard_like
+from shardwise.train.torch_private import local_of, shard_like
 from shardwise.train.update_rules import local_shard
 
 PREFIX = "optim."
@@ -153,19 +153,32 @@ class NamedOptimizer:
             if states[name]:
                 self.torch.state[parameter] = {k: self._stepped_state(parameter, k, t) for k, t in states[name].items()}
 
+    def local_state(self) -> dict[str, Tensor]:
+        """`state_tensors`, each as the plain tensor that is here: `(local shape)`."""
+        return {
+            key: local_of(value)
+            for name, parameter in self.params.items()
+            for key, value in self._plain_state(name, self.torch.state.get(parameter, {})).items()
+        }
+
     def _named_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
         parameter, live = self.params[name], self.live[name]
-        values = {MASTER: parameter.detach(), **state} if name in self._masters else state
+        named = self._plain_state(name, state)
+        if not isinstance(live, DTensor) or isinstance(parameter, DTensor):
+            return named
+        # a plain state as large as a stepped shard is a shard too; a step count or a row of means is whole
+        return {
+            key: shard_like(value, live) if value.dim() > 0 and value.shape == parameter.shape else value
+            for key, value in named.items()
+        }
+
+    def _plain_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Of one parameter, as its optimizer holds it; numbers as tensors."""
+        values = {MASTER: self.params[name].detach(), **state} if name in self._masters else state
         named: dict[str, Tensor] = {}
         for key, value in values.items():
             if isinstance(value, Tensor):
-                # a plain state as large as a stepped shard is a shard too; a step count or a row of means is whole
-                shard = isinstance(live, DTensor) and not isinstance(parameter, DTensor) and value.dim() > 0
-                named[f"{PREFIX}{name}.{key}"] = (
-                    shard_like(value, live)
-                    if shard and isinstance(live, DTensor) and value.shape == parameter.shape
-                    else value
-                )
+                named[f"{PREFIX}{name}.{key}"] = value
             elif isinstance(value, int | float):
                 kind = torch.float64 if isinstance(value, float) else torch.int64
                 named[f"{PREFIX}{name}.{key}"] = torch.tensor(value, dtype=kind)

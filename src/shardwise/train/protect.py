@@ -113,8 +113,8 @@ class Guarded(Protocol):
         """All ranks."""
         ...
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name."""
+    def local_tensors(self) -> dict[str, torch.Tensor]:
+        """What is here of every tensor, by name."""
         ...
 
     def template(self, names: Any) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ class Kept:
 
     def __init__(self, state: Guarded) -> None:
         self.step = state.step
-        self._tensors = {n: local_shard(t.detach()).to("cpu", copy=True) for n, t in state.tensors().items()}
+        self._tensors = {name: local.to("cpu", copy=True) for name, local in state.local_tensors().items()}
         self._scalars = copy.deepcopy(state.scalars())
 
     def restore(self, state: Guarded) -> None:

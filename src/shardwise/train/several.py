@@ -64,6 +64,10 @@ class SeveralOptimizers(NamedOptimizer):
         """State of all parts by name."""
         return {name: tensor for part in self.parts.values() for name, tensor in part.state_tensors().items()}
 
+    def local_state(self) -> dict[str, Tensor]:
+        """The same, as plain tensors."""
+        return {name: tensor for part in self.parts.values() for name, tensor in part.local_state().items()}
+
     def state_template(self, names: Collection[str]) -> dict[str, Tensor]:
         """Templates of all parts; see `NamedOptimizer.state_template`."""
         return {name: t for part in self.parts.values() for name, t in part.state_template(names).items()}

@@ -57,7 +57,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
     `DTensor.to_local` goes through autograd: a hundredth of a millisecond for each of hundreds of tensors.
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def in_backward() -> bool:
