@@ -44,6 +44,12 @@ FAST = [
     ("pp2 / 1f1b mb4", "gpt"),
     ("fsdp2 ep2", "moe"),
     ("fsdp8 / mb4", "moe"),
+    ("dp2 / mb2 / bf16-pure", "llama"),
+    ("dp2 / bf16", "gpt"),
+    ("pp2 / looped-bfs mb4 / bf16", "gpt"),
+    ("pp2 dp2 / 1f1b mb4 / bf16", "tied"),
+    ("pp2 tp4 / 1f1b mb4", "tied"),
+    ("pp2 / gpipe mb4", "moe"),
 ]
 PLANS = [
     "dp1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Part, Placed
 from shardwise.parallel.tensor import shard_tensor
+from shardwise.parallel.tensor_hooks import looks_up_alone, split_table
 from shardwise.plan.plan import Axes, Plan, Tensor
 from shardwise.testing.world import World
 from shardwise.train.loss import token_cross_entropy
@@ -323,3 +325,42 @@ def test_parity_of_other_architectures(world: World, model: str, sequence: bool)
 @pytest.mark.parametrize("model", ["decoder", "gpt", "scaled"])
 def test_parity_under_fully_shard(world: World, model: str, sequence: bool) -> None:
     check(world, Case(model=model, sequence=sequence, loss=model != "scaled", fsdp=2))
+
+
+class Doubled(nn.Embedding):
+    """As some models scale what they look up."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def looked_up(options: dict[str, Any]) -> tuple[list[float], tuple[int, ...]]:
+    """Differences of a split table to a whole one: vectors and the gradient; and the shape of the gradient here."""
+    with open_mesh(Plan(axes=Axes(tp=2))) as mesh:
+        table = nn.Embedding(VOCAB, DIM, dtype=torch.float64, **options)
+        with torch.no_grad():
+            table.weight.copy_(torch.arange(VOCAB * DIM).view(VOCAB, DIM).sin())
+        reference = copy.deepcopy(table)
+        split_table(table, mesh.device_mesh["tp"])
+        ids = torch.tensor([[0, 5, 15, 16, 31, 5], [17, 16, 16, 3, 0, 31]])
+        found, expected = table(input=ids), reference(ids)
+        for vectors in (found, expected):
+            (vectors * torch.arange(vectors.numel()).view_as(vectors).cos()).sum().backward()
+        assert isinstance(table.weight.grad, DTensor) and reference.weight.grad is not None
+        gaps = [
+            relative(found.detach(), expected.detach()),
+            relative(table.weight.grad.full_tensor(), reference.weight.grad),
+        ]
+        return gaps, tuple(table.weight.grad.to_local().shape)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 16, 31])
+def test_a_rank_makes_the_gradient_of_its_rows_of_a_table(world: World, padding: int | None) -> None:
+    for gaps, shape in world(2, looked_up, {"padding_idx": padding}):
+        assert gaps == [0.0, 0.0] and shape == (VOCAB // 2, DIM)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
+def test_tables_whose_rows_depend_on_more_are_left_to_torch(options: dict[str, Any]) -> None:
+    assert looks_up_alone(nn.Embedding(4, 2)) and not looks_up_alone(nn.Embedding(4, 2, **options))
+    assert not looks_up_alone(Doubled(4, 2))

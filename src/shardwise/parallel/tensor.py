@@ -39,7 +39,9 @@ from shardwise.parallel.tensor_hooks import (
     check_same_input,
     hold,
     leave_sequence,
+    looks_up_alone,
     split_sequence,
+    split_table,
     with_local_parameters,
 )
 from shardwise.parallel.ties import retie
@@ -342,6 +344,9 @@ def _split(site: _Site, job: _Job) -> None:
         if site.style in COLUMNS:
             job.holders[site.parent].serve(site.module)
         site.module.register_forward_hook(lambda _, __, output: own(output))
+        return
+    if site.style == "vocab" and looks_up_alone(cast(nn.Embedding, site.module)):
+        split_table(cast(nn.Embedding, site.module), job.tp_mesh)
         return
     parallelize_module(site.module, job.tp_mesh, _torch_style(site, job))
     if site.style in COLUMNS:

@@ -157,7 +157,8 @@ def _stages(profile: Profile, pp: int, schedule: Schedule, rule: str) -> Ranks:
     if pp > 1 and schedule.boundaries:
         cuts = _given(profile.blocks, schedule.boundaries, count)
     else:
-        cuts = cut(profile.blocks, count, profile.head.params, rule)
+        table = profile.vocab * profile.dim if profile.tied and rule == "balanced" else 0
+        cuts = cut(profile.blocks, count, profile.head.params - table, rule)
     stages, start = [], 0
     for i, part in enumerate(cuts):
         stages.append(Stage(tuple(part), start, i == 0, i == count - 1))

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardwise.model.course import Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.eager import (
-    Local,
-    course_ahead,
-    course_of,
-    deferred_in,
-    kept_ahead,
-    kept_by,
-    kept_op,
-    local_of,
-    outputs_of,
-    working_in,
-)
-from shardwise.plan.messages_data import is_replicated, reduce_width, uses_fully_shard
+from shardwise.plan.eager import course_ahead, course_of, deferred_in, kept_op, working_in
+from shardwise.plan.eager_sizes import RankSizes, Terms
 from shardwise.plan.moments import Moment, moments_of
-
-Terms = dict[str, float]
+from shardwise.plan.plan import ZERO_BUBBLE
 
 
 def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states: Terms) -> Mapping[str, Terms]:
@@ -44,144 +33,22 @@ def _larger(one: Terms | None, other: Terms) -> Terms:
     return other if one is None or sum(other.values()) > sum(one.values()) else one
 
 
-class _Rank:
-    """Sizes of one rank, and its moments."""
+class _Sizes(NamedTuple):
+    """Bytes of a stage. `at_once`: of blocks that are recomputed, whose weights have gradients when the inputs have."""
 
-    def __init__(self, division: Division, stages: tuple[Stage, ...], states: Terms) -> None:
-        self.division, self.stages, self.plan = division, stages, division.plan
-        self.local = local_of(division.plan)
-        self.width, self.tokens = self.local.width, division.tokens
-        trained, whole = division.trained_share(stages), division.whole(stages)
-        del states["gradients"]
-        states["optimizer"] *= trained
-        pure = self.plan.precision == "bf16-pure"
-        self.engine = uses_fully_shard(self.plan)
-        self.own_width = self.width if pure else max(self.width, 4.0)
-        """Bytes of an element of a gradient as its parameter has it."""
-        self.reduced_width = float(reduce_width(self.plan))
-        """And while it is reduced."""
-        several = self.plan.batch.micro_batches > 1
-        self.accumulates = several or is_replicated(self.plan)
-        at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)  # else behind the last micro-batch
-        if self.engine and several and not at_once:
-            self.gradients = whole * trained * self.reduced_width
-        elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
-            self.gradients = division.owned(stages) * trained * self.own_width
-        else:  # what is summed without a reduction is beside the buckets
-            self.gradients = whole * trained * self.own_width * (2 if several and is_replicated(self.plan) else 1)
-        self.masters = division.owned(stages) * trained * 4.0 * pure
-        """Bytes of the gradients that masters take."""
-        self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
-        sizes = {block: self.params(block) for block in {block for _, block in self.blocks}}
-        self.inner = sum(sizes[block] for _, block in self.blocks)
-        self.largest = max(sizes.values(), default=0.0)
-        self.outside = whole - self.inner
-        self.moving = self.outside - division.frozen_outside(stages)
-        self.is_last = any(stage.last for stage in stages)
-        self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
+    kept: float
+    kept_at_once: float
+    """And of the loss behind them."""
+    deferred: float
+    """Gradients that wait for the weights' part."""
+    gradients: float
+    gradients_at_once: float
+    fresh: float
+    """Gradients in the type in which they were made, until the next backward pass to the inputs adds them up."""
 
-    # ---------------------------------------------------------------- sizes
 
-    def params(self, block: Block) -> float:
-        """Local parameters of a block, before data axes shard them."""
-        return self.division.dense(block) + self.division.experts(block)
-
-    def trained(self, block: Block) -> float:
-        """Those of `params` that get a gradient."""
-        return self.params(block) * (1 - block.frozen / block.params) if block.frozen else self.params(block)
-
-    def inputs(self) -> float:
-        """What is given and labels of the whole step; with `cp` the whole sequences too, and positions."""
-        cp, both = self.plan.axes.cp, self.division.profile.given + 8.0
-        return self.tokens * self.plan.batch.micro_batches * (both * cp + 8.0 if cp > 1 else both)
-
-    @property
-    def whole_stream(self) -> float:
-        """Bytes of what passes between stages, per micro-batch."""
-        return self.tokens * self.division.profile.dim * self.width
-
-    def buffers(self) -> float:
-        """A pipeline's receive buffers: one per micro-batch and boundary."""
-        if self.plan.axes.pp == 1:
-            return 0.0
-        here = sum((not stage.first) + (not stage.last) for stage in self.stages)
-        return here * self.plan.batch.micro_batches * self.whole_stream
-
-    def gathered(self, ahead: int, place: int | None = None) -> float:
-        """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
-        if not self.engine:
-            return 0.0
-        if not self.plan.reshards or self.largest == self.inner + self.outside:  # of one unit, the root stays
-            several = self.plan.batch.micro_batches > 1  # they are needed again
-            behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
-            return (self.inner + self.outside - behind) * self.width
-        if place is None:
-            return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
-        here = self.blocks[max(0, place + 1 - ahead) : place + 1]
-        return (self.outside + sum(self.params(block) for _, block in here)) * self.width
-
-    def stream(self, block: Block) -> float:
-        """Bytes of a block's input."""
-        return block.width * self.width * self.tokens / (self.local.tp if self.local.sequence else 1)
-
-    def kept(self, index: int, block: Block) -> float:
-        """Bytes that a block keeps of one micro-batch."""
-        ahead = self.kept_ahead(block)
-        if not is_recomputed(index, self.plan):
-            return ahead + self.kept_whole(block)
-        if self.plan.recompute.mode == "ops":
-            return ahead + outputs_of(block, self.local)[0] * self.tokens
-        return ahead + self.stream(block)
-
-    def kept_whole(self, block: Block) -> float:
-        """Without recompute. In a pipeline, whose moments are of operators, by these."""
-        course = course_of(block, self.local) if self.plan.axes.pp == 1 else None
-        return course.kept.size(self.tokens) if course else kept_by(block, self.local) * self.tokens
-
-    def kept_ahead(self, block: Block) -> float:
-        """Of what runs before the first block."""
-        if not (block.ahead or block.courses_ahead):
-            return 0.0
-        course = course_ahead(block, self.local) if self.plan.axes.pp == 1 else None
-        return course.kept.size(self.tokens) if course else kept_ahead(block, self.local) * self.tokens
-
-    def again(self, index: int, block: Block) -> float:
-        """Bytes that a recomputed block has beside what it kept."""
-        if not is_recomputed(index, self.plan):
-            return 0.0
-        whole = self.kept_whole(block)
-        if self.plan.recompute.mode == "ops":
-            return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
-        return whole - self.stream(block)
-
-    def head(self) -> float:
-        """Bytes that the last norm and the head keep of one micro-batch, without logits."""
-        head = self.division.profile.head
-        course = course_of(head, self.local) if self.plan.axes.pp == 1 else None
-        return (
-            course.kept.size(self.tokens)
-            if course
-            else kept_by(head, Local(1, False, 1, self.width, False)) * self.tokens
-        )
-
-    def logit(self) -> float:
-        """Number of logits of one micro-batch on this rank."""
-        profile = self.division.profile
-        return self.tokens * (profile.outputs or profile.vocab) / (self.plan.axes.tp if self.plan.tensor.loss else 1)
-
-    def logits(self) -> float:
-        """At the loss: logits and their logarithm, the gradients of both."""
-        wide = max(self.width, 4.0)
-        if self.plan.tensor.loss and self.plan.axes.tp > 1:
-            return self.logit() * (self.width + 2 * wide)
-        return self.logit() * (self.width + 3 * wide)
-
-    def row(self, block: Block) -> float:
-        """Elements of the block's last weight."""
-        tp = self.plan.axes.tp
-        dense = [op for op in block.matmuls if not op.experts and op.trained]
-        rows = [op for op in dense if op.split == "row"]
-        return max((op.params / tp for op in rows or dense), default=0.0)
+class _Rank(RankSizes):
+    """The moments of one rank."""
 
     # ---------------------------------------------------------------- without a pipeline
 
@@ -207,7 +74,15 @@ class _Rank:
             if self.local_experts(block) and course_of(block, self.local) is None:
                 found[f"experts of the {name}"] = self.behind_experts(place, terms)
         found["update"] = {**self.base, "gradients": self.gradients + self.masters}
+        if self.engine:
+            found["reduction"] = {**self.reduction(self.moving), "logits": self.logit() * self.width}
         return found
+
+    def reduction(self, unit: float) -> Terms:
+        """When the gradients of so many parameters are reduced, the last: as they were, over shards, over all."""
+        given = unit / (self.division.shards if self.plan.zero else 1)
+        replicas = self.plan.axes.dp_replicate > 1 and given < unit
+        return {**self.base, "gradients": self.gradients + (unit + given * (1 + replicas)) * self.reduced_width}
 
     def last_reduced(self) -> float:
         """Parameters whose gradients are reduced last: those outside, or of a block whose input needs no gradient."""
@@ -296,8 +171,9 @@ class _Rank:
             new = (head + held.gradients) * self.width + left
             if not self.accumulates:
                 new += done * self.own_width / (self.division.shards if self.plan.zero else 1)
-            behind = self.blocks[place + 1][1] if done else None
-            new += self.trained(behind) * self.reduced_width if behind else 0.0  # its reduction is held
+            given_back = self.sums_first and self.plan.zero  # what was summed, as it is reduced
+            behind = self.trained(self.blocks[place + 1][1]) if done and not given_back else 0.0
+            new += behind * self.reduced_width  # its reduction is held
         elif not self.accumulates:
             new += done * self.width
         return {"gradients": new, "logits": self.logit() * self.width}
@@ -317,53 +193,84 @@ class _Rank:
         return self.division.experts(block)
 
     def behind_experts(self, place: int, at_block: Terms) -> Terms:
-        """When all experts of a block have gone backward: each has its gradients, which are being stacked.
-
-        Stacked weights are taken apart, expert by expert, so that the gradient of one of the three stacks is there
-        twice. What experts kept is used up; the stream is there with its gradient and what attention gave.
-        """
+        """When all experts of a block have gone backward; `at_block`: what is there behind its last product."""
         index, block = self.blocks[place]
+        fresh, working, used = self.in_experts(index, block)
+        return {
+            **at_block,
+            "gradients": at_block["gradients"] + fresh,
+            "working": working,
+            "activations": at_block["activations"] - used,
+        }
+
+    def in_experts(self, index: int, block: Block) -> tuple[float, float, float]:
+        """Behind the experts of a block: bytes of gradients beside that of its last product, working set, and used up.
+
+        Each expert has its gradients, which are being stacked. Stacked weights are taken apart, expert by expert, so
+        that the gradient of one of the three stacks is there twice. What experts kept is used up; the stream is there
+        with its gradient and what attention gave.
+        """
         inner = [op for op in block.ops if getattr(op, "experts", 0) or getattr(op, "per_choice", 0)]
         used = sum(kept_op(op, self.local) for op in inner) * self.tokens
         stacks = sum(op.name.startswith("experts") for op in block.matmuls) + 1  # gate and up are one product here
         fresh = self.local_experts(block) * (1 + 1 / stacks) - self.row(block)
-        return {
-            **at_block,
-            "gradients": at_block["gradients"] + fresh * self.width,
-            "working": 3 * self.stream(block) + max(0.0, self.again(index, block) - used),
-            "activations": at_block["activations"] - (0.0 if is_recomputed(index, self.plan) else used),
-        }
+        working = 3 * self.stream(block) + max(0.0, self.again(index, block) - used)
+        return fresh * self.width, working, 0.0 if is_recomputed(index, self.plan) else used
 
     # ---------------------------------------------------------------- with one
 
     def pipelined(self, moments: tuple[Moment, ...]) -> Mapping[str, Terms]:
         """At each backward action, and at the update."""
-        kept, deferred = [], []
-        for stage in self.stages:
-            own = sum(self.kept(stage.start + i, block) for i, block in enumerate(stage.blocks))
-            blocks = enumerate(stage.blocks, stage.start)
-            wait = self.tokens * sum(deferred_in(b, self.local) for i, b in blocks if not is_recomputed(i, self.plan))
-            if stage.last:
-                own += self.head() + self.logit() * max(self.width, 4.0)
-                wait += self.logit() * self.width
-            # what was received lies in its buffer; what was sent is kept as long as the rest
-            kept.append(own + self.whole_stream * ((not stage.last) - (not stage.first)))
-            deferred.append(wait)
+        sizes = [self.kept_in(stage) for stage in self.stages]
         worst: dict[tuple[str, int], tuple[float, float, float]] = {}
         for moment in moments:
-            alive = sum(count * size for count, size in zip(moment.alive, kept, strict=True))
-            alive += sum(count * size for count, size in zip(moment.pending, deferred, strict=True))
-            alive += (moment.outputs + moment.gradients) * self.whole_stream
-            begun = self.gradients * moment.begun
+            alive = (moment.outputs + moment.gradients) * self.whole_stream
+            begun = 0.0
+            for turn, size in enumerate(sizes):
+                alive += moment.alive[turn] * size.kept + moment.pending[turn] * size.deferred
+                alive += (moment.alive[turn] - moment.pending[turn]) * size.kept_at_once
+                begun += moment.fresh[turn] * size.fresh
+                begun += moment.begun[turn] * size.gradients + moment.reached[turn] * size.gradients_at_once
             key = (moment.work, moment.turn)
             worst[key] = max(worst.get(key, (0.0, 0.0, 0.0)), (alive + begun, alive, begun))
         largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.gradients + self.masters}}
+        if self.engine:
+            unit = max(self.moving, *(self.trained(block) for _, block in self.blocks), 0.0)
+            largest["reduction"] = {**self.reduction(unit), "gathered": self.gathered(0)}
         for (work, turn), (_, alive, begun) in worst.items():
-            for name, more in self.in_action(work, turn, deferred[turn]):
+            for name, more in self.in_action(work, turn, sizes[turn].deferred):
                 terms = {**self.base, **more, "activations": alive, "gradients": begun + more.get("gradients", 0.0)}
                 if name not in largest or sum(terms.values()) > sum(largest[name].values()):
                     largest[name] = terms
         return largest
+
+    def kept_in(self, stage: Stage) -> _Sizes:
+        """What a stage keeps of a micro-batch, and the gradients of its weights."""
+        kept = deferred = at_once = inside_at_once = 0.0
+        for index, block in enumerate(stage.blocks, stage.start):
+            if is_recomputed(index, self.plan):
+                at_once += self.kept(index, block)
+                inside_at_once += self.trained(block)
+            else:
+                kept += self.kept(index, block)
+                deferred += self.tokens * deferred_in(block, self.local)
+        if stage.last:
+            kept += self.head()
+            of_loss = self.logit() * max(self.width, 4.0)
+            if is_recomputed(stage.start + len(stage.blocks) - 1, self.plan):
+                at_once += of_loss
+            else:  # it goes with the inputs' gradients too; as much of what blocks defer is not counted
+                kept += of_loss
+            deferred += self.logit() * self.width
+        # what was received lies in its buffer; what was sent is kept as long as the rest
+        kept += self.whole_stream * ((not stage.last) - (not stage.first))
+        trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
+        unit = self.gradients / (sum(trained[1:]) or 1.0)
+        gradients, gradients_at_once = (trained[0] - inside_at_once) * unit, inside_at_once * unit
+        fresh = 0.0
+        if self.plan.schedule.kind in ZERO_BUBBLE and self.engine and self.width < self.reduced_width:
+            fresh = (sum(self.trained(block) for block in stage.blocks) - inside_at_once) * self.width
+        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, fresh)
 
     def in_action(self, work: str, turn: int, deferred: float) -> list[tuple[str, Terms]]:
         """What a backward action of a stage needs beside what is kept: at the loss, and in its last block."""
@@ -374,6 +281,8 @@ class _Rank:
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
         if work == "W":
             return [("weights", {"gathered": self.gathered(1), "gradients": row})]
+        if work == "I" and stage.last and is_recomputed(index, self.plan):  # the gradient of the logits waits
+            working += self.logit() * self.width
         if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
             working = 3 * self.stream(block) + deferred + self.again(index, block)
             working -= self.logit() * wide * stage.last  # what the loss kept is used up
@@ -382,4 +291,9 @@ class _Rank:
             if work == "B":  # what the head and the loss kept is used up
                 working -= self.head() + self.logit() * wide
         found.append(("last block", {"gathered": self.gathered(2), "gradients": row, "working": working}))
+        if self.local_experts(block):
+            fresh, less, used = self.in_experts(index, block)
+            over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
+            terms = {"gathered": self.gathered(2), "gradients": row + fresh, "working": working + over}
+            found.append(("experts of the last block", terms))
         return found

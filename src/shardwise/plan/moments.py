@@ -24,8 +24,12 @@ class Moment(NamedTuple):
     """Tensors sent on, of micro-batches that are no longer alive: looped schedules await their sends at the end."""
     gradients: int
     """Gradients sent back and kept, the running one included."""
-    begun: bool
-    """Weights have gradients."""
+    reached: tuple[bool, ...]
+    """Through which a backward pass has gone to the inputs."""
+    begun: tuple[bool, ...]
+    """Whose weights have gradients."""
+    fresh: tuple[bool, ...]
+    """Whose weights have got gradients since a backward pass went to the inputs."""
 
 
 @lru_cache(maxsize=1024)
@@ -51,7 +55,7 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     returns = [stage > 0 and stage - 1 not in stages for stage in stages]
     alive, pending = [0] * turns, [0] * turns
     outputs = gradients = 0
-    begun = False
+    reached, begun, fresh = [False] * turns, [False] * turns, [False] * turns
     found: dict[Moment, None] = {}
     for action in actions(kind, ranks, turns, count)[rank]:
         turn = stages.index(action.stage)
@@ -60,12 +64,15 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
             continue
         back = returns[turn] and action.work != "W"
         now = back + (0 if awaited else gradients)
-        found[Moment(action.work, turn, tuple(alive), tuple(pending), outputs, now, begun)] = None
+        flags = (tuple(reached), tuple(begun), tuple(fresh))
+        found[Moment(action.work, turn, tuple(alive), tuple(pending), outputs, now, *flags)] = None
         gradients += back
+        reached[turn] = True
         if action.work == "I":
             pending[turn] += 1
+            fresh[turn] = False
             continue
-        begun = True
+        begun[turn] = fresh[turn] = True
         pending[turn] -= action.work == "W"
         alive[turn] -= 1
         outputs += sends[turn] and not awaited

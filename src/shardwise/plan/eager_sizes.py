@@ -1,0 +1,151 @@
+"""`RankSizes`: what a rank of the pipeline keeps and needs where kernels are eager, part by part. See `plan.eager`."""
+
+from __future__ import annotations
+
+from shardwise.model.profile import Block
+from shardwise.plan.activations import is_recomputed
+from shardwise.plan.division import Division, Stage
+from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, local_of, outputs_of
+from shardwise.plan.messages_data import is_replicated, reduce_width, uses_fully_shard
+
+Terms = dict[str, float]
+
+
+class RankSizes:
+    """Sizes of one rank, and its moments."""
+
+    def __init__(self, division: Division, stages: tuple[Stage, ...], states: Terms) -> None:
+        self.division, self.stages, self.plan = division, stages, division.plan
+        self.local = local_of(division.plan)
+        self.width, self.tokens = self.local.width, division.tokens
+        trained, whole = division.trained_share(stages), division.whole(stages)
+        del states["gradients"]
+        states["optimizer"] *= trained
+        pure = self.plan.precision == "bf16-pure"
+        self.engine = uses_fully_shard(self.plan)
+        self.own_width = self.width if pure else max(self.width, 4.0)
+        """Bytes of an element of a gradient as its parameter has it."""
+        self.reduced_width = float(reduce_width(self.plan))
+        """And while it is reduced."""
+        several = self.plan.batch.micro_batches > 1
+        self.accumulates = several or is_replicated(self.plan)
+        at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
+        self.sums_first = self.engine and several and not at_once
+        """Whether gradients are reduced once, behind the last micro-batch."""
+        if self.sums_first:
+            self.gradients = whole * trained * self.reduced_width
+        elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
+            self.gradients = division.owned(stages) * trained * self.own_width
+        else:  # what is summed without a reduction is beside the buckets
+            self.gradients = whole * trained * self.own_width * (2 if several and is_replicated(self.plan) else 1)
+        self.masters = division.owned(stages) * trained * 4.0 * pure
+        """Bytes of the gradients that masters take."""
+        self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
+        sizes = {block: self.params(block) for block in {block for _, block in self.blocks}}
+        self.inner = sum(sizes[block] for _, block in self.blocks)
+        self.largest = max(sizes.values(), default=0.0)
+        self.outside = whole - self.inner
+        self.moving = self.outside - division.frozen_outside(stages)
+        self.is_last = any(stage.last for stage in stages)
+        self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
+
+    def params(self, block: Block) -> float:
+        """Local parameters of a block, before data axes shard them."""
+        return self.division.dense(block) + self.division.experts(block)
+
+    def trained(self, block: Block) -> float:
+        """Those of `params` that get a gradient."""
+        return self.params(block) * (1 - block.frozen / block.params) if block.frozen else self.params(block)
+
+    def inputs(self) -> float:
+        """What is given and labels of the whole step; with `cp` the whole sequences too, and positions."""
+        cp, both = self.plan.axes.cp, self.division.profile.given + 8.0
+        return self.tokens * self.plan.batch.micro_batches * (both * cp + 8.0 if cp > 1 else both)
+
+    @property
+    def whole_stream(self) -> float:
+        """Bytes of what passes between stages, per micro-batch."""
+        return self.tokens * self.division.profile.dim * self.width
+
+    def buffers(self) -> float:
+        """A pipeline's receive buffers: one per micro-batch and boundary."""
+        if self.plan.axes.pp == 1:
+            return 0.0
+        here = sum((not stage.first) + (not stage.last) for stage in self.stages)
+        return here * self.plan.batch.micro_batches * self.whole_stream
+
+    def gathered(self, ahead: int, place: int | None = None) -> float:
+        """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
+        if not self.engine:
+            return 0.0
+        if not self.plan.reshards or self.largest == self.inner + self.outside:  # of one unit, the root stays
+            several = self.plan.batch.micro_batches > 1  # they are needed again
+            behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
+            return (self.inner + self.outside - behind) * self.width
+        if place is None:
+            return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
+        here = self.blocks[max(0, place + 1 - ahead) : place + 1]
+        return (self.outside + sum(self.params(block) for _, block in here)) * self.width
+
+    def stream(self, block: Block) -> float:
+        """Bytes of a block's input."""
+        return block.width * self.width * self.tokens / (self.local.tp if self.local.sequence else 1)
+
+    def kept(self, index: int, block: Block) -> float:
+        """Bytes that a block keeps of one micro-batch."""
+        ahead = self.kept_ahead(block)
+        if not is_recomputed(index, self.plan):
+            return ahead + self.kept_whole(block)
+        if self.plan.recompute.mode == "ops":
+            return ahead + outputs_of(block, self.local)[0] * self.tokens
+        return ahead + self.stream(block)
+
+    def kept_whole(self, block: Block) -> float:
+        """Without recompute. In a pipeline, whose moments are of operators, by these."""
+        course = course_of(block, self.local) if self.plan.axes.pp == 1 else None
+        return course.kept.size(self.tokens) if course else kept_by(block, self.local) * self.tokens
+
+    def kept_ahead(self, block: Block) -> float:
+        """Of what runs before the first block."""
+        if not (block.ahead or block.courses_ahead):
+            return 0.0
+        course = course_ahead(block, self.local) if self.plan.axes.pp == 1 else None
+        return course.kept.size(self.tokens) if course else kept_ahead(block, self.local) * self.tokens
+
+    def again(self, index: int, block: Block) -> float:
+        """Bytes that a recomputed block has beside what it kept."""
+        if not is_recomputed(index, self.plan):
+            return 0.0
+        whole = self.kept_whole(block)
+        if self.plan.recompute.mode == "ops":
+            return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
+        return whole - self.stream(block)
+
+    def head(self) -> float:
+        """Bytes that the last norm and the head keep of one micro-batch, without logits."""
+        head = self.division.profile.head
+        course = course_of(head, self.local) if self.plan.axes.pp == 1 else None
+        return (
+            course.kept.size(self.tokens)
+            if course
+            else kept_by(head, Local(1, False, 1, self.width, False)) * self.tokens
+        )
+
+    def logit(self) -> float:
+        """Number of logits of one micro-batch on this rank."""
+        profile = self.division.profile
+        return self.tokens * (profile.outputs or profile.vocab) / (self.plan.axes.tp if self.plan.tensor.loss else 1)
+
+    def logits(self) -> float:
+        """At the loss: logits and their logarithm, the gradients of both."""
+        wide = max(self.width, 4.0)
+        if self.plan.tensor.loss and self.plan.axes.tp > 1:
+            return self.logit() * (self.width + 2 * wide)
+        return self.logit() * (self.width + 3 * wide)
+
+    def row(self, block: Block) -> float:
+        """Elements of the block's last weight."""
+        tp = self.plan.axes.tp
+        dense = [op for op in block.matmuls if not op.experts and op.trained]
+        rows = [op for op in dense if op.split == "row"]
+        return max((op.params / tp for op in rows or dense), default=0.0)
