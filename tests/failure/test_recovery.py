@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,14 @@ def last_step(out: Path) -> int:
     return max((int(line.split()[0]) for line in log_of(out)), default=0)
 
 
-def wait_for_new_step(process: subprocess.Popen[str], out: Path) -> None:
-    """Until a step is finished on all ranks: who logs the next but one has passed the copy of the next."""
+def wait_for_new_step(process: subprocess.Popen[str], out: Path, said: Sequence[str] = ()) -> None:
+    """Until a step is finished on all ranks: who logs the next but one has passed the copy of the next.
+
+    `said`: lines of its standard error that were read from the pipe already.
+    """
     wanted, end = last_step(out) + 2, time.monotonic() + 100
     while last_step(out) < wanted:
-        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+        assert process.poll() is None and time.monotonic() < end, ("".join(said[-30:]), finish(process, 5))
         time.sleep(0.02)
 
 
@@ -95,8 +99,8 @@ def survives(world: World, folder: Path, plan: str, *, kills: int) -> None:
     draw = random.Random(7)
     while killer.kills < kills:  # ten deaths without a step end a job: a slow machine gets one in between
         killer.run(len(killer.blows) + draw.randint(1, 6), while_true=lambda: process.poll() is None)
-        wait_for_new_step(process, there)
-    wait_for_new_step(process, there)
+        wait_for_new_step(process, there, lines)
+    wait_for_new_step(process, there, lines)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == ExitCode.TERMINATED, "".join(lines)
     reader.join()
@@ -211,6 +215,49 @@ def test_what_always_fails_is_tried_twice_and_named(tmp_path: Path) -> None:
     assert code == ExitCode.RANK_FAILED
     assert err.splitlines()[-1].startswith("rank 1 failed: ValueError: tide (recovery was tried once")
     assert [event["step"] for event in events_of(tmp_path)] == [2]
+
+
+STANDBY_RAISES = """        import json, select
+        from shardwise.errors import CheckpointError
+        place = json.loads(os.environ["SHARDWISE_RECOVER"])
+        if place["streams"] and mesh.rank == 1 and not (folder / "raised").exists():
+            (folder / "raised").touch()
+            select.select([place["order"]], [], [])
+            raise CheckpointError("tide")
+        store.load_latest(state)
+"""
+STANDBY_FAILS = SCRIPT.read_text().replace("        store.load_latest(state)\n", STANDBY_RAISES)
+
+
+def test_what_fails_in_who_stood_by_is_tried_by_new_processes(tmp_path: Path) -> None:
+    """It got ready while others trained: what it refused may be of that time alone."""
+    script = tmp_path / "standby_fails.py"
+    script.write_text(STANDBY_FAILS)
+    process = start(tmp_path, script, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
+    end = time.monotonic() + 100
+    while not (tmp_path / "raised").exists():
+        assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+        time.sleep(0.02)
+    called(process, "rank")[0].kill()
+    wait_for_new_step(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == ExitCode.TERMINATED
+    (event,) = events_of(tmp_path)
+    assert (event["number"], event["cause"], event["standby"]) == (2, "tide", False)
+
+
+def test_standbys_are_given_up_after_failures_in_a_row(tmp_path: Path) -> None:
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
+    wait_for_steps(process, tmp_path, 2)
+    for _ in range(4):  # each was ready: another one takes its place
+        end = time.monotonic() + 100
+        while len(ready := [p for p in called(process, "standby") if p.status() == psutil.STATUS_STOPPED]) < 2:
+            assert process.poll() is None and time.monotonic() < end, finish(process, 5)
+            time.sleep(0.02)
+        ready[0].kill()
+        psutil.wait_procs(ready, timeout=60)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == ExitCode.TERMINATED
 
 
 FAILURE = Failure(rank=1, message="tide", exit_code=ExitCode.RANK_FAILED, traceback="...")

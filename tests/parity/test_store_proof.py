@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from shardwise.checkpoint import loading, store
+from shardwise.checkpoint.directory import Directory, Listing
 from shardwise.checkpoint.layout import local_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.store import Loaded, Store
@@ -163,11 +164,11 @@ def test_what_a_processor_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading.processor() == f"{here}, ONEDNN_MAX_CPU_ISA=AVX2"
 
 
-def saved_twice(path: Path) -> list[Path]:
+def saved(path: Path, times: int = 2) -> list[Path]:
     with open_mesh(LAYOUTS["one"]) as mesh:
         placed = place("one", mesh)
-        state, target = State(placed, adamw(placed, 0.01)), Store(path)
-        for _ in range(2):
+        state, target = State(placed, adamw(placed, 0.01)), Store(path, keep=times)
+        for _ in range(times):
             state.run(1)
             target.save(state)
         return target.checkpoints()
@@ -184,7 +185,7 @@ def load_of(path: Path, named: Path | None = None) -> tuple[Loaded | None, list[
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_a_fallback_is_no_error_where_warnings_are(tmp_path: Path, how: str) -> None:
     """What `latest` names and is not there is skipped as a damaged one is, also by the path of its store."""
-    newest, _ = saved_twice(tmp_path)
+    newest, _ = saved(tmp_path)
     shutil.rmtree(newest) if how == "gone" else (newest / "rank-00000.safetensors").write_bytes(b"")
     for named in (None, tmp_path):
         with warnings.catch_warnings():
@@ -197,15 +198,42 @@ def test_a_fallback_is_no_error_where_warnings_are(tmp_path: Path, how: str) -> 
 
 
 def test_a_store_whose_checkpoints_are_gone_is_no_new_one(tmp_path: Path) -> None:
-    for checkpoint in saved_twice(tmp_path):
+    for checkpoint in saved(tmp_path):
         shutil.rmtree(checkpoint)
     with pytest.raises(CheckpointError, match="step-00000002: latest names it, and it is not there"):
         load_of(tmp_path)
 
 
+def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that stand by read a store in which those that train save and prune."""
+    newest, newer, *older = saved(tmp_path / "store", 4)
+    aside, listing, calls = tmp_path / "aside", Directory.listing, list[bool]()
+    aside.mkdir()
+    for checkpoint in (newest, newer):
+        checkpoint.rename(aside / checkpoint.name)
+    (tmp_path / "store" / "latest").write_text(f"{older[0].name}\n")
+
+    def prune_after(directory: Directory, *, known: bool = False) -> Listing:
+        found = listing(directory, known=known)
+        calls.append(known)
+        if len(calls) == 1:
+            for checkpoint in older:
+                shutil.rmtree(checkpoint)
+            for checkpoint in aside.iterdir():
+                checkpoint.rename(tmp_path / "store" / checkpoint.name)
+            (tmp_path / "store" / "latest").write_text(f"{newest.name}\n")
+        return found
+
+    monkeypatch.setattr(Directory, "listing", prune_after)
+    loaded, _ = load_of(tmp_path / "store")
+    assert loaded is not None and loaded.step == 4 and loaded.skipped == () and len(calls) == 2
+
+
 @pytest.mark.parametrize("content", [None, ""])
 def test_store_json_is_written_anew(tmp_path: Path, content: str | None) -> None:
-    saved_twice(tmp_path)
+    saved(tmp_path)
     marker = tmp_path / "store.json"
     before = marker.read_text()
     marker.unlink() if content is None else marker.write_text(content)
@@ -216,7 +244,7 @@ def test_store_json_is_written_anew(tmp_path: Path, content: str | None) -> None
 
 
 def test_without_store_json_and_a_whole_checkpoint_it_is_no_store(tmp_path: Path) -> None:
-    for checkpoint in saved_twice(tmp_path):
+    for checkpoint in saved(tmp_path):
         (checkpoint / "manifest.json").write_text("")
     (tmp_path / "store.json").unlink()
     with pytest.raises(CheckpointError, match="not a store of this library"):

@@ -143,7 +143,7 @@ def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     return subprocess.run(line, shell=True, cwd=folder, env=words, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full, the file that takes no byte")
 @pytest.mark.parametrize("more", ["", "--json"])
 def test_output_that_has_no_room_is_one_sentence(here: Path, more: str) -> None:
     done = shell(f"shardwise plan tiny h100:1 {more} > /dev/full", here)

@@ -237,19 +237,22 @@ class Store:
         """As `load`, the newest checkpoint of a store whose files are whole; None: it holds none at all."""
         peers, doing = Peers.of(state.mesh), f"loading from {directory.path}"
         directory.check_shared(peers.world)
-        found = peers.on_first(doing, directory.listing)
-        skipped = list(found.damaged)
-        for path, _ in found.complete:
-            try:
-                loaded = self._load(state, path, tuple(skipped), **how)
-            except DamagedError as error:
-                skipped.append(Skipped(path, str(error)))
-                continue
-            if skipped:
-                reasons = "; ".join(item.reason for item in skipped)
-                names = ", ".join(item.path.name for item in skipped)
-                peers.warn(f"{loaded.path}: loaded in place of {names}: {reasons}")
-            return loaded
+        found, before = peers.on_first(doing, directory.listing), None
+        failed: dict[str, Skipped] = {}
+        skipped: list[Skipped] = []
+        while found != before:  # ranks that stand by read here while those that train save and prune
+            skipped = list(found.damaged)
+            for path, manifest in found.complete:
+                if manifest.save not in failed:
+                    try:
+                        loaded = self._load(state, path, tuple(skipped), **how)
+                    except DamagedError as error:
+                        failed[manifest.save] = Skipped(path, str(error))
+                    else:
+                        _tell_skipped(peers, loaded)
+                        return loaded
+                skipped.append(failed[manifest.save])
+            found, before = peers.on_first(doing, directory.listing), found
         if skipped:
             reasons = "; ".join(item.reason for item in skipped)
             raise CheckpointError(
@@ -388,3 +391,10 @@ class Store:
         except (RuntimeError, MemoryError, OSError) as error:  # of one rank: told to all where they meet next
             job.failure = f"copying to host memory: {error}".splitlines()[0]
         return job
+
+
+def _tell_skipped(peers: Peers, loaded: Loaded) -> None:
+    if loaded.skipped:
+        reasons = "; ".join(item.reason for item in loaded.skipped)
+        names = ", ".join(item.path.name for item in loaded.skipped)
+        peers.warn(f"{loaded.path}: loaded in place of {names}: {reasons}")

@@ -34,7 +34,7 @@ from shardwise.train.outliving import Copy
 _SETTLE_S = 0.3
 """After a rank ended without an exception of its own: how long another one has to be seen killed."""
 _STANDBYS = 3
-"""Sets that stood by and failed in a row, before it is given up."""
+"""Sets in a row that failed before they were ready to stand by, or then, before it is given up."""
 _SAVE_S = 60.0
 """Where nobody is to train on: how long those who trained get to save."""
 _CLOSE_S = 0.002
@@ -167,9 +167,11 @@ class Supervisor:
         """The first failure, and whether a process was killed; None for what recovery does not help against.
 
         Errors that Shardwise raises on purpose, and `sys.exit` with a status, 0 too while others train, would come
-        again; but for a rank that ran out of memory, and asks for smaller micro-batches.
+        again; but for a rank that ran out of memory, and asks for smaller micro-batches, and for whoever stood by: it
+        got ready while others trained, and saved. Processes that are started anew show whether it comes again.
         """
-        since = time.monotonic()
+        pending, since = self._pending, time.monotonic()
+        stood_by = pending is not None and pending.standby and not pending.trains_ns
         while True:
             failure = first_failure(world.codes, world.files)
             if failure is not None and failure.halving is not None:
@@ -179,8 +181,8 @@ class Supervisor:
                 text = death(killed[1])
                 return Failure(rank=killed[0], message=text, exit_code=ExitCode.RANK_FAILED), True
             echo = failure is not None and failure.is_echo
-            if failure is not None and failure.traceback and not echo:
-                return failure, False
+            if failure is not None and not echo and (failure.traceback or stood_by):
+                return failure, stood_by
             if time.monotonic() - since > (SETTLE_S if echo else _SETTLE_S):
                 return (failure if echo else None), False
             self.worlds.poll(0.02)
@@ -322,6 +324,7 @@ class Supervisor:
             self._standbys_failed += bool(standby.codes)
         if self._standby is not None:
             self.worlds.rest(self._standby)
+            self._standbys_failed *= not self._standby.is_stopped
         if not self._keeps_standby or self._standby is not None or team is None or self._pending is not None:
             return
         if self.worlds.copies(active) > 0:

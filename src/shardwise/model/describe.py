@@ -261,7 +261,7 @@ class _Calls(TorchFunctionMode):
         meta = query.is_meta
         self.watch.paused = True
         if meta:
-            out: torch.Tensor = Attended.apply(query, key, value)  # type: ignore[no-untyped-call]  # no types in torch
+            out: torch.Tensor = Attended.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch annotates no Function.apply
         else:
             out = _FUSED(query, key, value, *others, **options)
         self.watch.paused = False

@@ -94,7 +94,7 @@ class Lifetimes(TorchDispatchMode):
         """A phase of the backward pass begins where one of these has its gradient."""
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self.enter, phase))  # type: ignore[no-untyped-call]  # no types in torch
+                tensor.register_hook(partial(self.enter, phase))  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def turn(self) -> None:
         """The forward pass is over."""

@@ -109,7 +109,7 @@ def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dt
             out = -1 if (values := taken_by_loss(output)) is None else lifetimes.place_of(values)
             lifetimes.turn()
             if values is not None and values.requires_grad:
-                LossOf.apply(values).backward()  # type: ignore[no-untyped-call]  # no types in torch
+                LossOf.apply(values).backward()  # type: ignore[no-untyped-call]  # torch annotates no Function.apply
     finally:
         for parameter in module.parameters():
             parameter.grad = None
@@ -133,7 +133,8 @@ def _hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetimes, dtyp
         yield block.register_forward_hook(partial(leave, index))
     for parameter in module.parameters():
         if parameter.requires_grad:
-            yield parameter.register_post_accumulate_grad_hook(lifetimes.add)  # type: ignore[no-untyped-call]  # no types in torch
+            add: Any = parameter.register_post_accumulate_grad_hook  # torch does not annotate it
+            yield add(lifetimes.add)
 
 
 class _Draws(TorchFunctionMode):

@@ -213,9 +213,8 @@ class Muon(_Rule):
         for parameter in self.with_grad(group):
             shared.setdefault(sharing_of(parameter, self._replicas), []).append(parameter)
         for sharing, parameters in shared.items():
-            parameters.sort(
-                key=lambda p: -newton_schulz_flops(*p.shape)
-            )  # keeps the order of equals: all ranks have the same batches
+            # Largest first; equals stay in their order, so all ranks make the same batches.
+            parameters.sort(key=lambda p: -newton_schulz_flops(*p.shape))
             size = sharing.team * sharing.num_teams
             for start in range(0, len(parameters), size):
                 self._update_batch(parameters[start : start + size], sharing, group)
