@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from PIL import Image
 from torch import nn
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 import pipeline as bench
 from shardwise.cli.schedule import schedule
 from shardwise.errors import ExitCode, PlanError
+from shardwise.model.spec import ModelSpec
+from shardwise.models.presets import build
 from shardwise.parallel.pipeline import first_blocks
 from shardwise.parallel.schedules import picture, save_png
 from shardwise.parallel.torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
@@ -24,6 +27,7 @@ from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, 
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import Action, actions, stages_of, table_of
 from shardwise.plan.simulate import LOCAL, NOTHING, Costs, _order, simulate
+from shardwise.plan.weights import first_blocks as planned_first_blocks
 
 app = typer.Typer()
 app.command()(schedule)
@@ -261,6 +265,19 @@ def test_a_head_counts_and_an_embedding_does_not() -> None:
     assert first_blocks(Lopsided(), blocks, given) == (0, 2)
     with pytest.raises(PlanError, match="every stage needs one"):
         first_blocks(Lopsided(), blocks, Plan(axes=Axes(pp=8)))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_experts_count_by_those_that_a_token_meets(stages: int) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 1024, "dim": 32, "num_heads": 4, "ffn_dim": 64, "max_seq_len": 16}
+    spec = ModelSpec(**sizes, kind="moe", num_layers=8, num_experts=8, experts_per_token=2)
+    plan = Plan(axes=Axes(pp=stages))
+    with torch.device("meta"):
+        root = build(spec)()
+    found = first_blocks(root, spec.block_names, plan)
+    assert found == planned_first_blocks(spec, plan)
+    if stages == 2:  # the head is as much as two blocks; beside all of their experts it would be half of one
+        assert found == (0, 5)
 
 
 def test_v_shaped_schedules_are_looped() -> None:

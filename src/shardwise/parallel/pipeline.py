@@ -190,10 +190,10 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Chain | None = None) -> tuple[int, ...]:
     """Index of the first block of each stage: the plan's boundaries, or the most even split by cost.
 
-    The cost of a block is its flops as the trace counted them. Without a trace it is its number of parameters, which
-    for layers of matrices is proportional to its flops (2 per parameter and token, forward); an embedding is a
-    lookup and costs nothing. What runs before the blocks counts on the first stage, what runs after them (a head) on
-    the last.
+    The cost of a block is its flops as the trace counted them. Without a trace it is the number of parameters that a
+    token meets, which for layers of matrices is proportional to its flops (2 per parameter and token, forward): of
+    experts those that it is routed to; an embedding is a lookup and costs nothing. What runs before the blocks counts
+    on the first stage, what runs after them (a head) on the last.
 
     Raises:
         PlanError: see `cut_pipeline`.
@@ -216,11 +216,27 @@ def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Ch
 def _parameter_costs(root: nn.Module, blocks: tuple[str, ...]) -> dict[str, int]:
     lookups = {f"{name}.weight" for name, m in root.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     phases = _phase_of(root, blocks, None)
+    routed = _routed(root)
     costs: dict[str, int] = {}
     for name, parameter in root.named_parameters():
         phase = phases.get(name) or next(block for block in blocks if _in(name, (block,)))
-        costs[phase] = costs.get(phase, 0) + (0 if name in lookups else parameter.numel())
+        met = 0 if name in lookups else parameter.numel()
+        stacks = {count: chosen for layer, count, chosen in routed if _in(name, (layer,))}
+        if parameter.ndim > 2 and (count := parameter.shape[0]) in stacks:
+            met = met // count * stacks[count]
+        costs[phase] = costs.get(phase, 0) + met
     return costs
+
+
+def _routed(root: nn.Module) -> list[tuple[str, int, int]]:
+    """Layers of experts that say how many there are and how many a token meets, by the names that routers have."""
+    found = []
+    for name, module in root.named_modules():
+        count = getattr(module, "num_experts", None)
+        chosen = getattr(module, "experts_per_token", getattr(module, "top_k", None))
+        if isinstance(count, int) and isinstance(chosen, int):
+            found.append((name.rpartition(".")[0], count, chosen))
+    return found
 
 
 def _given(boundaries: tuple[str, ...], blocks: tuple[str, ...], num_stages: int) -> tuple[int, ...]:

@@ -29,6 +29,10 @@ def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states:
     return job.pipelined(moments_of(plan.schedule.kind, *shape)[rank])
 
 
+_AT_END = 6
+"""Of the size of a block's input: what is left of it when its weights have their gradients."""
+
+
 def _larger(one: Terms | None, other: Terms) -> Terms:
     return other if one is None or sum(other.values()) > sum(one.values()) else one
 
@@ -45,6 +49,8 @@ class _Sizes(NamedTuple):
     gradients_at_once: float
     fresh: float
     """Gradients in the type in which they were made, until the next backward pass to the inputs adds them up."""
+    unit: float
+    """Parameters of the largest unit whose gradients are reduced together."""
 
 
 class _Rank(RankSizes):
@@ -61,6 +67,7 @@ class _Rank(RankSizes):
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
         found |= self.ends(kept, pending, left)
+        found |= self.gathering(sum(kept[:-1]), pending + left)
         last = len(self.blocks) - 1
         for place in self.places():
             name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
@@ -75,14 +82,35 @@ class _Rank(RankSizes):
                 found[f"experts of the {name}"] = self.behind_experts(place, terms)
         found["update"] = {**self.base, "gradients": self.gradients + self.masters}
         if self.engine:
-            found["reduction"] = {**self.reduction(self.moving), "logits": self.logit() * self.width}
+            gradients = self.kept_gradients
+            if self.division.shards > 1:  # what autograd gave last is still in its hands
+                gradients += self.embedding() * (self.reduced_width if self.sums_first else self.width)
+            found["reduction"] = {**self.reduction(gradients, self.moving), "logits": self.logit() * self.width}
         return found
 
-    def reduction(self, unit: float) -> Terms:
-        """When the gradients of so many parameters are reduced, the last: as they were, over shards, over all."""
+    def gathering(self, kept: float, gradients: float) -> dict[str, Terms]:
+        """When the last block's weights have come in the forward pass: as sent, and cut up; those before as sent."""
+        if not self.engine or self.division.shards == 1 or len(self.blocks) < 2:
+            return {}
+        last, before = (self.params(block) * self.width for _, block in (self.blocks[-1], self.blocks[-2]))
+        gathered = self.gathered(0) + last + before
+        if not self.plan.reshards:  # they come once, before the first gradients
+            return {"gathering": {**self.base, "gathered": gathered, "activations": kept}}
+        return {"gathering": {**self.base, "gathered": gathered + last, "activations": kept, "gradients": gradients}}
+
+    def reduction(self, gradients: float, unit: float) -> Terms:
+        """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes."""
         given = unit / (self.division.shards if self.plan.zero else 1)
-        replicas = self.plan.axes.dp_replicate > 1 and given < unit
-        return {**self.base, "gradients": self.gradients + (unit + given * (1 + replicas)) * self.reduced_width}
+        narrow = self.own_width < self.reduced_width
+        if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
+            given = self.kept_gradients / self.own_width
+        elif given < unit and not narrow:  # they are the parameters' gradients themselves
+            given = 0.0
+        return {**self.base, "gradients": gradients + (unit + given) * self.reduced_width}
+
+    def embedding(self) -> float:
+        """Trained parameters before the blocks."""
+        return max(0.0, self.moving - self.is_last * self.trained(self.division.profile.head))
 
     def last_reduced(self) -> float:
         """Parameters whose gradients are reduced last: those outside, or of a block whose input needs no gradient."""
@@ -122,6 +150,14 @@ class _Rank(RankSizes):
                 terms["gradients"] += pending
                 terms = {**self.base, **terms, "gathered": self.gathered(0)}
                 found["before the blocks"] = _larger(found.get("before the blocks"), terms)
+        else:
+            embedding = self.embedding()
+            terms = self.gradients_at(-1, 0.0, Held(gradients=embedding, fresh=embedding))
+            terms["gradients"] += pending
+            found["before the blocks"] = {**self.base, **terms, "gathered": self.gathered(0, -1)}
+        if not course_of(head, self.local):
+            terms = {"gradients": pending + left + self.trained(head) * self.width, "logits": self.logit() * self.width}
+            found["head"] = {**self.base, **terms, "gathered": self.gathered(2), "activations": sum(kept)}
         return found
 
     def at_block(self, place: int, left: float) -> Terms:
@@ -129,7 +165,10 @@ class _Rank(RankSizes):
         index, block = self.blocks[place]
         again, course, worst = self.again(index, block), course_of(block, self.local), None
         row = self.row(block)
-        moments: Sequence[Held] = (Held(working_in(block, self.local), 0.0, row, row),)
+        end = _AT_END * self.stream(block) - self.kept_whole(block)
+        moments: tuple[Held, ...] = (Held(working_in(block, self.local), 0.0, row, row),)
+        if not self.local_experts(block):  # of which see `behind_experts`
+            moments = (*moments, Held(0.0, end, self.trained(block), row))
         less = 0.0
         if course:
             moments, less = course.backward, self.kept_whole(block)
@@ -168,7 +207,7 @@ class _Rank(RankSizes):
         head = self.trained(self.division.profile.head) if self.is_last else 0.0
         new = (held.fresh if self.accumulates else head + held.gradients) * self.width
         if self.engine:
-            new = (head + held.gradients) * self.width + left
+            new = (held.fresh if self.adds_up else head + held.gradients) * self.width + left
             if not self.accumulates:
                 new += done * self.own_width / (self.division.shards if self.plan.zero else 1)
             given_back = self.sums_first and self.plan.zero  # what was summed, as it is reduced
@@ -222,27 +261,31 @@ class _Rank(RankSizes):
     def pipelined(self, moments: tuple[Moment, ...]) -> Mapping[str, Terms]:
         """At each backward action, and at the update."""
         sizes = [self.kept_in(stage) for stage in self.stages]
-        worst: dict[tuple[str, int], tuple[float, float, float]] = {}
+        largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.kept_gradients + self.masters}}
         for moment in moments:
-            alive = (moment.outputs + moment.gradients) * self.whole_stream
-            begun = 0.0
-            for turn, size in enumerate(sizes):
-                alive += moment.alive[turn] * size.kept + moment.pending[turn] * size.deferred
-                alive += (moment.alive[turn] - moment.pending[turn]) * size.kept_at_once
-                begun += moment.fresh[turn] * size.fresh
-                begun += moment.begun[turn] * size.gradients + moment.reached[turn] * size.gradients_at_once
-            key = (moment.work, moment.turn)
-            worst[key] = max(worst.get(key, (0.0, 0.0, 0.0)), (alive + begun, alive, begun))
-        largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.gradients + self.masters}}
-        if self.engine:
-            unit = max(self.moving, *(self.trained(block) for _, block in self.blocks), 0.0)
-            largest["reduction"] = {**self.reduction(unit), "gathered": self.gathered(0)}
-        for (work, turn), (_, alive, begun) in worst.items():
-            for name, more in self.in_action(work, turn, sizes[turn].deferred):
-                terms = {**self.base, **more, "activations": alive, "gradients": begun + more.get("gradients", 0.0)}
-                if name not in largest or sum(terms.values()) > sum(largest[name].values()):
-                    largest[name] = terms
+            parts = [self.in_stage(moment, turn, size) for turn, size in enumerate(sizes)]
+            alive = sum(kept for kept, _ in parts) + (moment.outputs + moment.gradients) * self.whole_stream
+            begun = sum(gradients for _, gradients in parts)
+            for name, more in self.in_action(moment, sizes[moment.turn].deferred):
+                terms = {**self.base, **more, "activations": alive + more.get("activations", 0.0)}
+                terms["gradients"] = begun + more.get("gradients", 0.0)
+                largest[name] = _larger(largest.get(name), terms)
+            if self.engine and moment.ends:
+                kept, gradients = parts[moment.turn]
+                terms = self.reduction(begun - gradients, sizes[moment.turn].unit)
+                terms["gradients"] += sizes[moment.turn].gradients + sizes[moment.turn].gradients_at_once
+                terms |= {"gathered": self.gathered(0), "activations": alive - kept}
+                largest["reduction"] = _larger(largest.get("reduction"), terms)
         return largest
+
+    def in_stage(self, moment: Moment, turn: int, size: _Sizes) -> tuple[float, float]:
+        """Bytes that a stage keeps at a moment, and those of its gradients."""
+        kept = moment.alive[turn] * size.kept + moment.pending[turn] * size.deferred
+        kept += (moment.alive[turn] - moment.pending[turn]) * size.kept_at_once
+        gradients = moment.begun[turn] * size.gradients + moment.reached[turn] * size.gradients_at_once
+        if moment.done[turn]:
+            gradients *= self.kept_gradients / self.gradients
+        return kept, gradients + moment.fresh[turn] * size.fresh
 
     def kept_in(self, stage: Stage) -> _Sizes:
         """What a stage keeps of a micro-batch, and the gradients of its weights."""
@@ -270,30 +313,77 @@ class _Rank(RankSizes):
         fresh = 0.0
         if self.plan.schedule.kind in ZERO_BUBBLE and self.engine and self.width < self.reduced_width:
             fresh = (sum(self.trained(block) for block in stage.blocks) - inside_at_once) * self.width
-        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, fresh)
+        units = [self.trained(block) for block in stage.blocks]
+        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, fresh, max(self.moving, *units, 0.0))
 
-    def in_action(self, work: str, turn: int, deferred: float) -> list[tuple[str, Terms]]:
-        """What a backward action of a stage needs beside what is kept: at the loss, and in its last block."""
-        stage = self.stages[turn]
+    def gathered_in(self, moment: Moment, ahead: int) -> float:
+        """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
+        if not self.engine or not self.plan.reshards:
+            return self.gathered(ahead)
+        whole = [sum(self.params(block) for block in stage.blocks) * self.width for stage in self.stages]
+        others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
+        blocks = self.stages[moment.turn].blocks
+        some = min(self.largest * self.width * min(ahead, len(blocks) + (moment.work == "F")), whole[moment.turn])
+        return self.gathered(0) + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
+
+    def in_action(self, moment: Moment, deferred: float) -> list[tuple[str, Terms]]:
+        """What an action of a stage needs beside what is kept: at the loss, and in its last block."""
+        work, stage = moment.work, self.stages[moment.turn]
         index, block = stage.start + len(stage.blocks) - 1, stage.blocks[-1]
         wide, row = max(self.width, 4.0), self.row(block) * self.width
-        found: list[tuple[str, Terms]] = []
-        working = working_in(block, self.local) * self.tokens + self.again(index, block)
+        if work == "F":
+            gathers = self.engine and self.division.shards > 1 and self.plan.reshards
+            own = self.kept_of(stage, stage.blocks[:-1])
+            return [("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own})] if gathers else []
         if work == "W":
             return [("weights", {"gathered": self.gathered(1), "gradients": row})]
+        working = working_in(block, self.local) * self.tokens + self.again(index, block)
         if work == "I" and stage.last and is_recomputed(index, self.plan):  # the gradient of the logits waits
             working += self.logit() * self.width
         if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
             working = 3 * self.stream(block) + deferred + self.again(index, block)
             working -= self.logit() * wide * stage.last  # what the loss kept is used up
+        found: list[tuple[str, Terms]] = []
         if stage.last:
-            found.append(("loss", {"gathered": self.gathered(1), "logits": 2 * wide * self.logit()}))
+            copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2
+            found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
             if work == "B":  # what the head and the loss kept is used up
                 working -= self.head() + self.logit() * wide
-        found.append(("last block", {"gathered": self.gathered(2), "gradients": row, "working": working}))
+        last = {"gathered": self.gathered_in(moment, 2), "gradients": row, "working": working}
+        found.append(("last block", last))
+        if work == "B":
+            found += self.whole_backward(moment, stage, last)
         if self.local_experts(block):
             fresh, less, used = self.in_experts(index, block)
             over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
-            terms = {"gathered": self.gathered(2), "gradients": row + fresh, "working": working + over}
+            terms = {**last, "gradients": row + fresh, "working": working + over}
             found.append(("experts of the last block", terms))
         return found
+
+    def whole_backward(self, moment: Moment, stage: Stage, last: Terms) -> list[tuple[str, Terms]]:
+        """Of a backward pass in one piece, the moments around its `last` block, and behind its first one."""
+        block, num_blocks = stage.blocks[-1], len(stage.blocks)
+        head = self.trained(self.division.profile.head) * stage.last
+        found: list[tuple[str, Terms]] = []
+        if stage.last:
+            logits = self.logit() * (self.width - max(self.width, 4.0))
+            found.append(("head", {**last, "gradients": head * self.width, "working": logits}))
+        if self.engine and not self.local_experts(block):  # a unit's gradients are added up when it has gone backward
+            used_up = working_in(block, self.local) * self.tokens + self.kept_whole(block)
+            own = self.row(block) if self.adds_up else self.trained(block) + head
+            end = {**last, "gradients": own * self.width}
+            end["working"] += _AT_END * self.stream(block) - used_up
+            found.append(("end of the last block", end))
+            if self.plan.reshards and num_blocks > 2:  # the first one's weights have come, none have gone
+                done = self.kept_of(stage, stage.blocks[2:], 2)
+                end = {**end, "gathered": self.gathered_in(moment, num_blocks), "activations": -done}
+                found.append(("end of the second block", end))
+        if stage.first:
+            done = self.kept_of(stage, stage.blocks)
+            terms = {"gathered": self.gathered_in(moment, num_blocks), "activations": -done}
+            found.append(("embedding", {**terms, "gradients": self.embedding() * self.width}))
+        return found
+
+    def kept_of(self, stage: Stage, blocks: Sequence[Block], first: int = 0) -> float:
+        """Bytes that some blocks of a stage keep, from its block of number `first` on."""
+        return sum(self.kept(stage.start + first + place, block) for place, block in enumerate(blocks))

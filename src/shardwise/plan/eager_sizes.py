@@ -32,12 +32,17 @@ class RankSizes:
         at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
         self.sums_first = self.engine and several and not at_once
         """Whether gradients are reduced once, behind the last micro-batch."""
+        self.adds_up = self.sums_first and self.width >= self.reduced_width
+        """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""
         if self.sums_first:
             self.gradients = whole * trained * self.reduced_width
         elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
             self.gradients = division.owned(stages) * trained * self.own_width
         else:  # what is summed without a reduction is beside the buckets
             self.gradients = whole * trained * self.own_width * (2 if several and is_replicated(self.plan) else 1)
+        owned = (division.owned(stages) if self.plan.zero else whole) * trained * self.own_width
+        self.kept_gradients = owned if self.sums_first else self.gradients
+        """What is left of them when they are reduced."""
         self.masters = division.owned(stages) * trained * 4.0 * pure
         """Bytes of the gradients that masters take."""
         self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
@@ -79,7 +84,7 @@ class RankSizes:
         if not self.engine:
             return 0.0
         if not self.plan.reshards or self.largest == self.inner + self.outside:  # of one unit, the root stays
-            several = self.plan.batch.micro_batches > 1  # they are needed again
+            several = self.plan.batch.micro_batches > 2  # they are needed again, beside all gradients
             behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
             return (self.inner + self.outside - behind) * self.width
         if place is None:

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline has alive while each backward action runs: when its memory may be largest."""
+"""What a rank of a pipeline has alive while each action runs: when its memory may be largest."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardwise.plan.schedule import actions, stages_of
 
 
 class Moment(NamedTuple):
-    """While a backward action runs. One number per stage of the rank, in the order of `stages_of`."""
+    """While an action runs. One number per stage of the rank, in the order of `stages_of`."""
 
     work: str
-    """`B` whole, `I` to the inputs, `W` to the weights."""
+    """`F` forward; backward `B` whole, `I` to the inputs, `W` to the weights."""
     turn: int
     """Which of the rank's stages."""
     alive: tuple[int, ...]
-    """Micro-batches that are forwarded and whose tensors are kept, the running one included."""
+    """Micro-batches that are forwarded and whose tensors are kept, one that runs backward included."""
     pending: tuple[int, ...]
     """Those of them whose inputs have their gradients, and whose weights have not."""
     outputs: int
@@ -28,8 +28,14 @@ class Moment(NamedTuple):
     """Through which a backward pass has gone to the inputs."""
     begun: tuple[bool, ...]
     """Whose weights have gradients."""
+    done: tuple[bool, ...]
+    """All of whose micro-batches have gone backward: their gradients are reduced."""
     fresh: tuple[bool, ...]
     """Whose weights have got gradients since a backward pass went to the inputs."""
+    whole: tuple[bool, ...]
+    """Whose gathered parameters a backward pass has left: the next forward pass shards them again."""
+    ends: bool
+    """It is the last one of its stage, whose gradients are reduced behind it."""
 
 
 @lru_cache(maxsize=1024)
@@ -55,17 +61,21 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     returns = [stage > 0 and stage - 1 not in stages for stage in stages]
     alive, pending = [0] * turns, [0] * turns
     outputs = gradients = 0
+    left, whole = [count] * turns, [False] * turns
     reached, begun, fresh = [False] * turns, [False] * turns, [False] * turns
     found: dict[Moment, None] = {}
     for action in actions(kind, ranks, turns, count)[rank]:
         turn = stages.index(action.stage)
+        back = returns[turn] and action.work in "BI"
+        now = back + (0 if awaited else gradients)
+        done = tuple(number == 0 for number in left)
+        flags = (tuple(reached), tuple(begun), done, tuple(fresh), tuple(whole))
+        left[turn] -= action.work in "BW"
+        found[Moment(action.work, turn, tuple(alive), tuple(pending), outputs, now, *flags, not left[turn])] = None
+        whole[turn] = action.work != "F" and left[turn] > 0
         if action.work == "F":
             alive[turn] += 1
             continue
-        back = returns[turn] and action.work != "W"
-        now = back + (0 if awaited else gradients)
-        flags = (tuple(reached), tuple(begun), tuple(fresh))
-        found[Moment(action.work, turn, tuple(alive), tuple(pending), outputs, now, *flags)] = None
         gradients += back
         reached[turn] = True
         if action.work == "I":

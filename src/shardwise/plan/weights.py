@@ -172,7 +172,8 @@ def params_of(weights: Iterable[Weight]) -> int:
 def first_blocks(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     """First block of each stage, as `parallel.pipeline.first_blocks` cuts a reference model without a sample.
 
-    Costs are numbers of parameters; a table that is only looked up costs nothing, nor does a head that is one.
+    Costs are numbers of parameters that a token meets; a table that is only looked up costs nothing, nor does a head
+    that is one.
     """
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
     if stages == 1:
@@ -180,6 +181,10 @@ def first_blocks(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
     if plan.schedule.boundaries:
         return (0, *(spec.block_names.index(name) for name in plan.schedule.boundaries))
     weights = weights_of(spec)
-    costs = [params_of(weights.block)] * spec.num_layers
+    experts = params_of(weight for weight in weights.block if weight.cut == "experts")
+    met = params_of(weights.block) - experts
+    if experts:
+        met += experts // spec.num_experts * spec.experts_per_token
+    costs = [met] * spec.num_layers
     costs[-1] += params_of(weights.after)
     return split_evenly(tuple(costs), stages)
