@@ -25,7 +25,13 @@ class Held(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         """The elements, as a view of the local tensor."""
         found = local_of(tensor)
-        return found if self.local.sizes == tuple(found.shape) else found[self.local.slices(_at_zero(self.local))]
+        where = self.within(found)
+        return found if where is None else found[where]
+
+    def within(self, local: Tensor) -> tuple[slice, ...] | None:
+        """Where the elements lie in the local tensor; None: they are all of it."""
+        whole = self.local.sizes == tuple(local.shape)
+        return None if whole else self.local.slices(_at_zero(self.local))
 
 
 def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.format import Box
-from shardwise.checkpoint.layout import Held, held_by
+from shardwise.checkpoint.layout import Held, held_by, signature
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
@@ -108,14 +108,18 @@ class Mirror:
         """The step that this process went on from; None: it began, or loaded a checkpoint."""
         self._count = 0
         self._slots = place.memory.pair(place.rank)
-        self._signature: list[tuple[Any, ...]] = []
+        self._shapes: list[tuple[Any, ...]] = []
+        """Of the tensors that are here, when it was found out who keeps what."""
         self._parts: list[Part] = []
-        self._sources: list[Held] = []
-        self._targets: dict[int, list[Tensor]] = {}
-        """Slot -> the parts as they lie in it."""
+        self._sources: list[tuple[str, tuple[slice, ...] | None]] = []
+        """Of each part its tensor, and where it lies in what is here of that; None: it is all of it."""
+        self._targets: list[list[Tensor]] = []
+        """Of each slot the parts as they lie in it."""
         self._end = DATA
         self._description = ""
         self._random: tuple[Any, str] = (None, "")
+        self._template: tuple[Any, list[Held]] = (None, [])
+        """What decides how a template is laid out, and how it is."""
 
     def join(self, state: State) -> None:
         """Wait until this process is to train, and take over the copy that the job goes on with, if there is one.
@@ -158,8 +162,11 @@ class Mirror:
                     if slot.header() == before:
                         names |= {str(name) for name, *_ in json.loads(text)["parts"]}
                         break
+        template = state.template(names)
+        self._template = (signature(template), held_by(template))
         with torch.no_grad():
-            state.load_tensors(state.template(names))
+            state.load_tensors(template)
+        self._lay_out(state, state.local_tensors())
 
     def keep(self, state: State) -> None:
         """Copy the state; every rank calls it after every step.
@@ -168,18 +175,14 @@ class Mirror:
         is new (after the first step), none otherwise.
         """
         local = state.local_tensors()
-        signature = [(name, t.shape, t.dtype) for name, t in local.items()]
-        if signature != self._signature:
-            self._lay_out(state)
-            self._signature = signature
+        if _shapes(local) != self._shapes:
+            self._lay_out(state, local)
         which = (self._count + 1) % 2
         slot = self._slots[which]
         slot.clear()
-        if which not in self._targets:
-            memory = slot.data(self._end)
-            self._targets[which] = [part.of(memory) for part in self._parts]
+        sources = [local[name] if where is None else local[name][where] for name, where in self._sources]
         with torch.no_grad():
-            copy_all(self._targets[which], [held.of(local[held.part.name]) for held in self._sources])
+            copy_all(self._targets[which], sources)
         if state.mesh.device.type != "cpu":
             torch.accelerator.synchronize()
         rest = json.dumps({"scalars": state.scalars()})
@@ -187,37 +190,37 @@ class Mirror:
         self._count += 1
         slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
 
-    def _lay_out(self, state: State) -> None:
-        """Find who keeps what. The two slots may then hold different layouts: each describes its own."""
+    def _lay_out(self, state: State, local: Mapping[str, Tensor]) -> None:
+        """Find who keeps what; every rank calls it. The two slots may then hold different layouts: each has its own."""
+        self._shapes = _shapes(local)
         tensors = state.tensors()
         held = {(each.part.name, each.part.box): each for each in held_by(tensors)}
         mine = [(key, each.of(tensors[key[0]]).nbytes) for key, each in held.items()]
         everyones: list[list[tuple[Key, int]]] = [mine] * state.mesh.world
         if state.mesh.world > 1:
             dist.all_gather_object(everyones, mine)
-        self._parts, self._sources, self._targets, self._end = [], [], {}, DATA
+        self._parts, self._sources, self._end = [], [], DATA
         sizes = dict(mine)
         here = [rank for rank in self.place.memory.ranks if rank < state.mesh.world]
         for key in keepers([everyones[rank] for rank in here])[here.index(state.mesh.rank)]:
             part = held[key].part
             self._parts.append(Part(key, part.dtype, part.shape, self._end))
-            self._sources.append(held[key])
+            self._sources.append((key[0], held[key].within(local[key[0]])))
             self._end += -(-sizes[key] // _ALIGN) * _ALIGN
+        memories = [slot.data(self._end, mine=True) for slot in self._slots]
+        self._targets = [[part.of(memory) for part in self._parts] for memory in memories]
         self._description = f'{{"parts": {json.dumps([part.to_json() for part in self._parts])}'
 
     def _random_numbers(self) -> str:
-        """Where the generators that a script may use are, as JSON; Python's is long, and rarely moves."""
-        python = random.getstate()
-        if python != self._random[0]:
-            self._random = (python, json.dumps([python[0], list(python[1]), python[2]]))
-        numbers: Any = np.random.get_state()
-        others = {
-            "torch": torch.get_rng_state().numpy().tobytes().hex(),
-            "numpy": [numbers[0], numbers[1].tobytes().hex(), *numbers[2:]],
-        }
-        if torch.accelerator.is_available():
-            others["device"] = _device_module().get_rng_state().numpy().tobytes().hex()
-        return f'{{"python": {self._random[1]}, {json.dumps(others)[1:]}'
+        """Where the generators that a script may use are, as JSON; that is long, and they rarely move."""
+        python, (name, keys, *rest) = random.getstate(), cast(Any, np.random.get_state())
+        now = (python, torch.get_rng_state().numpy().tobytes(), name, keys.tobytes(), rest)
+        device = _device_module().get_rng_state().numpy().tobytes() if torch.accelerator.is_available() else None
+        if (*now, device) != self._random[0]:
+            found = {"python": [python[0], list(python[1]), python[2]], "torch": now[1].hex()}
+            found |= {"numpy": [name, now[3].hex(), *rest]} | ({"device": device.hex()} if device is not None else {})
+            self._random = ((*now, device), json.dumps(found))
+        return self._random[1]
 
     def _load(self, state: State, count: int, ranks: int) -> None:
         found: dict[str, list[tuple[Part, Tensor]]] = {}
@@ -230,8 +233,9 @@ class Mirror:
                 found.setdefault(part.key[0], []).append((part, part.of(memory)))
             own = description if rank == self.place.rank % ranks else own
         template = state.template(found)
+        layout, boxes = self._template
         with torch.no_grad():
-            for held in held_by(template):
+            for held in boxes if signature(template) == layout else held_by(template):
                 problem = _fill(held.of(template[held.part.name]), held, found.get(held.part.name, []))
                 if problem is not None:
                     raise CheckpointError(
@@ -242,6 +246,14 @@ class Mirror:
         state.load_scalars(own["scalars"])
         state.load_tensors(template)
         _set_random_numbers(own["random"])
+        agreed = torch.tensor(int(_shapes(state.local_tensors()) == self._shapes), device=state.mesh.device)
+        state.mesh.all_reduce_sum(agreed)
+        if int(agreed) != state.mesh.world:  # some rank has tensors that it did not stand by with: all find out anew
+            self._shapes = []
+
+
+def _shapes(local: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in local.items()]
 
 
 def _fill(target: Tensor, held: Held, kept: list[tuple[Part, Tensor]]) -> str | None:

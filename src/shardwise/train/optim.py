@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
-from shardwise.train.torch_private import local_of, shard_like
+from shardwise.train.torch_private import empty_as, local_of, shard_like
 from shardwise.train.update_rules import local_shard
 
 PREFIX = "optim."
@@ -127,7 +127,7 @@ class NamedOptimizer:
         for name in sorted(self.params, key=lambda name: -self.params[name].numel()):
             state = (self.torch.state.get(self.params[name]) or self._state_after_step(name)) if name in wanted else {}
             self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
-            tensors[name] = {key: torch.empty_like(tensor) for key, tensor in self._named_state(name, state).items()}
+            tensors[name] = {key: empty_as(tensor) for key, tensor in self._named_state(name, state).items()}
         return {key: tensor for name in self.params for key, tensor in tensors[name].items()}
 
     @torch.no_grad()

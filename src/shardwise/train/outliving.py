@@ -67,12 +67,15 @@ class Slot:
         """The description that was committed with a copy."""
         return os.pread(self.file, header.length, header.end).decode(errors="replace")
 
-    def data(self, end: int) -> mmap.mmap:
-        """The memory from the beginning to `end`, shared by all processes; mapped again only when it has grown."""
+    def data(self, end: int, *, mine: bool = False) -> mmap.mmap:
+        """The memory from the beginning to `end`, shared by all processes; mapped again only when it has grown.
+
+        `mine`: this process will write to it, and asks for its pages now, not while others wait for it.
+        """
         if self._map is None or len(self._map) < end:
             if os.fstat(self.file).st_size < end:
                 os.ftruncate(self.file, end)
-            self._map = mmap.mmap(self.file, end)
+            self._map = mmap.mmap(self.file, end, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if mine else 0))
         return self._map
 
 

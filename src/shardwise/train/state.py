@@ -19,7 +19,7 @@ from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
-from shardwise.train.torch_private import local_of
+from shardwise.train.torch_private import empty_as, local_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -134,9 +134,9 @@ class TrainState:
 
     def template(self, names: Collection[str]) -> Tensors:
         """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here."""
-        model = {name: torch.empty_like(tensor) for name, tensor in self._model_tensors().items()}
+        model = {name: empty_as(tensor) for name, tensor in self._model_tensors().items()}
         if self.ema is not None:
-            model |= {name: torch.empty_like(tensor) for name, tensor in self.ema.tensors().items()}
+            model |= {name: empty_as(tensor) for name, tensor in self.ema.tensors().items()}
         return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)])
 
     def conversion(self, stored: Mapping[str, Kind], template: Tensors) -> Conversion | None:
@@ -206,7 +206,7 @@ class TrainState:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+                local_of(tensor).copy_(local_of(tensors[name]))
         if self.placed.copies is not None:
             self.placed.copies.refresh()
         if self.ema is not None:
