@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from shardwise.hardware.cluster import Link, load_cluster
-from shardwise.model.profile import profile_of
+from shardwise.model.profile import Attention, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.blocktime import _passes
-from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
+from shardwise.plan.kernels import TAIL, attention_kernel, matmul_time, pointwise_time
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.stack import load_stack, stack_of
@@ -240,6 +240,21 @@ def test_a_repeated_forward_pass_is_launched_in_one_go_with_the_backward_pass() 
     stack = load_stack("shardwise")
     assert _passes(device, host, 0.2, stack) == pytest.approx((1.5, 2.1, 3.2))
     assert _passes(device, host, 0.2, replace(stack, launches_hide=False)) == pytest.approx((1.6, 2.1, 3.2))
+
+
+def test_a_fused_softmax_takes_four_heads_at_a_time() -> None:
+    old, flash = load_stack("megatron-2021"), load_stack("megatron-flash")
+    attention = next(op for op in profile_of(preset("gpt3-1.3b")).blocks[0].ops if isinstance(op, Attention))
+    half = attention.heads // 2
+    kernels = [attention_kernel(attention, rows, half, old) for rows in (1, 2, 3, 4, 1.5)]
+    assert kernels == ["unfused", "fused-softmax", "unfused", "fused-softmax", "fused-softmax"]  # 1.5: a mean
+    assert attention_kernel(attention, 1, half, flash) == flash.attention
+    work, plan = Workload(seq_len=1024, global_batch=4), Plan.parse("dp4 tp8 / fp16")
+    slow = estimate_time(profile_of(preset("gpt3-1.3b")), H100, plan, work, stack=old).total
+    with_one = estimate_time(
+        profile_of(preset("gpt3-1.3b")), H100, plan, work, stack=replace(old, softmax_host=0.0)
+    ).total
+    assert slow > with_one
 
 
 def test_a_loss_moves_what_its_stack_says() -> None:

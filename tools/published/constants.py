@@ -47,7 +47,9 @@ def tables() -> str:
         "sweep's times per micro-batch and reserved bytes, where they are the same for both of its models, whatever "
         "the stages; so is its `launches_hide`: its small blocks take the time of their launches and of their "
         "collectives together, those of the Megatron stacks the longer of both. `loss_bytes` of megatron-2021 are the "
-        "passes of its cross entropy over the logits, counted one by one (a free fit gives 48).",
+        "passes of its cross entropy over the logits, counted one by one (a free fit gives 48). Its fused softmax "
+        "takes four heads at a time: where a micro-batch has another number of them on a rank, primitives do it, whose "
+        "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
         "A row's date changes four things (`tools/published/stacks.py`). Before October 2022 no stack has flash "
         "attention. From 2026 torch's attention runs cuDNN's kernels. Before June 2026 attention with learned sinks "
         "runs at the rate of FlashAttention 2, and from then on half of Megatron-Bridge's exchange of tokens between "

@@ -12,6 +12,7 @@ from shardwise.plan.kernels import (
     BYTES,
     TAIL,
     attention_backward,
+    attention_kernel,
     attention_time,
     fastest_matmul,
     matmul_time,
@@ -87,7 +88,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     """
     alike = setting if setting.context == "ring" else replace(setting, context="ring")  # kernels do not see it
     forward, backward, light, weight, kernels = _kernel_times(block, shape, alike)
-    device, host = (forward, backward), _host(block, kernels, setting)
+    device, host = (forward, backward), _host(block, shape[0], kernels, setting)
     compute = max(forward, host[0]) + max(backward, host[1])
     tensor, hidden = _tensor(block, shape, setting, compute)
     context = _context(block, shape, setting)
@@ -115,13 +116,14 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
     """Seconds of kernels: forward, backward, of element-wise ones forward, of gradients of weights; their number."""
     forward = backward = light = weight = 0.0
     kernels = 0
+    batch = shape[0]
     for op in block.ops:
         ahead, back = _op_time(op, shape, setting)
         forward += ahead
         weight += back / 2 if isinstance(op, Matmul) and op.trained and not setting.frozen else 0.0
         backward += back
         light += ahead if isinstance(op, Pointwise) else 0.0
-        kernels += _kernels(op, setting.stack)
+        kernels += _kernels(op, batch, setting)
     return forward, backward, light, weight, kernels
 
 
@@ -204,7 +206,7 @@ def _again_light(
     return max(light, looks + host[0] / 2) + max(0.0, host[0] + looks - max(forward, host[0]))
 
 
-def _host(block: Block, kernels: int, setting: Setting) -> tuple[float, float]:
+def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[float, float]:
     """Seconds that the host needs to start a block's forward and backward kernels."""
     stack, slower = setting.stack, setting.launch / setting.stack.launch
     if setting.axes.tp > 1:  # a collective costs the host several kernels: checks, events, another stream
@@ -212,7 +214,9 @@ def _host(block: Block, kernels: int, setting: Setting) -> tuple[float, float]:
     local = max((op.experts / setting.axes.ep for op in block.matmuls), default=0.0)
     routed = stack.route_host + stack.expert_host * local if local else 0.0
     shards = stack.shard_host * slower if setting.gathers else 0.0
-    own, routed = stack.block_host * slower, routed * slower
+    attention = [op for op in block.ops if isinstance(op, Attention)]
+    slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in attention)
+    own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower
     forward = setting.launch * kernels + own + routed + shards
     return forward, setting.launch * 2 * kernels + own / 2 + routed + 1.2 * shards
 
@@ -225,12 +229,13 @@ def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:
     return max(0.0, sum(host) + setting.stack.tensor_wait * axes.tp - busy)
 
 
-def _kernels(op: Op, stack: Stack) -> int:
+def _kernels(op: Op, batch: float, setting: Setting) -> int:
     if isinstance(op, Matmul):
         return 1 if not op.experts else 3
     if isinstance(op, Attention):
-        return {"unfused": 7, "fused-softmax": 4}.get(stack.attention, 1)
-    return 1 if stack.fused else op.kernels
+        kernel = attention_kernel(op, batch, setting.axes.tp, setting.stack)
+        return {"unfused": 7, "fused-softmax": 4}.get(kernel, 1)
+    return 1 if setting.stack.fused else op.kernels
 
 
 def _tensor(block: Block, shape: Shape, setting: Setting, compute: float) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from math import ceil
 
 from shardwise.hardware.cluster import Device
 from shardwise.model.profile import Attention, attention_flops
-from shardwise.plan.stack import Stack
+from shardwise.plan.stack import AttentionKernel, Stack
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 TAIL = 2e-6
@@ -67,6 +67,15 @@ def pointwise_time(elements: float, device: Device, width: float) -> float:
     return elements * width / (device.bandwidth * device.stream) + TAIL
 
 
+def attention_kernel(op: Attention, batch: float, tp: int, stack: Stack) -> AttentionKernel:
+    """The stack's own, or what it falls back to: Megatron-LM's fused softmax takes four heads at a time.
+
+    `batch`: sequences of a micro-batch; a fraction is a mean, of which nothing can be said.
+    """
+    falls_back = stack.attention == "fused-softmax" and batch % 1 == 0 and batch * op.heads / tp % 4
+    return "unfused" if falls_back else stack.attention
+
+
 def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device: Device, stack: Stack) -> float:
     """Forward time on one of `tp` ranks; `shape`: sequences, queries of each on this rank, keys of each.
 
@@ -78,7 +87,7 @@ def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device
     if stack.attention in _PASSES:
         scores = batch * heads * queries * keys
         flops = 2.0 * scores * (op.qk_dim + op.v_dim)
-        moved = scores * 2.0 * _PASSES[stack.attention]
+        moved = scores * 2.0 * _PASSES[attention_kernel(op, batch, tp, stack)]
         return flops / (device.rates.of("bf16") * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
     flops = batch * queries * attention_flops(op, keys) / tp
     return flops / (device.rates.of("bf16") * attention_rate(op, keys, device, stack)) + TAIL

@@ -90,6 +90,8 @@ class Stack:
     launches nothing meanwhile, and both add up."""
     block_host: float = 0.0
     """Seconds of the host per block and forward pass outside launches: the interpreter, hooks, autograd's records."""
+    softmax_host: float = 0.0
+    """The same for a block whose softmax falls back to primitives: see `kernels.attention_kernel`."""
     shard_host: float = 0.0
     """The same for a block that `fully_shard` holds (zero 1 to 3, and mixed precision): a copy, a cast and a hook per
     parameter; in the backward pass, which reduces too, 1.2 times as long."""

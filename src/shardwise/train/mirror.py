@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -80,12 +81,12 @@ class Part:
     """Shape of the tensor that it is a part of."""
     start: int
 
-    def of(self, memory: Any) -> Tensor:
+    def of(self, memory: mmap) -> Tensor:
         """The part as it lies in a slot's memory."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        sizes = self.key[1].sizes
-        size = dtype.itemsize * int(np.prod(sizes))
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=size).view(dtype).view(sizes)
+        box = self.key[1]
+        size = dtype.itemsize * box.num_elements
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=size).view(dtype).view(box.sizes)
 
     def to_json(self) -> list[Any]:
         """As it stands in a description."""
@@ -223,14 +224,14 @@ class Mirror:
         return self._random[1]
 
     def _load(self, state: State, count: int, ranks: int) -> None:
-        found: dict[str, list[tuple[Part, Tensor]]] = {}
+        found: dict[str, list[tuple[Part, mmap]]] = {}
         own: dict[str, Any] = {}
         for rank in (rank for rank in self.place.memory.ranks if rank < ranks):
             slot = next(slot for slot in self.place.memory.pair(rank) if slot.header().count == count)
             header = slot.header()
             description, memory = json.loads(slot.text(header)), slot.data(header.end)
             for part in map(Part.from_json, description["parts"]):
-                found.setdefault(part.key[0], []).append((part, part.of(memory)))
+                found.setdefault(part.key[0], []).append((part, memory))
             own = description if rank == self.place.rank % ranks else own
         template = state.template(found)
         layout, boxes = self._template
@@ -256,15 +257,15 @@ def _shapes(local: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in local.items()]
 
 
-def _fill(target: Tensor, held: Held, kept: list[tuple[Part, Tensor]]) -> str | None:
-    """Copy a box of a tensor out of the parts that are kept of it; what is wrong with them, if anything."""
+def _fill(target: Tensor, held: Held, kept: list[tuple[Part, mmap]]) -> str | None:
+    """Copy a box of a tensor out of the parts that memory keeps of it; what is wrong with them, if anything."""
     wanted, filled = held.part.box, 0
-    for part, values in kept:
+    for part, memory in kept:
         if (part.whole, part.dtype) != (held.part.shape, held.part.dtype):
             return f"{part.whole} {part.dtype}"
         both = part.key[1].overlap(wanted)
         if both is not None:
-            target[both.slices(wanted)].copy_(values[both.slices(part.key[1])])
+            target[both.slices(wanted)].copy_(part.of(memory)[both.slices(part.key[1])])
             filled += both.num_elements
     if filled == wanted.num_elements:
         return None
