@@ -72,6 +72,14 @@ def rows_with_capacity() -> nn.Module:
     return moe_models.MODELS["capacity"]()
 
 
+class Scaled(Chain):
+    """With a number that is trained, as CLIP's logits have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
 SAMPLE = {"sample": torch.zeros(2, 4)}
 APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.no-blocks": lambda: (lambda: nn.Linear(4, 4), "recompute=blocks", {}),
@@ -92,6 +100,7 @@ APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.experts-forward": lambda: (functools.partial(model_of, "linear"), "fsdp2 ep2", {}),
     "module.experts-divide": lambda: (functools.partial(model_of, "three"), "fsdp2 ep2", {}),
     "module.capacity": lambda: (rows_with_capacity, "tp2 / seq", {}),
+    "module.scalar-parameter": lambda: (Scaled, "fsdp2", {}),
     "module.float8": lambda: (lambda: Chain(width=24), "fp8=rowwise+emulate", {}),
     "module.float8-shard": lambda: (
         lambda: Chain(width=16),

@@ -323,3 +323,40 @@ def test_names_that_all_begin_with_model_come_back_from_lightning(tmp_path: Path
     done = export(store, tmp_path / "x.ckpt", ExportOptions(optimizer=True))
     assert "the optimizer's state: the checkpoint has none" in done.notes
     assert not diff(store, convert(done.path, tmp_path / "b", Options()).path)
+
+
+# ---------------------------------------------------------------- what holds no weights, or none that can be kept
+
+
+def test_what_holds_no_weights_is_no_checkpoint(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "empty.safetensors")
+    index = tmp_path / "index"
+    index.mkdir()
+    save_file({"a": torch.ones(2)}, index / "model.safetensors")
+    (index / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    for source in (tmp_path / "empty.safetensors", index):
+        with pytest.raises(CheckpointError, match="found no weights"):
+            convert(source, tmp_path / "out", Options())
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"w": torch.ones(2), "z": torch.ones(2, dtype=torch.complex128)}, "'z': found a tensor of complex128"),
+        ({"w": torch.ones(2), "z": torch.ones(2, 2).to_sparse()}, "'z': found a tensor of float32, sparse_coo"),
+        (nn.Linear(2, 2), "found a torch.nn.modules.linear.Linear, needed"),
+        (torch.ones(2), "found a tensor, needed"),
+    ],
+    ids=["complex128", "sparse", "module", "tensor"],
+)
+def test_weights_that_cannot_be_kept_are_named(tmp_path: Path, value: Any, words: str) -> None:
+    torch.save(value, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path / "file.pt", tmp_path / "out", Options(unsafe=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_may_be_a_whole_float(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "global_step": 9.0}, tmp_path / "file.pt")
+    assert convert(tmp_path / "file.pt", tmp_path / "out", Options()).step == 9

@@ -7,7 +7,16 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World
-from shardwise.train.torch_private import clamp_all, copy_all, local_of, norms, scale_all, shard_like
+from shardwise.train.torch_private import (
+    clamp_all,
+    copy_all,
+    empty_as,
+    local_of,
+    norms,
+    scale_all,
+    shard_like,
+    step_unseen,
+)
 from tests.parity.placing import LAYOUTS, place
 
 
@@ -28,6 +37,19 @@ def test_copy_into_other_tensors() -> None:
     copy_all(targets, [torch.tensor([3.0, -4.0]), torch.tensor(2)])
     assert [t.tolist() for t in targets] == [[3.0, -4.0], 2]
     copy_all([], [])
+
+
+def test_a_step_that_no_hook_sees() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    weight.grad = torch.ones(2)
+    step_unseen(optimizer)
+    assert weight.tolist() == [0.0, 0.0] and not seen
+    optimizer.step()
+    assert seen == ["pre", "post"]
 
 
 def test_local_of_shares_storage(world: World) -> None:
@@ -52,6 +74,9 @@ def rewrap(layout: str) -> bool:
                 assert again.shape == parameter.shape and again.placements == parameter.placements
                 assert again.dtype == shard.dtype and again.to_local().data_ptr() == shard.data_ptr()
                 assert torch.equal(again.full_tensor().float(), parameter.full_tensor())
+            empty = empty_as(parameter)
+            assert isinstance(empty, DTensor) and (empty.shape, empty.dtype) == (parameter.shape, parameter.dtype)
+            assert empty.placements == parameter.placements and empty.to_local().data_ptr() != local.data_ptr()
     return True
 
 

@@ -50,6 +50,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         """Refuse what would remove the newest checkpoint."""
+        if any(type(number) is not int for number in (self.last, self.every, self.best)):
+            raise UsageError(f"{self}: found what is no whole number; needed last (keep), every and best as in keep=3")
         if self.last < 1 or self.every < 0 or self.best < 0:
             raise UsageError(f"{self}: at least the newest checkpoint must stay: last (keep) >= 1, every and best >= 0")
 

@@ -121,6 +121,13 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
     known = list(manifest.tensors)
     missing = [name for name in template if name not in manifest.tensors]
     extra = [name for i, name in enumerate(known) if not any(mask >> i & 1 for mask in seen)]
+    if (missing or extra) and all(name.startswith("ema.") for name in (*missing, *extra)):
+        here, stored = ("with", "without") if missing else ("without", "with")
+        raise CheckpointError(
+            f"the checkpoint was saved {stored} a moving average of the weights, and this run is {here} one: "
+            f"{(missing or extra)[:3]}; give TrainState {'no' if missing else 'the'} ema= to load it, or load its "
+            "weights only and begin an average (weights_only=True)"
+        )
     if missing or extra:
         hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
         raise CheckpointError(

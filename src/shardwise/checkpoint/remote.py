@@ -101,6 +101,12 @@ def located(path: str | os.PathLike[str]) -> Path:
     return RemotePath(f"{scheme}://{'/'.join(parts)}")
 
 
+def standing(path: str | os.PathLike[str]) -> Path:
+    """The same, which stays where it is when the working directory changes."""
+    found = located(path)
+    return found if isinstance(found, RemotePath) else found.absolute()
+
+
 def files_for(path: Path, known: Files = LOCAL) -> Files:
     """What reads a path: `known` where it can.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import threading
 import time
@@ -30,7 +31,7 @@ from shardwise.checkpoint.shardfile import (
     write_shard_file,
 )
 from shardwise.checkpoint.snapshot import HostCopy
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.findings import Finding
 from shardwise.launch.environment import recovering_job
 from shardwise.launch.variables import variables
@@ -177,21 +178,84 @@ class SaveJob:
             file.check_all()
 
 
-def check_same(everyones: list[dict[str, Any]]) -> None:
-    """Refuse a save of which ranks say different things.
+OF_STAGE = ("base_lr", "optimizer")
+"""Scalars of which a rank holds what its stages of the model need: groups of the optimizer."""
+
+
+def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]:
+    """What a save says of a state: the same on all ranks, and of the optimizer's groups those of all stages.
+
+    Args:
+        everyones: what each rank says.
+        stages: its rank along pp.
 
     Raises:
-        CheckpointError: naming the key and both values.
+        CheckpointError: ranks differ; naming the key and both values.
+
+    >>> agreed([{"step": 1, "base_lr": [0.1, 0.2]}, {"step": 1, "base_lr": [0.2]}], [0, 1])
+    {'step': 1, 'base_lr': [0.1, 0.2]}
     """
-    first = everyones[0]
     for rank, theirs in enumerate(everyones):
-        differ = [key for key in {**first, **theirs} if repr(theirs.get(key)) != repr(first.get(key))]
-        if differ:
-            key = differ[0]
-            raise CheckpointError(
-                f"saving step {first.get('step')}: ranks disagree on {key!r}: {first.get(key)!r} on rank 0, "
-                f"{theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with the same settings"
-            )
+        same_stage = stages.index(stages[rank])
+        for key in {**everyones[0], **theirs}:
+            first = same_stage if key in OF_STAGE else 0
+            if repr(theirs.get(key)) != repr(everyones[first].get(key)):
+                raise CheckpointError(
+                    f"saving step {everyones[0].get('step')}: ranks disagree on {key!r}: {everyones[first].get(key)!r} "
+                    f"on rank {first}, {theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with "
+                    "the same settings"
+                )
+    return everyones[0] | {
+        key: _union([theirs[key] for theirs in everyones]) for key in OF_STAGE if key in everyones[0]
+    }
+
+
+def number_of(metric: Any) -> float | None:
+    """A metric as the manifest holds it; a tensor or a number of NumPy's may be given.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    try:
+        if isinstance(metric, bool | str):
+            raise TypeError
+        return None if metric is None else float(metric)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"metric: found {type(metric).__name__} {str(metric)[:60]}, needed one number, as `float(total.sum / "
+            "total.weight)`"
+        ) from None
+
+
+def as_json(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A configuration that a manifest can hold.
+
+    Raises:
+        UsageError: it is no JSON.
+    """
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"config: found what JSON cannot hold ({error}); give strings, numbers, lists, dicts"
+        ) from None
+    return dict(config or {})
+
+
+def _union(values: list[Any]) -> Any:
+    """Values of one key on all ranks, as one: of lists, and of names joined by `+`, what any holds, each once."""
+    first = values[0]
+    if all(value == first for value in values):
+        return first
+    if isinstance(first, dict):
+        return {key: _union([value[key] for value in values]) for key in first}
+    if isinstance(first, str):
+        return "+".join(dict.fromkeys(name for value in values for name in value.split("+")))
+    found: list[Any] = []
+    for item in (item for value in values for item in value):
+        if item not in found:
+            found.append(item)
+    return found
 
 
 @dataclass(kw_only=True)

@@ -35,8 +35,8 @@ from shardwise.checkpoint.loading import Loaded as Loaded
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
-from shardwise.checkpoint.remote import files_for, located
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, check_same
+from shardwise.checkpoint.remote import files_for, located, standing
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, number_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
@@ -97,7 +97,7 @@ class Store:
         files: the file system of a path; that of a URL is found.
 
     Raises:
-        UsageError: `keep` is below 1.
+        UsageError: `keep` is below 1; `config` is no JSON.
         CheckpointError: the path is a file, or holds other programs' checkpoints; a URL that cannot be used or reached.
 
     >>> store = Store("runs/a/checkpoints", keep=3)  # doctest: +SKIP
@@ -115,10 +115,10 @@ class Store:
         files: Files = LOCAL,
     ) -> None:
         """See the class."""
-        self.path = located(path)
+        self.path = standing(path)
         self.retention = keep if isinstance(keep, Retention) else Retention(last=keep)
         self.probe = probe
-        self._config = dict(config or {})
+        self._config = as_json(config)
         self._directory = directory_of(self.path, files)
         self._run: str | None = None
         """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
@@ -143,7 +143,7 @@ class Store:
 
         Args:
             state: what to save.
-            metric: what `Retention.best` compares, smaller is better; the same on every rank.
+            metric: what `Retention.best` compares, a number, smaller is better; the same on every rank.
 
         Cost: copies this rank's parts (replicas are written once), writes them while their digests are taken; a few
         small collectives. When an older checkpoint is to be removed, the new one is read back first.
@@ -364,10 +364,10 @@ class Store:
         scalars, tensors = state.scalars(), state.tensors()
         doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
         self._directory.check_shared(peers.world)
-        own = (dict(scalars) | {"metric": metric}, self._copy.fits(tensors), processor(), self._holder.take(state.mesh))
-        told = peers.gather(own)
+        own = dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")
+        told = peers.gather((own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh)))
         self._findings += told[0][3].check()
-        check_same([each[0] for each in told])
+        scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))
         if not all(each[1] for each in told):
             self._copy.lay_out(peers, tensors, doing)
         probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None
@@ -380,7 +380,7 @@ class Store:
             placed=state.placed,
             config=self._config,
             probe=probe,
-            metric=metric,
+            metric=scalars.pop("metric"),
             processors=processors([each[2] for each in told]),
             copy=self._copy,
             start=start,

@@ -129,7 +129,8 @@ def _ending(code: ExitCode, stopping: Stopping) -> str:
     names = {ExitCode.INTERRUPTED: "SIGINT", ExitCode.PREEMPTED: "SIGUSR1", ExitCode.TERMINATED: "SIGTERM"}
     if code in names:
         name = stopping.first.name if stopping.first is not None else names[code]
-        return f"ended by {name} ({code:d}); a loop of steps() has finished its step, and saved where it has a store"
+        saved = "a loop of steps() finishes its step and saves where it has a store; nothing outside of one is saved"
+        return f"ended by {name} ({code:d}); {saved}"
     if code == ExitCode.KILLED:
         return f"ended at once by a second signal, or as the grace was over ({code:d}); go on from the last checkpoint"
     why = {

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.errors import ModelError
 from shardwise.parallel.batchnorm import synchronise_batch_norm
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.carrier import MAX_RANKS, Carrier
@@ -57,6 +58,7 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             synchronise_batch_norm(part, group)
     if not uses_fully_shard(plan):
         return placed
+    _check_dims(placed)
     data_mesh = _data_mesh(mesh, plan)
     options: dict[str, Any] = {
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
@@ -151,6 +153,17 @@ def _shard(module: nn.Module, data_mesh: DeviceMesh, reshard: bool | int, option
         return Shard(0 if type(reshard) is int else sharded_dim(shape, shards))
 
     fully_shard(module, mesh=data_mesh, reshard_after_forward=reshard, shard_placement_fn=place, **options)
+
+
+def _check_dims(placed: Placed) -> None:
+    """`fully_shard` takes no parameter without dims, and says of which module's alone."""
+    names = [name for name, parameter in placed.named_parameters().items() if parameter.dim() == 0]
+    if names:
+        raise ModelError(
+            f"shard_data: {', '.join(names[:5])}: found a parameter without dims, needed one with at least one for "
+            "fsdp; make it nn.Parameter(torch.ones(1)), or plan `dp` in place of `fsdp`",
+            row="module.scalar-parameter",
+        )
 
 
 def _experts(placed: Placed, part: Part) -> list[nn.Module]:

@@ -42,6 +42,7 @@ MODULES: Mapping[str, str] = {
     "module.experts-forward": "ep: experts whose forward takes anything but tokens, chosen experts and weights.",
     "module.experts-divide": "ep: a number of experts that the degree does not divide.",
     "module.capacity": "ep with cp or seq: experts with a capacity, filled row by row, where a rank has parts of rows.",
+    "module.scalar-parameter": "fsdp: a parameter without dims, of which there is nothing to share out.",
     "module.float8": "fp8: no layer that can be converted, or a rule that takes in one which cannot.",
     "module.float8-shard": "fp8 with tp: a layer whose part on a rank is no multiple of 16.",
 }

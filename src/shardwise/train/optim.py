@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
-from shardwise.train.torch_private import empty_as, local_of, shard_like
+from shardwise.train.torch_private import empty_as, local_of, shard_like, step_unseen
 from shardwise.train.update_rules import local_shard
 
 PREFIX = "optim."
@@ -56,6 +56,11 @@ class NamedOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's own groups."""
         return self.torch.param_groups
+
+    @property
+    def kind(self) -> str:
+        """Name of the optimizer's class; of several, joined by `+`."""
+        return type(self.torch).__name__
 
     def owner(self, name: str) -> torch.optim.Optimizer:
         """The torch optimizer that steps a parameter."""
@@ -121,7 +126,11 @@ class NamedOptimizer:
         The optimizer is left as it is. Every rank calls it: a rule that gathers does so here.
         Cost: one step of those parameters that have no state yet, and the memory of the state.
         """
-        wanted = {param for param, key in map(_split, names) if key != MASTER or param not in self._masters}
+        wanted = {
+            param
+            for param, key in (_split(name, self.params) for name in names)
+            if key != MASTER or param not in self._masters
+        }
         tensors: dict[str, dict[str, Tensor]] = {}
         # the largest first, whose step takes most: what is made for a look is gone before there is much of the rest
         for name in sorted(self.params, key=lambda name: -self.params[name].numel()):
@@ -139,7 +148,7 @@ class NamedOptimizer:
         """
         states: dict[str, dict[str, Tensor]] = {name: {} for name in self.params}
         for full_name, tensor in tensors.items():
-            name, key = _split(full_name)
+            name, key = _split(full_name, self.params)
             if name not in states:
                 raise ModelError(
                     f"load_state_tensors: {full_name!r} is of no parameter that this {type(self.torch).__name__} "
@@ -198,15 +207,16 @@ class NamedOptimizer:
         """The state that a step of one parameter leaves: its keys, shapes and types are wanted, nothing else."""
         parameter = self.params[name]
         grad, before = parameter.grad, local_shard(parameter).clone()
-        lists = [group["params"] for group in self.param_groups]
+        groups = [dict(group) for group in self.param_groups]
         for i, group in enumerate(self.param_groups):
             group["params"] = [parameter] if i == self._group_of[id(parameter)] else []
         parameter.grad = torch.zeros_like(parameter)
         try:
-            self.torch.step()
+            step_unseen(self.torch)
         finally:
-            for group, params in zip(self.param_groups, lists, strict=True):
-                group["params"] = params
+            for group, kept in zip(self.param_groups, groups, strict=True):  # some count steps in their groups
+                group.clear()
+                group.update(kept)
             parameter.grad = grad
             local_shard(parameter).copy_(before)
         state: dict[str, Any] = self.torch.state.pop(parameter, {})
@@ -339,10 +349,12 @@ def check_dials(name: str, **dials: float) -> None:
             raise UsageError(f"{name}: {dial}={value}; it must be {'in [0, 1)' if below_one else 'finite and >= 0'}")
 
 
-def _split(full_name: str) -> tuple[str, str]:
-    """`optim.layers.0.wq.exp_avg` -> (`layers.0.wq`, `exp_avg`)."""
-    name, _, key = full_name.removeprefix(PREFIX).rpartition(".")
-    return name, key
+def _split(full_name: str, known: Collection[str]) -> tuple[str, str]:
+    """`optim.layers.0.wq.exp_avg` -> (`layers.0.wq`, `exp_avg`); a key of state may hold dots where names are known."""
+    whole = full_name.removeprefix(PREFIX)
+    places = [place for place, letter in enumerate(whole) if letter == "."][::-1]
+    place = next((place for place in places if whole[:place] in known), places[0] if places else 0)
+    return whole[:place], whole[place + 1 :]
 
 
 def _grad_for(parameter: Tensor, grad: Tensor, live: Tensor) -> Tensor:

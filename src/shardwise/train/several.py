@@ -35,6 +35,11 @@ class SeveralOptimizers(NamedOptimizer):
         """Those of all parts, in order."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
+    @property
+    def kind(self) -> str:
+        """Names of the parts' classes, each once."""
+        return "+".join(dict.fromkeys(part.kind for part in self.parts.values()))
+
     def owner(self, name: str) -> torch.optim.Optimizer:
         """The torch optimizer of the part that steps a parameter."""
         return next(part.torch for part in self.parts.values() if name in part.params)

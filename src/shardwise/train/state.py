@@ -15,6 +15,7 @@ from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
 from shardwise.train.extra_state import ExtraState
+from shardwise.train.group_values import GroupValues
 from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
@@ -96,6 +97,7 @@ class TrainState:
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
         self._extra = ExtraState(placed)
+        self._group_values = GroupValues(self.optimizer)
         self.mirror: Mirror | None = None
         """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
         self.is_joined = False
@@ -168,28 +170,21 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
+        if any(moved := self._group_values.moved()):
+            rare["groups"] = moved
         return rare | {
             "step": self.step,
             "skipped": self.skipped,
             "weight": self.weight,
             "seed": self.seed,
             "base_lr": self.optimizer.base_lrs,
-            "optimizer": self._settings(),
+            "optimizer": {"name": self.optimizer.kind, "groups": self._group_values.settings()},
             "data": self.batches.state_dict() if self.batches is not None else None,
             "ema_updates": self.ema.updates if self.ema is not None else None,
             "ema_decay": self.ema.decay if self.ema is not None else None,
             "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
             "plan": str(self.placed.plan),
         }
-
-    def _settings(self) -> dict[str, Any]:
-        """The optimizer's name, and the settings of its groups that are plain: what a later start is compared with."""
-        groups = [
-            {key: list(value) if isinstance(value, tuple) else value for key, value in sorted(group.items())}
-            for group in self.optimizer.param_groups
-        ]
-        plain = [{k: v for k, v in group.items() if k != "lr" and _is_plain(v)} for group in groups]
-        return {"name": type(self.optimizer.torch).__name__, "groups": plain}
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.
@@ -211,6 +206,7 @@ class TrainState:
             self.placed.copies.refresh()
         if self.ema is not None:
             self.ema.load_tensors(tensors, self._ema_updates)
+            self._ema_updates = 0  # of those scalars alone: weights that are loaded by themselves begin an average
         self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith(PREFIX)})
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
@@ -227,16 +223,12 @@ class TrainState:
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(scalars["data"])
+        if moved := scalars.get("groups"):
+            self._group_values.load(moved)
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:
             self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(item, int | float | str) for item in value)
-    return isinstance(value, int | float | str)
 
 
 def _check_micro_batches(placed: Placed, batches: object) -> None:

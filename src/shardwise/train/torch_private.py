@@ -68,6 +68,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def step_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """A step that no hook of the optimizer's, or of all optimizers, sees: what `Optimizer.profile_hook_step` wraps."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
 def in_backward() -> bool:
     """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
     return int(torch._C._current_graph_task_id()) != -1

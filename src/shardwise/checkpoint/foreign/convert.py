@@ -102,6 +102,10 @@ def convert(source: Path, target: Path, options: Options) -> Converted:
     with OpenFiles(scratch_in=target.parent) as files, replacing(target, options.overwrite, source) as partial:
         found = read_foreign(files, source, options)
         rename(found, read_rules(options.rename) if options.rename is not None else [])
+        if not found.weights:
+            raise CheckpointError(
+                f"{source}: found no weights, needed at least one tensor; name what holds the model's"
+            )
         sources = _sources(found, options)
         _check_claims(files, source, sources)
         check_room(target.parent, total_bytes(sources), f"convert {source}")

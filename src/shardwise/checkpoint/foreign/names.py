@@ -111,7 +111,8 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
 def _common(found: Foreign) -> str:
     """DDP's prefix, or that of a LightningModule whose only child is the model."""
     prefixes = PREFIXES if found.kind == "lightning" else ("module.",)
-    return next((p for p in prefixes if all(name.startswith(p) for name in found.weights)), "")
+    names = list(found.weights)
+    return next((p for p in prefixes if names and all(name.startswith(p) for name in names)), "")
 
 
 def _apply(found: Foreign, change: Callable[[str], str | None]) -> None:

@@ -22,6 +22,8 @@ from shardwise.errors import CheckpointError
 
 WALL_S = 900
 MAX_ANSWER = 2**30
+TENSOR = "tensor of "
+"""How the name begins of what stands for a tensor that no checkpoint holds."""
 _ROOT = str(Path(__file__).parents[3])
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from shardwise.checkpoint.foreign.{} import main; main()"
 
@@ -55,6 +57,11 @@ class Left:
     """A value that is no data, or a name: told, never used."""
 
     name: str
+
+    @property
+    def tensor(self) -> str:
+        """Of a tensor that no checkpoint holds, what it is; empty: it is none."""
+        return self.name.removeprefix(TENSOR) if self.name.startswith(TENSOR) else ""
 
 
 def read_values(files: OpenFiles, jobs: Sequence[Job], *, unsafe: bool = False) -> list[Any]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.checkpoint.foreign.sandbox import Left
 from shardwise.checkpoint.foreign.views import Source, View, number
-from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.format import DTYPES, whole
 from shardwise.errors import CheckpointError
 
 Named = dict[str, dict[str, Source]]
@@ -50,6 +51,15 @@ def shown(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:_SHOWN])) + more
 
 
+def kind_of(value: Any) -> str:
+    """What a file holds, as its author would call it.
+
+    >>> kind_of({}), kind_of(Left("torch.nn.Linear"))
+    ('dict', 'torch.nn.Linear')
+    """
+    return "tensor" if isinstance(value, View) else value.name if isinstance(value, Left) else type(value).__name__
+
+
 def weights_of(value: Any, where: str) -> tuple[dict[str, Source], list[str]]:
     """The tensors of a state_dict by name, and a note of what is none.
 
@@ -58,8 +68,14 @@ def weights_of(value: Any, where: str) -> tuple[dict[str, Source], list[str]]:
     """
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise CheckpointError(
-            f"{where}: found a {type(value).__name__}, needed a state_dict: names and tensors; save model.state_dict()"
+            f"{where}: found a {kind_of(value)}, needed a state_dict: names and tensors; save model.state_dict()"
         )
+    for name, item in value.items():
+        if isinstance(item, Left) and item.tensor:
+            raise CheckpointError(
+                f"{where}: {name!r}: found a tensor of {item.tensor}, needed one of {', '.join(DTYPES)}, strided; save "
+                "it as such, or without it"
+            )
     weights: dict[str, Source] = {name: item for name, item in value.items() if isinstance(item, View)}
     if not weights:
         raise CheckpointError(
@@ -243,7 +259,9 @@ def step_count(value: float) -> Source:
 
 
 def step_of(value: Any) -> int | None:
-    """The steps that a file says, as a number or an integer tensor without dims; None: it says none."""
+    """The steps that a file says, as a whole number or an integer tensor without dims; None: it says none."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if hasattr(value, "read") and value.shape == () and value.dtype in _INTEGERS:
         value = int(np.frombuffer(value.read(whole(())), dtype=value.dtype)[0])
     return value if type(value) is int and 0 <= value < _MAX_STEP else None

@@ -9,7 +9,7 @@ from shardwise.checkpoint.foreign.beside import SUFFIXES, is_weights_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, named_state, step_of, weights_of
+from shardwise.checkpoint.foreign.state import Foreign, kind_of, named_state, step_of, weights_of
 from shardwise.checkpoint.foreign.views import Source, View
 from shardwise.errors import CheckpointError
 
@@ -60,8 +60,7 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
     """
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{where}: found a {type(value).__name__}, needed a state_dict, or a dict that holds one; save "
-            "model.state_dict()"
+            f"{where}: found a {kind_of(value)}, needed a state_dict, or a dict that holds one; save model.state_dict()"
         )
     lightning = "pytorch-lightning_version" in value
     inside = next((key for key in MODEL_KEYS if _has_tensors(value.get(key))), None)

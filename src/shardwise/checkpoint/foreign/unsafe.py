@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.foreign.sandbox import TENSOR
 from shardwise.checkpoint.format import DTYPES
 
 CPU_S = 3600
@@ -104,7 +105,8 @@ class _Writer:
         dtype = str(tensor.dtype).removeprefix("torch.")
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if dtype not in DTYPES or not plain:
-            return {"o": f"{type(tensor).__name__} of {dtype}"}
+            layout = str(tensor.layout).removeprefix("torch.")
+            return {"o": f"{TENSOR}{dtype}, {layout}, {type(tensor).__name__}"}
         tensor = tensor.detach().resolve_conj().resolve_neg()
         shape = tuple(tensor.shape)
         key = (tensor.data_ptr(), dtype, shape, tensor.stride()) if tensor.numel() else (len(self.storages),)

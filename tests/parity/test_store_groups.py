@@ -1,0 +1,194 @@
+"""Groups of an optimizer in checkpoints: of stages that have different ones, and what steps keep in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.saving import agreed
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.testing import World
+from shardwise.train.protect import Kept
+
+ROWS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.ones(1)) for i in range(64)]
+
+
+class Net(nn.Module):
+    """Of two stages the first one has biases and the last has none; between them lie matrices only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(4))
+        self.last = nn.Linear(8, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def loss_fn(output: torch.Tensor, batch: Any) -> sw.Loss:
+    return sw.mean_over((output - batch[1]).square())
+
+
+def groups_of(placed: sw.Placed, lr: float) -> torch.optim.Optimizer:
+    params = list(placed.parameters())
+    wide = {"params": [p for p in params if p.dim() > 1]}
+    return torch.optim.AdamW([wide, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}], lr=lr)
+
+
+def parts_of(placed: sw.Placed, lr: float) -> Any:
+    parts = {"*.bias": lambda p: sw.sgd(p, lr), "last*": lambda p: sw.adamw(p, lr), "*": lambda p: sw.muon(p, 2 * lr)}
+    return sw.several(placed, parts)
+
+
+OPTIMIZERS = {
+    "no_decay": lambda placed, lr: sw.adamw(placed, lr, no_decay=("*.bias",)),
+    "muon": sw.muon,
+    "several": parts_of,
+    "torch": groups_of,
+}
+
+
+def started(mesh: sw.Mesh, plan: sw.Plan, name: str, lr: float) -> sw.TrainState:
+    placed = sw.apply(Net, plan, mesh, seed=1, sample=ROWS[0][0].expand(2, 8))
+    return sw.TrainState(placed, OPTIMIZERS[name](placed, lr), sw.loader(ROWS, plan.batch, mesh, global_size=8))
+
+
+def train(path: str, words: str, lr: float, until: int) -> dict[str, tuple[float, tuple[str, ...]]]:
+    """For each optimizer the last loss, and what is said to have changed since the checkpoint."""
+    plan, found = sw.Plan.parse(words), {}
+    with sw.open_mesh(plan) as mesh:
+        for name in OPTIMIZERS:
+            state, store, changes, loss = started(mesh, plan, name, lr), sw.Store(f"{path}/{name}"), (), 0.0
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if (loaded := store.load_latest(state)) is not None:
+                    changes = loaded.changes
+            for metrics in sw.steps(state, loss_fn, until=until):
+                loss = metrics.loss
+            store.save(state)
+            found[name] = loss, changes
+    return found
+
+
+def test_stages_with_other_groups_save_and_load(world: World, tmp_path: Path) -> None:
+    pipeline = "pp2 / 1f1b mb2 / fp64"
+    world(2, train, str(tmp_path), pipeline, 1e-2, 2)
+    for words, until in (("dp2 / fp64", 3), (pipeline, 4), (pipeline, 5)):
+        for found in world(2, train, str(tmp_path), words, 1e-2, until):
+            assert {name: changes for name, (_, changes) in found.items()} == dict.fromkeys(OPTIMIZERS, ())
+    together = train(str(tmp_path / "one"), "dp1 / fp64", 1e-2, 5)
+    for name, (loss, _) in found.items():
+        assert loss == pytest.approx(together[name][0], rel=1e-11), name
+    said = world(2, train, str(tmp_path), pipeline, 3e-2, 6)
+    assert all(any(line.startswith("base_lr") for line in changes) for _, changes in said[0].values())
+
+
+def test_ranks_of_one_stage_must_agree() -> None:
+    one, other = {"step": 1, "base_lr": [0.1], "optimizer": {"name": "SGD", "groups": []}}, {"base_lr": [0.2]}
+    assert agreed([one, one | other], [0, 1])["base_lr"] == [0.1, 0.2]
+    with pytest.raises(CheckpointError, match=r"'base_lr': \[0.1\] on rank 0, \[0.2\] on rank 1"):
+        agreed([one, one | other], [0, 0])
+    with pytest.raises(CheckpointError, match="'step': 1 on rank 0, 2 on rank 1"):
+        agreed([one, one | {"step": 2}], [0, 1])
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose steps become shorter, by a count in its group; its averages have a name with a dot."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0, "bounds": (0.0, 1.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("avg.fast", torch.zeros_like(p))
+                    p.sub_(average.lerp_(p.grad, 0.5), alpha=group["lr"] / (1 + group["k"]) ** 0.5)
+            group["k"] += 1
+            group["bounds"] = (group["bounds"][0] + 1, 1.0)
+
+
+def counting(mesh: sw.Mesh, *, ema: bool = False) -> sw.TrainState:
+    placed = sw.apply(Net, sw.Plan(), mesh, seed=1)
+    average = sw.Ema(placed, 0.9) if ema else None
+    return sw.TrainState(placed, Counting(placed.parameters()), sw.loader(ROWS, 8, mesh), ema=average)
+
+
+def trained(state: sw.TrainState, until: int) -> list[float]:
+    return [metrics.loss for metrics in sw.steps(state, loss_fn, until=until)]
+
+
+def test_what_steps_keep_in_groups_goes_on(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        whole = trained(counting(mesh), 6)
+        first, seen = counting(mesh), list[int]()
+        trained(first, 3)
+        sw.Store(tmp_path).save(first)
+        second = counting(mesh)
+        second.optimizer.torch.register_step_post_hook(lambda *_: seen.append(1))
+        loaded = sw.Store(tmp_path).load_latest(second)
+        assert loaded is not None and loaded.changes == ()
+        assert second.optimizer.param_groups[0]["k"] == 3 and second.optimizer.param_groups[0]["bounds"] == (3.0, 1.0)
+        assert not seen, "a load steps nothing that anybody sees"
+        assert trained(second, 6) == whole[3:]
+        kept = Kept(first)  # a step back, as after a spike
+        assert trained(first, 5) == whole[3:5]
+        kept.restore(first)
+        assert first.optimizer.param_groups[0]["k"] == 3
+        third = counting(mesh)
+        third.optimizer.param_groups.append({**third.optimizer.param_groups[0], "params": []})
+        with pytest.raises(CheckpointError, match=r"\(bounds, k\): found 1 groups in the checkpoint and 2"):
+            third.load_scalars(json.loads(json.dumps(first.scalars())))
+
+
+def test_a_moving_average_that_one_of_two_runs_has_is_named(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        plain, averaged = counting(mesh), counting(mesh, ema=True)
+        trained(plain, 1)
+        trained(averaged, 2)
+        for state, other, words in ((plain, averaged, "without a moving"), (averaged, plain, "with a moving")):
+            store = sw.Store(tmp_path / words[:7])
+            store.save(state)
+            with pytest.raises(CheckpointError, match=f"was saved {words} average"):
+                store.load(other, store.checkpoints()[0])
+        store.load_latest(averaged)
+        assert averaged.ema is not None and averaged.ema.updates == 2
+        store.load(averaged, store.checkpoints()[0], weights_only=True)
+        assert averaged.ema.updates == 0
+
+
+def test_what_a_store_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with sw.open_mesh(sw.Plan()) as mesh:
+        state = counting(mesh)
+        store = sw.Store("kept")
+        for step, metric in enumerate((torch.tensor(1.5, dtype=torch.float64), np.float32(0.5), 2)):
+            state.step = step
+            store.save(state, metric=metric)
+            os.makedirs("elsewhere", exist_ok=True)
+            os.chdir("elsewhere")  # a store stays where it was
+        manifests = [json.loads((path / "manifest.json").read_text()) for path in store.checkpoints()]
+        assert [manifest["metric"] for manifest in manifests] == [2.0, 0.5, 1.5]
+        assert {path.parent for path in store.checkpoints()} == {tmp_path / "kept"}
+        for metric in (True, "1", torch.ones(2)):
+            with pytest.raises(UsageError, match="metric: found"):
+                store.save(state, metric=metric)
+    with pytest.raises(UsageError, match="config: found what JSON cannot hold"):
+        sw.Store(tmp_path / "other", config={"a": tmp_path})
+    for keep in ("3", None, True, 2.5):
+        with pytest.raises(UsageError, match="no whole number"):
+            sw.Store(tmp_path / "other", keep=keep)  # type: ignore[arg-type]  # what a caller may do
