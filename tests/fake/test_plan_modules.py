@@ -45,6 +45,17 @@ class Selects(Net):
         kept = x[x >= 0].view_as(x)
         return super().forward(kept)
 
+class Frames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out, self.example_input_array = nn.Linear(5000, 8), torch.zeros(4, 5000)
+    def forward(self, x):
+        return self.out(x * 2 if x.sum() > 1e9 else x)
+
+class Ends(Net):
+    def forward(self, x):
+        raise SystemExit(7)
+
 def needs(size):
     return Net()
 
@@ -122,6 +133,8 @@ def test_a_factory_a_class_and_a_config(here: Path) -> None:
         ("planned_net:number", "returned int, needed a torch.nn.Module"),
         ("planned_net:three", "found int 3, needed a function"),
         ("planned_net:Looks", r"`item` in forward \(Looks\) failed on meta.*--trace-on cpu runs it for real"),
+        ("planned_net:Ends", r"failed on meta: SystemExit: 7"),
+        ("planned_net:Frames", "a sample of planned_net:Frames counts as 5000 tokens, always; leave --seq out"),
         ("planned_net:Selects", r"failed on meta.*--trace-on cpu.*shape \[1, 32\]"),
         ("hf:lama", "did you mean 'llama'"),
         ("hf:vit", "a sample of hf:vit counts as 3 tokens, always; leave --seq out"),
@@ -134,6 +147,14 @@ def test_modules_that_cannot_be_read(here: Path, model: str, says: str) -> None:
     assert code != 0
     assert isinstance(error, ShardwiseError)
     assert re.search(says, str(error), re.DOTALL), str(error)
+
+
+def test_a_sample_that_is_no_tokens_has_its_own_size(here: Path) -> None:
+    app = Typer()
+    app.command()(plan)
+    words = ["planned_net:Frames", "h100:8", "--trace-on", "cpu", "--json"]
+    answer = json.loads(CliRunner().invoke(app, words, env={"COLUMNS": "200"}).stdout)
+    assert answer["seq_len"] == 5000 and not any("sequence length" in said for said in answer["assumed"])
 
 
 def test_where_to_trace(here: Path) -> None:

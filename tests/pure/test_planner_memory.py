@@ -12,8 +12,11 @@ from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
+from shardwise.plan.hosting import host_lack, on_host
 from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory
 from shardwise.plan.plan import Axes, Plan, Schedule
+from shardwise.plan.reasons import decisions
+from shardwise.plan.search import find_plan
 from shardwise.plan.stack import load_stack, stack_of
 from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
 from shardwise.plan.workload import Workload
@@ -261,3 +264,32 @@ def test_the_worst_rank_is_the_one_that_reserves_the_most() -> None:
     assert memory.worst is passing
     assert memory.reserved == pytest.approx(42e9)
     assert not memory.fits
+
+
+# ---------------------------------------------------------------- the memory of hosts
+
+
+def test_offloaded_states_are_those_of_the_node_that_holds_most() -> None:
+    """zero-bubble-v gives each rank a stage of both ends, and 56 layers on 16 stages are not even."""
+    profile, work = profile_of(preset("mixtral-8x22b")), Workload(seq_len=512, global_batch=32)
+    plan = Plan.parse("pp8 zero1 / zero-bubble-v mb32 / bf16 / offload=state")
+    memory = estimate_memory(profile, plan, work)
+    assert len(memory.offloaded) == 8 and max(memory.offloaded) > 1.1 * memory.offloaded[0]
+    assert on_host(memory, plan, 1) == max(memory.offloaded)
+    pairs = [sum(memory.offloaded[i : i + 2]) / 2 for i in range(0, 8, 2)]
+    assert on_host(memory, plan, 2) == pytest.approx(max(pairs)) and on_host(memory, plan, 8) < max(pairs)
+    assert on_host(memory, plan, 3) == pytest.approx(max(sum(memory.offloaded[i : i + 3]) / 3 for i in (0, 3, 6)))
+    kept = estimate_memory(profile, plan.with_(offload=Plan().offload), work)
+    assert not kept.offloaded and on_host(kept, plan, 1) == 0.0
+    cluster = load_cluster("h100:1x8").with_(host_memory=memory.offloaded[0])
+    assert "of host memory per device" in host_lack(memory, plan, cluster)
+    assert not host_lack(memory, plan, cluster.with_(host_memory=max(memory.offloaded)))
+
+
+def test_no_plan_is_chosen_that_the_hosts_cannot_hold() -> None:
+    spec, work = preset("llama-30b"), Workload(seq_len=2048, global_batch=16)
+    cluster = load_cluster("h100:8").with_(host_memory=2e11)
+    found = find_plan(profile_of(spec), spec, cluster, work)
+    assert found.best is not None and not host_lack(found.best.memory, found.best.plan, cluster)
+    reasons = {decision.field: decision.reason for decision in decisions(found.best, found.space)}
+    assert "of host memory per device" in reasons["offload.state"]

@@ -167,3 +167,46 @@ def test_a_row_without_a_date_is_as_old_as_its_device() -> None:
     split = BARE | {"date": "", "tp": "8", "dp_replicate": "8"}
     dated = [variant("core-8", **split | {"gpu": gpu}).stack.name for gpu in ("v100-32g", "h100-sxm-80g")]
     assert dated == ["megatron-2021", "megatron-core"]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_on"),
+    [
+        ("sequence parallel", True),
+        ("sequence parallelism, selective recompute", True),
+        ("TP + SP", True),
+        ("sequence_parallel=True", True),
+        ("sequence parallelism enabled", True),
+        ("tensor and sequence parallelism", True),
+        ("sequence_parallel=False", False),
+        ("sequence parallel = false", False),
+        ("sequence parallelism is disabled", False),
+        ("sequence parallelism not used", False),
+        ("no SP", False),
+        ("without SP", False),
+    ],
+)
+def test_sequence_parallelism_as_notes_say_it(said: str, is_on: bool) -> None:
+    for date in ("2022-05", "2025-06"):  # of stacks whose default is off, and on
+        row = variant(
+            "core-8", **BARE | {"notes": f"Megatron-LM; {said}", "date": date, "tp": "8", "dp_replicate": "8"}
+        )
+        assert row.plan.tensor.sequence is is_on, date
+        assert not any("sequence parallelism" in line for line in row.assumed)
+
+
+def test_a_degree_of_sequence_parallelism_is_another_thing() -> None:
+    row = variant("core-8", **BARE | {"notes": "Megatron-LM; Ulysses sp=4", "tp": "8", "dp_replicate": "8"})
+    assert any(line.startswith("sequence parallelism on, the stack's default") for line in row.assumed)
+
+
+def test_recompute_and_micro_batch_are_looked_for_together_where_neither_is_printed() -> None:
+    bare = {"source": "a paper", "date": "2022-05", "micro_batch": "", "activation_checkpoint": "", "notes": ""}
+    row = variant(
+        "old-2",
+        **bare
+        | {"model": "OPT 175B", "n_layers": "96", "d_model": "12288", "gpu": "a100-sxm-80g"}
+        | {"n_gpus": "992", "dp_shard": "124", "dp_replicate": "1", "tp": "8", "pp": "1", "global_batch": "992"},
+    )
+    assert row.plan.recompute.mode != "none" and row.plan.batch.micro_batches < 8
+    assert any("with which a larger micro-batch is faster" in line for line in row.assumed)

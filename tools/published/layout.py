@@ -230,15 +230,17 @@ def _schedule(cells: Cells, sizes: Sizes) -> Schedule:
     return Schedule(kind="1f1b")
 
 
+_SEQUENCE = r"(?:\bsequence[ _-]?parallel(?:ism)?|\bsp\b)"
+"""As notes name it."""
+
+
 def _sequence(cells: Cells, stack: str, tp: int) -> bool:
     """Sequence parallelism: what the notes say, else the stack's default."""
     if tp == 1:
         return False
-    if cells.noted(r"sequence[ -]parallel(ism)?:? (no|false|off)|without sequence parallel|no sequence parallel"):
+    if cells.noted(rf"{_SEQUENCE}( is| was)?[ :=]*(no|not|none|false|off|disabled|0)\b|\b(no|without|w/o) {_SEQUENCE}"):
         return False
-    if cells.noted(
-        r"sequence[ -]parallel(ism)?:? (yes|true|on)|with sequence parallel|i\.e\. sequence parallel|tp\+sp"
-    ):
+    if cells.noted(rf"{_SEQUENCE}(?![ :=]*\d)"):  # with a number it is a degree, of what others call context
         return True
     default = stack in (*CORE, "nanotron", "torchtitan", "shardwise", "jax")
     cells.assume(f"sequence parallelism {'on' if default else 'off'}, the stack's default")

@@ -15,6 +15,7 @@ _FULL = re.compile(
     r"|(gradient|activation)[ _-]checkpointing)"
 )
 _NONE = re.compile(r"(n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*")
+NO_RECOMPUTE = "no recompute"
 _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
 
 
@@ -52,7 +53,7 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if stack.name == "torchtitan" and cells.has(r"torchtitan|torchao|pytorch/ao\b"):
         cells.assume("recompute per operator, torchtitan's default")
         return Recompute(mode="ops")
-    cells.assume("no recompute")
+    cells.assume(NO_RECOMPUTE)
     return Recompute()
 
 

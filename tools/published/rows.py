@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from published.cells import COLUMNS, Cells, Skip
@@ -27,6 +28,7 @@ from published.measured import (
     step_time_of,
 )
 from published.models import model_of
+from published.recompute import NO_RECOMPUTE
 from published.stacks import stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
@@ -198,23 +200,27 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
 def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
     """The plan; where a row prints no micro-batch, with the one that fits and is predicted fastest.
 
-    Whoever prints none has looked for it.
+    Whoever prints none has looked for it. So for recompute, where the row says nothing of that either.
     """
     plan, work = job
     guess = f"{MICRO} 1"
     if guess not in cells.assumed:
         return plan
-    profile, times = profile_of(spec), dict[int, tuple[float, Plan]]()
-    for micro in (1, 2, 4, 8, 16):
+    said = next((line for line in cells.assumed if line == NO_RECOMPUTE or line.startswith(_INFERRED)), "")
+    policies = dict.fromkeys((plan.recompute, *((Recompute(mode="ops"), Recompute(mode="blocks")) if said else ())))
+    profile, times = profile_of(spec), dict[tuple[int, str], tuple[float, Plan]]()
+    for micro, recompute in product((1, 2, 4, 8, 16), policies):
         count, rest = divmod(plan.batch.micro_batches, micro)
         if rest or not count:
             continue
         with suppress(ConfigError, PlanError):  # a number that the schedule cannot have
-            one = replace(plan, batch=replace(plan.batch, micro_batches=count))
+            one = replace(plan, recompute=recompute, batch=replace(plan.batch, micro_batches=count))
             if estimate_memory(profile, one, work, stack=stack, device=cluster.device).fits:
-                times[micro] = estimate_time(profile, cluster, one, work, stack=stack).total, one
+                times[micro, recompute.mode] = estimate_time(profile, cluster, one, work, stack=stack).total, one
     if not times:
         return plan
-    best = min(times, key=lambda micro: times[micro][0])
-    cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best}, the fastest that fits"
+    best = min(times, key=lambda key: times[key][0])
+    cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}, the fastest that fits"
+    if best[1] != plan.recompute.mode:
+        cells.assumed[cells.assumed.index(said)] = f"{_INFERRED}{best[1]}, with which a larger micro-batch is faster"
     return times[best][1]

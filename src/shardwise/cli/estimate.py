@@ -35,6 +35,7 @@ from shardwise.errors import ExitCode, PlanError, UsageError
 from shardwise.hardware.cluster import GIB
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import check, refuse
+from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.messages import Collective
 from shardwise.plan.plan import Plan
@@ -77,7 +78,7 @@ def estimate(
         trace, asked = True, replace(asked, assumed=(*asked.assumed, TRACED))
     traced = _traced(parsed, asked) if trace else []
     if json:
-        answer = estimate_json(memory, step, asked.cluster)
+        answer = estimate_json(memory, step, parsed, asked.cluster)
         if traffic and asked.spec is not None:
             answer["traffic"] = [{**each._asdict(), "times": n} for each, n in _messages(parsed, asked, asked.spec)]
         elif traffic:
@@ -88,7 +89,7 @@ def estimate(
     else:
         out = console()
         out.print(f"{parsed}, {asked.profile.name} on {asked.cluster.name}", markup=False)
-        show_memory(out, memory, asked.cluster)
+        show_memory(out, memory, parsed, asked.cluster)
         show_time(out, step, asked.cluster)
         show_likeness(out, parsed, asked.profile)
         if traffic and asked.spec is not None:
@@ -96,7 +97,7 @@ def estimate(
         for each in traced:
             out.print(_trace_table(each))
         show_assumed(out, asked, found)
-    if not memory.fits:
+    if not memory.fits or host_lack(memory, parsed, asked.cluster):
         raise typer.Exit(ExitCode.REFUSED)
 
 

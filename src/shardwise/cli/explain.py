@@ -61,7 +61,7 @@ def explain(
     why = decisions(chosen, space)
     if json:
         shown = {"decisions": [vars(d) for d in why], "binds": binds(chosen, space)}
-        numbers = estimate_json(memory, step, asked.cluster)
+        numbers = estimate_json(memory, step, parsed, asked.cluster)
         print_json({"plan": plan_json(parsed), **numbers, **shown, **said_json(parsed, asked, found)})
         return
     out = console()
@@ -72,7 +72,7 @@ def explain(
         table.add_row(decision.field, decision.value, decision.reason)
     out.print(table)
     out.print(mesh_picture(parsed), markup=False)
-    show_memory(out, memory, asked.cluster)
+    show_memory(out, memory, parsed, asked.cluster)
     show_time(out, step, asked.cluster)
     show_likeness(out, parsed, asked.profile)
     out.print(f"what binds: {binds(chosen, space)}")

@@ -131,7 +131,7 @@ def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:
         "goal": found.goal,
         "fits": found.best is not None,
         "plan": plan_json(whole),
-        **estimate_json(chosen.memory, chosen.time, asked.cluster),
+        **estimate_json(chosen.memory, chosen.time, chosen.plan, asked.cluster),
         "binds": binds(chosen, found.space),
         "decisions": [vars(decision) for decision in decisions(chosen, found.space)],
         "runners_up": [
@@ -156,7 +156,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
             out.print(f"left at its default: {name} ({reason})", style="dim", markup=False)
     out.print(mesh_picture(whole), markup=False)
     out.print()
-    show_memory(out, chosen.memory, asked.cluster)
+    show_memory(out, chosen.memory, chosen.plan, asked.cluster)
     show_time(out, chosen.time, asked.cluster)
     show_likeness(out, whole, asked.profile)
     out.print(f"what binds: {binds(chosen, found.space)}")

@@ -22,9 +22,9 @@ from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan import loading
 from shardwise.plan.band import band, likeness
+from shardwise.plan.hosting import ASSUMED_HOST, host_lack, host_share, on_host
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.search import ASSUMED_HOST
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -289,7 +289,7 @@ def legend(terms: Mapping[str, float], spell: Any) -> Text:
     return text
 
 
-def show_memory(out: Console, memory: Memory, cluster: Cluster) -> None:
+def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> None:
     """A bar per pipeline rank (at most eight, the worst among them), and the three sums."""
     worst = memory.worst
     limit = memory.limit or worst.allocated
@@ -308,6 +308,10 @@ def show_memory(out: Console, memory: Memory, cluster: Cluster) -> None:
     )
     if memory.peak is not memory.worst:
         out.print(f"most is needed outside of steps: {memory.peak.allocated / GIB:.1f} GiB at the {memory.peak.phase}")
+    if apart := on_host(memory, plan, cluster.per_node):
+        lack = ", too much" if host_lack(memory, plan, cluster) else ""
+        there = host_share(cluster) / GIB
+        out.print(f"offloaded states: {apart / GIB:.1f} GiB of {there:.1f} GiB of host memory per device{lack}")
     phases = ", ".join(f"{name} {value / GIB:.1f}" for name, value in memory.peaks.items())
     kept = f"; a save keeps {memory.host / GIB:.1f} GiB of host memory per device" if memory.host else ""
     out.print(f"GiB of live tensors at most in each phase: {phases}{kept}", style="dim")
@@ -344,15 +348,17 @@ def show_assumed(out: Console, asked: Question, stack: Stack) -> None:
         out.print(f"assumed: {note}", style="dim")
 
 
-def estimate_json(memory: Memory, step: StepTime, cluster: Cluster) -> dict[str, Any]:
+def estimate_json(memory: Memory, step: StepTime, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """Both estimates for programs: bytes and seconds."""
     price = cluster.device.price
     return {
         "memory": {
             "allocated": memory.allocated, "reserved": memory.reserved, "device": memory.device, "limit": memory.limit,
-            "fits": memory.fits, "phase": memory.worst.phase, "terms": dict(memory.worst.terms),
+            "fits": memory.fits and not host_lack(memory, plan, cluster),
+            "phase": memory.worst.phase, "terms": dict(memory.worst.terms),
             "peak": {"phase": memory.peak.phase, "allocated": memory.peak.allocated},
             "phases": dict(memory.peaks), "host": memory.host,
+            "offloaded": on_host(memory, plan, cluster.per_node),
             "ranks": [{"rank": rank.rank, "phase": rank.phase, "terms": dict(rank.terms)} for rank in memory.stages],
             "band": vars(band("memory", cluster.device.name)),
         },

@@ -88,9 +88,13 @@ def planned_module(model: str, blocks: str = "auto") -> Planned:
     example = example_of(factory)
     found = blocks_of(factory, blocks)
     unknown = dict.fromkeys(("tp", "ep"), "the sizes that it must divide are not known for a module")
+    length = None if example is None else example_length(example)
+    fixed = example is not None and next(tensor for _, tensor in tensors_in(example)).is_floating_point()
     return Planned(
         made=lambda _: factory,
-        longest=None if example is None else example_length(example),
+        longest=length,
+        usual=length if fixed and length else 4096,
+        is_fixed=fixed,  # what the second size of such a sample is nobody knows
         refused=lambda seq: unknown | refused_axes(factory, seq, found),
         notes=said_of(found),
         blocks=found,
@@ -204,7 +208,7 @@ def read_module(
 
     Cost: see `describe`.
     """
-    sample = example_of(factory)
+    sample = example_of(factory, device)
     if sample is None:
         length = seq_len if device == "meta" else min(seq_len, LONGEST)
         sample = torch.zeros(1, length, dtype=torch.long, device=device)
@@ -293,9 +297,9 @@ def _patience(seconds: float | None) -> Iterator[None]:
         hook.remove()
 
 
-def example_of(factory: Callable[[], nn.Module]) -> Any:
+def example_of(factory: Callable[[], nn.Module], device: str = "meta") -> Any:
     """What a module says its forward takes, as Lightning's modules do; None: it says nothing."""
-    with torch.device("meta"):
+    with torch.device(device):
         return getattr(factory(), "example_input_array", None)
 
 
@@ -320,7 +324,7 @@ def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "
         with fake_world(2), open_mesh(plan, device="cpu") as mesh:
             try:
                 place(record(factory), plan, mesh, sample=sample)
-            except ShardwiseError as error:
+            except (ShardwiseError, SystemExit) as error:
                 refused[axis] = getattr(error, "row", "") or str(error).partition(";")[0]
     return refused
 

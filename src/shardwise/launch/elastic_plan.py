@@ -16,10 +16,11 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import ROWS
+from shardwise.plan.hosting import host_share
 from shardwise.plan.memory import STATES, estimate_memory
 from shardwise.plan.plan import MATHS, Plan
 from shardwise.plan.repair import Case, Hit, change, divisors, fit_world, nearest_legal
-from shardwise.plan.search import ASSUMED_HOST, HEADROOM, find_plan
+from shardwise.plan.search import HEADROOM, find_plan
 from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import Workload
 
@@ -163,7 +164,7 @@ def _fits(plan: Plan, own: Plan, known: Known) -> bool:
     except PlanError:  # more stages than blocks: a row of the table says it too
         return False
     if plan.offload.state:
-        host = cluster.host_memory / cluster.per_node or ASSUMED_HOST
+        host = host_share(cluster)
         if sum(here.worst.terms.get(name, 0.0) for name in STATES) > host:
             return False
     return not memory.limit or memory.fits_in(memory.limit * (1 - HEADROOM))

@@ -104,7 +104,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
             recording.given_out = 0 if values is None else values.numel()
         except ModelError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _untraceable(module, watch, error, device) from error
     recording.frozen |= recording.shapes.keys() - recording.used.keys()  # what is never used has no gradient
     buffers = sum(buffer.nbytes for buffer in module.buffers())
@@ -121,7 +121,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     return replace(with_courses(profile, seen), unseen=why)
 
 
-def _untraceable(module: nn.Module, watch: _Watch, error: Exception, device: str) -> ModelError:
+def _untraceable(module: nn.Module, watch: _Watch, error: BaseException, device: str) -> ModelError:
     said = str(error).partition("\n")[0]
     where = f"{watch.where or 'forward'} ({type(module).__name__})"
     remedy = (

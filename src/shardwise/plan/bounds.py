@@ -297,7 +297,7 @@ class Bounds:
         return self._plan_size(flow, spread, kept, [self.states(flow, spread, rank) for rank, *_ in kept])
 
     def plan_sizes(self, flow: Flow, spreads: Sequence[Spread], kept: Kept) -> Iterator[tuple[float, float]]:
-        """For each spread of the flow's pipe: `plan_size`, and bytes of the first rank's states."""
+        """For each spread of the flow's pipe: `plan_size`, and bytes of the states of the rank that has fewest."""
         core, pipe = flow.pipe.core, flow.pipe
         several = pipe.micro_batches > 1
         key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *cut_as(flow.schedule))
@@ -306,7 +306,7 @@ class Bounds:
                 self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
         tables = [self._spread_states[*key, rank] for rank, *_ in kept]
         for spread, *states in zip(spreads, *tables, strict=True):
-            yield self._plan_size(flow, spread, kept, states), states[0][0] + states[0][1]
+            yield self._plan_size(flow, spread, kept, states), min(held + grads for held, grads, _ in states)
 
     def _plan_size(self, flow: Flow, spread: Spread, kept: Kept, states: Sequence[tuple[float, float, float]]) -> float:
         pipe, core = flow.pipe, flow.pipe.core

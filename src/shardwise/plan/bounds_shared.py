@@ -199,7 +199,7 @@ class SharedBounds(Bounds):
         accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
         tables = [self.states(flow, spread, rank) for rank in ranks]
         floors = [Floor(tuple(held + grads * accumulates + ahead for held, grads, ahead in tables), 0.0, 0.0)]
-        if self.space.offloads(spread) and tables[0][0] + tables[0][1] <= self.host:
+        if self.space.offloads(spread) and min(held + grads for held, grads, _ in tables) <= self.host:
             once = self._whole(flow, spread)
             held, most = self._held(flow, spread, few)
             floors.append(Floor(tuple(grads * once + ahead for _, grads, ahead in tables), held, most))

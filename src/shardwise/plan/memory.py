@@ -6,7 +6,7 @@ Three numbers, as people print three: `allocated` is live tensors, `reserved` wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import mul
@@ -75,6 +75,8 @@ class Memory:
     host: float = 0.0
     """Bytes of the host's memory that a rank's copy of what a save writes takes, from the first save on; 0 where host
     and device are one memory."""
+    offloaded: tuple[float, ...] = ()
+    """Bytes of each rank's states in its host's memory, where the plan offloads them; see `plan.hosting`."""
 
     @property
     def worst(self) -> RankMemory:
@@ -155,6 +157,7 @@ def estimate_memory(
         held=held_ahead(division, stack, device) + held_apart(division, ranks[worst][0], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
         host=0.0 if stack.eager else max(copied(division, stages, stack) for stages in division.ranks),
+        offloaded=tuple(_offloaded(division, stack)) if plan.offload.state and not stack.eager else (),
     )
     memory = _with_outside(memory, division, stack)
     if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
@@ -217,6 +220,13 @@ def _rank_memory(
         for name, terms in phases.items():
             phases[name] = _without_states(terms, stack) | {"gradients": whole * (name != "update")}
     return _largest(rank, phases)
+
+
+def _offloaded(division: Division, stack: Stack) -> Iterator[float]:
+    """Bytes of the states that each rank has on its host."""
+    for stages in division.ranks:
+        states = states_of(division, stages, stack)
+        yield sum(states.values()) - sum(_without_states(states, stack).values())
 
 
 def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ShardwiseError
 from shardwise.hardware.cluster import GIB
+from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
@@ -121,6 +122,8 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
         return f"{label}: the batch does not divide"
     if not memory.fits:
         return f"{label}: {memory.device / GIB:.0f} GiB do not fit"
+    if lack := host_lack(memory, plan, space.cluster):
+        return f"{label}: {lack}"
     share = (memory.device - memory.held) / device.memory
     tight = "" if memory.fits_in(device.memory * (1 - HEADROOM)) else f", memory {share:.0%} full"
     return f"{label}: {_percent(seconds, best.time.total)}{tight}"

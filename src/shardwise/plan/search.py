@@ -25,11 +25,11 @@ from shardwise.plan.front import front_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Flow, Space
 from shardwise.plan.stack import load_stack
-from shardwise.plan.walk import ALIKE, ASSUMED_HOST, EXACT, Candidate, Goal, Walk
+from shardwise.plan.walk import ALIKE, EXACT, Candidate, Goal, Walk
 from shardwise.plan.workload import Workload
 
 __all__ = [
-    "ALIKE", "ASSUMED_HOST", "EXACT", "HEADROOM", "Candidate", "Goal", "Search", "Walk", "every_plan", "find_plan",
+    "ALIKE", "EXACT", "HEADROOM", "Candidate", "Goal", "Search", "Walk", "every_plan", "find_plan",
     "near_batches",
 ]  # fmt: skip
 

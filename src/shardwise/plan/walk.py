@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import count, product
 from typing import Any, Literal, get_args
 
-from shardwise.hardware.cluster import GIB, Cluster
+from shardwise.hardware.cluster import Cluster
 from shardwise.plan.bounds import Kept
 from shardwise.plan.bounds_pipes import PipeSizes
 from shardwise.plan.bounds_shared import SharedBounds
 from shardwise.plan.families import Family, Leaf, layout_of, least_simplicity, pipe_of, simplicity
+from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule, Zero
 from shardwise.plan.repair import divisors
@@ -29,8 +30,6 @@ EXACT = 128
 parallelism, only the fastest is followed."""
 ANY = -1
 """In place of a policy: a flow that still has the choice of all."""
-ASSUMED_HOST = 256 * GIB
-"""Host memory per device where the cluster does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,7 @@ class Walk:
         self._best: dict[tuple[int, ...], tuple[float, tuple[object, ...]]] = {}
         """Of each layout the least bucket of a candidate, and its `simplicity`."""
         cluster = space.cluster
-        self._host = cluster.host_memory / cluster.per_node or ASSUMED_HOST
+        self._host = host_share(cluster)
         self.bounds = bounds or SharedBounds(space, host=self._host)
         self.least = PipeSizes(self.bounds, self._spreads_of)
 
@@ -258,7 +257,7 @@ class Walk:
             return
         spreads = self._spreads_of(pipe)
         family = self.bounds.flow_time(flow) if self.goal != "memory" else None
-        for spread, (size, on_host) in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
+        for spread, (size, least) in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
             leaf, row = Leaf(flow, spread), self.space.refuses(flow, spread.zero)
             if row:
                 self.pruned[row] += 1
@@ -268,19 +267,19 @@ class Walk:
             else:
                 self.pruned["bound on memory"] += 1
             if size > self.limit or self.goal == "memory" or self.saves:
-                self._push_offloaded(leaf, kept, on_host)
+                self._push_offloaded(leaf, kept, least)
 
     def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
         flow, spread = leaf
         seconds = 0.0 if self.goal == "memory" else self.bounds.plan_time(flow, spread, family)
         self._push(leaf, seconds, self.bounds.shown_size(flow, spread, size), flow.pipe.core.world)
 
-    def _push_offloaded(self, leaf: Leaf, kept: Kept, on_host: float) -> None:
-        """The same plan with its states on the host, where they fit there, unless it cannot fit."""
+    def _push_offloaded(self, leaf: Leaf, kept: Kept, least: float) -> None:
+        """The same plan with its states on the host, unless it cannot fit. `least`: what any rank would have there."""
         flow, spread = leaf
         if not self.space.offloads(spread):
             return
-        if on_host > self._host:
+        if least > self._host:
             self.pruned["host memory"] += 1
             return
         there = replace(spread, offloaded=True)
@@ -307,8 +306,12 @@ class Walk:
         if not memory.fits_in(self.limit):
             self.pruned["memory"] += 1
             if self.goal != "memory" and not self.saves and not spread.offloaded:
-                kept, states = self.bounds.flow_size(flow, every_rank=True), self.bounds.states(flow, spread)
-                self._push_offloaded(leaf, kept, states[0] + states[1])
+                kept = self.bounds.flow_size(flow, every_rank=True)
+                states = (self.bounds.states(flow, spread, rank) for rank, *_ in kept)
+                self._push_offloaded(leaf, kept, min(held + gradients for held, gradients, _ in states))
+            return
+        if on_host(memory, plan, space.cluster.per_node) > self._host:
+            self.pruned["host memory"] += 1
             return
         if memory.device > self.below:
             return

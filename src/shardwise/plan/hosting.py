@@ -1,0 +1,38 @@
+"""What the hosts of a job hold: the states that a plan offloads. No torch."""
+
+from __future__ import annotations
+
+from shardwise.hardware.cluster import GIB, Cluster
+from shardwise.plan.memory import Memory
+from shardwise.plan.plan import Plan
+
+ASSUMED_HOST = 256 * GIB
+"""Host memory per device where the cluster does not say."""
+
+
+def host_share(cluster: Cluster) -> float:
+    """Bytes of a node's memory for each of its devices."""
+    return cluster.host_memory / cluster.per_node or ASSUMED_HOST
+
+
+def on_host(memory: Memory, plan: Plan, per_node: int) -> float:
+    """Bytes of offloaded states for each device of a node, on the node that holds most; 0 where nothing is offloaded.
+
+    Stages hold unlike states, and a node has ranks of one stage, or of several.
+    """
+    if not any(memory.offloaded):
+        return 0.0
+    world, alike = plan.world, plan.world // plan.axes.pp
+    here = min(per_node, world)
+    if alike % here == 0:
+        return max(memory.offloaded)
+    nodes = (range(start, min(start + here, world)) for start in range(0, world, here))
+    return max(sum(memory.offloaded[rank // alike] for rank in ranks) for ranks in nodes) / here
+
+
+def host_lack(memory: Memory, plan: Plan, cluster: Cluster) -> str:
+    """What of the hosts' memory is missing, in words; empty: it suffices."""
+    needed, there = on_host(memory, plan, cluster.per_node), host_share(cluster)
+    if needed <= there:
+        return ""
+    return f"offloaded states need {needed / GIB:.0f} GiB of host memory per device, of {there / GIB:.0f}"
