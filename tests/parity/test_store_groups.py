@@ -155,6 +155,14 @@ def test_what_steps_keep_in_groups_goes_on(tmp_path: Path) -> None:
             third.load_scalars(json.loads(json.dumps(first.scalars())))
 
 
+def test_what_a_scheduler_of_torch_keeps_there_is_its_own() -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        state = counting(mesh)
+        torch.optim.lr_scheduler.OneCycleLR(state.optimizer.torch, 1.0, total_steps=9, cycle_momentum=False)
+        assert {"initial_lr", "max_lr", "min_lr"} <= state.optimizer.param_groups[0].keys()
+        assert "groups" not in state.scalars()
+
+
 def test_a_moving_average_that_one_of_two_runs_has_is_named(tmp_path: Path) -> None:
     with sw.open_mesh(sw.Plan()) as mesh:
         plain, averaged = counting(mesh), counting(mesh, ema=True)

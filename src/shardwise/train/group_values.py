@@ -8,8 +8,8 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.train.optim import NamedOptimizer
 
-_HOW = ("params", "lr", "foreach", "fused", "capturable", "differentiable")
-"""Keys that are no state: what a schedule sets, and how a step is made."""
+_HOW = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Keys that are no state: how a step is made. Nor are learning rates, and what torch's schedulers keep of them."""
 
 
 class GroupValues:
@@ -26,7 +26,10 @@ class GroupValues:
 
     def _now(self) -> list[dict[str, Any]]:
         groups = self._optimizer.param_groups
-        return [{k: v for k, v in group.items() if k not in _HOW and _is_plain(v)} for group in groups]
+        return [
+            {k: v for k, v in group.items() if k not in _HOW and not k.endswith("lr") and _is_plain(v)}
+            for group in groups
+        ]
 
     def moved(self) -> list[dict[str, Any]]:
         """Of each group, those that are not what they were at first; as JSON."""
