@@ -30,10 +30,11 @@ class Plain:
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         self.step, self.content = 0, values(0)
-        self.mesh: Any = SimpleNamespace(
-            rank=rank, world=world, device=torch.device("cpu"), at_exit=[],
-            size=lambda axis: world if axis == "dp_replicate" else 1,
-        )  # fmt: skip
+        place: dict[str, Any] = {
+            "size": lambda axis: world if axis == "dp_replicate" else 1,
+            "index": lambda axis: rank if axis == "dp_replicate" else 0,
+        }
+        self.mesh: Any = SimpleNamespace(rank=rank, world=world, device=torch.device("cpu"), at_exit=[], **place)
         plan = Plan.parse(f"dp{world}")
         self.placed: Any = SimpleNamespace(plan=plan, mesh=self.mesh)
 

@@ -143,7 +143,7 @@ def test_a_signal_lets_ranks_save(
     process, _ = patient
     process.send_signal(number)
     found, _, err = finish(process)
-    assert found == code and err.startswith(f"shardwise: ended by {number.name} ({code:d}); a loop of steps() has")
+    assert found == code and err.startswith(f"shardwise: ended by {number.name} ({code:d}); a loop of steps() finishes")
     assert err.count("\n") == 1
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
