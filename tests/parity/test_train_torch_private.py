@@ -6,11 +6,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.torch_private import empty_as
 from shardwise.testing.world import World
 from shardwise.train.torch_private import (
     clamp_all,
     copy_all,
-    empty_as,
     local_of,
     norms,
     scale_all,

@@ -15,7 +15,13 @@ from shardwise.errors import ModelError
 from shardwise.parallel.blueprint import Blueprint, Init, blueprint_of, record
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.torch_private import refresh, resync_fully_sharded, strided_shard_factor, swap_tensors
+from shardwise.parallel.torch_private import (
+    empty_as,
+    refresh,
+    resync_fully_sharded,
+    strided_shard_factor,
+    swap_tensors,
+)
 
 
 def blueprint_for(module_or_factory: nn.Module | Callable[[], nn.Module], init: Init | None, mesh: Mesh) -> Blueprint:
@@ -132,7 +138,7 @@ def allocate(root: nn.Module, device: torch.device, parameter_device: torch.devi
 
 def _allocate_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     with torch.no_grad():
-        real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        real = nn.Parameter(empty_as(parameter, device), requires_grad=parameter.requires_grad)
     if isinstance(parameter, DTensor):
         swap_tensors(parameter, real)  # fully_shard holds on to the object
         return parameter

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,6 +51,14 @@ def run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor,
 def storage_key(tensor: torch.Tensor) -> int:
     """Address of a tensor's storage object, on the meta device too: `UntypedStorage._cdata`."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def empty_as(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """`torch.empty_like`, of a DTensor without its dispatch: milliseconds for each shape that is new to it."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor._local_tensor, device=device)
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def skipped_init(frame: FrameType) -> tuple[Callable[..., torch.Tensor], dict[str, Any]] | None:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
-from shardwise.train.torch_private import empty_as, local_of, shard_like, step_unseen
+from shardwise.parallel.torch_private import empty_as
+from shardwise.train.torch_private import local_of, shard_like, step_unseen
 from shardwise.train.update_rules import local_shard
 
 PREFIX = "optim."

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.torch_private import empty_as
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
 from shardwise.train.extra_state import ExtraState
@@ -20,7 +21,7 @@ from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
-from shardwise.train.torch_private import empty_as, local_of
+from shardwise.train.torch_private import local_of
 
 Tensors = dict[str, torch.Tensor]
 

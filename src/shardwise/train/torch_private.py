@@ -46,12 +46,6 @@ def shard_like(local: Tensor, like: DTensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def empty_as(tensor: Tensor) -> Tensor:
-    """`torch.empty_like`, of a DTensor without its dispatch: milliseconds for each shape that is new to it."""
-    local = torch.empty_like(local_of(tensor))
-    return shard_like(local, tensor) if isinstance(tensor, DTensor) else local
-
-
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy every source into its target, in order; from an accelerator without waiting: `torch._foreach_copy_`."""
     if targets:
