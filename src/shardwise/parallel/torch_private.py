@@ -58,6 +58,7 @@ def empty_as(tensor: torch.Tensor, device: torch.device | None = None) -> torch.
     if not isinstance(tensor, DTensor):
         return torch.empty_like(tensor, device=device)
     local = torch.empty_like(tensor._local_tensor, device=device)
+    # the constructor has no types in torch
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
