@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -34,9 +35,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make soak` runs what would take too long for every change."""
+    """`make soak` runs what would take too long for every change: `soak`, and the rest of each `share`."""
     if os.environ.get("SHARDWISE_SOAK"):
         return
+    cases = Counter[str]()
     for item in items:
-        if item.get_closest_marker("soak"):
+        is_left = item.get_closest_marker("soak") is not None
+        share = item.get_closest_marker("share")
+        if share is not None and not is_left:
+            function = item.nodeid.partition("[")[0]
+            is_left = cases[function] % share.args[0] > 0
+            cases[function] += 1
+        if is_left:
             item.add_marker(pytest.mark.skip(reason="`make soak` runs it"))

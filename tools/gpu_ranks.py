@@ -33,7 +33,17 @@ EXACT = {
 }  # fmt: skip
 LOW = ("dp2", "fsdp2", "tp2 / seq", "cp2", "cp2 / context=ulysses", "pp2 / 1f1b mb2", "fsdp2 / recompute=ops")
 LOW_EXPERTS = ("fsdp2 ep2", "tp2 ep2 / seq")
-SIZES = {"vocab_size": 512, "dim": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 256}
+SIZES = {
+    "vocab_size": 512,
+    "dim": 256,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_dim": 512,
+    "max_seq_len": 256,
+}
+TINY = SIZES | {"dim": 64, "ffn_dim": 128, "max_seq_len": 32}
+"""A processor without bf16 multiplies it forty times slower than fp32."""
 ALLOWED = 5e-3
 """Of a loss in bf16: other orders of sums round to other numbers of eight bits."""
 
@@ -44,8 +54,9 @@ def check_ranks(device: str, *, few: bool) -> Iterator[str]:
     try:
         for subject, texts in {}.items() if few else EXACT.items():
             yield from _exact(subject, texts, device, world)
-        yield from _low("decoder", LOW[:1] if few else LOW, device, world)
-        yield from _low("experts", () if few else LOW_EXPERTS, device, world)
+        sizes = TINY if few else SIZES
+        yield from _low("decoder", LOW[:1] if few else LOW, device, world, sizes)
+        yield from _low("experts", () if few else LOW_EXPERTS, device, world, sizes)
     finally:
         world.close()
 
@@ -64,26 +75,28 @@ def _exact(name: str, texts: tuple[str, ...], device: str, world: World) -> Iter
             yield f"{word} {name} under {report.plan}: {said}"
 
 
-def _low(kind: str, texts: tuple[str, ...], device: str, world: World) -> Iterator[str]:
-    truth = world(1, losses, kind, "dp1 / bf16", device)[0]
+def _low(kind: str, texts: tuple[str, ...], device: str, world: World, sizes: dict[str, int]) -> Iterator[str]:
+    truth = world(1, losses, kind, "dp1 / bf16", device, sizes)[0]
     for text in texts:
         plan = sw.Plan.parse(f"{text} / bf16")
         shared = {BACKEND: HOST} if device != "cpu" else {}
-        found = world(plan.world, losses, kind, str(plan), device, timeout_s=120, **shared)[0]
+        found = world(plan.world, losses, kind, str(plan), device, sizes, timeout_s=120, **shared)[0]
         worst = max(abs(ours - theirs) / theirs for ours, theirs in zip(found, truth, strict=True))
         word = "ok  " if worst <= ALLOWED and found[-1] < found[0] else "FAIL"
         yield f"{word} {kind} under {plan}: loss {worst:.1e} from one process, allowed {ALLOWED:.0e}"
 
 
-def losses(kind: str, text: str, device: str) -> list[float]:
+def losses(kind: str, text: str, device: str, sizes: dict[str, int]) -> list[float]:
     """In a rank: those of five steps on the same eight rows."""
     plan = sw.Plan.parse(text)
-    dense = partial(Decoder, DecoderConfig(ffn_dim=512, **SIZES))
-    experts = partial(MoEDecoder, MoEConfig(ffn_dim=512, num_experts=4, experts_per_token=2, **SIZES))
+    dense = partial(Decoder, DecoderConfig(**sizes))
+    experts = partial(MoEDecoder, MoEConfig(num_experts=4, experts_per_token=2, **sizes))
     with sw.open_mesh(plan, device=device) as mesh:
         placed = sw.apply(experts if kind == "experts" else dense, plan, mesh, seed=0)
         step = sw.make_step(sw.TrainState(placed, sw.adamw(placed, lr=1e-3)), loss_fn, clip=1.0)
-        ids = torch.randint(512, (8, 257), generator=torch.Generator().manual_seed(0)).to(mesh.device)
+        ids = torch.randint(512, (8, sizes["max_seq_len"] + 1), generator=torch.Generator().manual_seed(0)).to(
+            mesh.device
+        )
         own = ids.chunk(mesh.batch.size)[mesh.batch.rank]
         batch = {"input_ids": own[:, :-1].contiguous(), "labels": own[:, 1:].contiguous()}
         return [step(batch).loss for _ in range(5)]

@@ -33,12 +33,14 @@ def inferred(name: str) -> Inferred:
     return infer_rules(trial.factory, [torch.empty(trial.shape, dtype=getattr(torch, trial.dtype))])
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ALL)
 def test_inferred_rules_equal_one_process(world: World, name: str) -> None:
     worst = check_rules(ALL[name], inferred(name).rules, Plan.parse("tp2 / fp64"), world)
     assert worst.equal, worst
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", SHARDED)
 def test_inferred_rules_equal_one_process_with_sequence_shards(world: World, name: str) -> None:
     assert inferred(name).no_sequence == ""

@@ -46,6 +46,7 @@ def test_four_ranks_fp64(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", pp=4, micro_batches=8)) < FP64
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -76,6 +76,7 @@ def truth(world, model=Net, precision: str = "fp64") -> grid.Trace:
     return grid.merged(world(1, train, "dp1", model, precision))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", cells(PLANS, {"dp8", "pp2 fsdp2 tp2 / 1f1b mb4 / seq / recompute=blocks"}))
 def test_training_with_dropout_is_that_of_one_process(world, plan: str) -> None:
     worst = grid.differences(world(Plan.parse(plan).world, train, plan, timeout_s=300), truth(world))

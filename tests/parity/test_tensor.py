@@ -301,6 +301,7 @@ def check(world: World, case: Case) -> None:
         assert {k: v for k, v in found.items() if not v <= TOLERANCE[case.dtype]} == {}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("loss", [False, True], ids=["gathered", "sharded-loss"])
 @pytest.mark.parametrize("tp", [2, 4])

@@ -95,6 +95,7 @@ def check(world, plan: str, model: str) -> None:
     assert max(worst.values()) <= 1e-11, worst
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -83,6 +83,7 @@ SOAK |= {"fsdp4 / fp8=emulate / reshard=2", "fsdp2 zero1 / fp8=rowwise-hp+emulat
 SOAK |= {"fsdp2 tp2 gbs4 / fp32 fp8=emulate / seq", "fsdp4 / fp8=gather+emulate"}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", test_grid.cells(FP8_PLANS, SOAK))
 def test_float8(world, plan: str) -> None:
     check(world, plan)

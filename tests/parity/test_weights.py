@@ -42,6 +42,7 @@ UNEVEN = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", UNEVEN)
 def test_uneven_last_window(world, plan: str) -> None:
     points.check(world, plan, Case(rows=19, epochs=1, steps=3))
@@ -52,6 +53,7 @@ def test_global_batch_not_divisible_by_ranks(world, plan: str) -> None:
     points.check(world, plan, Case(global_batch=7))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("loss", list(points.LOSSES))
 @pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp4", "pp2 dp2 / 1f1b mb2"])
 def test_every_form_of_a_loss_with_uneven_rows(world, plan: str, loss: str) -> None:
