@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
@@ -38,13 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make soak` runs what would take too long for every change: `soak`, and the rest of each `share`."""
     if os.environ.get("SHARDWISE_SOAK"):
         return
-    cases = Counter[str]()
     for item in items:
-        is_left = item.get_closest_marker("soak") is not None
-        share = item.get_closest_marker("share")
-        if share is not None and not is_left:
-            function = item.nodeid.partition("[")[0]
-            is_left = cases[function] % share.args[0] > 0
-            cases[function] += 1
-        if is_left:
+        if item.get_closest_marker("soak") or not is_in_share(item):
             item.add_marker(pytest.mark.skip(reason="`make soak` runs it"))
+
+
+def is_in_share(item: pytest.Item) -> bool:
+    """Whether a case runs at every change: of several tables the diagonals, so that all values of each are there."""
+    share = item.get_closest_marker("share")
+    if share is None or not isinstance(item, pytest.Function):
+        return True
+    number, place = next(iter(item.callspec.indices.values())), 0  # of the case, in the product of all tables
+    for table in reversed([*item.iter_markers("parametrize")]):  # the outermost changes first
+        number, row = divmod(number, len(table.args[1]))
+        place += row
+    return bool(place % share.args[0] == 0)

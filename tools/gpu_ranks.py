@@ -34,13 +34,8 @@ EXACT = {
 LOW = ("dp2", "fsdp2", "tp2 / seq", "cp2", "cp2 / context=ulysses", "pp2 / 1f1b mb2", "fsdp2 / recompute=ops")
 LOW_EXPERTS = ("fsdp2 ep2", "tp2 ep2 / seq")
 SIZES = {
-    "vocab_size": 512,
-    "dim": 256,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "ffn_dim": 512,
-    "max_seq_len": 256,
+    **{"vocab_size": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
+    **{"dim": 256, "ffn_dim": 512, "max_seq_len": 256},
 }
 TINY = SIZES | {"dim": 64, "ffn_dim": 128, "max_seq_len": 32}
 """A processor without bf16 multiplies it forty times slower than fp32."""
@@ -94,9 +89,8 @@ def losses(kind: str, text: str, device: str, sizes: dict[str, int]) -> list[flo
     with sw.open_mesh(plan, device=device) as mesh:
         placed = sw.apply(experts if kind == "experts" else dense, plan, mesh, seed=0)
         step = sw.make_step(sw.TrainState(placed, sw.adamw(placed, lr=1e-3)), loss_fn, clip=1.0)
-        ids = torch.randint(512, (8, sizes["max_seq_len"] + 1), generator=torch.Generator().manual_seed(0)).to(
-            mesh.device
-        )
+        shape = (8, sizes["max_seq_len"] + 1)
+        ids = torch.randint(512, shape, generator=torch.Generator().manual_seed(0)).to(mesh.device)
         own = ids.chunk(mesh.batch.size)[mesh.batch.rank]
         batch = {"input_ids": own[:, :-1].contiguous(), "labels": own[:, 1:].contiguous()}
         return [step(batch).loss for _ in range(5)]

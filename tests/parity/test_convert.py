@@ -281,6 +281,17 @@ def test_lightning(tmp_path: Path) -> None:
     assert done.kind == "lightning" and done.step == 12
 
 
+def test_what_is_left_out_is_said_with_what_it_holds(tmp_path: Path) -> None:
+    extra = {"averages": {"0": {"w": torch.ones(2)}}, "kept": [torch.ones(1)], "epoch": 3, "hyper": {"lr": 0.1}}
+    torch.save({"w": torch.zeros(2), **extra}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    assert sorted(held(done.path)) == ["model.w"]
+    assert done.notes == (
+        "entries that are no tensors: epoch, hyper",
+        "entries that hold tensors under names of their own: averages, kept",
+    )
+
+
 def test_ties_are_kept_once(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
     torch.save({"embed.weight": weight, "head.weight": weight, "other": weight.clone()}, tmp_path / "x.pt")

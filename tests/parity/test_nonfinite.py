@@ -107,8 +107,23 @@ def test_no_more_are_skipped_in_a_row_than_allowed(world, most: int) -> None:
     for code, seen, end in world(2, skip_too_often, "dp2 / fp64", most):
         assert code == ExitCode.NON_FINITE and seen == [False] + [True] * (most + 1)
         assert all(tensor.isfinite().all() for tensor in end.values())
-    with pytest.raises(UsageError, match="max_skips=-1, needed 0 or more"):
-        sw.StepOptions(max_skips=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("clip_norm", (-1.0, 0.0, float("nan"), "1.0")),
+        ("clip_value", (-1.0, 0.0, float("nan"))),
+        ("max_skips", (-1, 1.5)),
+        ("check_replicas", (-1, 2.5)),
+        ("on_nonfinite", ("ignore",)),
+        ("on_oom", ("Halve",)),
+    ],
+)
+def test_options_that_cannot_be(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=f"found {name}={value!r}, needed"):
+            sw.StepOptions(**{name: value})
 
 
 def raise_and_go_on(text: str) -> dict[str, Any]:

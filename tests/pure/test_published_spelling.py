@@ -13,7 +13,7 @@ import pytest
 from accuracy import main as accuracy
 from published import COLUMNS, Row, read
 from published.cells import Cells, Skip
-from published.degrees import batch_of, sizes_of, stage_of
+from published.degrees import batch_of, expert_degree, sizes_of, stage_of
 from published.models import model_of
 from published.rows import row_of
 from published.score import Result, predict_all
@@ -107,6 +107,8 @@ def test_devices_beside_their_name(count: str, gpu: str, devices: int | None) ->
         ({"notes": "TP4 PP4"}, (4, 4, 4)),
         ({"notes": "tensor parallel size 8; pipeline parallel 2"}, (8, 2, 4)),
         ({"notes": "8-way tensor parallelism"}, (8, 1, 8)),
+        ({"notes": "tensor_model_parallel_size=4, pipeline_model_parallel_size: 4"}, (4, 4, 4)),
+        ({"notes": "DeepSpeed ZeRO stage 2"}, (1, 1, 64)),
         ({"notes": "plain DDP"}, (1, 1, 64)),
         ({"zero_stage": "zero2"}, (1, 1, 64)),
         ({"dp_shard": "auto"}, (1, 1, 64)),
@@ -115,6 +117,50 @@ def test_devices_beside_their_name(count: str, gpu: str, devices: int | None) ->
 def test_layouts_in_words(said: dict[str, str], axes: tuple[int, int, int]) -> None:
     sizes = sizes_of(Cells({"n_gpus": "64", "gpu": "h100", **said}))
     assert (sizes.tp, sizes.pp, sizes.data) == axes
+
+
+@pytest.mark.parametrize(
+    ("notes", "degree"),
+    [("TP=1, EP=8", 8), ("EP8", 8), ("expert parallel size 8", 8), ("8-way expert", 8), ("step 8, deepep 2, ETP=4", 1)],
+)
+def test_experts_in_words(notes: str, degree: int) -> None:
+    assert expert_degree(Cells({"notes": notes})) == degree
+    assert expert_degree(Cells({"notes": notes, "ep": "2"})) == 2
+
+
+@pytest.mark.parametrize(
+    ("notes", "said"),
+    [
+        ("VP=2", "interleaved vs2"), ("VPP4", "interleaved vs4"), ("virtual pipeline size 4", "interleaved vs4"),
+        ("interleaved 1F1B", "interleaved vs2"), ("no interleaved schedule", "1f1b"), ("", "1f1b"),
+    ],
+)  # fmt: skip
+def test_schedules_in_words(notes: str, said: str) -> None:
+    cells = {"tp": "4", "pp": "4", "dp_replicate": "4", "n_gpus": "64", "micro_batch": "1", "vp": "", "pp_schedule": ""}
+    assert f"/ {said} " in str(variant("core-8", **cells, global_batch="64", notes=notes).plan)
+    of_cell = variant("core-8", **cells | {"vp": "1"}, global_batch="64", notes=notes).plan
+    assert "/ 1f1b " in str(of_cell), "notes do not overrule cells"
+
+
+@pytest.mark.parametrize(("notes", "stage"), [("ZeRO-2", 2), ("SHARD_GRAD_OP", 2), ("ZeRO stage 1", 1), ("ZeRO 3", 3)])
+def test_stages_in_notes(notes: str, stage: int) -> None:
+    assert variant("fsdp-1", zero_stage="", dp_shard="", dp_replicate="", notes=notes).plan.zero == stage
+
+
+@pytest.mark.parametrize(
+    ("notes", "mode"),
+    [
+        ("full activation recomputation", "blocks"), ("recompute all layers", "blocks"), ("remat full", "blocks"),
+        ("full AC", "blocks"), ("no activation recomputation", "none"),
+    ],
+)  # fmt: skip
+def test_recompute_in_notes(notes: str, mode: str) -> None:
+    assert variant("core-8", activation_checkpoint="", notes=notes).plan.recompute.mode == mode
+
+
+def test_fp8_in_notes() -> None:
+    assert variant("core-8", precision="", notes="FP8 training with Transformer Engine").workload.compute == "fp8"
+    assert variant("core-8", precision="bf16", notes="fp8 training is faster").workload.compute == ""
 
 
 @pytest.mark.parametrize("notes", ["TP5 on others", "tensor and data parallel", "", "a fast run"])

@@ -9,22 +9,30 @@ from published.cells import Cells, Skip
 
 MICRO = "micro-batch"
 """Begins what is assumed where a row does not print it."""
+ZERO = r"zero[ -]?(?:stage[ -]?)?"
+"""Begins a stage in words: ZeRO-3, zero3, ZeRO stage 3."""
 _SHARED = (
-    (3, r"zero-?3|hsdp|fsdp|(?<!no[ _-])(full|hybrid)[ _-]?shard"),
-    (2, r"zero-?2|shard[ _-]grad"),
-    (1, r"zero-?1\b|distributed (fused |adam|optimizer)"),
+    (3, rf"{ZERO}3|hsdp|fsdp|(?<!no[ _-])(full|hybrid)[ _-]?shard"),
+    (2, rf"{ZERO}2|shard[ _-]grad"),
+    (1, rf"{ZERO}1\b|distributed (fused |adam|optimizer)"),
     (0, r"\bddp\b|no[ _-]?shard|none|replicate"),
 )
 """Words for what data ranks share."""
+
+
+def _words(short: str, long: str) -> str:
+    """How notes say the degree of an axis: TP=4, tensor_model_parallel_size: 4, 4-way tensor."""
+    named = rf"{long}[ _-](?:model[ _-])?parallel\w*(?: (?:size|degree))?(?: of)?[ =:]+(\d+)"
+    return rf"\b{short} ?[=:]? ?(\d+)|{named}|(\d+)-way {long}"
+
+
 _AXES = {
-    "tp": r"\btp ?[=:]? ?(\d+)|tensor[ -](?:model[ -])?parallel\w*(?: (?:size|degree))?(?: of)?[ =:]+(\d+)"
-    r"|(\d+)-way tensor",
-    "pp": r"\bpp ?[=:]? ?(\d+)|pipeline[ -](?:model[ -])?parallel\w*(?: (?:size|degree))?(?: of)?[ =:]+(\d+)"
-    r"|(\d+)-way pipeline|(\d+) pipeline stages",
-    "cp": r"\bcp ?[=:]? ?(\d+)|context[ -]parallel\w*(?: (?:size|degree))?(?: of)?[ =:]+(\d+)|(\d+)-way context",
+    "tp": _words("tp", "tensor"),
+    "pp": _words("pp", "pipeline") + r"|(\d+) pipeline stages",
+    "cp": _words("cp", "context"),
 }
-"""An axis with its degree, in words."""
-_DATA = r"\bddp\b|\bhsdp\b|zero-?[12]\b|\bdata[ -]parallel"
+_EXPERTS = _words("ep", "expert")
+_DATA = rf"\bddp\b|\bhsdp\b|{ZERO}[12]\b|\bdata[ -]parallel"
 _MODEL = r"tensor|pipeline|model[ -]parallel|3d[ -]parallel"
 """Words for the data axes and for others."""
 _GLOBAL = r"\bgbs ?[=:]? ?(\d+)|global batch(?: size)?(?: of)?[ =:]+(\d+)(?![\d.,]* ?[mk]?[ -]?tok)"
@@ -68,7 +76,7 @@ def sizes_of(cells: Cells) -> Sizes:
     sharded = cells["dp_shard"] and not shard  # `auto`, `-1`: all that are left
     by_data = (replicate or shard or stage_of(cells)) and data * model == count
     if missing and count > 1 and not by_data and missing != ["cp"]:
-        alone = stage_of(cells) or sharded or cells.has(r"torchtune|distributed recipe|\bfsdp|zero-?3")
+        alone = stage_of(cells) or sharded or cells.has(rf"torchtune|distributed recipe|\bfsdp|{ZERO}3")
         alone = alone or (cells.has(_DATA) and not cells.has(_MODEL))
         if not alone and len(missing) == len(known):
             raise Skip("layout: not stated")
@@ -109,12 +117,17 @@ def stage_of(cells: Cells) -> int | None:
     return next((stage for stage, words in _SHARED if re.search(words, text)), None)
 
 
+def expert_degree(cells: Cells) -> int:
+    """Ranks that share the experts: the cell, else the notes, else 1."""
+    return cells.count("ep") or _noted(cells, _EXPERTS) or 1
+
+
 def is_sharded(cells: Cells) -> bool:
     """Whether parameters are sharded over data ranks (zero 3), by the cells or, without them, by the words."""
     stage = stage_of(cells)
     if stage is not None:
         return stage == 3
-    return bool(cells["dp_shard"]) and cells.count("dp_shard") != 1 or cells.has(r"\b[hf]sdp\d?\b|zero-?3")
+    return bool(cells["dp_shard"]) and cells.count("dp_shard") != 1 or cells.has(rf"\b[hf]sdp\d?\b|{ZERO}3")
 
 
 def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from published.cells import Cells, Skip
-from published.degrees import Sizes, batch_of, sizes_of, stage_of
+from published.degrees import ZERO, Sizes, batch_of, expert_degree, sizes_of, stage_of
 from published.recompute import recompute_of
 from published.stacks import CORE, framework
 from shardwise.hardware.cluster import Cluster, Rates
@@ -34,10 +34,12 @@ def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
         return 0
     if sizes.shard > 1:
         return 3
-    if cells.has(r"distributed (fused|optimizer)|zero-?1\b"):
+    if cells.has(rf"distributed (fused|optimizer)|{ZERO}1\b"):
         return 1
+    if cells.noted(rf"{ZERO}2\b|shard[ _-]grad"):
+        return 2
     known = framework(cells) is not None or stack in CORE
-    zero = 3 if cells.has(r"\b[hf]sdp|zero-?3") else _SHARDING.get(stack, 0) if known else 0
+    zero = 3 if cells.has(rf"\b[hf]sdp|{ZERO}3") else _SHARDING.get(stack, 0) if known else 0
     if whole > 1:
         cells.assume("zero 3, as the weights and gradients of a rank are larger than the device")
         return 3
@@ -47,7 +49,7 @@ def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
 
 def inner_degree(cells: Cells, spec: ModelSpec) -> int:
     """Tensor parallelism inside experts: what the notes say; before 2025 Megatron-Core's was that of all layers."""
-    if not spec.num_experts or _expert_ranks(cells) == 1:
+    if not spec.num_experts or expert_degree(cells) == 1:
         return 1
     noted = cells.noted(r"\betp ?=?(\d+)")
     if noted:
@@ -63,11 +65,6 @@ def split_experts(cells: Cells, spec: ModelSpec) -> ModelSpec:
     cells.assume(f"experts divided by {inner} ranks counted as {inner} times as many, as much narrower")
     chosen = spec.experts_per_token * inner
     return replace(spec, num_experts=spec.num_experts * inner, experts_per_token=chosen, ffn_dim=spec.ffn_dim // inner)
-
-
-def _expert_ranks(cells: Cells) -> int:
-    noted = cells.noted(r"\bep ?(\d+)")
-    return cells.count("ep") or (int(noted.group(1)) if noted else 1)
 
 
 def axes_of(cells: Cells, sizes: Sizes, zero: int, ep: int) -> Axes:
@@ -109,6 +106,8 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     )
     if tunes and "bf16" in text and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
+    if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):
+        return "bf16", "fp8"
     if not text:
         cells.assume(half)
         return half, ""
@@ -172,7 +171,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         Skip: where the row does not say enough; ConfigError, PlanError: where what it says cannot be.
     """
     sizes = sizes_of(cells)
-    ep = _expert_ranks(cells) * inner_degree(cells, spec) if spec.num_experts else 1
+    ep = expert_degree(cells) * inner_degree(cells, spec) if spec.num_experts else 1
     zero = zero_of(cells, stack.name, sizes, _whole(spec, sizes, ep) / cluster.device.memory)
     if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):
         cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
@@ -215,6 +214,10 @@ def _schedule(cells: Cells, sizes: Sizes) -> Schedule:
     text, turns = cells["pp_schedule"].lower(), cells.count("vp") or 1
     if sizes.pp == 1:
         return Schedule()
+    if not text and not cells["vp"]:
+        noted = cells.noted(r"\bvpp? ?[=:]? ?(\d+)|virtual[ _-]pipeline\D{0,40}[ =:](\d+)")
+        turns = int(next(n for n in noted.groups() if n)) if noted else 1
+        text = "interleaved" if cells.noted(r"(?<!no )(?<!non-)interleaved (1f1b|pipeline|schedule)") else ""
     if re.search(r"zb-?v|zbv|zero.?bubble.?v", text):
         return Schedule(kind="zero-bubble-v", stages_per_rank=2)
     if "dualpipe" in text:

@@ -12,7 +12,7 @@ from shardwise.plan.stack import Stack
 
 _FULL = re.compile(
     r"((y|yes|true|on|1|enabled)\b.*|[✓✔].*|full\b.*|blocks?\b.*|all\b.*|uniform\b.*|every (layer|block)s?"
-    r"|(gradient|activation)[ _-]checkpointing)"
+    r"|remat( full)?|(gradient|activation)[ _-]checkpointing)"
 )
 _NONE = re.compile(r"(n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*")
 NO_RECOMPUTE = "no recompute"
@@ -35,11 +35,14 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return Recompute(mode="blocks")
     if _NONE.fullmatch(text):
         return Recompute()
-    if cells.noted(r"no (activation )?(recompute|checkpointing)|no ac\b"):
+    if cells.noted(r"no (activation )?(recomput(e|ation)|checkpointing)|no ac\b"):
         return Recompute()
     if cells.noted(r"recompute modules|selective recompute|recompute: "):
         return _selective(cells, stack)
-    if cells.noted(r"((^|[;,(+]|with|and) ?)(full |gradient |activation )(activation )?(checkpointing|recompute)"):
+    if cells.noted(
+        r"((^|[;,(+]|with|and) ?)(full |gradient |activation )(activation )?(checkpointing|recomput(e|ation))\b"
+        r"|recompute all (layers|blocks)|full remat|remat[ =:]+full|\bfull ac\b"
+    ):
         return Recompute(mode="blocks")
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from shardwise.errors import UsageError
 from shardwise.train.protect import Protect
@@ -12,12 +12,16 @@ from shardwise.train.protect import Protect
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What a step does with its gradient."""
+    """What a step does with its gradient.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
 
     clip_norm: float | None = None
-    """Largest L2 norm of the whole gradient; larger ones are scaled down."""
+    """Largest L2 norm of the whole gradient, above 0; larger ones are scaled down."""
     clip_value: float | None = None
-    """Largest absolute value of an element."""
+    """Largest absolute value of an element, above 0."""
     on_nonfinite: Literal["skip", "stop", "raise"] = "skip"
     """A loss or gradient that is not finite, on any rank: skip the update, end the loop in order, or raise."""
     max_skips: int = 20
@@ -33,8 +37,18 @@ class StepOptions:
     """Steps between comparisons of the parameters that ranks must hold alike; 0: never."""
 
     def __post_init__(self) -> None:
-        if self.max_skips < 0:
-            raise UsageError(f"StepOptions: found max_skips={self.max_skips}, needed 0 or more updates in a row")
+        numbers = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
+        counts = {"max_skips": (self.max_skips, "updates in a row"), "check_replicas": (self.check_replicas, "steps")}
+        for name, number in numbers.items():
+            if number is not None and not (isinstance(number, int | float) and number > 0):
+                raise UsageError(f"StepOptions: found {name}={number!r}, needed a number above 0; None clips nothing")
+        for name, (count, of) in counts.items():
+            if not isinstance(count, int) or count < 0:
+                raise UsageError(f"StepOptions: found {name}={count!r}, needed 0 or more {of}")
+        hints = get_type_hints(type(self))
+        for name, word in {"on_nonfinite": self.on_nonfinite, "on_oom": self.on_oom}.items():
+            if word not in (known := get_args(hints[name])):
+                raise UsageError(f"StepOptions: found {name}={word!r}, needed one of {', '.join(known)}")
         if self.protect is not None and self.on_nonfinite != "skip":
             raise UsageError(
                 f"StepOptions: on_nonfinite={self.on_nonfinite!r} beside {self.protect}; needed: one policy; "

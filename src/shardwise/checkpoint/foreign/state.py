@@ -83,7 +83,16 @@ def weights_of(value: Any, where: str) -> tuple[dict[str, Source], list[str]]:
             "under `model`, `state_dict`, `module` or `model_state_dict`; save model.state_dict()"
         )
     others = [name for name, item in value.items() if not isinstance(item, View)]
-    return weights, [f"entries that are no tensors: {shown(others)}"] if others else []
+    nested = [name for name in others if _holds_tensors(value[name])]
+    plain = [name for name in others if name not in nested]
+    notes = {"entries that are no tensors": plain, "entries that hold tensors under names of their own": nested}
+    return weights, [f"{what}: {shown(names)}" for what, names in notes.items() if names]
+
+
+def _holds_tensors(value: Any) -> bool:
+    """At any depth. The reader bounds it."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, View) or any(map(_holds_tensors, held))
 
 
 def untied(weights: Mapping[str, Source]) -> tuple[dict[str, Source], dict[str, str]]:
