@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.models.gpt import GPTConfig as GPTConfig
     from shardwise.models.hf import hf_config as hf_config
     from shardwise.models.hf import hf_factory as hf_factory
-    from shardwise.models.hf import shrunk_config as shrunk_config
+    from shardwise.models.hf_sizes import shrunk_config as shrunk_config
     from shardwise.models.moe import MoEConfig as MoEConfig
     from shardwise.models.moe import MoEDecoder as MoEDecoder
     from shardwise.models.moe import MoEOutput as MoEOutput
@@ -130,7 +130,8 @@ _HOMES = {
     "shardwise.diagnose.prove": ("verify",),
     "shardwise.models.decoder": ("Decoder", "DecoderConfig"),
     "shardwise.models.gpt": ("GPT", "GPTConfig"),
-    "shardwise.models.hf": ("hf_config", "hf_factory", "shrunk_config"),
+    "shardwise.models.hf": ("hf_config", "hf_factory"),
+    "shardwise.models.hf_sizes": ("shrunk_config",),
     "shardwise.checkpoint.hf_weights": ("load_hf",),
     "shardwise.checkpoint.hf_export": ("export_hf",),
 }

@@ -56,6 +56,17 @@ class Ends(Net):
     def forward(self, x):
         raise SystemExit(7)
 
+class Wide(Net):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(65, 256)
+
+def leaves():
+    raise SystemExit(0)
+
+def nothing():
+    return nn.Sequential(nn.ReLU())
+
 def needs(size):
     return Net()
 
@@ -133,6 +144,9 @@ def test_a_factory_a_class_and_a_config(here: Path) -> None:
         ("planned_net:number", "returned int, needed a torch.nn.Module"),
         ("planned_net:three", "found int 3, needed a function"),
         ("planned_net:Looks", r"`item` in forward \(Looks\) failed on meta.*--trace-on cpu runs it for real"),
+        ("planned_net:leaves", "the factory failed: SystemExit: 0"),
+        ("planned_net:nothing", "returned Sequential without parameters, needed a torch.nn.Module to train"),
+        ("planned_net:Wide", r"`linear` in .* failed on meta: .*sizes that go together"),
         ("planned_net:Ends", r"failed on meta: SystemExit: 7"),
         ("planned_net:Frames", "a sample of planned_net:Frames counts as 5000 tokens, always; leave --seq out"),
         ("planned_net:Selects", r"failed on meta.*--trace-on cpu.*shape \[1, 32\]"),

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
-from shardwise.models.hf import hf_config, hf_factory, shrunk_config
+from shardwise.models.hf import hf_config, hf_factory
+from shardwise.models.hf_sizes import shrunk_config
 from shardwise.parallel.init import init_model
 from tests.parity.grid import Trace, spy_on_gradients, whole
 

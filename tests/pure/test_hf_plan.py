@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.cli.estimate import estimates
 from shardwise.cli.planning import question
-from shardwise.errors import ConfigError, ExitCode, ModelError, PlanError
+from shardwise.errors import ConfigError, DataError, ExitCode, ModelError, PlanError
 from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
 from shardwise.model.rules import STYLES, match
 from shardwise.models.hf import hf_config
@@ -187,6 +187,46 @@ def test_sizes_that_do_not_go_together_are_refused_with_file_and_reason(tmp_path
     assert refused.value.exit_code == ExitCode.USAGE
     with pytest.raises(ConfigError, match=r"bert: BertForMaskedLM cannot be made .*heads \(5\)"):  # by its constructor
         question(written(tmp_path, **BERT | {"num_attention_heads": 5}), "h100:8", seq=64, batch=8, tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("said", "refusal"),
+    [
+        ({"hidden_size": -512}, "hidden_size: found -512, needed at least 1"),
+        ({"hidden_size": 10**15}, "hidden_size: found 1,000,000,000,000,000, needed at most"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers: found 10,000,000, needed at most 2,000"),
+        ({"intermediate_size": -5}, "intermediate_size: found -5, needed at least 0"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings: found -1, needed at least 1"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads: found 7, needed a divisor of num_attention_heads = 32"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
+            "num_experts_per_tok: found 4, .* = 2",
+        ),
+        ({"hidden_size": 4096.5}, "transformers refuses the configuration .*hidden_size"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures: found 'LlamaForCausalLM', needed a list"),
+        ({"model_type": ["llama"]}, r"found model_type \['llama'\], needed one that transformers"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, object], refusal: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: {refusal}"):
+        question(written(tmp_path, **{"model_type": "llama"} | said), "h100:8", seq=64, batch=8, tokens=None)
+
+
+def test_a_list_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(DataError, match=r"found a JSON list, needed an object"):
+        question(f"hf:{tmp_path}", "h100:8", seq=64, batch=8, tokens=None)
+
+
+def test_sizes_that_a_file_does_not_say_are_marked_as_assumed(tmp_path: Path) -> None:
+    model = written(tmp_path, model_type="gpt2", n_layer=2, hidden_size=64, n_head=4)
+    said = question(model, "h100:8", seq=64, batch=8, tokens=None).assumed
+    assert "its config.json does not say vocab_size 50,257: the defaults of gpt2" in said
+    whole = written(tmp_path, model_type="gpt2", n_layer=2, n_embd=64, n_head=4, vocab_size=320)
+    assert not any("does not say" in note for note in question(whole, "h100:8", seq=64, batch=8, tokens=None).assumed)
+    inner = written(tmp_path, model_type="gemma3", text_config={"num_hidden_layers": 2, "vocab_size": 320})
+    (note,) = (n for n in question(inner, "h100:8", seq=64, batch=8, tokens=None).assumed if "does not say" in n)
+    assert "hidden_size 2,304" in note and "num_hidden_layers" not in note
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 
-from shardwise.hardware.cluster import Link, load_cluster
+from shardwise.hardware.cluster import Link, Rates, load_cluster
 from shardwise.model.profile import Attention, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
@@ -155,6 +156,20 @@ def test_faster_links_never_slow_a_step(text: str) -> None:
     )
     plan = Plan.parse(text)
     assert estimate_time(EIGHT, fast, plan, WORK).total <= estimate_time(EIGHT, H100, plan, WORK).total
+
+
+@pytest.mark.parametrize("text", [*PLANS, *(f"pp4 dp8 / {kind} mb8" for kind in ("zero-bubble", "dualpipe-v"))])
+@pytest.mark.parametrize("name", ["llama-8b", "bert-large"])
+def test_faster_arithmetic_never_slows_a_step(text: str, name: str) -> None:
+    """Nor where launches bind, which are not divided between the halves of a backward pass as kernels are."""
+    spec, rates, plan = preset(name), H100.device.rates, Plan.parse(text)
+    work = Workload(seq_len=512, global_batch=WORK.global_batch)
+    found = []
+    for factor in (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 9.0):
+        faster = Rates(**{each.name: factor * getattr(rates, each.name) for each in fields(rates)})
+        cluster = H100.with_(device=replace(H100.device, rates=faster))
+        found.append(estimate_time(profile_of(spec), cluster, plan, work).total)
+    assert all(b <= a * (1 + 1e-9) for a, b in pairwise(found)), found
 
 
 def test_an_even_pipeline_has_the_textbook_bubble() -> None:

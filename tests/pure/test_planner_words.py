@@ -9,11 +9,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from shardwise.cli import hf
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.letters import plain_letters
@@ -21,7 +19,7 @@ from shardwise.cli.made_for import MadeFor, save_plan
 from shardwise.cli.main import main
 from shardwise.cli.plan import plan, words_of
 from shardwise.cli.planning import question, read_cluster
-from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.errors import ConfigError, ExitCode
 from shardwise.plan.plan import Plan
 from shardwise.records import write_text
 from tests.pure.test_plan_cli import EIGHT, invoke
@@ -76,7 +74,9 @@ BAD = [
     (plan, ("llama-1b", "h100:8", "--trace-on", "gpu"), "found 'gpu', needed meta"),
     (plan, ("llama-1b", "h100:8", "--trace-on", "cpu"), "no forward is read"),
     (plan, ("llama-1b", "h100:8", "--expert-imbalance", "2"), "llama-1b has no experts"),
-    (plan, ("tiny-moe", "h100:8", "--expert-imbalance", "inf"), "needed a finite number"),
+    (plan, ("tiny-moe", "h100:8", "--expert-imbalance", "inf"), "needed at most 4, the experts of tiny-moe"),
+    (plan, ("llama-1b", "h100:8", "--allow", "fp8", "--forbid", "tp,fp8"), "found 'fp8' in both"),
+    (plan, ("llama-8b", "h100:8", "--global-batch", "8", "--forbid", "tp,pp,fsdp,dp,cp"), "what is forbidden; forbid"),
     (plan, ("llama-1b", "h100:8", "--out", "folder.toml"), "needed a file in a folder"),
     (estimate, ("fsdp9", *EIGHT), "needs 9 devices"),  # and not a batch for nine
 ]  # fmt: skip
@@ -177,13 +177,3 @@ def test_a_page_appears_whole_or_not_at_all(here: Path) -> None:
     with pytest.raises(ConfigError, match="page.html: cannot be written"):
         write_text(here / "page.html", "text")
     assert [path.name for path in here.iterdir()] == ["page.html"]
-
-
-@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size"])
-def test_a_configuration_with_sizes_below_one(name: str) -> None:
-    sizes = SimpleNamespace(num_hidden_layers=2, vocab_size=8)
-    config = SimpleNamespace(get_text_config=lambda: sizes)
-    hf._refuse_sizes("hf:x.json", config)
-    setattr(sizes, name, -2)
-    with pytest.raises(UsageError, match=f"^model hf:x.json: {name}: found -2, needed at least 1"):
-        hf._refuse_sizes("hf:x.json", config)

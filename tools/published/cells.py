@@ -14,8 +14,14 @@ COLUMNS: tuple[str, ...] = (
 )  # fmt: skip
 
 
+_CODES = r"(deepspeed|megatron|fsdp|hsdp|ddp|zero[ -]?\d|(the )?distributed optimizer|nemo|torchtitan|(q?lora|peft)\b)"
 _OTHERS = (
-    r"\b(than|vs\.?|versus|compared (to|with)|against|unlike|converted (from|to))\b[^;,.()]*",
+    r"\b(than|vs\.?|versus|compared (to|with)|against|unlike|converted (from|to)|instead of|beats|outperforms)"
+    r"\b[^;,.()]*",
+    rf"\b(no|not|without)( using| with)? {_CODES}[\w-]*( zero[ -]?\d)?",
+    rf"{_CODES} (is |was )?(not (used|enabled)|disabled|off)\b",
+    r"megatron(-lm|-core)?('s)?[ -](flops?|formula|style|like|tokeni[sz])",
+    r"deepspeed('s)?[ -](flops|profil|activation)",
     r"hugging ?face ((model|data) ?)?(hub|checkpoint|weights?|tokenizer|datasets?|config)\w*",
     r"mistral[ -]nemo",
 )
@@ -43,6 +49,27 @@ _MOST = {"n_layers": 10_000, "n_gpus": 1e7, "pp": 10_000, "vp": 1_000}
 """Beyond it a slip of the keyboard would be drawn up block by block."""
 
 
+_NOT_COMPILED = (
+    r"\b(no|without|w/o|not) (torch[._ ])?compiled?\b|\bcompile( is| was)?[ =:]*(off|disabled|false|no\b|not)"
+)
+_COMPILED = r"torch[._ ]compiled?\b|\+ ?compile\b|\bcompile[ =:]+(on|true|yes|enabled)|\bcompiled (model|blocks|layers)"
+_AXIS = r"(?:tp|pp|dp|cp|ep|vpp?|fsdp)"
+_LISTED = (
+    rf"(?:\(?\b({_AXIS}(?: ?[/,x×-] ?{_AXIS})+)\)?|\(?\b([tpdc](?: ?[/,x×] ?[tpdc])+)\)? ?=)"
+    r"[ =:]*\(?(\d+(?: ?[/,x×-] ?\d+)+)"
+)
+"""Degrees one after the other, `TP/PP/DP = 8/4/2` or `(t, p, d) = (8, 4, 2)`."""
+_LETTERS = {"t": "tp", "p": "pp", "d": "dp", "c": "cp"}
+
+
+def _each(listed: re.Match[str]) -> str:
+    """The same with a name before each number; as it is where there are more of the ones than of the others."""
+    names, numbers = (re.findall(r"\w+", text) for text in (listed[1] or listed[2], listed[3].replace("x", " ")))
+    if len(names) != len(numbers):
+        return listed[0]
+    return ", ".join(f"{_LETTERS.get(name, name)}={number}" for name, number in zip(names, numbers, strict=True))
+
+
 class Skip(Exception):
     """A row that cannot be predicted: the reason, one of a few."""
 
@@ -53,9 +80,10 @@ class Cells:
     def __init__(self, raw: Mapping[str, str]) -> None:
         self.raw = {name: (raw.get(name) or "").strip() for name in COLUMNS}
         self.raw |= {name: "" for name, text in self.raw.items() if _UNKNOWN.fullmatch(text.lower())}
-        self.notes = self.raw["notes"].lower()
+        self.notes = re.sub(_LISTED, _each, self.raw["notes"].lower())
         self.clauses = tuple(part.strip() for part in self.notes.split(";") if part.strip())
         model = re.sub(r"^[\w.-]+/(?=[\w.-]+$)", "", self.raw["model"])  # who published weights is no framework
+        model = re.sub(r"(?i)gpt-?neox", "", model)
         fields = (self.raw["source"], model, self.raw["optimizer"], self.raw["precision"], self.notes)
         self.text = " ; ".join(fields).lower()
         for pattern in _OTHERS:
@@ -106,9 +134,11 @@ class Cells:
     def compiled(self) -> bool | None:
         """Whether the row's blocks were compiled; None where it says nothing."""
         said = self.raw["compile"].lower()
-        if re.match(r"(n|no|none|false|0|off|eager|disabled)\b", said):
+        if re.match(r"(n|no|none|false|0|off|eager|disabled)\b", said) or (not said and self.noted(_NOT_COMPILED)):
             return False
-        return True if re.match(r"(y|yes|true|1|on|enabled|torch[.]compile|inductor|✓|✔)", said) else None
+        if re.match(r"(y|yes|true|1|on|enabled|torch[.]compile|inductor|✓|✔)", said):
+            return True
+        return True if not said and self.noted(_COMPILED) else None
 
     def has(self, pattern: str) -> bool:
         """True where the pattern is found in source, model, optimizer or notes."""

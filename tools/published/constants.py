@@ -50,6 +50,8 @@ def tables() -> str:
         "passes of its cross entropy over the logits, counted one by one (a free fit gives 48). Its fused softmax "
         "takes four heads at a time: where a micro-batch has another number of them on a rank, primitives do it, whose "
         "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
+        "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
+        "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
         "A row's date changes four things (`tools/published/stacks.py`). Before October 2022 no stack has flash "
         "attention. From 2026 torch's attention runs cuDNN's kernels. Before June 2026 attention with learned sinks "
         "runs at the rate of FlashAttention 2, and from then on half of Megatron-Bridge's exchange of tokens between "

@@ -4,39 +4,78 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import gcd, prod
 
 from published.cells import Cells, Skip
 
 MICRO = "micro-batch"
 """Begins what is assumed where a row does not print it."""
-ZERO = r"zero[ -]?(?:stage[ -]?)?"
-"""Begins a stage in words: ZeRO-3, zero3, ZeRO stage 3."""
+ZERO = r"(?:zero(?:-os|-dp)?(?:[ _]optimi[sz]ation)?[ _-]*\(?(?:stage)?|(?:deepspeed|ds)[ _-](?:stage|z))[ _=:-]*"
+"""Begins a stage in words: ZeRO-3, zero3, ZeRO stage 3, zero_stage=3, deepspeed_stage_3."""
+HYBRID = r"\bhsdp|hybrid[ _-]?(?:fsdp|shard)|\bmics\b"
+"""Shards in a group of data ranks, and replicas of it."""
 _SHARED = (
     (3, rf"{ZERO}3|hsdp|fsdp|(?<!no[ _-])(full|hybrid)[ _-]?shard"),
     (2, rf"{ZERO}2|shard[ _-]grad"),
     (1, rf"{ZERO}1\b|distributed (fused |adam|optimizer)"),
     (0, r"\bddp\b|no[ _-]?shard|none|replicate"),
 )
-"""Words for what data ranks share."""
+"""Words for what data ranks share, in the cell."""
+_NOTED = (
+    (2, r"shard[ _-]grad"),
+    (0, r"\bno[ _-]shard"),
+    (3, rf"{HYBRID}|full[ _-]shard|zero[ -]infinity|zero ?\+\+|gemini ?(ddp|plugin)"),
+    (1, r"distributed (fused|adam|optimizer)"),
+    (3, r"\bfsdp|fully[ _]shard"),
+    (0, r"\bddp\b|distributed[ _]?data[ _]?parallel|pure (dp|data[ -]parallel)"),
+)
+"""The same in notes, which may say several: the most special first. A stage with its number goes before them all."""
 
 
 def _words(short: str, long: str) -> str:
     """How notes say the degree of an axis: TP=4, tensor_model_parallel_size: 4, 4-way tensor."""
     named = rf"{long}[ _-](?:model[ _-])?parallel\w*(?: (?:size|degree))?(?: of)?[ =:]+(\d+)"
-    return rf"\b{short} ?[=:]? ?(\d+)|{named}|(\d+)-way {long}"
+    brief = rf"(?<![a-z]){short}(?:[ _](?:size|degree|of))?\s?[=:-]?\s?(\d+)(?!\d|/\d)"
+    return rf"{brief}|{named}|(\d+)-way (?:{long}|{short}\b)"
 
 
 _AXES = {
-    "tp": _words("tp", "tensor"),
-    "pp": _words("pp", "pipeline") + r"|(\d+) pipeline stages",
-    "cp": _words("cp", "context"),
+    "tp": _words("tp", "tensor") + r"|(\d+)-way model[ -]parallel|(?<![a-z])mp(?:_size)?[ =:]+(\d+)"
+    r"|\bt ?= ?(\d+)[,;] ?p ?=|\bp ?= ?\d+[,;] ?t ?= ?(\d+)",
+    "pp": _words("pp", "pipeline") + r"|(\d+) pipeline stages|(\d+)[ -]stage pipeline"
+    r"|\bt ?= ?\d+[,;] ?p ?= ?(\d+)|\bp ?= ?(\d+)[,;] ?t ?=",
+    "cp": _words("cp", "context") + r"|ulysses\D{0,30}?[ =:-](\d+)|sequence[ _-]parallel\w* (?:size|degree)[ =:]+(\d+)",
 }
 _EXPERTS = _words("ep", "expert")
-_DATA = rf"\bddp\b|\bhsdp\b|{ZERO}[12]\b|\bdata[ -]parallel"
+_DATA = rf"\bddp\b|{HYBRID}|{ZERO}[12]\b|\bdata[ -]parallel"
+_LINK = r"(?:[ _-](?:size|degree|groups?|factor|dim|over|across|within|in|of))*[ =:(]+"
+_REPLICAS = rf"replica\w*{_LINK}(\d+)|(\d+)[ -](?:way )?replica"
+_SHARDS = rf"shard\w*{_LINK}(\d+)|(\d+)[ -](?:way )?shard|partition(?:[ _-]group)?{_LINK}(\d+)"
+_BOTH = r"(?:hsdp\d?|hybrid[ _-]?(?:fsdp|shard)\w*)[ =:(]*(\d+) ?[x×*,/] ?(\d+)"
+"""Ranks of the two data axes, in notes."""
+_DATA_ONLY = r"torchtune|distributed recipe|llm-foundry|\bcomposer\b|lit-?gpt"
+"""Codes without other axes."""
+LIBRARIES = (
+    r"axolotl|unsloth|\blightning\b|\baccelerate\b|(hf|transformers) trainer|\btrl\b|\bpeft\b"
+    r"|llama[- ]?factory|\b(ms-)?swift\b|xtuner|openrlhf|open-instruct|fastchat|alignment[- ]handbook"
+)
+"""Launchers and trainers, which leave the layout to another code, or to plain PyTorch."""
 _MODEL = r"tensor|pipeline|model[ -]parallel|3d[ -]parallel"
 """Words for the data axes and for others."""
-_GLOBAL = r"\bgbs ?[=:]? ?(\d+)|global batch(?: size)?(?: of)?[ =:]+(\d+)(?![\d.,]* ?[mk]?[ -]?tok)"
-_MICRO = r"(?:\bmbs ?[=:]? ?|micro[ -]?batch(?: size)?(?: of)?[ =:]+)(\d+)\b(?! ?(?:\w+ )?(?:oom|out of memory|fail))"
+_GLOBAL = (
+    r"\bgbs ?[=:]? ?(\d+)|(?:global|total|effective)[ _]batch(?:[ _]size)?(?: of)?[ =:]+(\d+)(?![\d.,]* ?[mk]?[ -]?tok)"
+)
+_UNLIKE = r"(\d+)\b(?! ?(?:\w+ )?(?:oom|out of memory|fail))"
+"""A number, and not of another run."""
+_MICRO = rf"(?:\bmbs ?[=:]? ?|micro[ _-]?batch(?:[ _]size)?(?: of)?[ =:]+){_UNLIKE}"
+_LOCAL = (
+    r"(?:(?:local|per[ _-](?:gpu|device)(?:[ _]train)?)[ _-]batch(?:[ _]size)?|batch(?: size)? per (?:gpu|device))"
+    rf"(?: of)?[ =:]+{_UNLIKE}"
+)
+_ACCUMULATE = (
+    r"(?:grad(?:ient)?[ _-]accum(?:ulation)?(?:[ _-]steps)?|\bgas?)(?: of)?[ =:]+(?:taken as )?(\d+)"
+    r"|(\d+)[ -](?:steps of )?grad(?:ient)?[ -]accum"
+)
 _FITS = r"micro[ -]?batch (?:size )?that fits[^:;(]*: ?(\d+)"
 _TOKENS = r"(\d+(?:\.\d+)?)[ -]?([mk])[ -]?tok\w*[ -](?:global )?batch|batch(?: size)? of (\d+(?:\.\d+)?) ?([mk]) tok"
 MOST_TOKENS = 5e8
@@ -59,29 +98,30 @@ class Sizes:
         return self.replicate * self.shard
 
 
-def sizes_of(cells: Cells) -> Sizes:
+def sizes_of(cells: Cells, per_node: int = 8) -> Sizes:
     """The degrees of a row; those it leaves out follow from the number of devices where that decides them.
 
     Raises:
         Skip: degrees that nothing decides, or whose product is not the number of devices.
     """
     count = cells.devices or 1
-    known = {name: cells.count(name) for name in _AXES}
+    known = degrees_of(cells)
     replicate, shard = cells.count("dp_replicate"), cells.count("dp_shard")
-    if not (replicate or shard):
-        known = _said(cells, known, count)
     missing = [name for name, value in known.items() if value is None]
     data = (replicate or 1) * (shard or 1)
     model = (known["tp"] or 1) * (known["pp"] or 1) * (known["cp"] or 1)
     sharded = cells["dp_shard"] and not shard  # `auto`, `-1`: all that are left
     by_data = (replicate or shard or stage_of(cells)) and data * model == count
     if missing and count > 1 and not by_data and missing != ["cp"]:
-        alone = stage_of(cells) or sharded or cells.has(rf"torchtune|distributed recipe|\bfsdp|{ZERO}3")
-        alone = alone or (cells.has(_DATA) and not cells.has(_MODEL))
+        alone = stage_of(cells) or sharded or stage_said(cells) == 3 or cells.has(_DATA_ONLY) or _is_hybrid(cells)
+        alone = alone or (cells.has(rf"{_DATA}|{LIBRARIES}") and not cells.has(_MODEL))
         if not alone and len(missing) == len(known):
             raise Skip("layout: not stated")
         cells.assume(f"no {', '.join(missing)}: the row names other axes only")
-    if not replicate and not shard:
+    left = data * model != count and not (replicate and shard) and count % (data * model) == 0
+    if left and (_is_hybrid(cells) or (shard and missing in ([], ["cp"]) and not cells["ep"])):
+        replicate, shard = _hybrid(cells, count // model, per_node)
+    elif not replicate and not shard:
         if count % model:
             raise Skip("layout: product is not the number of devices")
         if stage_of(cells) == 3 or sharded:
@@ -94,6 +134,43 @@ def sizes_of(cells: Cells) -> Sizes:
     return sizes
 
 
+def degrees_of(cells: Cells) -> dict[str, int | None]:
+    """Ranks of the axes of the model by their cells or, where no cell says how many data ranks there are, by words."""
+    known = {name: cells.count(name) for name in _AXES}
+    count = cells.devices or 1
+    ranks = prod(cells.count(name) or 1 for name in (*_AXES, "dp_replicate", "dp_shard"))
+    data = cells.count("dp_replicate") or cells.count("dp_shard")
+    return known if data and ranks == count else _said(cells, known, count)
+
+
+def _is_hybrid(cells: Cells) -> bool:
+    return re.search(HYBRID, _of_data(cells)) is not None
+
+
+def _of_data(cells: Cells) -> str:
+    return f"{cells['zero_stage']} ; {cells['dp_replicate']} ; {cells['dp_shard']} ; {cells.text}".lower()
+
+
+def _hybrid(cells: Cells, data: int, per_node: int) -> tuple[int, int]:
+    """(replicas, shards) of so many data ranks: the cells, the notes, or shards inside a node, as PyTorch has them."""
+    text = _of_data(cells)
+    both = re.search(_BOTH, text)
+    if both and int(both.group(1)) * int(both.group(2)) == data:
+        return int(both.group(1)), int(both.group(2))
+    replicas = cells.count("dp_replicate") or _first(_REPLICAS, text)
+    shards = cells.count("dp_shard") or _first(_SHARDS, text)
+    if shards and not replicas and data % shards == 0 and shards < data:
+        replicas = data // shards
+    if replicas and data % replicas == 0 and shards in (None, data // replicas):
+        return replicas, data // replicas
+    model = (cells.devices or 1) // data
+    shards = gcd(data, max(per_node // model, 1)) if model < per_node else 1
+    if shards in (1, data):
+        return 1, data
+    cells.assume(f"hybrid sharding: over the {shards} data ranks of a node, replicated over {data // shards}")
+    return data // shards, shards
+
+
 def _said(cells: Cells, known: dict[str, int | None], count: int) -> dict[str, int | None]:
     """Degrees that stand beside another one's (`TP=4, PP=4` in one cell), or, where no cell has one, in the notes."""
     text = " ; ".join(cells[name].lower() for name in known)
@@ -101,9 +178,7 @@ def _said(cells: Cells, known: dict[str, int | None], count: int) -> dict[str, i
         text += f" ; {cells.notes}"
     found = dict(known)
     for name, pattern in _AXES.items():
-        match = re.search(pattern, text)
-        if match and found[name] is None:
-            found[name] = int(next(group for group in match.groups() if group))
+        found[name] = found[name] or _first(pattern, text)
     product = (found["tp"] or 1) * (found["pp"] or 1) * (found["cp"] or 1)
     return known if count % product else found
 
@@ -117,6 +192,15 @@ def stage_of(cells: Cells) -> int | None:
     return next((stage for stage, words in _SHARED if re.search(words, text)), None)
 
 
+def stage_said(cells: Cells) -> int | None:
+    """What the row says that data ranks share, in its cell or else in words; None where it says nothing."""
+    stated = stage_of(cells)
+    if stated is not None:
+        return stated
+    stage = _first(rf"{ZERO}([123])(?![.\d])", cells.text)
+    return stage or next((stage for stage, words in _NOTED if cells.has(words)), None)
+
+
 def expert_degree(cells: Cells) -> int:
     """Ranks that share the experts: the cell, else the notes, else 1."""
     return cells.count("ep") or _noted(cells, _EXPERTS) or 1
@@ -124,10 +208,9 @@ def expert_degree(cells: Cells) -> int:
 
 def is_sharded(cells: Cells) -> bool:
     """Whether parameters are sharded over data ranks (zero 3), by the cells or, without them, by the words."""
-    stage = stage_of(cells)
-    if stage is not None:
-        return stage == 3
-    return bool(cells["dp_shard"]) and cells.count("dp_shard") != 1 or cells.has(rf"\b[hf]sdp\d?\b|{ZERO}3")
+    if stage_of(cells) is None and cells["dp_shard"] and cells.count("dp_shard") != 1:
+        return True
+    return stage_said(cells) == 3
 
 
 def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:
@@ -137,9 +220,11 @@ def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:
         Skip: neither the global nor the micro-batch is stated.
     """
     total, micro = _total(cells, seq_len), cells.count("micro_batch")
-    accumulate = _noted(cells, r"(?:grad(?:ient)? accum(?:ulation)?(?: steps)?|\bga)[ =:]+(?:taken as )?(\d+)")
+    accumulate = _noted(cells, _ACCUMULATE)
     if micro is None:
-        micro = _noted(cells, _MICRO) or (_noted(cells, _FITS) if total is None else None)
+        micro = _noted(cells, _MICRO if sizes.pp > 1 else f"{_MICRO}|{_LOCAL}") or (
+            _noted(cells, _FITS) if total is None else None
+        )
         if micro:
             cells.assume(f"{MICRO} {micro}, from the notes")
         elif total is None:
@@ -160,7 +245,12 @@ def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:
 
 
 def _noted(cells: Cells, pattern: str) -> int | None:
-    found = cells.noted(pattern)
+    return _first(pattern, cells.notes)
+
+
+def _first(pattern: str, text: str) -> int | None:
+    """The number where the pattern is first found."""
+    found = re.search(pattern, text)
     return int(next(group for group in found.groups() if group)) if found else None
 
 

@@ -136,11 +136,24 @@ def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
     linked = re.search(r"nvlink|nvswitch", text) and not re.search(r"(no|without) nv(link|switch)", text)
     if "pcie" in f"{text} {name}" and not linked:
         cluster = cluster.with_(local=_link("pcie4"))
-    stated = cells["interconnect"] or ("8x100 Gb/s" if "v100" in name and cells.count("gpus_per_node") == 16 else "")
+    stated = (
+        cells["interconnect"]
+        or _noted(cells)
+        or ("8x100 Gb/s" if "v100" in name and cells.count("gpus_per_node") == 16 else "")
+    )
     network = _network(stated, name, cells.count("gpus_per_node") or cluster.per_node)  # 16 V100 are a DGX-2
     if network is None and cluster.world > cluster.domain:
         cells.assume("the network of the device's preset")
     return cluster.with_(network=network) if network else cluster
+
+
+_WIRES = r"infiniband|\bib\b|\b[hnex]dr\b|roce|ethernet|\befa\b|\bp[45]d?e?n?[.]\d|rdma|inter-?node|network|slingshot"
+
+
+def _noted(cells: Cells) -> str:
+    """The clauses of notes, and of the device's name, about the network between nodes."""
+    clauses = re.split(r"[;,()]", f"{cells['gpu']};{cells['notes']}")
+    return ", ".join(clause for clause in clauses if re.search(_WIRES, clause.lower()))
 
 
 def _network(stated: str, name: str, per_node: int) -> Link | None:
@@ -150,7 +163,7 @@ def _network(stated: str, name: str, per_node: int) -> Link | None:
         count = re.search(r"(\d+) links", text)
         link = _link("opa4")
         return replace(link, bandwidth=link.bandwidth * (int(count.group(1)) if count else 4) / 4 * 8 / per_node)
-    nominal, efa = _stated(stated, per_node), "efa" in text
+    nominal, efa = _stated(stated, per_node), re.search(r"\befa|\bp[45]d?e?n?[.]\d", text) is not None
     if efa and nominal is None:
         nominal = 400e9 / 8 / per_node if re.search(r"a100|v100", name) else 50e9
     if nominal is None:

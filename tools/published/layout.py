@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 
 from published.cells import Cells, Skip
-from published.degrees import ZERO, Sizes, batch_of, expert_degree, sizes_of, stage_of
+from published.degrees import ZERO, Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.recompute import recompute_of
-from published.stacks import CORE, framework
+from published.stacks import CORE, engine, framework, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Offload, Plan, Schedule, Tensor
@@ -22,27 +22,29 @@ _SHARDING = {
 """zero where a row does not say, by stack; others 0."""
 
 
-def zero_of(cells: Cells, stack: str, sizes: Sizes, whole: float) -> int:
-    """What data ranks shard: the cell, else the stack's default.
+def zero_of(cells: Cells, stack: str, sizes: Sizes, room: float, trained: float = 1.0) -> int:
+    """What data ranks shard: the cell, else the words of the row, else the stack's default.
 
-    `whole`: weights and gradients that a rank would hold unsharded, over the device's memory.
+    `room`: bytes of the device per parameter that a rank would hold, were nothing sharded.
     """
-    stated = stage_of(cells)
+    stated, said = stage_of(cells), stage_said(cells)
     if stated is not None:
         return stated
-    if sizes.data == 1:
+    if sizes.data * sizes.cp == 1:
         return 0
     if sizes.shard > 1:
-        return 3
-    if cells.has(rf"distributed (fused|optimizer)|{ZERO}1\b"):
-        return 1
-    if cells.noted(rf"{ZERO}2\b|shard[ _-]grad"):
-        return 2
-    known = framework(cells) is not None or stack in CORE
-    zero = 3 if cells.has(rf"\b[hf]sdp|{ZERO}3") else _SHARDING.get(stack, 0) if known else 0
-    if whole > 1:
+        return 2 if said == 2 else 3
+    if said is not None:
+        return said
+    if room < 2 + 4 * trained:
         cells.assume("zero 3, as the weights and gradients of a rank are larger than the device")
         return 3
+    if library(cells) and engine(cells) is None:
+        zero = 3 if room < 2 + 14 * trained else 0
+        cells.assume(f"zero {zero}, as a rank's weights and states {'do not ' if zero else ''}fit its device")
+        return zero
+    known = framework(cells) is not None or stack in CORE
+    zero = _SHARDING.get(stack, 0) if known else 0
     cells.assume(f"zero {zero}, the stack's default")
     return zero
 
@@ -54,7 +56,7 @@ def inner_degree(cells: Cells, spec: ModelSpec) -> int:
     noted = cells.noted(r"\betp ?=?(\d+)")
     if noted:
         return max(int(noted.group(1)), 1)
-    return cells.count("tp") or 1 if cells.year < 2025.25 and cells.has(r"megatron|nemo|dgxc") else 1
+    return degrees_of(cells)["tp"] or 1 if cells.year < 2025.25 and cells.has(r"megatron|nemo|dgxc") else 1
 
 
 def split_experts(cells: Cells, spec: ModelSpec) -> ModelSpec:
@@ -79,9 +81,9 @@ def axes_of(cells: Cells, sizes: Sizes, zero: int, ep: int) -> Axes:
 
 
 def _whole(spec: ModelSpec, sizes: Sizes, ep: int) -> float:
-    """Bytes of 16-bit weights and fp32 gradients of a rank, were nothing sharded over data ranks."""
+    """Parameters of a rank, were nothing sharded over data ranks."""
     experts = spec.num_moe_layers * spec.num_experts * spec.ffn_params
-    return 6.0 * ((spec.num_params - experts) / sizes.tp + experts / max(ep, sizes.tp)) / sizes.pp
+    return ((spec.num_params - experts) / sizes.tp + experts / max(ep, sizes.tp)) / sizes.pp
 
 
 def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
@@ -90,7 +92,7 @@ def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
     if stated:
         return stated
     noted = cells.noted(r"seq(?:uence)?(?:[ _-]?len(?:gth)?)?[ =:]+(\d{3,7})")
-    usual = 8192 if stack == "torchtitan" and framework(cells) else min(spec.max_seq_len, 8192)
+    usual = 8192 if engine(cells) == "torchtitan" else min(spec.max_seq_len, 8192)
     length = int(noted.group(1)) if noted else usual
     cells.assume(f"sequences of {length}")
     return length
@@ -101,9 +103,7 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     text = cells["precision"].lower()
     half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
     pure = "true" in text or "pure" in text or cells.noted(r"bf16 params and optimizer|pure bf16") is not None
-    tunes = cells.has(r"torchtune") or (
-        stack in ("eager", "deepspeed", "fsdp1", "torchtitan") and cells.has(r"\blora\b")
-    )
+    tunes = cells.has(r"torchtune") or (stack in ("eager", "deepspeed", "fsdp1", "torchtitan") and cells.has(_ADAPTERS))
     if tunes and "bf16" in text and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
     if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):
@@ -142,15 +142,24 @@ def optimizer_of(cells: Cells, spec: ModelSpec, stack: str, precision: str) -> s
     return "adamw-bf16" if precision == "bf16-pure" or "bf16 states" in text else "adamw"
 
 
+_ADAPTERS = r"(?<![a-z])(rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
+_LOW_BASE = r"(?<![a-z])qlora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
+"""Words for adapters, and for frozen weights of 4 bits below them."""
+
+
 def trained_share(cells: Cells, spec: ModelSpec) -> float:
     """Adapters on the projections of every block (arXiv:2106.09685), over the model; 1 without adapters.
 
     Of rank 16 and on every projection where the notes say nothing else.
     """
-    if not cells.has(r"\bq?lora\b"):
-        return 1.0
-    if cells.has(r"\bqlora\b"):
+    if cells.has(_LOW_BASE) or (
+        cells.has(_ADAPTERS) and cells.has(r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b")
+    ):
         raise Skip("model: weights in 4 bits, which no plan says")
+    if cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
+        raise Skip("model: weights in 8 bits, which no plan says")
+    if not cells.has(_ADAPTERS):
+        return 1.0
     width = spec.num_heads * spec.head_dim
     attention = 2 * (spec.dim + width) + 2 * (spec.dim + spec.num_kv_heads * spec.head_dim)
     ffn = 3 * (spec.dim + spec.ffn_dim)
@@ -170,9 +179,10 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     Raises:
         Skip: where the row does not say enough; ConfigError, PlanError: where what it says cannot be.
     """
-    sizes = sizes_of(cells)
+    sizes = sizes_of(cells, cluster.per_node)
     ep = expert_degree(cells) * inner_degree(cells, spec) if spec.num_experts else 1
-    zero = zero_of(cells, stack.name, sizes, _whole(spec, sizes, ep) / cluster.device.memory)
+    trained = trained_share(cells, spec)
+    zero = zero_of(cells, stack.name, sizes, cluster.device.memory / _whole(spec, sizes, ep), trained)
     if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):
         cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
         zero = 1
@@ -190,7 +200,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         global_batch=total,
         optimizer=optimizer_of(cells, spec, stack.name, precision),
         compute=compute,
-        trained=trained_share(cells, spec),
+        trained=trained,
     )
     plan = Plan(
         axes=axes,
@@ -215,9 +225,16 @@ def _schedule(cells: Cells, sizes: Sizes) -> Schedule:
     if sizes.pp == 1:
         return Schedule()
     if not text and not cells["vp"]:
-        noted = cells.noted(r"\bvpp? ?[=:]? ?(\d+)|virtual[ _-]pipeline\D{0,40}[ =:](\d+)")
+        noted = cells.noted(
+            r"\bvpp? ?[=:]? ?(\d+)|virtual[ _-]pipeline\D{0,40}[ =:](\d+)"
+            r"|(\d+) (?:virtual|model) (?:pipeline )?(?:stages|chunks)"
+        )
         turns = int(next(n for n in noted.groups() if n)) if noted else 1
-        text = "interleaved" if cells.noted(r"(?<!no )(?<!non-)interleaved (1f1b|pipeline|schedule)") else ""
+        text = (
+            "interleaved"
+            if cells.noted(r"(?<!no )(?<!non-)interleaved ?(1f1b|pipeline|schedule)|1f1b[ -]interleaved")
+            else ""
+        )
     if re.search(r"zb-?v|zbv|zero.?bubble.?v", text):
         return Schedule(kind="zero-bubble-v", stages_per_rank=2)
     if "dualpipe" in text:
@@ -265,8 +282,14 @@ def _float8(cells: Cells, compute: str) -> Float8:
 def _offload(cells: Cells, zero: int) -> Offload:
     stated = f"{cells['optimizer']} ; {cells['zero_stage']}".lower()
     state = re.search(r"on cpu|offload", stated) is not None
-    noted = cells.noted(r"optimizer (state )?(cpu )?offload|offload(ed|ing)? (of )?(the )?optimizer|zero-offload")
-    saved = cells.noted(r"activations? (cpu )?offload") is not None
+    of_states = (
+        rf"(optimizer|adam\w?)( states?)?|{ZERO}[123][ _+,(]*(with)?|(?<!no )(?<!activation )(?<!activations )cpu"
+    )
+    noted = cells.noted(
+        rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of|used? |not|off))"
+        r"|offload(ed|ing)?[ _](of )?(the )?optimizer|zero-(offload|infinity)"
+    )
+    saved = cells.noted(r"activations? (check ?point\w* )?(cpu )?offload") is not None
     if saved and cells.noted(r"offload of \d+ layers"):
         cells.assume("memory as if activations of every layer were offloaded")
     return Offload(state=(state or noted is not None) and zero > 0, activations=saved)
@@ -274,6 +297,8 @@ def _offload(cells: Cells, zero: int) -> Offload:
 
 def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
+    if accumulates and cells.noted(r"reshard_after_forward[ =:]+(false|no\b|never)"):
+        return Communication(reshard_after_forward=False)
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
         return Communication(reshard_after_forward=False)

@@ -15,7 +15,21 @@ _FULL = re.compile(
     r"|remat( full)?|(gradient|activation)[ _-]checkpointing)"
 )
 _NONE = re.compile(r"(n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*")
+_DONE = r"(activations?[ _-])?(recomput(e|ation)|check ?pointing|checkpoints?|ckpt)\b"
+_NOT = (
+    r"\b(no|without|w/o|not using) ((full|gradient)[ _-])?(activations? )?(recomput(e|ation)|check ?pointing|ac\b)"
+    r"|\bac[ =:]+(none|off)\b"
+    r"|(activation|gradient)[ _-]check ?pointing( is| was)?[ =:]*(off|no\b|none|false|disabled|not (used|en))"
+)
+_ALL = (
+    r"((^|[;,(+]|with|and) ?)(full|activation) (activation )?recomput(e|ation)\b"
+    r"|(gradient|activations?)[ _-](check ?pointing|checkpoints?|ckpt)\b(?! (is |was |state )?(not|un))"
+    r"|recompute all (layers|blocks)|full remat|remat[ =:]+full|\bfull ac\b|checkpoint(ed|ing)? activations"
+)
+_SECOND = r"(\bac\b|check ?point\w*|recomput\w*) (on |of |in )?every[ -](2nd|other|second)"
+"""How notes say that nothing, every block, or every second is recomputed."""
 NO_RECOMPUTE = "no recompute"
+PER_OPERATOR = "recompute per operator, torchtitan's default"
 _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
 
 
@@ -26,7 +40,14 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if part:
         layers = max(spec.num_layers // pp, 1)
         return Recompute(mode="ratio", ratio=min(int(part.group(1)) / layers, 1.0))
-    some = re.search(r"every (\d+)(?:nd|rd|th)? (?:layer|block)", text)
+    share = cells.noted(r"(\d)/(\d) of (?:the |all )?(?:blocks|layers)") if not text else None
+    if share and 0 < int(share.group(1)) < int(share.group(2)):
+        return Recompute(mode="ratio", ratio=int(share.group(1)) / int(share.group(2)))
+    some = re.search(r"every (\d+)(?:nd|rd|th)? (?:layer|block)", text) or (
+        cells.noted(r"(?:\bac\b|check ?point\w*|recomput\w*) every (\d+)(?:nd|rd|th)? (?:layer|block)")
+        if not text
+        else None
+    )
     if some and int(some.group(1)) > 1:
         return Recompute(mode="every", every=int(some.group(1)))
     if re.search(r"selective|\bsac\b|per-op|op-level", text):
@@ -35,14 +56,11 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return Recompute(mode="blocks")
     if _NONE.fullmatch(text):
         return Recompute()
-    if cells.noted(r"no (activation )?(recomput(e|ation)|checkpointing)|no ac\b"):
+    if cells.noted(_NOT):
         return Recompute()
-    if cells.noted(r"recompute modules|selective recompute|recompute: "):
+    if cells.noted(rf"recompute modules|recompute: |selective ({_DONE}|ac\b)|{_SECOND}"):
         return _selective(cells, stack)
-    if cells.noted(
-        r"((^|[;,(+]|with|and) ?)(full |gradient |activation )(activation )?(checkpointing|recomput(e|ation))\b"
-        r"|recompute all (layers|blocks)|full remat|remat[ =:]+full|\bfull ac\b"
-    ):
+    if cells.noted(_ALL):
         return Recompute(mode="blocks")
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")
@@ -54,7 +72,7 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         cells.assume("full recompute, as the source's operations count it")
         return Recompute(mode="blocks")
     if stack.name == "torchtitan" and cells.has(r"torchtitan|torchao|pytorch/ao\b"):
-        cells.assume("recompute per operator, torchtitan's default")
+        cells.assume(PER_OPERATOR)
         return Recompute(mode="ops")
     cells.assume(NO_RECOMPUTE)
     return Recompute()

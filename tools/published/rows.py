@@ -28,7 +28,7 @@ from published.measured import (
     step_time_of,
 )
 from published.models import model_of
-from published.recompute import NO_RECOMPUTE
+from published.recompute import NO_RECOMPUTE, PER_OPERATOR
 from published.stacks import stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
@@ -146,7 +146,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     cells = Cells(raw)
     spec = model_of(cells, cells.count("seq_len"))
     cluster = cluster_of(cells)
-    stack = stack_of(cells, spec, sharded=is_sharded(cells))
+    stack = stack_of(cells, spec, sharded=is_sharded(cells), nodes=cluster.nodes)
     spec = split_experts(cells, spec)
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
@@ -183,7 +183,8 @@ DOUBT = 1.1
 def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
     """The plan; where the row says nothing of recompute and would not fit without, with the least that lets it fit."""
     plan, work = job
-    if cells["activation_checkpoint"] or plan.recompute.mode == "blocks" or cells.noted(r"recomput|checkpointing"):
+    is_default = NO_RECOMPUTE in cells.assumed or PER_OPERATOR in cells.assumed
+    if cells["activation_checkpoint"] or not is_default or cells.noted(r"recomput|checkpointing"):
         return plan
     profile = profile_of(spec)
     tried = (plan.recompute, Recompute(mode="ops"), Recompute(mode="blocks"))

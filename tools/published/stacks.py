@@ -7,36 +7,38 @@ from dataclasses import replace
 from functools import cache
 
 from published.cells import Cells
+from published.degrees import LIBRARIES, ZERO, degrees_of, stage_said
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.stack import AttentionKernel, Stack, load_stack
 
 CORE = ("megatron-core", "megatron-bridge")
 """Stacks on Megatron-Core and Transformer Engine."""
 
+_FORKS = r"megatron-deepspeed|bigscience|gpt-?neox(?![ -]?(20b|\d|tokeni|model|arch|vocab|like|style))"
+"""Codes on Megatron-LM of 2021 and DeepSpeed."""
 _RULES: tuple[tuple[str, str], ...] = (
     (
         r"maxtext|paxml|\bjax\b|levanter|xla\b|\bpax\b|\bt5x\b|\bflax\b|easylm|axlearn|mesh[ -]?tensorflow|pathways",
         "jax",
     ),
-    (r"megatron-deepspeed|bigscience|bloom sizing", "megatron"),
-    (r"torchtitan|torchao|pytorch/ao\b|automodel|fsdp2", "torchtitan"),
+    (rf"bloom sizing|{_FORKS}", "megatron"),
+    (r"torchtitan|torchao|pytorch/ao\b|automodel", "torchtitan"),
     (r"nanotron|ultra-?scale|picotron", "nanotron"),
     (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp|fairscale|fairseq", "fsdp1"),
-    (r"torchtune|lit-?(gpt|llama|parrot)|axolotl|unsloth|lightning (ai|fabric)|pytorch.lightning", "eager"),
+    (r"deepspeed|ml-engineering|colossal", "deepspeed"),
     (
-        r"deepspeed|\bzero-[23]\b.*\b(hf|hugging)|\baccelerate\b|(hf|transformers) trainer|ml-engineering|colossal",
-        "deepspeed",
-    ),
-    (
-        r"megatron|\bnemo\b|dgxc|transformer engine|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
-        r"|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai"
-        r"|eleutherai/gpt-neox|gpt-neox (library|framework|codebase)",
+        r"megatron|\bnemo\b|dgxc|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
+        r"|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai",
         "megatron",
     ),
     (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
-    (r"hugging ?face|\btrl\b|peft|llama-?factory|ms-swift", "deepspeed"),
+    (r"torchtune|lit-?(gpt|llama|parrot)", "eager"),
+    (r"\bfsdp2|fully_shard", "fsdp2"),
+    (r"\bfsdp|full_shard|hybrid_shard", "fsdp"),
+    (r"transformer[ -]?engine", "megatron"),
 )
-"""Keywords -> stack; `megatron` is one of three, by year and kernels. The first that is found."""
+"""Keywords of the code that lays a job out -> stack, the first that is found; `megatron` is one of three, by year and
+kernels, `fsdp` one of two, by year."""
 
 OLD = r"v100|\bt4\b|p100|2080|titan|mi100"
 """Devices that neither Transformer Engine nor FlashAttention 2 runs on."""
@@ -68,10 +70,12 @@ COMPILED_LOSS = 2025.4
 """Year from which torchtitan's compile takes in the loss, so that no fp32 copy of the logits is kept."""
 
 
-def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
-    """The stack of a row. `sharded`: parameters are sharded over data ranks (zero 3)."""
-    name = _name(cells, sharded=sharded)
+def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) -> Stack:
+    """The stack of a row on so many nodes. `sharded`: parameters are sharded over data ranks (zero 3)."""
+    name = _name(cells, sharded=sharded, nodes=nodes)
     stack = _preset(name)
+    if engine(cells) == "eager":
+        stack = replace(stack, pure_master=False)
     if stack.attention.startswith("flash") and cells.year < 2022.75:
         stack = replace(stack, attention="fused-softmax")  # before flash attention (arXiv:2205.14135) was in any stack
     if stack.attention == "flash2" and cells.year >= 2026:
@@ -91,7 +95,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
     compiled = cells.compiled
     if compiled:
         stack = replace(stack, fused=True)
-    elif name in ("torchtitan", "fsdp1", "eager") and (compiled is False or framework(cells) is None):
+    elif name in ("torchtitan", "fsdp1", "eager") and (
+        compiled is False or engine(cells) not in ("torchtitan", "fsdp1")
+    ):
         stack = replace(stack, fused=False)
     layers = cells.noted(r"activations? (?:cpu )?offload of (\d+) layers")
     if layers:
@@ -99,7 +105,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool) -> Stack:
     if _chunks(cells):
         stack = replace(stack, logit_bytes=CHUNKED)
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
-    elif cells.noted(r"liger|fused ce\b|chunked (ce|cross|loss)|cut cross"):
+    elif cells.noted(r"liger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross"):
         stack = replace(stack, logit_bytes=0.5, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
@@ -123,47 +129,71 @@ def megatron_era(cells: Cells) -> str:
     core = "megatron-bridge" if cells.has(r"megatron-bridge|\bnemo\b|dgxc") else "megatron-core"
     if re.search(OLD, cells["gpu"].lower()):
         return "megatron-2021"
-    if cells.has(r"megatron-deepspeed|bloom sizing|bigscience") and not _flash(cells):
-        late = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
-        return "megatron-flash" if late else "megatron-2021"  # the vendors' forks bring their own fused attention
-    engine = re.search(r"fp[48]|float8", cells["precision"].lower())  # of those, Transformer Engine alone multiplies so
-    if (cells.year >= 2023.75 or engine) and not _flash_sweep(cells):
+    low = re.search(r"fp[48]|float8", cells["precision"].lower())  # of those, Transformer Engine alone multiplies so
+    if cells.has(rf"bloom sizing|{_FORKS}") and not low:
+        vendor = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
+        late = vendor or (cells.year >= 2023.5 and cells.has("neox"))  # which bring a fused attention
+        return "megatron-flash" if late or _flash(cells) else "megatron-2021"
+    if (cells.year >= 2023.75 or low) and not _flash_sweep(cells):
         return core
     return "megatron-flash" if cells.year >= 2023 or _flash(cells) else "megatron-2021"
 
 
-def _name(cells: Cells, *, sharded: bool) -> str:
+def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     found = framework(cells)
+    if found == "library":
+        found = "eager" if nodes == 1 else "deepspeed"
+        cells.assume(f"stack {found}, as the row names a trainer only")
+    if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp")):
+        return megatron_era(cells)
+    if found in ("fsdp", "fsdp2"):
+        name = "torchtitan" if found == "fsdp2" else _torch_era(cells)
+        cells.assume(f"stack {name}, by its date and layout")
+        return name
     if found == "fsdp1" and cells.year >= 2025:
-        found = "torchtitan"
-    if found == "megatron":
-        return megatron_era(cells)
-    if found == "deepspeed" and _divides(cells, "tp", "pp"):
-        return megatron_era(cells)
+        return "torchtitan"
+    if found == "eager" and nodes > 1:
+        cells.assume(f"stack {_torch_era(cells)}, not compiled: eager's constants are those of one node")
+        return _torch_era(cells)
     if found:
         return found
+    known = degrees_of(cells)
     if (cells.devices or 1) == 1:
         name = "eager"
-    elif (
-        sharded and not _divides(cells, "pp") or not any(cells[axis] for axis in ("zero_stage", "tp", "pp", "cp", "ep"))
-    ):
-        name = (
-            "torchtitan" if cells.year >= 2024.5 or _divides(cells, "tp", "cp") else "fsdp1"
-        )  # PyTorch's FSDP and DDP
+    elif sharded and not _divides(cells, "pp") or not (cells["zero_stage"] or cells["ep"] or any(known.values())):
+        name = _torch_era(cells)  # PyTorch's FSDP and DDP
     else:
         name = megatron_era(cells)
     cells.assume(f"stack {name}, by its date and layout")
     return name
 
 
-def framework(cells: Cells) -> str | None:
-    """The stack whose keyword the row has (`megatron` is one of three); of Google's devices JAX; None: no keyword."""
+def _torch_era(cells: Cells) -> str:
+    return "torchtitan" if cells.year >= 2024.5 or _divides(cells, "tp", "cp") else "fsdp1"
+
+
+def engine(cells: Cells) -> str | None:
+    """The stack of the code that the row names; of Google's devices JAX; None: none that lays a job out."""
     found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
     return "jax" if found is None and re.search(TPU, cells["gpu"].lower()) else found
 
 
+def library(cells: Cells) -> bool:
+    """Whether the row names a trainer that leaves the layout to another code."""
+    return cells.has(rf"{LIBRARIES}|hugging ?face")
+
+
+def framework(cells: Cells) -> str | None:
+    """The engine's stack; `library` where the row names a trainer only; None: no keyword."""
+    found = engine(cells)
+    if found or not library(cells):
+        return found
+    return "deepspeed" if stage_said(cells) and cells.has(ZERO) else "library"
+
+
 def _divides(cells: Cells, *axes: str) -> bool:
-    return any((cells.count(axis) or 1) > 1 for axis in axes)
+    known = degrees_of(cells)
+    return any((known[axis] or 1) > 1 for axis in axes)
 
 
 def _flash(cells: Cells) -> bool:

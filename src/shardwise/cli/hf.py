@@ -14,7 +14,7 @@ from shardwise.diagnose.read_module import ONE_BLOCK, WHOLE, Planned, said_of, s
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec
-from shardwise.models.hf import hf_config, hf_factory, longest_sequence
+from shardwise.models.hf import hf_config, hf_factory, longest_sequence, unsaid_sizes
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
 from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
@@ -87,17 +87,18 @@ def planned_hf(model: str, blocks: str = "auto") -> Planned:
         blocks: the pattern of its repeated blocks.
 
     Raises:
-        ConfigError, DataError: see `hf_config`; a size below 1.
+        ConfigError, DataError: see `hf_config`.
         ModelError: a model that takes what is not known, or a pattern that matches nothing.
 
     >>> planned_hf("hf:vit").usual  # doctest: +SKIP
     3
     """
     config, notes = steady(hf_config(model))
-    _refuse_sizes(model, config)
     inputs, factory = inputs_of(config), hf_factory(config)
     found = stacks_of(factory, blocks, several=inputs is not None and (inputs.is_text or not inputs.is_fixed))
     notes += [*said_of(found), *([inputs.note] if inputs else [])]
+    if unsaid := unsaid_sizes(model):
+        notes.append(f"its config.json does not say {', '.join(unsaid)}: the defaults of {config.model_type}")
     if found not in (WHOLE, blocks):
         notes.append(f"its blocks are {found} (give --blocks)")
     limits = sizes_of(config) if inputs is None or inputs.is_text else None
@@ -118,15 +119,6 @@ def planned_hf(model: str, blocks: str = "auto") -> Planned:
         is_fixed=inputs.is_fixed, refused=lambda _: refused_axes(config, found) | left, limits=limits,
         notes=tuple(notes), blocks=found, how=advice(config),
     )  # fmt: skip
-
-
-def _refuse_sizes(model: str, config: Any) -> None:
-    """Refuse sizes below 1, of which transformers builds a model without layers."""
-    text = config.get_text_config()
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value < 1:
-            raise ConfigError(f"model {model}: {name}: found {value}, needed at least 1; mend that key")
 
 
 def sizes_of(config: Any) -> ModelSpec | None:

@@ -75,7 +75,8 @@ def _trial_plan(text: str | None, degree: int) -> Plan | None:
 def _factories(model: str, plan: Plan) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The model's factory, and one of the same names that is small enough to run."""
     if model.startswith("hf:"):
-        from shardwise.models.hf import hf_config, hf_factory, shrunk_config
+        from shardwise.models.hf import hf_config, hf_factory
+        from shardwise.models.hf_sizes import shrunk_config
 
         config = hf_config(model)
         return hf_factory(config), hf_factory(shrunk_config(config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Annotated
 
 import typer
@@ -20,13 +19,16 @@ def unevenly(asked: Question, imbalance: float | None) -> Question:
     """The question with experts that are met so unevenly.
 
     Raises:
-        UsageError: a model without experts, or no finite number.
+        UsageError: a model without experts, or more than it has.
     """
     if imbalance in (None, 1):
         return asked
     if not asked.profile.experts:
         raise UsageError(f"--expert-imbalance {imbalance:g}: {asked.profile.name} has no experts; leave it out")
-    if imbalance == inf:
-        raise UsageError("--expert-imbalance inf: needed a finite number, as 1.5")
+    if not imbalance <= asked.profile.experts:
+        raise UsageError(
+            f"--expert-imbalance {imbalance:g}: needed at most {asked.profile.experts}, the experts of "
+            f"{asked.profile.name}: all tokens meet one of them then; give a number as 1.5"
+        )
     said = f"experts: where ep is above 1, its busiest rank has {imbalance:g} times the mean of the tokens"
     return replace(asked, workload=replace(asked.workload, imbalance=imbalance), assumed=(*asked.assumed, said))

@@ -10,7 +10,8 @@ import sys
 from transformers import PreTrainedConfig
 
 from shardwise.diagnose.random_run import Shape, train
-from shardwise.models.hf import hf_config, hf_factory, shrunk_config
+from shardwise.models.hf import hf_config, hf_factory
+from shardwise.models.hf_sizes import shrunk_config
 from shardwise.plan.plan import Plan
 
 EXPERTS = "_experts_implementation"

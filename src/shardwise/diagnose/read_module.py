@@ -39,7 +39,7 @@ PATIENCE_S = 5.0
 ALIKE = 0.03
 """How far what two lengths give per token may differ."""
 SHARE = 0.05
-"""Of all parameters: a list of layers with fewer is no stack of blocks."""
+"""Of all parameters, which a list of layers has at least that is a stack of blocks."""
 WHOLE = ""
 """In place of a pattern of blocks: the whole module is the one block."""
 ONE_BLOCK = ("pp", "cp", "recompute", "offload-activations", "compile")
@@ -231,8 +231,7 @@ def read_planned(
 ) -> tuple[Profile, tuple[str, ...]]:
     """`read_module`, at fewer tokens where a forward on meta takes long and is per token; and what is to be said of it.
 
-    A forward that goes through the tokens in a loop of its own (the scans of state spaces without their kernels) has
-    thousands of operators.
+    A forward in a loop of its own over tokens (scans of state spaces without their kernels) has thousands of operators.
 
     Args:
         model: what it is called.
@@ -341,7 +340,7 @@ def module_factory(model: str) -> Callable[[], nn.Module]:
         sys.path.insert(0, str(Path.cwd()))  # a module in this directory, as `python -m` finds it
     try:
         module = import_module(place)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
             f"model {model!r}: {place!r} cannot be imported: {type(error).__name__}: {error}; needed "
             "package.module:function, of a module that is installed or in this directory; correct the name, or the "
@@ -386,15 +385,16 @@ def _make(model: str, factory: Callable[[], Any]) -> nn.Module:
         made = factory()
     except ShardwiseError:
         raise
-    except Exception as error:  # the user's own code
+    except (Exception, SystemExit) as error:  # the user's own code
         missing = _needed_arguments(factory)
         called = f"; it needs arguments ({', '.join(missing)}), and is called without" if missing else ""
         raise (ConfigError if missing else ModelError)(
             f"model {model!r}: the factory failed: {type(error).__name__}: {error}{called}; needed a function that "
             "needs no argument and returns a torch.nn.Module; call it yourself, and correct it"
         ) from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
+        found = type(made).__name__ + (" without parameters" if isinstance(made, nn.Module) else "")
         raise ModelError(
-            f"model {model!r}: the factory returned {type(made).__name__}, needed a torch.nn.Module; return the model"
+            f"model {model!r}: the factory returned {found}, needed a torch.nn.Module to train; return the model"
         )
     return made

@@ -116,6 +116,11 @@ class Device:
 
     def __post_init__(self) -> None:
         _refuse(f"device {self.name}", self, "memory bandwidth low_best stream", "context price")
+        if self.context >= self.memory:
+            raise ConfigError(
+                f"device {self.name}: context: found {self.context:g} bytes, needed less than its memory of "
+                f"{self.memory:g}; mend one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

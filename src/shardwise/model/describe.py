@@ -127,8 +127,9 @@ def _untraceable(module: nn.Module, watch: _Watch, error: BaseException, device:
     remedy = (
         "its forward must not ask for values of tensors (.item(), nonzero, if tensor:); describe(..., device='cpu') "
         "runs it for real, which takes its memory and time"
-        if device == "meta"
-        else "give a sample that the model takes, and a module with values (not on meta)"
+        if device == "meta" and (isinstance(error, NotImplementedError) or "meta" in str(error))
+        else "give a sample that the model takes, and sizes that go together"
+        + ("" if device == "meta" else " (a module with values, not on meta)")
     )
     return ModelError(
         f"describe: {watch.operation or 'an operation'} in {where} failed on {device}: {type(error).__name__}: {said}; "

@@ -30,11 +30,10 @@ from transformers.models.auto.modeling_auto import (
 
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.findings import nearest
+from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Keys of a configuration that say how many positions there are."""
 FROM_PADDING = "create_position_ids_from_input_ids"
 """What the embeddings of RoBERTa and its kin have: their positions are counted from the padding token's id on."""
 
@@ -54,9 +53,8 @@ def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
     ['LlamaForCausalLM']
     """
     text = os.fspath(source).removeprefix(PREFIX)
-    path = Path(text)
-    if path.exists() or path.suffix == ".json" or os.sep in text:
-        return _with_class(_read(path / "config.json" if path.is_dir() else path))
+    if path := _file_of(text):
+        return _with_class(_made(path, _read(path)))
     if text in CONFIG_MAPPING:
         return _with_class(CONFIG_MAPPING[text]())
     known = getattr(transformers, text, None) if text.isidentifier() else None
@@ -70,6 +68,16 @@ def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
         f"there is no such file; needed: a config.json, a local directory, a model type or a class name; "
         f"{nearest(text, names)}"
     )
+
+
+def unsaid_sizes(source: str) -> list[str]:
+    """Sizes that a config.json does not say, for which the family's defaults stand; a name asks for these.
+
+    Args:
+        source: as for `hf_config`, which has taken it.
+    """
+    path = _file_of(source.removeprefix(PREFIX))
+    return assumed_sizes(_read(path), hf_config(source)) if path else []
 
 
 def hf_factory(config: PreTrainedConfig) -> Callable[[], nn.Module]:
@@ -136,7 +144,7 @@ def build(config: PreTrainedConfig) -> nn.Module:
             f"model {PREFIX}{config.model_type}: {cls.__name__} needs a library that is not installed "
             f"({_on_one_line(error)}); install it, or name a class that does without"
         ) from error
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model {PREFIX}{config.model_type}: {cls.__name__} cannot be made of its configuration "
             f"({type(error).__name__}: {_on_one_line(error)}); needed: sizes that go together; mend that key"
@@ -195,130 +203,21 @@ def class_name(config: PreTrainedConfig) -> str:
     )
 
 
-def shrunk_config(config: PreTrainedConfig, *, num_layers: int = 4) -> PreTrainedConfig:
-    """The same family with tiny sizes, for trials: ratios of heads, ties, kinds of layers and experts stay.
-
-    Dropout is zero, so that runs can be compared number by number.
-
-    Args:
-        config: of any size.
-        num_layers: of each stack.
-
-    >>> shrunk_config(hf_config("mistral")).num_key_value_heads
-    2
-    """
-    made = copy.deepcopy(config)
-    for part in (made, *_parts(made)):
-        _shrink(part, num_layers)
-    return made
-
-
-TINY: Mapping[str, int] = {
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "sliding_window": 5,
-    "type_vocab_size": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "image_size": 16,
-    "patch_size": 4,
-    "rotary_dim": 4,
-}
-HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-LAYERS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
-)
-WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
-INNER = (
-    *("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_dim"),
-    *("encoder_ffn_dim", "decoder_ffn_dim"),
-)
-HEAD_DIMS = ("head_dim", "d_kv", "query_pre_attn_scalar")
-HEAD_DIM = 8
-
-
-def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
-    said = config.to_dict()
-
-    def change(keys: tuple[str, ...], value: Any) -> None:
-        for key in keys:
-            if isinstance(said.get(key), int | float) and not isinstance(said[key], bool) and said[key]:
-                setattr(config, key, value)
-
-    heads = next((said[k] for k in HEADS if said.get(k)), 4)
-    kv_heads = next((said[k] for k in KV_HEADS if said.get(k)), heads)
-    small_kv = 4 if kv_heads == heads else min(kv_heads, 2)
-    small = small_kv * min(heads // kv_heads, 4) if kv_heads > 1 else 4
-    width = small * HEAD_DIM
-    old_width = next((said[k] for k in WIDTHS if said.get(k)), 0)
-    same = ("word_embed_proj_dim", "embedding_size", "pooler_output_size")
-    change(tuple(k for k in same if said.get(k) == old_width), width)
-    change(HEADS, small)
-    change(KV_HEADS, small_kv)
-    change(WIDTHS, width)
-    change(INNER, 2 * width)
-    change(HEAD_DIMS, HEAD_DIM)
-    if "head_dim" in said and said["head_dim"] is None:
-        config.head_dim = HEAD_DIM
-    if said.get("qk_rope_head_dim"):  # there `head_dim` is that of the rotary part
-        config.head_dim = TINY["qk_rope_head_dim"]
-        config.qk_head_dim = TINY["qk_rope_head_dim"] + TINY["qk_nope_head_dim"]
-    for key, value in TINY.items():
-        change((key,), min(value, said[key]) if isinstance(said.get(key), int) else value)
-    change(LAYERS, num_layers)
-    _shrink_lists(config, said, num_layers)
-    for key, value in said.items():
-        if ("dropout" in key or "pdrop" in key or key == "layerdrop") and isinstance(value, float):
-            setattr(config, key, 0.0)
-        elif key.endswith("_token_id") and isinstance(value, int) and value >= TINY["vocab_size"]:
-            setattr(config, key, value % TINY["vocab_size"])
-
-
-def _shrink_lists(config: PreTrainedConfig, said: Mapping[str, Any], num_layers: int) -> None:
-    for key in ("layer_types", "mlp_layer_types"):
-        kinds = list(dict.fromkeys(said.get(key) or ()))
-        if kinds:
-            setattr(config, key, [kinds[i % len(kinds)] for i in range(num_layers)])
-    if said.get("attention_types"):  # GPT-Neo: [[[kinds], times]]
-        kinds = said["attention_types"][0][0]
-        config.attention_types = [[kinds, num_layers // len(kinds)]]
-        config.attention_layers = [kinds[i % len(kinds)] for i in range(num_layers)]
-    if said.get("mlp_only_layers"):
-        config.mlp_only_layers = [0]
-    rope = said.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":  # its factors speak of the longer head
-        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        config.rope_parameters = {**kept, "rope_type": "default"}
-
-
-def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    return [held for held in vars(config).values() if isinstance(held, PreTrainedConfig)]
-
-
 def _with_class(config: PreTrainedConfig) -> PreTrainedConfig:
     if not config.architectures:
         config.architectures = [class_name(config)]
     return config
 
 
-def _read(path: Path) -> PreTrainedConfig:
+def _file_of(text: str) -> Path | None:
+    """The file that is meant; None: a name."""
+    path = Path(text)
+    if path.suffix == ".json" or os.sep in text or os.path.exists(text):  # which takes names that are too long
+        return path / "config.json" if os.path.isdir(text) else path
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -326,24 +225,40 @@ def _read(path: Path) -> PreTrainedConfig:
             f"model {PREFIX}{path}: no such file; needed: a config.json of transformers, a local directory that holds "
             "one, or a name such as `llama`; nothing is downloaded"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"model {PREFIX}{path}: cannot be read as JSON ({error}); needed: the config.json of a model; copy it again"
         ) from None
-    kind = said.get("model_type") if isinstance(said, dict) else None
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(said, dict):
+        raise DataError(
+            f"model {PREFIX}{path}: found a JSON {type(said).__name__}, needed an object: the config.json of a model; "
+            "copy it again"
+        )
+    return said
+
+
+def _made(path: Path, said: Mapping[str, Any]) -> PreTrainedConfig:
+    kind, classes = said.get("model_type"), said.get("architectures")
+    if not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         found = f"model_type {kind!r}" if kind else "no `model_type`"
         raise ConfigError(
             f"model {PREFIX}{path}: found {found}, needed one that transformers {transformers.__version__} knows; "
             f"{nearest(str(kind), list(CONFIG_MAPPING.keys()))}"
         )
+    if not (classes is None or (isinstance(classes, list) and all(isinstance(name, str) for name in classes))):
+        raise ConfigError(
+            f"model {PREFIX}{path}: architectures: found {classes!r}, needed a list of one class's name: "
+            '["LlamaForCausalLM"]; mend that key'
+        )
     try:
-        return AutoConfig.for_model(**said)
-    except (TypeError, ValueError, StrictDataclassError) as error:
+        config = AutoConfig.for_model(**said)
+        refuse_sizes(f"{PREFIX}{path}", config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"model {PREFIX}{path}: transformers refuses the configuration ({_on_one_line(error)}); needed: "
             f"values that {kind} takes; mend that key"
         ) from error
+    return config
 
 
 def _on_one_line(error: Exception) -> str:

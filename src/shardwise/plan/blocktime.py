@@ -64,7 +64,8 @@ class BlockTime:
     hidden: float
     """Communication behind compute."""
     weight: float
-    """The part of the backward that makes gradients of weights: a zero-bubble schedule moves it."""
+    """The part of the backward that makes gradients of weights, which a zero-bubble schedule moves: what the kernels of
+    the rest, or the launch of these, leave of it."""
     whole: float
     """What repeating its forward pass adds to its backward pass."""
     light: float
@@ -87,14 +88,17 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     ring, arXiv:2006.16668 for the exchange of experts.
     """
     alike = setting if setting.context == "ring" else replace(setting, context="ring")  # kernels do not see it
-    forward, backward, light, weight, kernels = _kernel_times(block, shape, alike)
+    forward, backward, light, weight, kernels, apart = _kernel_times(block, shape, alike)
     device, host = (forward, backward), _host(block, shape[0], kernels, setting)
     compute = max(forward, host[0]) + max(backward, host[1])
     tensor, hidden = _tensor(block, shape, setting, compute)
-    context = _context(block, shape, setting)
+    context = _context(block, shape, setting, compute - sum(device))
     expert = _expert(block, shape, setting)
     tensor += _waits(host, compute + tensor + context + expert, setting)
     ahead, back, both = _passes(device, host, tensor, setting.stack)
+    _, inputs, _ = _passes(
+        (forward, backward - weight), (host[0], host[1] - setting.launch * apart), tensor, setting.stack
+    )
     sent = expert / 2 + context / 3, expert / 2 + context * 2 / 3
     exposed = ahead + back - compute
     return BlockTime(
@@ -105,26 +109,28 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         context=context,
         expert=expert,
         hidden=hidden + tensor - exposed,
-        weight=weight,
+        weight=back - inputs,
         whole=both - back + sent[0],
         light=_again_light(light, device, host, kernels, setting),
     )
 
 
 @lru_cache(maxsize=65536)
-def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, float, float, float, int]:
-    """Seconds of kernels: forward, backward, of element-wise ones forward, of gradients of weights; their number."""
+def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, float, float, float, int, int]:
+    """Seconds of kernels: forward, backward, element-wise ones forward, gradients of weights; how many ahead, these."""
     forward = backward = light = weight = 0.0
-    kernels = 0
+    kernels = apart = 0
     batch = shape[0]
     for op in block.ops:
         ahead, back = _op_time(op, shape, setting)
         forward += ahead
-        weight += back / 2 if isinstance(op, Matmul) and op.trained and not setting.frozen else 0.0
+        if isinstance(op, Matmul) and op.trained and not setting.frozen:
+            weight += back / 2
+            apart += _kernels(op, batch, setting)
         backward += back
         light += ahead if isinstance(op, Pointwise) else 0.0
         kernels += _kernels(op, batch, setting)
-    return forward, backward, light, weight, kernels
+    return forward, backward, light, weight, kernels, apart
 
 
 def _passes(
@@ -262,8 +268,11 @@ def _reduction(size: float, group: Group, setting: Setting) -> float:
     return collective_time("all_reduce", size, group, setting.cluster, share)
 
 
-def _context(block: Block, shape: Shape, setting: Setting) -> float:
-    """Exposed seconds of the cp axis: keys and values, forward once and backward twice, behind attention."""
+def _context(block: Block, shape: Shape, setting: Setting, idle: float) -> float:
+    """Exposed seconds of the cp axis: keys and values, forward once and backward twice, behind attention.
+
+    `idle`: seconds that the device waits for launches, behind which they are sent too.
+    """
     cp = setting.axes.cp
     if cp == 1:
         return 0.0
@@ -289,7 +298,7 @@ def _context(block: Block, shape: Shape, setting: Setting) -> float:
             continue
         part = tokens * op.heads * op.v_dim / setting.axes.tp  # each turn merges its part into the output, in fp32
         merge = pointwise_time(3 * part, setting.cluster.device, 4.0) + 3 * TAIL
-        total += max(sent - behind * 0.9, 0.1 * sent) + 3 * (cp - 1) * merge
+        total += max(sent - behind * 0.9 - idle, 0.1 * sent) + 3 * (cp - 1) * merge
     return total
 
 

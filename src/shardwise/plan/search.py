@@ -138,10 +138,16 @@ def find_plan(
 
 def _no_plan(space: Space, walk: Walk) -> str:
     cluster, batch = space.cluster, space.workload.global_batch
-    why = ", ".join(f"{name} ({number})" for name, number in walk.pruned.most_common(4)) or "the batch"
-    text = f"plan: no legal plan of {space.profile.name} for {cluster.world} devices and a global batch of {batch}"
-    near = " or ".join(map(str, near_batches(batch, cluster.world)))
-    return f"{text}; refused by: {why}. A global batch that every layout divides: {near}; or forbid less"
+    limits = [(name, n) for name, n in walk.pruned.most_common() if not name.startswith("bound on")]
+    why = ", ".join(f"{name} ({number})" for name, number in limits[:4])
+    near = near_batches(batch, cluster.world)
+    advice = [f"a global batch that every layout divides: {' or '.join(map(str, near))}"] if batch not in near else []
+    advice += [f"forbid less than {', '.join(space.forbid)}"] if space.forbid else []
+    return (
+        f"plan: no legal plan of {space.profile.name} for {cluster.world} devices and a global batch of {batch}; "
+        f"refused by: {why or ('what is forbidden' if space.forbid else 'the batch')}; "
+        f"{'; or '.join(advice) or 'give another number of devices'}"
+    )
 
 
 def near_batches(batch: int, world: int) -> list[int]:

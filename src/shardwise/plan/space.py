@@ -177,6 +177,10 @@ class Space:
             unknown = [word for word in given if word not in known]
             if unknown:
                 raise UsageError(f"{name}: found {unknown[0]!r}, which no plan has; {nearest(unknown[0], known)}")
+        if both := sorted({*self.allow} & {*self.forbid}):
+            raise UsageError(
+                f"allow, forbid: found {both[0]!r} in both, which cannot mean anything; leave it out of one"
+            )
         if "fp8" in self.allow and not self.cluster.device.rates.fp8:
             raise UsageError(
                 f"allow: found 'fp8', and {self.cluster.device.name} has no unit for it; leave it out, or plan for "

@@ -1,0 +1,196 @@
+"""Sizes in a configuration of `transformers`: their many names, those that cannot be, and a family with tiny ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shardwise.errors import ConfigError
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Keys of a configuration that say how many positions there are."""
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    *("num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+INNER = (
+    *("intermediate_size", "ffn_dim", "n_inner", "d_ff", "ffn_hidden_size", "hidden_dim"),
+    *("encoder_ffn_dim", "decoder_ffn_dim"),
+)
+HEAD_DIMS = ("head_dim", "d_kv", "query_pre_attn_scalar")
+HEAD_DIM = 8
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token")
+TINY: Mapping[str, int] = {
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "sliding_window": 5,
+    "type_vocab_size": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "image_size": 16,
+    "patch_size": 4,
+    "rotary_dim": 4,
+}
+MOST_LAYERS = 2_000
+"""Of a model that is built to be read: each is read by itself, which takes some milliseconds."""
+MOST = 2**30
+"""Of any other size: products of two stay within what a tensor counts."""
+
+
+def refuse_sizes(where: str, config: PreTrainedConfig) -> None:
+    """Refuse sizes that cannot be, of which `transformers` makes a model without layers, or torch a failure.
+
+    Args:
+        where: what the configuration is called, for messages.
+        config: with those of its parts.
+
+    Raises:
+        ConfigError: a size below its least or above its most, or heads that their key heads do not divide.
+    """
+    for said in _said(config):
+        for key, value in said.items():
+            least = 1 if key in (*LAYERS, *WIDTHS, *HEADS, *KV_HEADS, *LENGTHS, "vocab_size") else 0
+            most = MOST_LAYERS if key in LAYERS else MOST
+            if (least or key in (*INNER, *HEAD_DIMS, *TINY)) and _is_count(value) and not least <= value <= most:
+                needed = f"at least {least}" if value < least else f"at most {most:,}"
+                raise ConfigError(f"model {where}: {key}: found {value:,}, needed {needed}; mend that key")
+        for all_of, key in product(EXPERTS, CHOSEN):
+            if _is_count(said.get(all_of)) and _is_count(said.get(key)) and 0 < said[all_of] < said[key]:
+                raise ConfigError(
+                    f"model {where}: {key}: found {said[key]}, needed at most {all_of} = {said[all_of]}; mend one"
+                )
+        heads, groups = (next((k for k in keys if _is_count(said.get(k))), "") for keys in (HEADS, KV_HEADS))
+        if heads and groups and said[heads] % said[groups]:
+            raise ConfigError(
+                f"model {where}: {groups}: found {said[groups]}, needed a divisor of {heads} = {said[heads]} "
+                "(as many heads share each key); mend one of them"
+            )
+
+
+def assumed_sizes(said: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Sizes that a file does not say, which are the defaults of its family: `hidden_size 4096`.
+
+    Args:
+        said: the file, as it was read.
+        config: what `transformers` made of it.
+    """
+    text = config.get_text_config()
+    own = said if text is config else _part_of(said, config, text)
+    known = {text.attribute_map.get(key, key) for key in own} | {*own}
+    held = text.to_dict()
+    keys = (*LAYERS, *WIDTHS, *HEADS, *KV_HEADS, *INNER, "vocab_size", *EXPERTS)
+    return [f"{key} {held[key]:,}" for key in keys if key in held and key not in known and _is_count(held[key])]
+
+
+def _part_of(said: Mapping[str, Any], config: PreTrainedConfig, part: PreTrainedConfig) -> Mapping[str, Any]:
+    key = next((name for name, value in vars(config).items() if value is part), "")
+    return said.get(key) or {}
+
+
+def _said(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
+    yield config.to_dict()
+    for part in _parts(config):
+        yield from _said(part)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shrunk_config(config: PreTrainedConfig, *, num_layers: int = 4) -> PreTrainedConfig:
+    """The same family with tiny sizes, for trials: ratios of heads, ties, kinds of layers and experts stay.
+
+    Dropout is zero, so that runs can be compared number by number.
+
+    Args:
+        config: of any size.
+        num_layers: of each stack.
+
+    >>> shrunk_config(hf_config("mistral")).num_key_value_heads
+    2
+    """
+    made = copy.deepcopy(config)
+    for part in (made, *_parts(made)):
+        _shrink(part, num_layers)
+    return made
+
+
+def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
+    said = config.to_dict()
+
+    def change(keys: tuple[str, ...], value: Any) -> None:
+        for key in keys:
+            if isinstance(said.get(key), int | float) and not isinstance(said[key], bool) and said[key]:
+                setattr(config, key, value)
+
+    heads = next((said[k] for k in HEADS if said.get(k)), 4)
+    kv_heads = next((said[k] for k in KV_HEADS if said.get(k)), heads)
+    small_kv = 4 if kv_heads == heads else min(kv_heads, 2)
+    small = small_kv * min(heads // kv_heads, 4) if kv_heads > 1 else 4
+    width = small * HEAD_DIM
+    old_width = next((said[k] for k in WIDTHS if said.get(k)), 0)
+    same = ("word_embed_proj_dim", "embedding_size", "pooler_output_size")
+    change(tuple(k for k in same if said.get(k) == old_width), width)
+    change(HEADS, small)
+    change(KV_HEADS, small_kv)
+    change(WIDTHS, width)
+    change(INNER, 2 * width)
+    change(HEAD_DIMS, HEAD_DIM)
+    if "head_dim" in said and said["head_dim"] is None:
+        config.head_dim = HEAD_DIM
+    if said.get("qk_rope_head_dim"):  # there `head_dim` is that of the rotary part
+        config.head_dim = TINY["qk_rope_head_dim"]
+        config.qk_head_dim = TINY["qk_rope_head_dim"] + TINY["qk_nope_head_dim"]
+    for key, value in TINY.items():
+        change((key,), min(value, said[key]) if isinstance(said.get(key), int) else value)
+    change(LAYERS, num_layers)
+    _shrink_lists(config, said, num_layers)
+    for key, value in said.items():
+        if ("dropout" in key or "pdrop" in key or key == "layerdrop") and isinstance(value, float):
+            setattr(config, key, 0.0)
+        elif key.endswith("_token_id") and isinstance(value, int) and value >= TINY["vocab_size"]:
+            setattr(config, key, value % TINY["vocab_size"])
+
+
+def _shrink_lists(config: PreTrainedConfig, said: Mapping[str, Any], num_layers: int) -> None:
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds = list(dict.fromkeys(said.get(key) or ()))
+        if kinds:
+            setattr(config, key, [kinds[i % len(kinds)] for i in range(num_layers)])
+    if said.get("attention_types"):  # GPT-Neo: [[[kinds], times]]
+        kinds = said["attention_types"][0][0]
+        config.attention_types = [[kinds, num_layers // len(kinds)]]
+        config.attention_layers = [kinds[i % len(kinds)] for i in range(num_layers)]
+    if said.get("mlp_only_layers"):
+        config.mlp_only_layers = [0]
+    rope = said.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":  # its factors speak of the longer head
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        config.rope_parameters = {**kept, "rope_type": "default"}
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [held for held in vars(config).values() if isinstance(held, PreTrainedConfig)]

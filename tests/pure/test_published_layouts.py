@@ -1,0 +1,218 @@
+"""How published rows say their layout: hybrid sharding, stages, degrees in lists, adapters, engines under trainers."""
+
+from __future__ import annotations
+
+import pytest
+
+from published.cells import Cells, Skip
+from published.degrees import sizes_of, stage_said
+from published.rows import row_of
+from tests.pure.test_published import RAWS, variant
+from tests.pure.test_published_words import BARE
+
+FREE = BARE | {
+    "dp_replicate": "",
+    "dp_shard": "",
+    "tp": "",
+    "pp": "",
+    "cp": "",
+    "zero_stage": "",
+    "global_batch": "128",
+}
+SMALL = FREE | {key: "" for key in ("n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+ONE_NODE = SMALL | {"model": "Llama 3.2 1B", "n_gpus": "8"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "data"),
+    [
+        ({"n_gpus": "8", "notes": "HSDP 2x4"}, (2, 4)),
+        ({"n_gpus": "8", "notes": "hybrid shard (replicate 2, shard 4)"}, (2, 4)),
+        ({"n_gpus": "64", "notes": "HYBRID_SHARD"}, (8, 8)),
+        ({"n_gpus": "64", "zero_stage": "HSDP"}, (8, 8)),
+        ({"n_gpus": "64", "notes": "HSDP with 16 replicas"}, (16, 4)),
+        ({"n_gpus": "64", "notes": "hybrid_shard_degree=16"}, (4, 16)),
+        ({"n_gpus": "64", "notes": "MiCS, partition group size 16"}, (4, 16)),
+        ({"n_gpus": "64", "notes": "HSDP 3x5"}, (8, 8)),
+        ({"n_gpus": "64", "notes": "HSDP; TP=2"}, (8, 4)),
+        ({"n_gpus": "64", "notes": "HSDP; TP=8"}, (1, 8)),
+        ({"n_gpus": "64", "dp_shard": "8 (HSDP)"}, (8, 8)),
+        ({"n_gpus": "64", "dp_replicate": "2", "notes": "HSDP"}, (2, 32)),
+        ({"n_gpus": "64", "dp_shard": "8", "tp": "1", "pp": "1"}, (8, 8)),
+        ({"n_gpus": "64", "notes": "FSDP, not HSDP"}, (64, 1)),
+        ({"n_gpus": "8", "notes": "HYBRID_SHARD"}, (1, 8)),
+    ],
+)
+def test_hybrid_sharding(cells: dict[str, str], data: tuple[int, int]) -> None:
+    sizes = sizes_of(Cells({"gpu": "h100", **cells}))
+    assert (sizes.replicate, sizes.shard) == data
+
+
+def test_groups_that_nobody_counts_are_assumed() -> None:
+    row = variant("fsdp-1", **FREE | {"notes": "HYBRID_SHARD", "global_batch": "32"})
+    assert (row.plan.axes.dp_replicate, row.plan.axes.dp_shard, row.plan.zero) == (2, 8, 3)
+    assert "hybrid sharding: over the 8 data ranks of a node, replicated over 2" in row.assumed
+    stated = variant("fsdp-1", **FREE | {"notes": "HSDP 4x4", "global_batch": "32"})
+    assert stated.plan.axes.dp_shard == 4 and not any("hybrid" in line for line in stated.assumed)
+
+
+@pytest.mark.parametrize(
+    ("notes", "stage"),
+    [
+        ("DeepSpeed ZeRO-3", 3), ("zero_stage=2", 2), ("ZeRO (stage 1)", 1), ("strategy deepspeed_stage_2", 2),
+        ("ds_z3", 3), ("ZeRO++", 3), ("FULL_SHARD", 3), ("FSDP, SHARD_GRAD_OP", 2), ("FSDP", 3), ("no_shard", 0),
+        ("plain DDP", 0), ("distributed optimizer", 1), ("without distributed optimizer", None), ("no ZeRO-3", None),
+        ("faster than ZeRO-3", None), ("zero bubble", None),
+    ],
+)  # fmt: skip
+def test_stages_that_notes_say_are_not_assumed(notes: str, stage: int | None) -> None:
+    assert stage_said(Cells({"notes": notes})) == stage
+    row = variant("core-8", **BARE | {"zero_stage": "", "notes": notes, "model": "Llama 3.2 1B", "n_params": ""})
+    assert any(line.startswith("zero ") for line in row.assumed) is (stage is None)
+    assert stage is None or row.plan.zero == stage
+
+
+@pytest.mark.parametrize(
+    ("notes", "degrees"),
+    [
+        ("TP/PP/DP = 8/4/2", (8, 4, 1)), ("(t, p, d) = (8, 4, 2)", (8, 4, 1)), ("(p, t, d) = (8, 4, 2)", (4, 8, 1)),
+        ("t=8, p=4", (8, 4, 1)), ("tp8pp4", (8, 4, 1)), ("TP-8 PP-4", (8, 4, 1)), ("MP=8", (8, 1, 1)),
+        ("8-way model parallelism", (8, 1, 1)), ("8-way TP, 4-stage pipeline", (8, 4, 1)), ("Ulysses SP=8", (1, 1, 8)),
+        ("TP/PP = 8/4/2; FSDP", (1, 1, 1)),
+    ],
+)  # fmt: skip
+def test_degrees_in_lists_and_letters(notes: str, degrees: tuple[int, int, int]) -> None:
+    sizes = sizes_of(Cells({"n_gpus": "64", "gpu": "h100", "notes": notes}))
+    assert (sizes.tp, sizes.pp, sizes.cp) == degrees
+
+
+@pytest.mark.parametrize(
+    "said", ["load_in_4bit", "bnb 4-bit", "nf4", "QLoRA", "4bit base weights", "bnb-4bit", "Q-LoRA 4-bit"]
+)
+def test_weights_of_four_bits_have_no_plan(said: str) -> None:
+    with pytest.raises(Skip, match="weights in 4 bits"):
+        row_of({**RAWS["tune-1"], "model": "Llama 3.1 8B", "notes": f"LoRA, {said}"})
+
+
+def test_weights_of_eight_bits_have_no_plan_but_states_have() -> None:
+    with pytest.raises(Skip, match="weights in 8 bits"):
+        row_of({**RAWS["tune-1"], "model": "Llama 3.1 8B", "notes": "LoRA, load_in_8bit"})
+    assert variant("tune-1", model="Llama 3.1 8B", notes="LoRA, 4-bit AdamW").workload.trained < 0.01
+
+
+@pytest.mark.parametrize(
+    ("notes", "is_adapter"),
+    [("lora_rank=8", True), ("rsLoRA", True), ("DoRA", True), ("PEFT", True), ("no LoRA", False), ("vs LoRA", False)],
+)
+def test_adapters_in_words(notes: str, is_adapter: bool) -> None:
+    assert (variant("tune-1", model="Llama 3.1 8B", notes=notes).workload.trained < 1) is is_adapter
+
+
+@pytest.mark.parametrize(
+    ("cells", "stack"),
+    [
+        ({"source": "Axolotl", "notes": "DeepSpeed ZeRO-3"}, "deepspeed"),
+        ({"source": "Axolotl", "notes": "FSDP"}, "torchtitan"),
+        ({"source": "Axolotl", "notes": "FSDP", "date": "2024-01"}, "fsdp1"),
+        ({"source": "Lightning AI", "notes": "deepspeed_stage_2"}, "deepspeed"),
+        ({"source": "PyTorch Lightning", "notes": "FSDP2", "date": "2024-05"}, "torchtitan"),
+        ({"source": "ms-swift", "notes": "Megatron-SWIFT, TP=8"}, "megatron-core"),
+        ({"source": "HF accelerate", "notes": "Megatron-LM plugin, TP=8"}, "megatron-core"),
+        ({"source": "LLaMA-Factory", "notes": ""}, "eager"),
+        ({"source": "LLaMA-Factory", "notes": "", "n_gpus": "64"}, "deepspeed"),
+        ({"source": "unsloth", "notes": "", "n_gpus": "1"}, "eager"),
+        ({"source": "torchtune", "notes": ""}, "eager"),
+        ({"source": "torchtune", "notes": "", "n_gpus": "64"}, "torchtitan"),
+        ({"source": "a blog", "notes": "FSDP with Transformer Engine"}, "torchtitan"),
+        ({"source": "a blog", "notes": "FSDP, Megatron-style tensor parallelism, TP=2"}, "torchtitan"),
+        ({"source": "a blog", "notes": "DeepSpeed-Ulysses, ZeRO-3"}, "deepspeed"),
+    ],
+)
+def test_the_engine_is_stronger_than_its_trainer(cells: dict[str, str], stack: str) -> None:
+    row = variant("core-8", **ONE_NODE | cells)
+    assert row.stack.name == stack and (row.stack.fused is False or stack == "megatron-core")
+
+
+def test_eager_is_of_one_node() -> None:
+    row = variant("core-8", **ONE_NODE | {"source": "torchtune", "n_gpus": "64"})
+    assert (
+        not row.stack.pure_master
+        and "stack torchtitan, not compiled: eager's constants are those of one node" in row.assumed
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "stack"),
+    [
+        ({"notes": "GPT-NeoX; TP=2, PP=4", "date": "2022-06"}, "megatron-2021"),
+        ({"notes": "GPT-NeoX; TP=2, PP=4", "date": "2024-06"}, "megatron-flash"),
+        ({"source": "EleutherAI/gpt-neox", "tp": "2", "date": "2022-06"}, "megatron-2021"),
+        ({"model": "GPT-NeoX-20B", "notes": "FSDP"}, "torchtitan"),
+        ({"notes": "FSDP, gpt-neox-20b tokenizer"}, "torchtitan"),
+        ({"notes": "Megatron-DeepSpeed, flash attention; TP=4", "date": "2024-06"}, "megatron-flash"),
+        ({"notes": "TP=4, PP=2"}, "megatron-core"),
+    ],
+)
+def test_forks_of_megatron(cells: dict[str, str], stack: str) -> None:
+    assert variant("core-8", **SMALL | {"n_gpus": "64", "model": "Llama 3.2 1B"} | cells).stack.name == stack
+
+
+def test_a_trainer_without_engine_shards_where_a_rank_needs_it() -> None:
+    small = variant("core-8", **ONE_NODE | {"source": "HF Trainer"})
+    large = variant("core-8", **ONE_NODE | {"source": "HF Trainer", "model": "Llama 3.1 8B"})
+    tuned = variant("core-8", **ONE_NODE | {"source": "HF Trainer", "model": "Llama 3.1 8B", "notes": "LoRA"})
+    assert [row.plan.zero for row in (small, large, tuned)] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("notes", "mode"),
+    [
+        ("activation checkpointing off", "none"), ("AC none", "none"), ("gradient_checkpointing=True", "blocks"),
+        ("checkpoint activations", "blocks"), ("unsloth gradient checkpointing", "blocks"),
+        ("AC every other block", "every"), ("AC on 1/3 of blocks", "ratio"), ("selective AC; torchtitan", "ops"),
+    ],
+)  # fmt: skip
+def test_recompute_and_compile_in_words(notes: str, mode: str) -> None:
+    row = variant("core-8", **ONE_NODE | {"activation_checkpoint": "", "notes": f"FSDP; {notes}"})
+    assert row.plan.recompute.mode == mode and not any("recompute" in line for line in row.assumed if mode != "ops")
+
+
+@pytest.mark.parametrize(
+    ("notes", "compiled"),
+    [("torch.compile", True), ("+compile", True), ("no torch.compile", False), ("compile state not printed", None)],
+)
+def test_compile_in_words(notes: str, compiled: bool | None) -> None:
+    assert Cells({"notes": notes}).compiled is compiled
+    assert Cells({"notes": notes, "compile": "n"}).compiled is False
+
+
+def test_batches_in_the_words_of_trainers() -> None:
+    said = {
+        "global_batch": "",
+        "micro_batch": "",
+        "notes": "FSDP; per_device_train_batch_size=4, gradient_accumulation_steps=8",
+    }
+    batch = variant("core-8", **ONE_NODE | said).plan.batch
+    assert (batch.global_size, batch.micro_batches) == (256, 8)
+
+
+@pytest.mark.parametrize(
+    "notes", ["deepspeed z3 offload", "deepspeed_stage_3_offload", "ZeRO-3, CPU offload", "ZeRO-3; adam offload"]
+)
+def test_states_on_the_host_in_words(notes: str) -> None:
+    assert variant("core-8", **ONE_NODE | {"notes": notes}).plan.offload.state
+    assert not variant("core-8", **ONE_NODE | {"notes": "ZeRO-3, CPU offload not used"}).plan.offload.state
+
+
+def test_the_network_that_notes_name() -> None:
+    said = {"gpu": "A100-80GB", "n_gpus": "64", "interconnect": "", "model": "Llama 3.2 1B"}
+    usual, roce, cloud = (
+        variant("core-8", **SMALL | said | {"notes": f"FSDP; {notes}"}).cluster.network.bandwidth
+        for notes in ("", "2 Tb/s RoCE", "p4d.24xlarge, EFA")
+    )
+    assert cloud < usual < roce
+
+
+def test_activations_on_the_host_are_no_states() -> None:
+    offload = variant("core-8", **ONE_NODE | {"notes": "ZeRO-3, activation CPU offload"}).plan.offload
+    assert offload.activations and not offload.state
