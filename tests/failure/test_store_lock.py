@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shardwise.checkpoint.holding import Holder
 from shardwise.errors import ExitCode, LockedError
 from shardwise.train import lock as lock_module
 from shardwise.train.lock import RunLock
@@ -131,6 +133,15 @@ def test_a_process_knows_what_it_holds(tmp_path: Path) -> None:
     assert not RunLock.is_held_here(tmp_path / "lock")  # released
     elsewhere(tmp_path / "there")
     assert not RunLock.is_held_here(tmp_path / "there")
+
+
+def test_a_place_that_cannot_be_looked_at_is_noted(tmp_path: Path) -> None:
+    """It is no reason to end: what is read there, or saved, says what is wrong."""
+    holder = Holder(tmp_path / ("a" * 300))
+    mesh: Any = SimpleNamespace(rank=0, at_exit=[])
+    for look in (holder.look, holder.take):
+        held = look(mesh)
+        assert not held.refusal and ("File name too long" in held.note) is (look == holder.look)  # said once
 
 
 def test_negative_control_without_the_lock_both_would_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

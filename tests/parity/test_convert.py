@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,7 +53,7 @@ from shardwise.train.ema import Ema
 from shardwise.train.optimizers import adamw
 from shardwise.train.state import TrainState
 from tests.checkpoints import content, write_checkpoint
-from tests.foreign import Truth, write_lightning, write_zero3, write_zero12
+from tests.foreign import Truth, at_home, write_lightning, write_zero3, write_zero12
 from tests.parity.placing import LAYOUTS, Net, State, place
 
 Tensors = dict[str, Tensor]
@@ -358,6 +360,60 @@ def test_deepspeed_parts_that_do_not_fit(harm: Callable[[Path], None], said: str
     with pytest.raises(CheckpointError, match=said):
         convert(tmp_path / "ds", tmp_path / "a", Options())
     assert not (tmp_path / "a").exists()
+
+
+_STATE = ("optimizer_state_dict", "base_optimizer_state")
+_FROZEN, _SHAPES = "frozen_param_fragments", "param_shapes"
+ODD_VALUES: list[tuple[str, tuple[Any, ...], Any, str]] = [
+    ("zero_pp_rank_1", (*_STATE, "state", 1), [1], "it is not there for every group"),
+    ("zero_pp_rank_1", (*_STATE, "state"), "x", "it is not there for every group"),
+    ("zero_pp_rank_0", (*_STATE, "param_groups", 1, "params"), -1, ""),
+    ("zero_pp_rank_0", (*_STATE, "param_groups"), torch.ones(3), ""),
+    ("zero_pp_rank_0", (*_STATE, "state", 0, "step"), None, "it counts the steps of some groups only"),
+    ("zero_pp_rank_0", (*_STATE, "state", 0, "step"), math.nan, "it counts the steps of some groups only"),
+    ("zero_pp_rank_1", (*_STATE, "state", 1, "exp_avg"), torch.ones(2, 2), r"exp_avg of group 1: found \(2, 2\)"),
+    ("mp_rank_00", (_FROZEN,), torch.ones(3), "frozen.weight: its frozen parts are not there"),
+    ("mp_rank_00", ("frozen_param_shapes",), math.nan, "found float, needed names and shapes"),
+    ("mp_rank_00", ("frozen_param_shapes", "frozen.weight"), ["x"], "found no shape"),
+    ("mp_rank_00", ("buffer_names",), True, ""),
+    ("mp_rank_00", ("buffer_names",), [[], "rope.gone"], r"buffers that are listed, and are not there: \[\], rope"),
+    ("mp_rank_00", ("module",), None, "buffers that are listed, and are not there: rope.inv_freq"),
+    ("mp_rank_00", (_SHAPES,), [], "found no parameters in 'param_shapes'"),
+    ("mp_rank_00", (_SHAPES, 1), 3, "found int, needed names and shapes"),
+    ("mp_rank_00", (_SHAPES, 1), {}, "a part of up.bias, norm.weight, of which the model states say no shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "at", "value", "said"), ODD_VALUES, ids=lambda item: str(item)[-40:])
+def test_deepspeed_with_a_value_that_is_none(file: str, at: Any, value: Any, said: str, tmp_path: Path) -> None:
+    """It is refused, or what is left out is said; never is something missing in silence."""
+    truth = Truth()
+    write_zero12(tmp_path / "ds", truth, 2)
+    path = next((tmp_path / "ds" / "global_step12").glob(f"{file}*.pt"))
+    with at_home():
+        content = torch.load(path, weights_only=False)
+        inner = functools.reduce(lambda found, key: found[key], at[:-1], content)
+        inner[at[-1]] = value
+        torch.save(content, path)
+    try:
+        done = convert(tmp_path / "ds", tmp_path / "a", Options())
+    except CheckpointError as error:
+        assert said and re.search(said, str(error)), error
+        return
+    assert not said or re.search(said, "\n".join(done.notes)), done.notes
+    found, needed = held(done.path), truth.expected()
+    same(found, {name: tensor for name, tensor in needed.items() if name in found})
+    lacking = {name.partition(".")[0] for name in needed.keys() - found.keys()} - {"optim"}
+    assert not lacking or "buffer" in str(at) or at == ("module",)
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_more_dims_than_a_checkpoint_takes(unsafe: bool, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones([1] * 15 + [4])}, tmp_path / "x.pt")
+    same(held(convert(tmp_path / "x.pt", tmp_path / "a", Options()).path), {"model.w": torch.ones([1] * 15 + [4])})
+    torch.save({"w": torch.ones([1] * 19 + [4])}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="found a tensor of 20 dims; needed at most 16; reshape it"):
+        convert(tmp_path / "x.pt", tmp_path / "b", Options(unsafe=unsafe))
 
 
 def test_deepspeed_files_of_two_saves(tmp_path: Path) -> None:

@@ -207,3 +207,37 @@ def test_an_export_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
         export_hf(placed, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not list(tmp_path.glob("*.partial-*"))
+
+
+INDEXES = [
+    b"[]", b'{"weight_map":[]}', b'{"weight_map":null}', b'{"weight_map":{"a":1}}', b'{"weight_map":{"a":["x"]}}',
+    b'{"weight_map":{"a":"../x"}}', b"[" * 100_000, b"\xff", b'{"weight_map":{"a":"x\\u0000"}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=range(len(INDEXES)))
+def test_an_index_that_is_none(index: bytes, tmp_path: Path) -> None:
+    (tmp_path / hf_weights.INDEX).write_bytes(index)
+    with pytest.raises(DataError, match="no index of safetensors|not a whole safetensors file"):
+        hf_weights.read_headers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [1, [], {"shape": 4}, {"shape": ["x"]}, {"shape": [-4]}, {"shape": [True]}, {"data_offsets": [0]},
+     {"data_offsets": ["x", "y"]}, {"dtype": ["F32"]}],
+)  # fmt: skip
+def test_a_header_that_is_none(entry: Any, tmp_path: Path) -> None:
+    whole = {"dtype": "F32", "shape": [4], "data_offsets": [0, 0]}
+    text = json.dumps({"a": whole | entry if isinstance(entry, dict) else entry}).encode()
+    for header in (text, b"[" * 100_000):
+        (tmp_path / hf_weights.SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(DataError, match="not a whole safetensors file"):
+            hf_weights.read_headers(tmp_path)
+
+
+def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+    for name, said in (("a" * 300, "File name too long"), ("a\0b", "null byte"), ("nowhere", "No such file")):
+        assert not has_weights(tmp_path / name)
+        with pytest.raises(DataError, match=f"found .*{said}.*; needed"):
+            hf_weights.read_headers(tmp_path / name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,14 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint.saving import agreed
+from shardwise.checkpoint.changed import changed
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.saving import agreed, number_of
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.testing import World
+from shardwise.train.group_values import GroupValues
 from shardwise.train.protect import Kept
+from tests.checkpoints import SPLITS, write_checkpoint
 
 ROWS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.ones(1)) for i in range(64)]
 
@@ -200,3 +206,49 @@ def test_what_a_store_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for keep in ("3", None, True, 2.5):
         with pytest.raises(UsageError, match="no whole number"):
             sw.Store(tmp_path / "other", keep=keep)  # type: ignore[arg-type]  # what a caller may do
+
+
+def test_stages_agree_on_what_is_not_equal_to_itself() -> None:
+    """NaN comes from every rank as another object; and what cannot be joined is refused, with its key."""
+
+    def of(**group: Any) -> dict[str, Any]:
+        return {"step": 1, "base_lr": [float("nan")], "optimizer": {"name": "AdamW", "groups": [group]}}
+
+    told = [of(d=float("nan"), clip=float("inf")) for _ in range(3)]
+    found = agreed(told, [0, 1, 2])
+    assert len(found["base_lr"]) == len(found["optimizer"]["groups"]) == 1
+    assert len(agreed([of(d=1), of(d=2)], [0, 1])["optimizer"]["groups"]) == 2
+    odd = [{"step": 1, "optimizer": {"name": "A", "kind": kind}} for kind in (None, 1)]
+    with pytest.raises(CheckpointError, match="stages of the pipeline disagree on 'optimizer.kind': found .None, 1."):
+        agreed(odd, [0, 1])
+    lacking = [{"step": 1, "optimizer": {"name": "A", "more": [1]}}, {"step": 1, "optimizer": {"name": "B"}}]
+    assert agreed(lacking, [0, 1])["optimizer"] == {"name": "A+B", "more": [1]}
+
+
+def test_what_json_changes_is_no_change(tmp_path: Path) -> None:
+    """Tuples come back as lists, at any depth, and NaN is not equal to itself."""
+    path = write_checkpoint(tmp_path, *SPLITS)
+    settings = {"betas": (0.9, 0.95), "parts": [(1, 2), (3, 4)], "d": float("nan"), "clip": float("inf")}
+    now = {"base_lr": [float("nan")], "optimizer": {"name": "AdamW", "groups": [settings]}}
+    manifest = replace(Manifest.read(path), scalars={"step": 7, **now})
+    read = Manifest.decode(manifest.encode(), "manifest")
+    assert changed(read, sw.Plan(), now) == ()
+    other = {"base_lr": [0.1], "optimizer": {"name": "AdamW", "groups": [settings | {"betas": (0.9, 0.99)}]}}
+    assert [line.partition(":")[0] for line in changed(read, sw.Plan(), other)] == [
+        "base_lr", "optimizer.groups.betas[1]"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", [10**400, "1", b"1", True, [1], 1j, torch.ones(2)])
+def test_a_metric_that_is_no_number(metric: Any) -> None:
+    with pytest.raises(UsageError, match="metric: found .*needed one number"):
+        number_of(metric)
+
+
+def test_a_setting_that_is_nan_does_not_move() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    groups = [{"params": [parameter], "d": float("nan"), "betas": (0.9, 0.95)}]
+    values = GroupValues(SimpleNamespace(param_groups=groups, kind="AdamW"))  # type: ignore[arg-type]  # what it asks
+    assert values.moved() == [{}]
+    groups[0]["d"] = 0.5
+    assert values.moved() == [{"d": 0.5}]

@@ -249,3 +249,10 @@ def test_without_store_json_and_a_whole_checkpoint_it_is_no_store(tmp_path: Path
     (tmp_path / "store.json").unlink()
     with pytest.raises(CheckpointError, match="not a store of this library"):
         Store(tmp_path)
+
+
+def test_a_runs_directory_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="its store is .*/checkpoints: give that"):
+        Store(tmp_path)

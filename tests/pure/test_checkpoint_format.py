@@ -6,10 +6,13 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import mmap
 import os
 import random
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ from shardwise.checkpoint.checksum import MASK, contribution
 from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.files import ALIGNED, LOCAL, LocalFiles
-from shardwise.checkpoint.format import DTYPES, Box, DamagedError, check_name, cut, whole
+from shardwise.checkpoint.format import DTYPES, Box, DamagedError, check_name, cut, parse_json, same, whole
+from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part, ShardFile, arrange, write_shard_file
 from shardwise.errors import CheckpointError, UsageError
@@ -226,3 +230,47 @@ def test_a_manifest_that_could_not_be_read_is_another_matter_than_an_old_or_new_
     with pytest.raises(CheckpointError, match="update shardwise") as caught:
         Reader(path)
     assert not isinstance(caught.value, DamagedError)
+
+
+def test_numbers_that_json_has_no_words_for_come_back(tmp_path: Path) -> None:
+    """A manifest is strict JSON, which any program reads, whatever numbers a run has."""
+    nan, inf = float("nan"), float("inf")
+    scalars = {"step": 7, "optimizer": {"groups": [{"d": nan, "clip": inf, "low": -inf, "betas": (0.9, 0.95)}]}}
+    path = write_checkpoint(tmp_path, *SPLITS)
+    made = replace(Manifest.read(path), scalars=scalars, metric=nan, probe=ProbeResult(inf, nan, "0" * 64))
+    encoded = made.encode()
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is no JSON")
+
+    json.loads(encoded, parse_constant=refuse)
+    for data in (encoded, signed(old_words(encoded))):  # manifests that were written before have Python's words
+        read = Manifest.decode(data, "manifest")
+        assert same(read.scalars, scalars) and not same(read.scalars, {"step": 7})
+        assert read.metric is not None and math.isnan(read.metric)
+        assert read.probe is not None and read.probe.loss == inf and math.isnan(read.probe.grad_norm)
+    for wrong in (b'{"__float__":"1"}', b'{"__float__":[]}', b'{"__float__":"nan","a":1}'):
+        assert parse_json(wrong, "x") == json.loads(wrong)
+    with pytest.raises(DamagedError, match="found a JSON float"):
+        parse_json(b'{"__float__":"nan"}', "x")
+
+
+def old_words(encoded: bytes) -> bytes:
+    words = {"nan": b"NaN", "inf": b"Infinity", "-inf": b"-Infinity"}
+    return re.sub(rb'\{"__float__":"([^"]*)"\}', lambda found: words[found[1].decode()], encoded)
+
+
+def signed(encoded: bytes) -> bytes:
+    body = encoded[:-78]
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def test_retention_of_metrics_that_are_none() -> None:
+    """Neither a missing one nor NaN is best; infinities are numbers."""
+    nan, inf = float("nan"), float("inf")
+    assert Retention(last=1, best=2).keeps([(5, None), (4, nan), (3, inf), (2, -inf)]) == [True, False, True, True]
+    assert Retention(last=1, best=3).keeps([(3, nan), (2, None), (1, nan)]) == [True, False, False]
+    assert Retention(last=1, every=2).keeps([(2, None), (1, None), (0, None)]) == [True, False, True]
+    for wrong in ({"last": True}, {"last": 2.0}, {"every": None}, {"best": "1"}):
+        with pytest.raises(UsageError, match="no whole number"):
+            Retention(**wrong)  # type: ignore[arg-type]

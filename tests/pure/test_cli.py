@@ -12,6 +12,7 @@ import pytest
 
 from shardwise.cli.config import read_clip, read_count
 from shardwise.cli.main import VERBS, main
+from shardwise.cli.output import print_json
 from shardwise.errors import ConfigError, ExitCode
 from shardwise.version import __version__
 
@@ -172,3 +173,9 @@ def test_clip_and_tokens() -> None:
     for text in ("0", "4X", "9" * 400, "1e300", "nan"):
         with pytest.raises(ConfigError):
             read_count(text)
+
+
+def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"loss": float("nan"), "groups": [{"clip": float("inf"), "betas": (0.9, 0.95)}]})
+    answer = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
+    assert answer == {"loss": "nan", "groups": [{"clip": "inf", "betas": [0.9, 0.95]}]}

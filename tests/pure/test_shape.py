@@ -80,7 +80,7 @@ EXCEPTIONS = {
     ): "`check` and `train` apply the plan in a world of one process, before any start",
     ("direction", "diagnose -> testing.fake"): "a traced step is that of one rank in a world that is not there",
     ("direction", "train -> checkpoint.layout"): "copies in memory and files hold the same parts of the same tensors",
-    ("direction", "train -> checkpoint.format"): "the box that such a part is",
+    ("direction", "train -> checkpoint.format"): "the box that such a part is; which values are the same once saved",
     ("unsafe", "launch/forked.py"): "a function goes to processes that this process forked, by a private pipe",
     ("unsafe", "checkpoint/foreign/unsafe.py"): "`--unsafe-pickle`, in a process of its own: the one torch.load",
     ("environment", "launch/forked.py"): "it plays the launcher: it sets in its workers what a launcher sets",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
@@ -45,8 +46,9 @@ def _at(scalars: Mapping[str, Any], key: str) -> Any:
 
 
 def _differing(key: str, then: Any, now: Any) -> Iterator[str]:
-    if then is None or now is None or then == now or _holds(key, then, now):
+    if then is None or now is None or same(then, now) or _holds(key, then, now):
         return
+    then, now = (list(value) if isinstance(value, tuple) else value for value in (then, now))
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         for inner in sorted(then.keys() & now.keys()):
             yield from _differing(f"{key}.{inner}", then[inner], now[inner])
@@ -63,4 +65,8 @@ def _holds(key: str, then: Any, now: Any) -> bool:
         then, now = then.split("+"), now.split("+")
     if not (isinstance(then, list) and isinstance(now, list)):
         return False
-    return all(item in then for item in now) and (len(then) != len(now) or all(item in now for item in then))
+    return _among(now, then) and (len(then) != len(now) or _among(then, now))
+
+
+def _among(few: list[Any], many: list[Any]) -> bool:
+    return all(any(same(item, other) for other in many) for item in few)

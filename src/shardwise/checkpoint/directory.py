@@ -114,6 +114,8 @@ class StoreDirectory(ABC):
         if self.files.is_file(path / MARKER):
             return
         names = self.files.names(path)
+        if {"config.json", "checkpoints"} <= {*names}:
+            raise CheckpointError(f"store {path}: it is a run's directory; its store is {path}/checkpoints: give that")
         foreign = [name for pattern in _FOREIGN for name in names if fnmatchcase(name, pattern)]
         if not foreign and self._run_of_checkpoints() is None:
             foreign = [entry.name for _, kind, entry in self._entries() if kind in ("", "save")]
@@ -239,8 +241,8 @@ class StoreDirectory(ABC):
                 steps.add(manifest.step)
                 if manifest.step != step:
                     raise DamagedError(
-                        f"{entry}: holds step {manifest.step}, needed step {step} as its name says: it was renamed; "
-                        f"give it the name {name_of(manifest.step)}"
+                        f"{entry}: holds step {manifest.step}, needed step {step} as its name says: it was renamed "
+                        f"or copied; give it the name {name_of(manifest.step)}, or take it out of the store"
                     )
                 complete.append((entry, manifest))
             except DamagedError as error:
@@ -351,7 +353,7 @@ class Directory(StoreDirectory):
         for step, kind, entry in self._entries():
             if kind == "partial":
                 self.files.remove_tree(entry)
-            elif kind == "old" and not (self.path / name_of(step)).exists():
+            elif kind == "old" and self.files.identity(self.path / name_of(step)) is None:
                 self.files.rename(entry, self.path / name_of(step))
         for name in self.files.names(self.path):
             if _SCRATCH.fullmatch(name):
@@ -360,7 +362,7 @@ class Directory(StoreDirectory):
     def _publish(self, partial: Path, step: int) -> Path:
         self.files.sync_directory(partial)
         final = self.path / name_of(step)
-        if final.exists():
+        if self.files.identity(final) is not None:  # a checkpoint of the step; or a file or a link in the way
             self.files.rename(final, self.path / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         self.files.rename(partial, final)
         self.files.sync_directory(self.path)

@@ -10,16 +10,36 @@ import fcntl
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
+from shardwise.errors import CheckpointError
+
 T = TypeVar("T")
 Identity = tuple[int, int, int, int]
 ALIGNED = 4096
 """Bytes: what is written around the page cache begins and ends at multiples of it, in memory and in the file."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What a user's path cannot be is said of it, in the words of the disk: no right, too long a name, links in a ring.
+
+    Raises:
+        CheckpointError: it cannot be looked at.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the second: a NUL or half of a surrogate pair, which no path has
+        shown, why = str(path), getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{shown if shown.isprintable() else ascii(shown)}: cannot be read ({why}); needed a path that this user "
+            "may list and read; give the right one, or the right to read it"
+        ) from error
 
 
 class Closing(ABC):
@@ -146,6 +166,8 @@ def read_whole(files: Files, path: Path, most: int) -> bytes:
 
 class LocalFiles:
     """A file system that all ranks see. Every method is one call that may fail with `OSError`.
+
+    What only looks at a path raises a `CheckpointError` in its place, as every call of `RemoteFiles` does.
 
     >>> LocalFiles().names(Path("/nowhere"))
     []
@@ -290,25 +312,49 @@ class LocalFiles:
         return at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns
 
     def names(self, path: Path) -> list[str]:
-        """What a directory holds, sorted; nothing when it is not there."""
-        try:
-            return sorted(self.call("listdir", path, lambda: os.listdir(path)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        """What a directory holds, sorted; nothing when it is not there.
+
+        Raises:
+            CheckpointError: it may not be listed.
+        """
+        with reading(path):
+            try:
+                return sorted(self.call("listdir", path, lambda: os.listdir(path)))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def kind(self, path: Path) -> Literal["missing", "file", "directory"]:
-        """What is there, at the end of links."""
-        if not path.exists():
-            return "missing"
-        return "directory" if path.is_dir() else "file"
+        """What is there, at the end of links.
+
+        Raises:
+            CheckpointError: it may not be looked at.
+        """
+        mode = self._mode(path, os.stat)
+        return "missing" if not mode else "directory" if stat.S_ISDIR(mode) else "file"
 
     def is_directory(self, path: Path) -> bool:
-        """A directory, and no link to one."""
-        return path.is_dir() and not path.is_symlink()
+        """A directory, and no link to one.
+
+        Raises:
+            CheckpointError: it may not be looked at.
+        """
+        return stat.S_ISDIR(self._mode(path, os.lstat))
 
     def is_file(self, path: Path) -> bool:
-        """A regular file, and no link to one."""
-        return path.is_file() and not path.is_symlink()
+        """A regular file, and no link to one.
+
+        Raises:
+            CheckpointError: it may not be looked at.
+        """
+        return stat.S_ISREG(self._mode(path, os.lstat))
+
+    def _mode(self, path: Path, look: Callable[[Path], os.stat_result]) -> int:
+        """What is there, in the bits of the system; 0: nothing."""
+        with reading(path):
+            try:
+                return look(path).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return 0
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Write a new small file and flush it."""

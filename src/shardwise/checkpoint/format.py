@@ -21,6 +21,7 @@ MAX_ELEMENTS = 2**56
 """Of one tensor: far above any, and safe in 64 bits with any element size."""
 MAX_DEPTH = 64
 """Of free content, as a configuration: what is deeper cannot be shown or written again."""
+_FLOAT = "__float__"
 _NAME = re.compile(r"[A-Za-z0-9_]+(?:[.:+\-][A-Za-z0-9_]+)*")
 _HEX = re.compile(r"[0-9a-f]+")
 _SHOWN = reprlib.Repr()
@@ -139,6 +140,39 @@ def piece_key(name: str, box: Box, shape: Sequence[int]) -> str:
     return name if box == whole(shape) else f"{name}{box}"
 
 
+def json_of(value: Any) -> str:
+    """Strict JSON, which has no words for infinities and NaN: they are `{"__float__": "nan"}`. `parse_json` reads it.
+
+    >>> json_of({"clip": float("inf"), "betas": (0.9, 0.95)})
+    '{"clip":{"__float__":"inf"},"betas":[0.9,0.95]}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_spelled(value), allow_nan=False, separators=(",", ":"))
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(float(value))}
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one as JSON: NaN is itself there, and a tuple its list.
+
+    >>> same({"d": float("nan"), "betas": (1, 2)}, {"betas": [1, 2], "d": float("nan")})
+    True
+    """
+    return bool(one == other) or _text(one) == _text(other)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)
+
+
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object; duplicate keys, other top levels, bad UTF-8 and deep nesting are damage.
 
@@ -154,11 +188,11 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any] | float:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands there twice")
-    return found
+    return float(found[_FLOAT]) if len(found) == 1 and found.get(_FLOAT) in ("nan", "inf", "-inf") else found
 
 
 class Fields:

@@ -6,6 +6,7 @@ complete.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -58,8 +59,7 @@ def export_hf(placed: Placed, path: str | os.PathLike[str], *, max_bytes: int = 
             f"export_hf: found {type(root).__name__}, which is no model of transformers; needed a module of "
             "hf_factory(config); save other modules with a Store"
         )
-    occupied = mesh.is_first and target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if any(_gathered(mesh, occupied)):
+    if any(_gathered(mesh, mesh.is_first and _is_occupied(target))):
         raise UsageError(
             f"export_hf: {target} exists and is not empty; needed a new directory, so that no file of another export "
             "stays among these; choose another path, or remove it"
@@ -73,6 +73,16 @@ def export_hf(placed: Placed, path: str | os.PathLike[str], *, max_bytes: int = 
     if problems:
         raise DataError(f"export_hf: {target} cannot be written ({problems[0]}); make room or choose another path")
     return target
+
+
+def _is_occupied(target: Path) -> bool:
+    """Nothing is raised here: the other ranks wait."""
+    try:
+        return bool(os.listdir(target))
+    except (FileNotFoundError, ValueError):
+        return False
+    except OSError as error:  # a name that is too long fails where the directory is made, and with its reason
+        return error.errno != errno.ENAMETOOLONG
 
 
 def _gathered(mesh: Mesh, value: Any) -> list[Any]:
@@ -136,7 +146,7 @@ class _Writer:
         self.partial = self.target.with_name(f"{self.target.name}.partial-{uuid.uuid4().hex[:8]}")
         try:
             self.partial.mkdir(parents=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL in the path
             self.problem = str(error)
 
     def add(self, name: str, whole: torch.Tensor) -> None:

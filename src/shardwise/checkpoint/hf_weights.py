@@ -61,8 +61,7 @@ class Source:
 
 def has_weights(directory: str | os.PathLike[str]) -> bool:
     """Whether a local directory holds safetensors files of a model."""
-    path = Path(directory)
-    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+    return any(os.path.isfile(Path(directory) / name) for name in (SINGLE, INDEX))
 
 
 def load_hf(placed: Placed, path: str | os.PathLike[str]) -> Placed:
@@ -112,13 +111,10 @@ def read_headers(path: Path) -> dict[str, Entry]:
     Raises:
         DataError: no such files, a shard that is missing, or a file that is cut short or no safetensors.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # unlike `Path.is_file` it says no of what cannot be looked at
         return {entry.key: entry for entry in _header(path)}
-    if (path / INDEX).is_file():
-        try:
-            weight_map: dict[str, str] = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise DataError(f"weights {path / INDEX}: no index of safetensors ({error!r}); copy it again") from None
+    if os.path.isfile(path / INDEX):
+        weight_map = _index(path / INDEX)
         found = {e.key: e for name in sorted(set(weight_map.values())) for e in _header(path / name)}
         lacking = sorted(set(weight_map) - set(found))
         if lacking:
@@ -127,13 +123,28 @@ def read_headers(path: Path) -> dict[str, Entry]:
                 f"({_shown(lacking)}); needed: the files that belong to this index; copy them again"
             )
         return found
-    if (path / SINGLE).is_file():
+    if os.path.isfile(path / SINGLE):
         return {entry.key: entry for entry in _header(path / SINGLE)}
-    there = sorted(p.name for p in path.iterdir())[:10] if path.is_dir() else ["no such directory"]
+    try:
+        there = sorted(os.listdir(path))[:10]
+    except (OSError, ValueError) as error:  # a NUL in it
+        there = [getattr(error, "strerror", None) or str(error)]
     raise DataError(
         f"weights {path}: found {', '.join(there) or 'nothing'}; needed {SINGLE}, or {INDEX} and its shards; nothing "
         "is downloaded: give a directory that `save_pretrained` or `export_hf` has written"
     )
+
+
+def _index(file: Path) -> dict[str, str]:
+    """Key -> name of the shard, which lies beside the index."""
+    try:
+        found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        strange = [name for name in found.values() if not isinstance(name, str) or Path(name).name != name]
+        if strange:
+            raise ValueError(f"{strange[0]!r:.80} is no name of a file beside it")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"weights {file}: no index of safetensors ({error!r:.200}); copy it again") from None
+    return found
 
 
 def _header(file: Path) -> list[Entry]:
@@ -147,14 +158,17 @@ def _header(file: Path) -> list[Entry]:
         end = max((e["data_offsets"][1] for k, e in table.items() if k != "__metadata__"), default=0)
         if whole != 8 + size + end:
             raise ValueError(f"its tensors need {8 + size + end} bytes, the file has {whole}")
-        return [
+        found = [
             Entry(key=key, file=file, shape=tuple(e["shape"]), dtype=DTYPES[e["dtype"]])
             for key, e in table.items()
             if key != "__metadata__"
         ]
+        if any(type(n) is not int or n < 0 for entry in found for n in entry.shape):
+            raise ValueError("a shape that is none")
+        return found
     except FileNotFoundError:
         raise DataError(f"weights {file}: no such file; the index names it; copy it beside the others") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"weights {file}: not a whole safetensors file ({error}); it was cut short or is of another kind; copy or "
             "download it again, and compare its size with the original's"

@@ -72,8 +72,8 @@ class Holder:
         """
         if mesh.rank != 0 or mesh is self._mesh or isinstance(self._store, RemotePath):
             return Held()
-        place = next(parent for parent in (self._store, *self._store.parents) if parent.exists())
         try:
+            place = next(parent for parent in (self._store, *self._store.parents) if parent.exists())
             if os.access(place, os.W_OK) and not RunLock.is_held_here(self._folder):
                 act()
         except LockedError as error:

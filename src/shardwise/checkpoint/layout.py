@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.format import DTYPES, Box, check_name
+from shardwise.checkpoint.format import DTYPES, MAX_DIMS, Box, check_name
 from shardwise.checkpoint.shardfile import Part
 from shardwise.checkpoint.torch_private import indices_here, local_of
 from shardwise.errors import CheckpointError
@@ -38,7 +38,7 @@ def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:
     """The boxes that this rank holds of its tensors; empty shards have none.
 
     Raises:
-        CheckpointError: a name or a type that cannot be stored, or a partial sum.
+        CheckpointError: a name, a type or a number of dims that cannot be stored, or a partial sum.
     """
     found: list[Held] = []
     for name, tensor in tensors.items():
@@ -48,6 +48,8 @@ def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:
                 f"{name}: found the type {dtype}, which cannot be stored; needed one of {', '.join(DTYPES)}"
             )
         shape = tuple(tensor.shape)
+        if len(shape) > MAX_DIMS:
+            raise CheckpointError(f"{name}: found {len(shape)} dims, needed at most {MAX_DIMS}; keep it in fewer")
         found += [
             Held(Part(check_name(name, "store"), dtype, shape, box), local) for box, local in _boxes(name, tensor)
         ]

@@ -325,9 +325,10 @@ def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Plac
             was
         ):
             raise CheckpointError(
-                f"resume proof: the probe's {name} was {was!r} when step {manifest.step} was saved, and is {found!r} "
-                f"now, needed the same within {tolerance:g}; the model, its code or its loss changed since the save: "
-                "load the checkpoint with those it was saved with, or give the store no probe"
+                f"resume proof: the probe's {name} was {was!r} when step {manifest.step} was saved under "
+                f"`{manifest.plan}`, and is {found!r} now under `{placed.plan}`, needed the same within {tolerance:g}; "
+                "the model, its code, its loss or its precision changed since the save: load the checkpoint with those "
+                "it was saved with, or give the store no probe"
             )
     return replace(proof, stored_probe=stored, probe=now, tolerance=tolerance)
 

@@ -6,7 +6,6 @@ It is written last and ends with the SHA-256 of all before it, so a manifest tha
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -25,6 +24,7 @@ from shardwise.checkpoint.format import (
     Fields,
     Piece,
     check_name,
+    json_of,
     parse_json,
 )
 from shardwise.checkpoint.format import whole as whole_box
@@ -111,7 +111,7 @@ class Manifest:
         data["probe"] = asdict(self.probe) if self.probe is not None else None
         data["files"] = [asdict(entry) for entry in self.files]
         data["tensors"] = {name: _tensor_json(entry) for name, entry in self.tensors.items()}
-        body = json.dumps(data, separators=(",", ":")).encode()[:-1]
+        body = json_of(data).encode()[:-1]
         return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
     @classmethod

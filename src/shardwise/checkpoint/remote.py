@@ -17,7 +17,7 @@ from pathlib import Path, PosixPath
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from shardwise.checkpoint.files import LOCAL, Files, Identity, LocalFiles
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.extras import optional_module
 from shardwise.findings import nearest
 
@@ -69,14 +69,20 @@ def located(path: str | os.PathLike[str]) -> Path:
     """A path, or a `RemotePath` where a URL is given; `file://` is the path it names.
 
     Raises:
-        CheckpointError: a URL that is chained, holds a password, or names no place that a store can have.
+        CheckpointError: a URL that is chained, holds a password, or names no place that a store can have; a path with a
+            NUL in it.
+        UsageError: neither a path nor a text.
 
     >>> located("file:///tmp/a"), located("memory://a/b")
     (PosixPath('/tmp/a'), RemotePath('memory://a/b'))
     """
     if isinstance(path, RemotePath):
         return path
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"found {type(path).__name__} {str(path)[:60]}, needed a path or a URL, as a text; give one")
     text = os.fspath(path)
+    if "\0" in text:
+        raise CheckpointError(f"{text!r}: found a NUL in it, needed a path or a URL, which have none; correct it")
     match = _URL.fullmatch(text)
     if match is None or (isinstance(path, str) and len(match[2]) < 2):  # `Path` leaves one slash of two
         if "://" in text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import threading
 import time
@@ -20,7 +19,7 @@ import torch
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK
 from shardwise.checkpoint.directory import Retention, StoreDirectory
-from shardwise.checkpoint.format import Piece
+from shardwise.checkpoint.format import Piece, json_of, same
 from shardwise.checkpoint.manifest import Manifest, ProbeResult, TensorEntry
 from shardwise.checkpoint.shardfile import (
     FileEntry,
@@ -206,7 +205,9 @@ def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]
                     "the same settings"
                 )
     return everyones[0] | {
-        key: _union([theirs[key] for theirs in everyones]) for key in OF_STAGE if key in everyones[0]
+        key: _union(key, [theirs[key] for theirs in everyones if key in theirs])
+        for key in OF_STAGE
+        if key in everyones[0]
     }
 
 
@@ -217,10 +218,10 @@ def number_of(metric: Any) -> float | None:
         UsageError: it is no number.
     """
     try:
-        if isinstance(metric, bool | str):
+        if isinstance(metric, bool | str | bytes):
             raise TypeError
         return None if metric is None else float(metric)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(
             f"metric: found {type(metric).__name__} {str(metric)[:60]}, needed one number, as `float(total.sum / "
             "total.weight)`"
@@ -234,7 +235,7 @@ def as_json(config: Mapping[str, Any] | None) -> dict[str, Any]:
         UsageError: it is no JSON.
     """
     try:
-        json.dumps(config)
+        json_of(config)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"config: found what JSON cannot hold ({error}); give strings, numbers, lists, dicts"
@@ -242,18 +243,24 @@ def as_json(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(config or {})
 
 
-def _union(values: list[Any]) -> Any:
+def _union(key: str, values: list[Any]) -> Any:
     """Values of one key on all ranks, as one: of lists, and of names joined by `+`, what any holds, each once."""
     first = values[0]
-    if all(value == first for value in values):
+    if all(same(value, first) for value in values):
         return first
-    if isinstance(first, dict):
-        return {key: _union([value[key] for value in values]) for key in first}
-    if isinstance(first, str):
+    if all(isinstance(value, dict) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _union(f"{key}.{name}", [value[name] for value in values if name in value]) for name in names}
+    if all(isinstance(value, str) for value in values):
         return "+".join(dict.fromkeys(name for value in values for name in value.split("+")))
+    if not all(isinstance(value, list) for value in values):
+        raise CheckpointError(
+            f"saving: stages of the pipeline disagree on {key!r}: found {values[:4]}, needed one value, or a list of "
+            "what each holds; give them the same settings"
+        )
     found: list[Any] = []
     for item in (item for value in values for item in value):
-        if item not in found:
+        if not any(same(item, known) for known in found):
             found.append(item)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +23,20 @@ from shardwise.plan.report import plan_rows, plan_table
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
-    typer.echo(json.dumps(answer, indent=2, default=str))
+    """One JSON object on stdout, strict: infinities and NaN, which JSON has no words for, are "inf", "-inf", "nan"."""
+    try:
+        text = json.dumps(answer, indent=2, default=str, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_in_words(answer), indent=2, default=str)
+    typer.echo(text)
+
+
+def _in_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_words(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_words(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def console() -> Console:

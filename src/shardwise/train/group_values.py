@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.checkpoint.format import same
 from shardwise.errors import CheckpointError
 from shardwise.train.optim import NamedOptimizer
 
@@ -36,7 +37,7 @@ class GroupValues:
         now = self._now()
         first = [*self._first, *[{}] * (len(now) - len(self._first))]  # of groups that were added later
         pairs = zip(first, now, strict=True)
-        return [{k: v for k, v in here.items() if k not in before or v != before[k]} for before, here in pairs]
+        return [{k: v for k, v in here.items() if k not in before or not same(v, before[k])} for before, here in pairs]
 
     def settings(self) -> list[dict[str, Any]]:
         """Of each group the others, and how it steps: what a later start is compared with; as JSON."""

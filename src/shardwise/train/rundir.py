@@ -12,6 +12,8 @@ import platform
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +22,14 @@ from typing import Any
 
 import psutil
 
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, ShardwiseError, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.records import add_record
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
+_COMPLETE = re.compile(r"step-[0-9]{8,18}(\.save-[0-9a-f]{8})?")
+"""Name of a complete checkpoint; the second kind is of a URL."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,13 @@ class RunDir:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether a complete checkpoint lies in the store."""
-        return _newest(self.checkpoints) is not None
+        """Whether a complete checkpoint lies in the store.
+
+        Raises:
+            CheckpointError: it may not be listed.
+        """
+        with _looking(str(self.checkpoints), CheckpointError):
+            return _newest(self.checkpoints) is not None
 
     def identity(self) -> dict[str, Any] | None:
         """What makes the run that lies here this run; None for a directory without one.
@@ -205,7 +214,8 @@ def check_out(run: RunDir, *, resume: str) -> None:
     there = run.identity()
     if there is None:
         # a start that died at once leaves its locks; the slots may be listed before the first one
-        found = [*run.path.iterdir(), *(run.checkpoints.iterdir() if run.checkpoints.is_dir() else ())]
+        with _looking(f"--out {run.path}", UsageError):
+            found = [*run.path.iterdir(), *(run.checkpoints.iterdir() if run.checkpoints.is_dir() else ())]
         if set(found) - {run.lock, run.devices, run.checkpoints, run.checkpoints / "lock"}:
             raise UsageError(
                 f"--out {run.path} holds files, but no run (no config.json); needed: a new or empty directory, or a "
@@ -249,11 +259,12 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / "manifest.json").is_file():
-        return path
-    store = next((place for place in (path / "checkpoints", path) if _newest(place) is not None), None)
-    if store is None:
+    with _looking(f"--resume {path}", CheckpointError):
+        if (path / "manifest.json").is_file():
+            return path
+        store = next((place for place in (path / "checkpoints", path) if _newest(place) is not None), None)
         found = "no complete checkpoint lies there" if path.is_dir() else "no such directory"
+    if store is None:
         raise CheckpointError(
             f"--resume {path}: {found}; needed: auto, never, a run's directory, its checkpoints/ or a checkpoint"
         )
@@ -261,10 +272,39 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _newest(store: Path) -> Path | None:
-    """The checkpoint of the greatest step: a directory has that name, and a manifest, only when it is complete."""
-    manifests = store.glob("step-*/manifest.json")
-    complete = [found.parent for found in manifests if found.parent.suffix[:5] in ("", ".save")]  # this: of a URL
-    return max(complete, key=lambda found: int(found.stem[5:]), default=None)
+    """The checkpoint of the greatest step: a directory has that name, and a manifest, only when it is complete.
+
+    What people or tools made of one, as `step-00000500-copy` or a link, is none: a store does not read it either.
+
+    Raises:
+        OSError: the store may not be listed.
+    """
+    names = os.listdir(store) if _is_there(store) and store.is_dir() else []
+    found = [store / name for name in names if _COMPLETE.fullmatch(name)]
+    complete = [path for path in found if os.path.exists(path / "manifest.json") and not path.is_symlink()]
+    return max(complete, key=lambda path: int(path.stem[5:]), default=None)
+
+
+@contextmanager
+def _looking(what: str, kind: type[ShardwiseError]) -> Iterator[None]:
+    """What a path cannot be is an error of this kind: no right, too long a name, links in a ring, a NUL in it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise kind(
+            f"{what if what.isprintable() else ascii(what)}: cannot be looked at "
+            f"({getattr(error, 'strerror', None) or error}); needed a path that this user may list and read; give "
+            "another one, or the right to read it"
+        ) from error
+
+
+def _is_there(path: Path) -> bool:
+    """As `Path.exists`, which says no of what cannot be looked at, in some versions of Python."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -278,9 +318,11 @@ def check_writable(path: Path, flag: str) -> None:
         UsageError: it is a file, lies below one, or takes no files.
     """
     nearest = path
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir():
+    with _looking(f"{flag} {path}", UsageError):
+        while not _is_there(nearest) and nearest != nearest.parent:
+            nearest = nearest.parent
+        is_directory = nearest.is_dir()
+    if not is_directory:
         what = "is a file" if nearest == path else f"lies below {nearest}, which is a file"
         raise UsageError(f"{flag} {path} {what}; needed: a directory; choose another {flag}")
     try:

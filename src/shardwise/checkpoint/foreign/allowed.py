@@ -60,7 +60,11 @@ def _tensor(name: Name, args: tuple[Any, ...]) -> Tensor:
             f"a tensor of the type {dtype}", f"one of {', '.join(DTYPES)}", "convert it with the library that wrote it"
         )
     for counts in ((offset,), shape, stride):
-        if not isinstance(counts, tuple | list) or len(counts) > MAX_DIMS:
+        if isinstance(counts, tuple | list) and len(counts) > MAX_DIMS:
+            raise RefusedError(
+                f"a tensor of {len(counts)} dims", f"at most {MAX_DIMS}", "reshape it, and save it again"
+            )
+        if not isinstance(counts, tuple | list):
             raise _bad(f"a tensor with the shape {str(shape)[:80]} and the stride {str(stride)[:80]}")
         if any(type(count) is not int or not 0 <= count <= MAX_ELEMENTS for count in counts):
             raise _bad(f"a tensor with the shape {str(shape)[:80]} and the stride {str(stride)[:80]}")

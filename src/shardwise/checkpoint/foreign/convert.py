@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.directory import MARKER, Directory
-from shardwise.checkpoint.files import LOCAL
+from shardwise.checkpoint.files import LOCAL, reading
 from shardwise.checkpoint.foreign.beside import (
     METADATA,
     SUFFIXES,
@@ -28,7 +28,7 @@ from shardwise.checkpoint.foreign.deepspeed import read_deepspeed
 from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.names import read_rules, rename
-from shardwise.checkpoint.foreign.opened import OpenFiles, reading
+from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
 from shardwise.checkpoint.foreign.state import Foreign, shown
@@ -98,7 +98,8 @@ def convert(source: Path, target: Path, options: Options) -> Converted:
 
     >>> convert(Path("hub/llama"), Path("llama"), Options())  # doctest: +SKIP
     """
-    source = Path(os.path.realpath(source))  # what the user names may be a link; what is inside may not
+    with reading(source):
+        source = Path(os.path.realpath(source))  # what the user names may be a link; what is inside may not
     with OpenFiles(scratch_in=target.parent) as files, replacing(target, options.overwrite, source) as partial:
         found = read_foreign(files, source, options)
         rename(found, read_rules(options.rename) if options.rename is not None else [])

@@ -31,7 +31,7 @@ from shardwise.checkpoint.foreign.deepspeed_ranks import (
 )
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, shown, step_count, step_of
+from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
 from shardwise.checkpoint.format import whole
 from shardwise.errors import CheckpointError
@@ -73,9 +73,11 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer
     stage3 = isinstance(_inner(values[-1], optims[-1]).get("fp32_flat_groups"), list)
     _check_count(values[len(models) :], optims)
     shapes = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
+    if not any(shapes):
+        raise CheckpointError(f"{models[0]}: found no parameters in 'param_shapes', needed some; copy the file again")
     _check_one_save(model, models, ranks, optims, optimizer)
     check_devices(optims, [rank.weights for rank in ranks])
-    check_devices(models, [_tensors(m.get("module")) for m in model] if stage3 else [])
+    check_devices(models, [_tensors(_dict(m).get("module")) for m in model] if stage3 else [])
     places = _sharded(shapes, ranks, folder) if stage3 else _flattened(shapes, ranks, folder, optims)
     if not stage3:
         check_module(optims, places, [rank.weights for rank in ranks], model[0].get("module"))
@@ -90,7 +92,7 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer
 
 
 def _tensors(module: object) -> list[View]:
-    return [item for item in module.values() if isinstance(item, View)] if isinstance(module, dict) else []
+    return [item for item in _dict(module).values() if isinstance(item, View)]
 
 
 def _field(value: Any, key: str, path: Path) -> Any:
@@ -118,7 +120,10 @@ def _rank(value: Any, path: Path) -> _Rank:
     weights = [flat(item, f"{path}: fp32 group {i}") for i, item in enumerate(groups)]
     base = inner.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
     entries, param_groups = _entries(base, len(weights))
-    state = [{k: v for k, v in entry.items() if isinstance(v, View) and v.shape} for entry in entries]
+    state = [
+        {str(k): flat(v, f"{path}: {k} of group {i}") for k, v in entry.items() if isinstance(v, View) and v.shape}
+        for i, entry in enumerate(entries)
+    ]
     fallback = inner.get("base_optimizer_state_step")
     steps = [entry.get("step", group.get("step", fallback)) for entry, group in zip(entries, param_groups, strict=True)]
     return _Rank(weights=weights, state=state, steps=steps, slices=_slices(inner.get("param_slice_mappings"), path))
@@ -127,13 +132,18 @@ def _rank(value: Any, path: Path) -> _Rank:
 def _entries(base: Any, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """State of each flat group and the dials of its parameter group; empty ones where it has none."""
     if isinstance(base, list):
-        states = [item if isinstance(item, dict) else {} for item in base]
-        return (states + [{}] * count)[:count], [{}] * count
-    state = base.get("state") if isinstance(base, dict) else None
-    listed = base.get("param_groups") if isinstance(base, dict) else None
-    dials = [group for group in listed or [] if isinstance(group, dict) for _ in group.get("params") or []]
-    by_number = state if isinstance(state, dict) else {}
-    return [by_number.get(i) or {} for i in range(count)], (dials + [{}] * count)[:count]
+        return ([*map(_dict, base)] + [{}] * count)[:count], [{}] * count
+    state, groups = _dict(_dict(base).get("state")), map(_dict, _list(_dict(base).get("param_groups")))
+    dials = [group for group in groups for _ in _list(group.get("params"))]
+    return [_dict(state.get(i)) for i in range(count)], (dials + [{}] * count)[:count]
+
+
+def _dict(value: object) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _slices(value: Any, path: Path) -> Slices | None:
@@ -142,7 +152,7 @@ def _slices(value: Any, path: Path) -> Slices | None:
     found = []
     for group in value:
         slices = {}
-        for name, address in (group if isinstance(group, dict) else {}).items():
+        for name, address in _dict(group).items():
             start, count = (address.get("start"), address.get("numel")) if isinstance(address, Instance) else (0, -1)
             if type(start) is not int or type(count) is not int or min(start, count) < 0:
                 raise CheckpointError(f"{path}: {name}: found a slice without a place; copy the file again")
@@ -206,7 +216,11 @@ def _shapes(value: Any, path: Path) -> Shapes:
     found: Shapes = []
     for group in groups:
         shapes = {}
-        for name, shape in (group if isinstance(group, dict) else {}).items():
+        if not isinstance(group, dict):
+            raise CheckpointError(
+                f"{path}: found {kind_of(group)}, needed names and shapes of parameters; copy it again"
+            )
+        for name, shape in group.items():
             if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
                 raise CheckpointError(f"{path}: {name}: found no shape, needed whole numbers; copy the file again")
             shapes[str(name)] = tuple(shape)
@@ -225,6 +239,13 @@ def _flattened(shapes: Shapes, ranks: Sequence[_Rank], folder: Path, paths: Sequ
     sizes = [[view.shape[0] for view in rank.weights] for rank in ranks]
     check_order(paths, shapes, sizes, slices if sliced else [])
     for group, named in enumerate(shapes):
+        held_by_ranks = (name for held in (slices if sliced else []) for name in held[group])
+        strange = [name for name in dict.fromkeys(held_by_ranks) if name not in named]
+        if strange:
+            raise CheckpointError(
+                f"{folder}: found a part of {shown(strange)}, of which the model states say no shape; needed files of "
+                "one save: copy all of them again"
+            )
         start, bounds = 0, _bounds(rank.weights[group].shape[0] for rank in ranks)
         for name, shape in named.items():
             count, place = math.prod(shape), Place(group)
@@ -318,24 +339,26 @@ def _add_state(
             for key in sorted(keys)
         }
         step = ranks[0].steps[group]
-        if isinstance(step, int | float):
-            states["step"] = step_count(step)
-        elif isinstance(step, View):
-            states["step"] = step
+        if _count(step) is not None:
+            states["step"] = step if isinstance(step, View) else step_count(step)
         found.optimizer[name] = states
+    if len({"step" in states for states in found.optimizer.values()}) > 1:
+        found.optimizer = {}
+        found.notes.append("the optimizer's state: it counts the steps of some groups only")
 
 
 def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stage3: bool) -> None:
     """Buffers, frozen parameters and ties."""
     model = models[0]
-    module, buffers = model.get("module"), model.get("buffer_names") or []
-    if isinstance(module, dict):
-        found.weights |= {n: module[n] for n in buffers if isinstance(module.get(n), View)}
-    frozen = model.get("frozen_param_shapes")
-    for name, shape in (frozen if isinstance(frozen, dict) else {}).items():
-        fragments = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
+    module, buffers = _dict(model.get("module")), [*map(str, _list(model.get("buffer_names")))]
+    there = {name: module[name] for name in buffers if isinstance(module.get(name), View)}
+    found.weights |= there
+    lacking = [name for name in buffers if name not in there]
+    found.notes += [f"buffers that are listed, and are not there: {shown(lacking)}"] if lacking else []
+    for name, shape in _shapes([model.get("frozen_param_shapes") or {}], paths[0])[0].items():
+        fragments = [_dict(_dict(m).get("frozen_param_fragments")).get(name) for m in models]
         parts = [part for part in fragments if isinstance(part, View)]
-        if len(parts) != len(models) or not isinstance(shape, list):
+        if len(parts) != len(models):
             raise CheckpointError(f"{paths[0]}: {name}: its frozen parts are not there; copy the files of every rank")
         if not stage3:
             found.weights[name] = parts[0]
@@ -345,7 +368,7 @@ def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stag
         spans = [(rank, 0, min(part, count - rank * part)) for rank in range(len(parts))]
         place = Place(0, [span for span in spans if span[2] > 0])
         views = [[flat(p, f"{paths[0]}: {name}")] for p in parts]
-        found.weights[name] = _source(tuple(shape), place, views, f"{paths[0]}: {name}")
+        found.weights[name] = _source(shape, place, views, f"{paths[0]}: {name}")
     ties = model.get("shared_params")
     if isinstance(ties, dict) and ties:
         found.notes.append(f"tied parameters, kept under one name: {shown([f'{a} = {b}' for a, b in ties.items()])}")

@@ -92,7 +92,7 @@ def parse_size(text: str) -> int:
     >>> parse_size("5GB")
     5000000000
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UsageError(f"--max-shard-size {text!r}: needed a size above 0, as 5GB, 512MiB or 1000000; write one")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TypeVar
 from shardwise.checkpoint.foreign.state import PREFIXES, Foreign, shown, untied, unwrapped
 from shardwise.errors import ConfigError, DataError
 from shardwise.findings import nearest
+from shardwise.records import parse_toml, read_small
 
 T = TypeVar("T")
 
@@ -62,8 +62,8 @@ def read_rules(path: Path) -> list[Rule]:
         ConfigError: another table, a value that is no text, or stars that differ.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+        data = parse_toml(read_small(path).decode("utf-8"))
+    except (OSError, ValueError) as error:  # no such file or path, another encoding, or no TOML
         raise DataError(f"{path}: cannot be read ({error}); needed a TOML file with a table [rename]") from None
     table = data.get("rename")
     if set(data) != {"rename"} or not isinstance(table, dict) or not table:

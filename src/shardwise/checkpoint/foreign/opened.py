@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,22 +14,6 @@ from shardwise.errors import CheckpointError
 MAX_OPEN = 256
 """Files at a time: a directory of DCP may have one for each tensor."""
 _CHUNK = 4 * 1024 * 1024
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """What the disk says in this block is said of the source, and not of the target that is being written.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror or error}); needed a path that this user may list and read; give "
-            "the right one, or the right to read it"
-        ) from error
 
 
 @dataclass
@@ -84,8 +66,7 @@ class OpenFiles(Closing):
         Raises:
             CheckpointError: it may not be listed.
         """
-        with reading(path):
-            return self.files.names(path)
+        return self.files.names(path)
 
     def is_directory(self, path: Path) -> bool:
         """A directory, and no link to one.
@@ -93,8 +74,7 @@ class OpenFiles(Closing):
         Raises:
             CheckpointError: it may not be looked at.
         """
-        with reading(path):
-            return self.files.is_directory(path)
+        return self.files.is_directory(path)
 
     def scratch(self) -> tuple[Path, int]:
         """An empty file without a name: what it is called here, and its descriptor."""

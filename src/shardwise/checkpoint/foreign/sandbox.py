@@ -205,7 +205,10 @@ class _Checked:
         index, dtype, offset, shape, stride = item
         path, start, count, crc, device = self._storages[index]
         counts = [offset, *shape, *stride]
-        if dtype not in DTYPES or len(shape) != len(stride) or len(shape) > MAX_DIMS:
+        if len(shape) > MAX_DIMS:
+            what = f"a tensor of {len(shape)} dims"
+            raise refusal(str(path), (what, f"at most {MAX_DIMS}", "reshape it, and save it again"))
+        if dtype not in DTYPES or len(shape) != len(stride):
             raise refusal(str(path), (f"a tensor of the type {dtype}", "one that can be stored", "report this"))
         if any(type(n) is not int or not 0 <= n <= MAX_ELEMENTS for n in counts):
             raise refusal(str(path), (f"a tensor of shape {shape}", "one that lies inside its file", "copy it again"))

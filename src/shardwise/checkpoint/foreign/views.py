@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.checkpoint.files import reading
 from shardwise.checkpoint.foreign.dtypes import cast_bytes, num_finite
-from shardwise.checkpoint.foreign.opened import OpenFiles, reading
+from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.format import DTYPES, Box, cut, whole
 from shardwise.checkpoint.reading import SLAB_BYTES, Reader
 from shardwise.errors import CheckpointError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.digests import BlockDigests
-from shardwise.checkpoint.files import LOCAL, LocalFiles
+from shardwise.checkpoint.files import LOCAL, LocalFiles, reading
 from shardwise.checkpoint.foreign.state import shown
 from shardwise.checkpoint.foreign.views import Cast, Source, num_bytes, slabs
 from shardwise.checkpoint.format import whole
@@ -38,7 +38,8 @@ def replacing(target: Path, overwrite: bool, source: Path, *, file: bool = False
         UsageError: the target is there, and `overwrite` is not said; or what is there, or `source`, would be lost.
         CheckpointError: the disk said no; nothing is left.
     """
-    _check_apart(source, target)
+    with reading(target):
+        _check_apart(source, target)
     partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:8]}")
     old = target.with_name(f".{target.name}.old-{uuid.uuid4().hex[:8]}")
     try:
