@@ -143,8 +143,10 @@ def test_impossible_numbers_are_refused() -> None:
     for name in ("memory", "bandwidth", "context", "stream", "price"):
         with pytest.raises(ConfigError, match=f"device cpu: {name}: found inf"):
             replace(device, **{name: float("inf")})
-    with pytest.raises(ConfigError, match=r"device cpu: context: found .* needed less than its memory"):
-        replace(device, context=2 * device.memory)
+    data = as_dict(load_cluster("h100:8"))
+    data["device"]["context"] = data["device"]["memory"] * 1.1
+    with pytest.raises(ConfigError, match=r"device.context: found .* needed less than memory"):
+        cluster_from(data)
     with pytest.raises(ConfigError, match="rates: bf16: found 0"):
         replace(device.rates, bf16=0)
     with pytest.raises(ConfigError, match="nodes"):

@@ -116,11 +116,6 @@ class Device:
 
     def __post_init__(self) -> None:
         _refuse(f"device {self.name}", self, "memory bandwidth low_best stream", "context price")
-        if self.context >= self.memory:
-            raise ConfigError(
-                f"device {self.name}: context: found {self.context:g} bytes, needed less than its memory of "
-                f"{self.memory:g}; mend one of them"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +243,9 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
     fault = domain_fault(cluster.domain, cluster.nodes, cluster.per_node, cluster.device.name)
     if fault:
         raise RecordError(("domain",), fault)
+    if cluster.device.context >= cluster.device.memory:
+        given = f"found {cluster.device.context:g} bytes, needed less than memory, {cluster.device.memory:g}"
+        raise RecordError(("device", "context"), given)
     return cluster
 
 
