@@ -216,3 +216,37 @@ def test_the_network_that_notes_name() -> None:
 def test_activations_on_the_host_are_no_states() -> None:
     offload = variant("core-8", **ONE_NODE | {"notes": "ZeRO-3, activation CPU offload"}).plan.offload
     assert offload.activations and not offload.state
+
+
+DEEP = FREE | {
+    "model": "GPT", "n_layers": "32", "d_model": "4096", "n_heads": "32", "n_params": "", "n_kv_heads": "", "d_ff": "",
+    "vocab": "32000", "n_gpus": "64", "tp": "2", "pp": "8", "dp_shard": "4", "micro_batch": "1", "seq_len": "2048",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cells", "turns", "says"),
+    [
+        ({"notes": "Megatron-core", "global_batch": "64"}, 4, "4 stages per rank, the fastest that fit"),
+        ({"notes": "Megatron-core"}, 1, ""),
+        ({"notes": "Megatron-core, no interleaving", "global_batch": "64"}, 1, ""),
+        ({"notes": "Megatron-core", "pp_schedule": "1f1b"}, 1, ""),
+        ({"notes": "Megatron-core", "vp": "2"}, 2, ""),
+        ({"notes": "DeepSpeed"}, 1, ""),  # whose pipelines have no interleaving
+        ({"notes": "Megatron-LM; interleaved schedule"}, 2, "2 stages per rank, the least that divide its layers"),
+        ({"notes": "Megatron-LM; interleaved schedule", "n_layers": "24"}, 3, "3 stages per rank, the least"),
+    ],
+)
+def test_stages_per_rank_that_nobody_says(cells: dict[str, str], turns: int, says: str) -> None:
+    row = variant("fsdp-1", **DEEP | cells)
+    assert row.plan.schedule.stages == turns
+    assert any(line.startswith(says) for line in row.assumed) if says else not any("stages" in n for n in row.assumed)
+
+
+@pytest.mark.parametrize(
+    ("stated", "each"),
+    [("RoCE 400G", 50e9), ("RoCE 400G per node", 6.25e9), ("1600 Gb/s node-to-node RoCE", 25e9), ("8x 200 GbE", 25e9)],
+)
+def test_rates_of_an_adapter_and_of_a_node(stated: str, each: float) -> None:
+    row = variant("fsdp-1", **DEEP | {"interconnect": stated, "gpus_per_node": "8"})
+    assert row.cluster.network.bandwidth == pytest.approx(0.9 * each, rel=0.02)

@@ -175,6 +175,8 @@ def _network(stated: str, name: str, per_node: int) -> Link | None:
 _INSIDE = r"nvlink|nvswitch|nvl\d|pcie|pci-e|xgmi|infinity"
 """What a rate inside a node belongs to."""
 _RATE = r"(\d+(?:\.\d+)?)\s*-?(?:([GT])([Bb](?:/s|ps)?|bit(?:/s)?|bE\b|\b)|(gbps|tbps|gbe\b))"
+_ADAPTER = r"\bib\b|infiniband|roce|rdma|ethernet|gbe\b|connectx|\bcx-?[678]\b"
+_OF_NODE = r"per[ -]node|node-to-node|inter-?node|between nodes|total|aggregate"
 _FABRICS = {"xdr": 100e9, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
 """Bytes per second of one adapter of InfiniBand."""
 
@@ -182,7 +184,8 @@ _FABRICS = {"xdr": 100e9, "ndr": 50e9, "hdr": 25e9, "edr": 12.5e9}
 def _stated(text: str, per_node: int) -> float | None:
     """Nominal bytes per second and device that a sentence states; Gb are bits, GB are bytes.
 
-    Of all adapters of a node, or of those that are counted; InfiniBand's rates are of one, and each device has one.
+    Of all adapters of a node, or of those that are counted; rates that adapters have (200 to 800 Gb/s, where nothing
+    says that they are a node's) are of one, and each device has one.
     """
     for part in re.split(r"[,+;]| and |/(?= )", text):
         lower = part.lower()
@@ -198,8 +201,8 @@ def _stated(text: str, per_node: int) -> float | None:
             value, before, after = _FABRICS[fabric.group(1)] if fabric else 0.0, lower, ""
         found = re.search(r"(\d+)\s*[x×*]", before) or re.search(r"[x×*]\s*(\d+)", after)
         found = found or re.search(r"(\d+)\s*(?:nics?|adapters?|hcas?|links|rails|ports)", lower)
-        adapter = fabric or (re.search(r"\bib\b|infiniband", lower) and value >= 25e9)
-        each = re.search(r"per (gpu|device|adapter|nic)|/gpu", lower) or (adapter and "per node" not in lower)
+        adapter = fabric or (re.search(_ADAPTER, lower) and 25e9 <= value <= 100e9)
+        each = re.search(r"per (gpu|device|adapter|nic)|/gpu", lower) or (adapter and not re.search(_OF_NODE, lower))
         return value * int(found.group(1)) / per_node if found else value / (1 if each else per_node)
     return None
 

@@ -206,7 +206,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         axes=axes,
         zero=zero,  # type: ignore[arg-type]
         batch=Batch(global_size=total, micro_batches=count),
-        schedule=_schedule(cells, sizes),
+        schedule=_schedule(cells, spec, stack.name, (sizes.pp, count)),
         precision=precision,  # type: ignore[arg-type]
         float8=_float8(cells, compute),
         recompute=recompute_of(cells, spec, stack, sizes.pp),
@@ -220,9 +220,26 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     return plan, work
 
 
-def _schedule(cells: Cells, sizes: Sizes) -> Schedule:
-    text, turns = cells["pp_schedule"].lower(), cells.count("vp") or 1
-    if sizes.pp == 1:
+PLAIN = "1F1B without interleaving"
+"""Of a row that says nothing of it, run by a stack that has it, whose ranks would be idle for a third of the time."""
+IDLE = 1 / 3
+"""Bubble over work: whoever has more interleaves the stages, where the stack can."""
+
+
+def turns_of(spec: ModelSpec, pp: int) -> list[int]:
+    """Stages per rank of which an interleaved schedule can be made: all as large, or but for embedding and head.
+
+    >>> turns_of(preset("llama-405b"), 16)  # of 126 blocks
+    [2, 4, 8]
+    """
+    layers = next((n for n in (spec.num_layers, spec.num_layers + 2) if n % pp == 0), 0)
+    return [turns for turns in range(2, layers // pp + 1) if layers // pp % turns == 0]
+
+
+def _schedule(cells: Cells, spec: ModelSpec, stack: str, flow: tuple[int, int]) -> Schedule:
+    """`flow`: ranks of the pipeline, and micro-batches."""
+    text, turns, (pp, count) = cells["pp_schedule"].lower(), cells.count("vp") or 1, flow
+    if pp == 1:
         return Schedule()
     if not text and not cells["vp"]:
         noted = cells.noted(
@@ -245,8 +262,14 @@ def _schedule(cells: Cells, sizes: Sizes) -> Schedule:
         return Schedule(kind="gpipe")
     if re.search(r"loop|bfs|breadth", text):
         return Schedule(kind="looped-bfs", stages_per_rank=max(turns, 2))
-    if turns > 1 or "interleav" in text:
-        return Schedule(kind="interleaved", stages_per_rank=max(turns, 2))
+    if "interleav" in text and turns == 1:
+        turns = next(iter(turns_of(spec, pp)), 2)
+        cells.assume(f"{turns} stages per rank, the least that divide its layers")
+    if turns > 1:
+        return Schedule(kind="interleaved", stages_per_rank=turns)
+    can = stack in (*CORE, "megatron-flash", "torchtitan") and not cells.noted("(no|without|non).{0,3}interleav")
+    if not text and not cells["vp"] and can and (pp - 1) / count > IDLE:
+        cells.assume(PLAIN)
     return Schedule(kind="1f1b")
 
 

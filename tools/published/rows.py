@@ -16,7 +16,7 @@ from pathlib import Path
 from published.cells import COLUMNS, Cells, Skip
 from published.degrees import MICRO, is_sharded
 from published.hardware import cluster_of
-from published.layout import plan_of, seq_len_of, split_experts
+from published.layout import PLAIN, plan_of, seq_len_of, split_experts, turns_of
 from published.measured import (
     MemoryKind,
     MemoryStage,
@@ -36,7 +36,7 @@ from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.band import kind_of
 from shardwise.plan.memory import estimate_memory
-from shardwise.plan.plan import Plan, Recompute
+from shardwise.plan.plan import Plan, Recompute, Schedule
 from shardwise.plan.stack import Stack
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
@@ -201,27 +201,37 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
 def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
     """The plan; where a row prints no micro-batch, with the one that fits and is predicted fastest.
 
-    Whoever prints none has looked for it. So for recompute, where the row says nothing of that either.
+    Whoever prints none has looked for it. So for recompute, where the row says nothing of that either, and for the
+    stages per rank of a pipeline.
     """
     plan, work = job
     guess = f"{MICRO} 1"
-    if guess not in cells.assumed:
-        return plan
+    micros = (1, 2, 4, 8, 16) if guess in cells.assumed else (1,)
     said = next((line for line in cells.assumed if line == NO_RECOMPUTE or line.startswith(_INFERRED)), "")
-    policies = dict.fromkeys((plan.recompute, *((Recompute(mode="ops"), Recompute(mode="blocks")) if said else ())))
-    profile, times = profile_of(spec), dict[tuple[int, str], tuple[float, Plan]]()
-    for micro, recompute in product((1, 2, 4, 8, 16), policies):
+    free = said and guess in cells.assumed
+    policies = dict.fromkeys((plan.recompute, *((Recompute(mode="ops"), Recompute(mode="blocks")) if free else ())))
+    turns = turns_of(spec, plan.axes.pp) if PLAIN in cells.assumed else ()
+    schedules = (plan.schedule, *(Schedule(kind="interleaved", stages_per_rank=number) for number in turns))
+    tried = list(product(micros, policies, schedules))
+    profile, times = profile_of(spec), dict[tuple[int, str, int], tuple[float, Plan]]()
+    for micro, recompute, schedule in tried if len(tried) > 1 else ():
         count, rest = divmod(plan.batch.micro_batches, micro)
-        if rest or not count:
+        if rest or not count or (schedule.kind == "interleaved" and count % plan.axes.pp):
             continue
         with suppress(ConfigError, PlanError):  # a number that the schedule cannot have
-            one = replace(plan, recompute=recompute, batch=replace(plan.batch, micro_batches=count))
-            if estimate_memory(profile, one, work, stack=stack, device=cluster.device).fits:
-                times[micro, recompute.mode] = estimate_time(profile, cluster, one, work, stack=stack).total, one
+            batch = replace(plan.batch, micro_batches=count)
+            one = replace(plan, recompute=recompute, batch=batch, schedule=schedule)
+            alone = one == replace(plan, schedule=schedule)  # what a row runs fits, whatever is estimated
+            if alone or estimate_memory(profile, one, work, stack=stack, device=cluster.device).fits:
+                key = micro, recompute.mode, schedule.stages
+                times[key] = estimate_time(profile, cluster, one, work, stack=stack).total, one
     if not times:
         return plan
     best = min(times, key=lambda key: times[key][0])
-    cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}, the fastest that fits"
+    if guess in cells.assumed:
+        cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}, the fastest that fits"
     if best[1] != plan.recompute.mode:
         cells.assumed[cells.assumed.index(said)] = f"{_INFERRED}{best[1]}, with which a larger micro-batch is faster"
+    if turns and best[2] > 1:
+        cells.assumed[cells.assumed.index(PLAIN)] = f"{best[2]} stages per rank, the fastest that fit"
     return times[best][1]
