@@ -496,6 +496,31 @@ def test_a_run_converts_with_leave_given_now_or_before_it_died(tmp_path: Path) -
     assert "16 moments from float32 to bfloat16" in rank_goes_on(run, "bf16", ())
 
 
+def order_goes_on(run: RunDir, seed: int, allow: tuple[str, ...]) -> list[tuple[int, int]]:
+    """What a rank of `shardwise train` keeps in quarantine at its start."""
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        placed, rows = place("one", mesh, wide=WIDE), [torch.zeros(1) for _ in range(8)]
+        batches = loader(rows, 4, mesh, seed=seed)
+        state = TrainState(placed, adamw(placed, **DIALS), batches)
+        if run_goes_on(run, TrainSettings(seed=seed), Store(run.checkpoints), state, allow) is None:
+            go_on(state, 1)
+            batches.quarantine(0, 2)
+            Store(run.checkpoints).save(state)
+        return batches.quarantined
+
+
+def test_leave_for_another_order_holds_until_it_is_saved(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert order_goes_on(run, 0, ()) == order_goes_on(run, 0, ("all",)) == [(0, 2)]
+    with pytest.raises(CheckpointError, match="saved seed=0, now 5"):
+        order_goes_on(run, 5, ())
+    assert order_goes_on(run, 5, ("train.seed",)) == []
+    run.add_event("changed", changes=["train.seed: 0 -> 5 (maths)"], allowed=["train.seed"])
+    run.starting.path.mkdir()
+    run.starting.config_json.write_text("{}")  # of a start after the one that had leave, and died before it saved
+    assert order_goes_on(run, 5, ()) == [] and order_goes_on(run, 0, ()) == [(0, 2)]
+
+
 # ---------------------------------------------------------------- negative controls
 
 

@@ -13,7 +13,16 @@ from shardwise.errors import ChangedError, UsageError
 from shardwise.launch.elastic_plan import has_same_maths
 from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
-from shardwise.train.changes import Before, Change, check_allowed, check_content, find_changes, may_convert
+from shardwise.train.changes import (
+    Before,
+    Change,
+    changed_now,
+    check_allowed,
+    check_content,
+    find_changes,
+    leave_of,
+    may_convert,
+)
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import KEYS, RunSettings
 
@@ -136,13 +145,31 @@ def test_what_is_allowed(tmp_path: Path) -> None:
 
 def test_leave_to_convert_averages_holds_until_a_save_makes_it_needless(tmp_path: Path) -> None:
     run, key = RunDir(tmp_path), "optimizer.state_dtype"
-    assert not may_convert(run, ()) and not may_convert(run, ("optimizer.lr",))
-    assert may_convert(run, (key,)) and may_convert(run, ("all",))
+    assert not may_convert(leave_of(run, ())) and not may_convert(leave_of(run, ("optimizer.lr",)))
+    assert may_convert(leave_of(run, (key,))) and may_convert(leave_of(run, ("all",)))
     run.add_event("changed", changes=["optimizer.lr: 1.0 -> 2.0 (maths)"], allowed=["all"])
-    assert not may_convert(run, ())
+    assert not may_convert(leave_of(run, ()))
     run.add_event("changed", changes=[f"{key}: 'fp32' -> '8bit' (maths)"], allowed=[key])
-    assert may_convert(run, ())
+    assert may_convert(leave_of(run, ()))
     check_allowed(run, [], (key,))  # of another run's checkpoint, or of a start that came before
+
+
+def test_leave_is_given_again_by_the_same_command(tmp_path: Path) -> None:
+    """A batch system starts a job again as it is."""
+    run = RunDir(tmp_path)
+    with pytest.raises(UsageError, match="--allow optimizer.lr: found no such change"):
+        check_allowed(run, [], ("optimizer.lr",))
+    changes = ["optimizer.lr: 1.0 -> 2.0 (maths)", "train.nproc: 2 -> 4 (layout)"]
+    run.add_event("changed", changes=changes, allowed=["optimizer.lr"])
+    check_allowed(run, [], ("optimizer.lr",))
+    with pytest.raises(UsageError, match="--allow train.nproc"):
+        check_allowed(run, [], ("train.nproc",))
+    assert changed_now(run) == {"optimizer.lr"}  # where no run has begun the record is that of the start
+    run.starting.path.mkdir()
+    run.starting.config_json.write_text("{}")
+    assert changed_now(run) == set() and leave_of(run, ("a",)) == {"a", "optimizer.lr"}
+    run.starting.add_event("changed", changes=["train.seed: 0 -> 5 (maths)"], allowed=["train.seed"])
+    assert changed_now(run) == {"train.seed"} and leave_of(run, ()) == {"train.seed", "optimizer.lr"}
 
 
 def test_a_start_that_never_began_is_no_run(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class Batches:
         """Positions whose samples are not fed again; see `quarantine`."""
         self.accept: frozenset[str] = frozenset()
         """What may differ from a saved position: `seed`, `size`. The order is another one then."""
+        self.is_other_order = False
+        """Whether it is, or the samples are: then quarantine that was saved says nothing."""
 
     def __iter__(self) -> Self:
         """The same iterator: a loop that is left and entered again goes on where it was."""
@@ -150,7 +152,10 @@ class Batches:
                 "needed: what Batches.state_dict gave; load a checkpoint that was saved with this loader"
             )
         for key, own in self._identity().items():
-            if state.get(key) != own and key not in self.accept:
+            if state.get(key) == own:
+                continue
+            self.is_other_order = True
+            if key not in self.accept:
                 kind: type[DataError] | type[ConfigError] = DataError if key in ("size", "kind") else ConfigError
                 raise kind(
                     f"loader: cannot resume the data position of step {state['step']}: {_REASONS[key]}: saved {key}="
@@ -165,7 +170,7 @@ class Batches:
         regular = self._position == self.step * self.spec.global_size
         self._origin = (0, 0) if regular else (self.step, self._position)
         self._windows = None
-        for start, stop in state.get("quarantine", ()) if not self.accept else ():  # of another order it says nothing
+        for start, stop in state.get("quarantine", ()) if not self.is_other_order else ():  # it says nothing
             self.quarantine(int(start), int(stop))
 
     def ids_at(self, step: int) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ _LAYOUT = ("plan.shorthand", "plan.file", "train.micro_batches", "train.nproc", 
 _EACH_TIME = ("train.out", "train.name", "train.resume", "train.port")
 """What a start says of itself."""
 _STATE_DTYPE = "optimizer.state_dtype"
-_CONTENT = "data.content"
+CONTENT = "data.content"
 """No setting: what lies in the files that the same settings name."""
 _SHAPES = ("kind", "num_layers", "dim", "ffn_dim", "vocab_size", "num_experts", "ffn", "norm", "qkv_bias", "qk_norm",
            "tie_embeddings")  # fmt: skip
@@ -126,8 +126,9 @@ def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[st
         UsageError: an allowed key that is no change: a slip of the pen.
     """
     keys = [change.key for change in changes]
-    # averages of another type also lie in what --resume names, or here, if a start ended before it saved
-    unknown = [key for key in allow if key not in keys and key not in ("all", _STATE_DTYPE, _CONTENT)]
+    # averages of another type also lie in what --resume names; what a start had leave for, its command says again
+    known = {*keys, *leave_of(run, ()), "all", _STATE_DTYPE, CONTENT}
+    unknown = [key for key in allow if key not in known]
     if unknown:
         raise UsageError(
             f"--allow {unknown[0]}: found no such change; what changed: {', '.join(keys) or 'nothing'}; "
@@ -148,17 +149,31 @@ def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[st
         )
 
 
-def may_convert(run: RunDir, allow: Collection[str]) -> bool:
-    """Whether checkpoints whose averages have another type than `optimizer.state_dtype` may be converted.
+def leave_of(run: RunDir, allow: Collection[str]) -> set[str]:
+    """Keys of the maths that may be others than in a checkpoint: of this start, and of those before it.
 
-    The start that changed the setting may have ended before it saved: leave that it had holds for those after it.
+    The start that changed a setting may have ended before it saved: leave that it had holds for those after it.
 
     Args:
         run: its record says what was changed, with leave.
         allow: keys, or `all`.
     """
+    return {*allow, *_changed(run), *changed_now(run)}
+
+
+def changed_now(run: RunDir) -> set[str]:
+    """Keys of the maths that are others since the last start."""
+    return _changed(run.starting if run.starting.config_json.is_file() else run)
+
+
+def _changed(run: RunDir) -> set[str]:
     told = [change for event in run.read_events("changed") for change in event["changes"]]
-    return bool({_STATE_DTYPE, "all"} & set(allow)) or any(change.startswith(f"{_STATE_DTYPE}: ") for change in told)
+    return {change.partition(": ")[0] for change in told if change.endswith("(maths)")}
+
+
+def may_convert(leave: Collection[str]) -> bool:
+    """Whether checkpoints whose averages have another type than `optimizer.state_dtype` may be converted."""
+    return bool({_STATE_DTYPE, "all"} & set(leave))
 
 
 def check_content(before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]) -> None:
@@ -173,11 +188,11 @@ def check_content(before: Mapping[str, Any], now: Mapping[str, Any], allow: Coll
         ChangedError: the settings are equal, so that nobody said that the data changed.
     """
     then, here = ({**settings.get("data", {}), "num_workers": 0} for settings in (before, now))
-    if then == here and not {_CONTENT, "all"} & set(allow):
+    if then == here and not {CONTENT, "all"} & set(allow):
         raise ChangedError(
             "the data is not that of the checkpoint: found other rows than those of its probe under the same settings "
             f"({', '.join(map(str, here.get('sources', ())))}), needed the same; a file or the tokenizer changed "
-            f"since: put the old one back, or add --allow {_CONTENT}"
+            f"since: put the old one back, or add --allow {CONTENT}"
         )
 
 
