@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from types import ModuleType
 
 from shardwise.errors import ConfigError
+
+LOUD = ("torchao", "torch.utils._pytree")
+"""Loggers that warn of kernels for other machines whenever `transformers` is imported: no user can do anything."""
 
 
 def optional_module(name: str, *, extra: str, need: str) -> ModuleType:
@@ -22,6 +26,8 @@ def optional_module(name: str, *, extra: str, need: str) -> ModuleType:
     >>> optional_module("json", extra="data", need="a test").__name__
     'json'
     """
+    for loud in LOUD:
+        logging.getLogger(loud).setLevel(logging.ERROR)
     try:
         return import_module(name)
     except ImportError as error:

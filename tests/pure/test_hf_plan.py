@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli.estimate import estimates
+from shardwise.cli.main import main
 from shardwise.cli.planning import question
 from shardwise.errors import ConfigError, DataError, ExitCode, ModelError, PlanError
 from shardwise.model.hf_plan import DECLARED, Fact, hf_rules
@@ -210,6 +212,18 @@ def test_sizes_that_do_not_go_together_are_refused_with_file_and_reason(tmp_path
 def test_sizes_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, object], refusal: str) -> None:
     with pytest.raises(ConfigError, match=rf"config\.json: {refusal}"):
         question(written(tmp_path, **{"model_type": "llama"} | said), "h100:8", seq=64, batch=8, tokens=None)
+
+
+@pytest.mark.parametrize(
+    "verb", [("plan", "hf:llama", "h100:8"), ("check", "dp2", "--model", "hf:llama"), ("rules", "hf:llama")]
+)
+def test_without_transformers_its_extra_is_named(
+    verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as ended:
+        main([*verb])
+    assert ended.value.code == ExitCode.USAGE and "pip install 'shardwise[hf]'" in capsys.readouterr().err
 
 
 def test_a_list_is_no_configuration(tmp_path: Path) -> None:

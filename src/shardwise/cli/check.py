@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from shardwise.errors import ExitCode, PlanError
+from shardwise.extras import optional_module
 from shardwise.findings import Finding, errors_in
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan.constraints import check as check_plan
@@ -45,6 +46,7 @@ def check(
 
 def _declared(model: str) -> Any:
     """The configuration of a model of transformers."""
+    optional_module("transformers", extra="hf", need=f"model {model}")
     from shardwise.models.hf import hf_config
 
     return hf_config(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import sys
 import tempfile
 import traceback
@@ -34,9 +33,6 @@ VERBS = {
     "rules": "Infer tensor-parallel rules of a model from its forward; compare them with one process.",
 }
 """Verb `x` is the function `x` of `shardwise.cli.x`; none of these files imports torch. Here is its line of help."""
-
-LOUD = ("torchao", "torch.utils._pytree")
-"""Loggers that warn of kernels for other machines whenever `transformers` is imported: no user can do anything."""
 
 
 class Verbs(TyperGroup):
@@ -92,8 +88,6 @@ def main(argv: list[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     words, rest = _split_script_words(words)
     plain_letters()
-    for name in LOUD:
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         verb = typer.main.get_command(app)  # typer shows a wrong option itself, but has no words for programs
         code = verb.main(args=words, prog_name="shardwise", obj=rest, standalone_mode="--json" not in words)

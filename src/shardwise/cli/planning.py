@@ -17,6 +17,7 @@ from rich.text import Text
 from shardwise.cli.tokens import batch_of
 from shardwise.cli.tokens import count_of as count_of
 from shardwise.errors import ConfigError, UsageError
+from shardwise.extras import optional_module
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
@@ -210,6 +211,7 @@ def is_module(model: str) -> bool:
 def _module(model: str, blocks: str) -> Planned:
     """A model that is no reference model; torch is imported here."""
     if model.startswith("hf:"):
+        optional_module("transformers", extra="hf", need=f"model {model}")
         from shardwise.cli.hf import planned_hf
 
         return planned_hf(model, blocks)

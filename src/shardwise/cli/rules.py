@@ -14,6 +14,7 @@ from rich.text import Text
 from shardwise.cli.output import console, print_json
 from shardwise.cli.subjects import named_spec
 from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.extras import optional_module
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.plan.plan import Plan
 from shardwise.plan.shrink import shrink
@@ -75,6 +76,7 @@ def _trial_plan(text: str | None, degree: int) -> Plan | None:
 def _factories(model: str, plan: Plan) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The model's factory, and one of the same names that is small enough to run."""
     if model.startswith("hf:"):
+        optional_module("transformers", extra="hf", need=f"model {model}")
         from shardwise.models.hf import hf_config, hf_factory
         from shardwise.models.hf_sizes import shrunk_config
 

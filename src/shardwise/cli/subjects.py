@@ -15,6 +15,7 @@ from shardwise.cli.derive import Derived, derive
 from shardwise.cli.devices import surroundings
 from shardwise.cli.output import configuration_json
 from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.extras import optional_module
 from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec, load_spec, refuse_unbuilt
 from shardwise.plan.plan import Plan
@@ -106,6 +107,7 @@ def _shrunk(before: ModelSpec, after: ModelSpec) -> str:
 
 
 def _hugging_face(text: str, plan: Plan) -> Subject:
+    optional_module("transformers", extra="hf", need=f"model {text}")
     from shardwise.cli.hf import hf_findings
     from shardwise.diagnose.random_hf import check_name, small_config
     from shardwise.diagnose.subject import Subject
