@@ -214,15 +214,13 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, object
         question(written(tmp_path, **{"model_type": "llama"} | said), "h100:8", seq=64, batch=8, tokens=None)
 
 
-@pytest.mark.parametrize(
-    "verb", [("plan", "hf:llama", "h100:8"), ("check", "dp2", "--model", "hf:llama"), ("rules", "hf:llama")]
-)
+@pytest.mark.parametrize("words", ["plan hf:llama h100:8", "check dp2 --model hf:llama", "rules hf:llama"])
 def test_without_transformers_its_extra_is_named(
-    verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit) as ended:
-        main([*verb])
+        main(words.split())
     assert ended.value.code == ExitCode.USAGE and "pip install 'shardwise[hf]'" in capsys.readouterr().err
 
 
