@@ -209,14 +209,14 @@ def test_recompute_by_operator_costs_the_host_a_look_at_each() -> None:
     assert recompute("bf16 / recompute=ops") > 1.5 * recompute("bf16 / recompute=ops compile")
 
 
-def test_offloaded_activations_cost_what_the_host_link_cannot_hide() -> None:
+def test_offloaded_activations_are_copied_while_nothing_computes() -> None:
     plan, slow = Plan.parse("fsdp32 bf16 / offload=activations"), H100.with_(host_bandwidth=1e9)
     without = estimate_time(EIGHT, H100, Plan.parse("fsdp32 bf16"), WORK)
     assert "offload" not in without.terms
-    fast = estimate_time(EIGHT, H100.with_(host_bandwidth=1e15), plan, WORK)
-    assert fast.terms.get("offload", 0.0) == 0.0
     kept = saved_bytes(EIGHT.blocks[0], saving_of(plan, stack_of(plan), 8192)) * 8192 * 2 * 32
-    assert estimate_time(EIGHT, slow, plan, WORK).terms["offload"] == pytest.approx(2 * kept / 1e9, rel=0.05)
+    assert estimate_time(EIGHT, slow, plan, WORK).terms["offload"] == pytest.approx(2 * kept / 1e9, rel=0.01)
+    bridge = load_stack("megatron-bridge")  # others hide them
+    assert "offload" not in estimate_time(EIGHT, H100.with_(host_bandwidth=1e15), plan, WORK, stack=bridge).terms
 
 
 def test_the_host_waits_for_the_ranks_of_tp_where_stages_are_on_other_nodes() -> None:

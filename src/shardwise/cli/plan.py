@@ -200,7 +200,7 @@ def _brief_json(found: Candidate) -> dict[str, Any]:
 
 def _more_json(found: Search, points: Sequence[Candidate] | None, advice: Sequence[Advice]) -> dict[str, Any]:
     """What is there only where it was asked for, or where nothing fits."""
-    front = {} if points is None else {"front": [_brief_json(each) for each in points]}
+    front = {} if points is None else {"front": [_brief_json(each) | {"device_bytes": each.needs} for each in points]}
     return front if found.best else {**front, "would_fit": [_advice_json(each) for each in advice]}
 
 
@@ -230,7 +230,7 @@ def _front(points: Sequence[Candidate]) -> Table:
     for column in ("plan", "step", "GiB"):
         table.add_column(column, overflow="fold")
     for each in points:
-        table.add_row(Text(str(each.plan)), seconds(each.time.total), f"{each.memory.device / GIB:.1f}")
+        table.add_row(Text(str(each.plan)), seconds(each.time.total), f"{each.needs / GIB:.1f}")
     return table
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.hardware.cluster import Cluster, load_cluster
 from shardwise.plan.plan import SCHEDULES
 from shardwise.plan.search import HEADROOM, Candidate, Walk
 from shardwise.plan.space import OPT_IN, Space
@@ -83,8 +84,16 @@ def _nodes(tries: _Tries) -> Iterator[Advice]:
         least, most, found = (least, middle, fits) if fits else (middle, most, found)
     if found:
         words = f"{cluster.device.name}:{cluster.per_node}x{most}" + "".join(cluster.name.partition("@")[1:])
-        word = f" ({words})" if cluster.name.startswith(f"{cluster.device.name}:") else ""
+        word = f" ({words})" if _is_preset(words, cluster.with_(nodes=most)) else ""
         yield Advice(f"{most} nodes in place of {cluster.nodes}{word}", found)
+
+
+def _is_preset(words: str, cluster: Cluster) -> bool:
+    """Whether the words name such a cluster, and not one of other links or another memory."""
+    try:
+        return replace(load_cluster(words), name=cluster.name) == cluster
+    except ShardwiseError:
+        return False
 
 
 def _words(tries: _Tries) -> Iterator[Advice]:

@@ -108,7 +108,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         tensor=exposed,
         context=context,
         expert=expert,
-        hidden=hidden + tensor - exposed,
+        hidden=max(0.0, hidden + tensor - exposed),  # to rounding
         weight=back - inputs,
         whole=both - back + sent[0],
         light=_again_light(light, device, host, kernels, setting),

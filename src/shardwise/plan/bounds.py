@@ -120,7 +120,8 @@ class Bounds:
             moved = sum([upto[end] - upto[start] for start, end in stages]) * self.tokens(pipe.core)
             passes = rank.busy * work.most + own, rank.busy * (1 - work.least) + rank.again + own
             one_way = moved * stack.offloads_blocks / self.space.cluster.host_bandwidth
-            most = max(most, sum([max(0.0, one_way - stack.overlap_data * each) for each in passes]))
+            hides = 0.0 if stack.copies_alone else stack.overlap_data
+            most = max(most, sum([max(0.0, one_way - hides * each) for each in passes]))
         return most * pipe.micro_batches
 
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
@@ -262,23 +263,24 @@ class Bounds:
         cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
         sizes, tokens = [], self.tokens(core)
         for rank in ranks:
-            counts = () if flow.offload else after_warmup(schedule.kind, shape, rank)
-            size, block = self.kept_by(core, flow.policy, cut[rank], counts)
+            counts = after_warmup(schedule.kind, shape, rank)
+            size, block = self.kept_by(core, flow.policy, cut[rank], counts, flow.offload)
             sizes.append((rank, size * tokens, self.logits(core) if cut[rank][1] else 0.0, block * tokens))
         return sizes
 
-    def kept_by(self, core: Core, policy: int, cut: Cut, counts: tuple[int, ...]) -> tuple[float, float]:
+    def kept_by(self, core: Core, policy: int, cut: Cut, counts: tuple[int, ...], offload: bool) -> tuple[float, float]:
         """Bytes per token of a rank with so many micro-batches in flight on each stage; of its largest block in full.
 
-        No counts: saved tensors are on the host, but for those of the block at work and of the one ahead of it.
+        `offload`: they are on the host, but for those of the block at work and of the one ahead of it.
         """
         kept, blocks = self._kept(core)
         stages, _, distinct = cut
-        upto, block = kept[policy], max([blocks[number] for number in distinct])
-        size = (block if policy else 0.0) + (0.0 if counts else 2 * block)
+        upto, block, size = kept[policy], max([blocks[number] for number in distinct]), 0.0
         for (start, end), count in zip(stages, counts, strict=False):
             size += count * (upto[end] - upto[start])
-        return size, block
+        if offload:
+            size = min(size, 2 * max(upto[n + 1] - upto[n] for start, end in stages for n in range(start, end)))
+        return size + (block if policy else 0.0), block
 
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""

@@ -25,7 +25,8 @@ class Unit(NamedTuple):
     """Which of the two has the logits."""
 
 
-Flights = tuple[Schedule, tuple[set[tuple[int, ...]], set[tuple[int, ...]]]]
+Flight = tuple[tuple[int, ...], bool]
+Flights = tuple[Schedule, tuple[set[Flight], set[Flight]]]
 """One of the schedules that cut the blocks alike; and the micro-batches in flight on each stage that any of them has,
 on the first rank and on the last. No numbers: what is saved is offloaded."""
 
@@ -68,7 +69,7 @@ class PipeSizes:
         for schedule, first, last, heads in self._units_of(pipe, policy):
             ahead, behind = first * tokens + logits * heads[0], last * tokens + logits * heads[1]
             for floor in bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks):
-                needs = max(ahead + floor.states[0], behind + floor.states[-1])
+                needs = max(ahead + floor[0], behind + floor[-1])
                 least = min(least, needs)
         return bounds.on_device(least) * (1 - 1e-12)  # rounding: sums are taken in another order than a flow's
 
@@ -82,7 +83,7 @@ class PipeSizes:
             for schedule, flights in self._flights_of(pipe):
                 ends = (cut := bounds.cut(pipe.pp, schedule))[0], cut[-1]
                 first, last = (
-                    min(bounds.kept_by(core, each, end, counts)[0] for each, counts in product(policies, found))
+                    min(bounds.kept_by(core, each, end, *flight)[0] for each, flight in product(policies, found))
                     for end, found in zip(ends, flights, strict=True)
                 )
                 units.append(Unit(schedule, first, last, (ends[0][1], ends[1][1])))
@@ -97,7 +98,7 @@ class PipeSizes:
                 shape = (pipe.pp, schedule.stages, pipe.micro_batches)
                 _, flights = found.setdefault(cut_as(schedule), (schedule, (set(), set())))
                 for rank, each in zip((0, pipe.pp - 1), flights, strict=True):
-                    each.add(() if offload else after_warmup(schedule.kind, shape, rank))
+                    each.add((after_warmup(schedule.kind, shape, rank), offload))
             self._flights[key] = list(found.values())
         return self._flights[key]
 

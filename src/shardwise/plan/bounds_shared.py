@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, le
-from typing import NamedTuple
 
 from shardwise.plan.bounds import Bounds, Kept
 from shardwise.plan.bounds_work import Upto, Work
@@ -21,14 +20,8 @@ from shardwise.plan.updating import OWN, matrices, newton_schulz_time
 SpreadsOf = Callable[[Pipe], list[Spread]]
 
 
-class Floor(NamedTuple):
-    """States of a spread: bytes of each rank of a `Kept`, and what the allocator may hold beside them."""
-
-    states: tuple[float, ...]
-    """With gradients where they are there before the first backward pass."""
-    held: float
-    """At least, and at most: the gradients of the step before, where the peak is reached before there are new ones."""
-    most: float
+Floor = tuple[float, ...]
+"""States of a spread: bytes of each rank of a `Kept`, with gradients where they are there before the first backward."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,6 @@ class SharedBounds(Bounds):
     _shared_kept: dict[tuple[object, ...], tuple[list[Upto], list[float]]] = field(default_factory=dict)
     _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
-    _ratios: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     _loads: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -145,28 +137,14 @@ class SharedBounds(Bounds):
         """Device memory of a family: what it keeps, with no states."""
         return self.on_device(max(size + logits for _, size, logits, _ in kept))
 
-    def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> tuple[float, float]:
-        """(device memory of a flow's plans at least, the same with what the allocator holds), over all its spreads.
+    def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> float:
+        """Device memory that a flow's plans need at least, over all its spreads.
 
-        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`. The second is
-        what a plan shows, the first what it needs.
+        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`.
         """
-        least = shown = math.inf
-        base, sizes = self.on_device(0.0), [size + logits for _, size, logits, _ in kept]
-        for states, held, most in self.floors_of(flow, spreads, refused, tuple(rank for rank, *_ in kept)):
-            needs = max(map(add, sizes, states))
-            least = min(least, needs)
-            shown = min(shown, self._shown(base + needs, held, most))
-        return base + least, shown
-
-    def shown_size(self, flow: Flow, spread: Spread, size: float) -> float:
-        """What a plan that needs at least `size` bytes shows at least."""
-        return self._shown(size, *self._held(flow, spread, spread)) if spread.offloaded else size
-
-    def _shown(self, size: float, held: float, most: float) -> float:
-        """A full device gets back what is held: so the plan either shows both, or is one that would not fit so."""
-        limit = self.space.cluster.device.memory
-        return min(size + held, max(size, limit - most)) if most else size
+        sizes, ranks = [size + logits for _, size, logits, _ in kept], tuple(rank for rank, *_ in kept)
+        floors = self.floors_of(flow, spreads, refused, ranks)
+        return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))
 
     def floors_of(
         self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...]
@@ -191,66 +169,28 @@ class SharedBounds(Bounds):
                 floor
                 for few, many in ends.values()
                 for spread in dict.fromkeys((few, many))
-                for floor in self._floor(flow, spread, few, ranks)
+                for floor in self._floor(flow, spread, ranks)
             )
         return self._floors[key]
 
-    def _floor(self, flow: Flow, spread: Spread, few: Spread, ranks: tuple[int, ...]) -> list[Floor]:
+    def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> list[Floor]:
         accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
         tables = [self.states(flow, spread, rank) for rank in ranks]
-        floors = [Floor(tuple(held + grads * accumulates + ahead for held, grads, ahead in tables), 0.0, 0.0)]
+        floors = [tuple(held + grads * accumulates + ahead for held, grads, ahead in tables)]
         if self.space.offloads(spread) and min(held + grads for held, grads, _ in tables) <= self.host:
-            once = self._whole(flow, spread)
-            held, most = self._held(flow, spread, few)
-            floors.append(Floor(tuple(grads * once + ahead for _, grads, ahead in tables), held, most))
+            several, pp = flow.pipe.micro_batches > 1, flow.pipe.pp
+            once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pp > 1)  # `accumulates_whole`
+            floors.append(tuple(grads * once + ahead for _, grads, ahead in tables))
         return floors
-
-    def _held(self, flow: Flow, spread: Spread, few: Spread) -> tuple[float, float]:
-        """At least with an offloaded spread, and at most with the one of fewest shards: `memory.held_apart`."""
-        stack = self.space.stack
-        if not stack.grads_apart or self._whole(flow, spread):
-            return 0.0, math.inf if stack.runs_ahead else 0.0
-        low, high = self._uneven(flow)
-        most = math.inf if stack.runs_ahead else self.states(flow, few)[1] * high
-        return self.states(flow, spread)[1] * low, most
-
-    def _whole(self, flow: Flow, spread: Spread) -> bool:
-        """`memory.accumulates_whole` of an offloaded plan."""
-        several, pp = flow.pipe.micro_batches > 1, flow.pipe.pp
-        return self.space.stack.keeps_shards and several and (spread.zero < 2 or pp > 1)
-
-    def _uneven(self, flow: Flow) -> tuple[float, float]:
-        """Parameters of the ranks with fewest and most, over those of the first, whatever shards them."""
-        pipe, core = flow.pipe, flow.pipe.core
-        key = (core.tp, core.ep, pipe.pp, flow.schedule.stages, flow.schedule.kind in V_SHAPED)
-        if pipe.pp == 1:
-            return 1.0, 1.0
-        if key not in self._ratios:
-            space = self.space
-            spread = Spread(pipe, 1, pipe.data, 0)
-            division = Division(space.profile, space.plan(flow, spread), space.workload, space.stack.cut)
-            ratios = [1.0]
-            for count in (division.stage_dense, division.stage_experts):
-                sizes = [sum(map(count, stages)) for stages in division.ranks]
-                ratios += [size / sizes[0] if sizes[0] else 0.0 if size == 0 else math.inf for size in sizes]
-                if not any(sizes):
-                    del ratios[-len(sizes) :]
-            self._ratios[key] = (min(ratios), max(ratios))
-        return self._ratios[key]
 
 
 def _lowest(floors: Iterable[Floor]) -> list[Floor]:
-    """Without those that another is nowhere above: what a plan shows grows with all but the most that is held."""
+    """Without those that another is nowhere above."""
     found: list[Floor] = []
     for floor in dict.fromkeys(floors):
-        if not any(_is_below(other, floor) for other in found):
-            found = [other for other in found if not _is_below(floor, other)] + [floor]
+        if not any(all(map(le, other, floor)) for other in found):
+            found = [other for other in found if not all(map(le, floor, other))] + [floor]
     return found
-
-
-def _is_below(one: Floor, other: Floor) -> bool:
-    lean = not one.most or (one.held <= other.held and one.most >= other.most > 0)
-    return lean and all(map(le, one.states, other.states))
 
 
 def _kept_as(core: Core) -> tuple[object, ...]:

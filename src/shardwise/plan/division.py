@@ -49,6 +49,12 @@ class Division:
     splits_experts: bool = True
     """`tp` divides experts where `ep` does not: `Stack.splits_experts`."""
 
+    @property
+    def compute(self) -> str:
+        """Dtype of the products that are not in the plan's precision; empty: all are."""
+        as_planned = "fp8" if self.plan.float8.recipe != "none" and not self.plan.float8.emulate else ""
+        return self.workload.compute or as_planned
+
     @cached_property
     def micro_batch(self) -> float:
         """Sequences per micro-batch and data rank."""

@@ -32,10 +32,10 @@ def front_of(space: Space, limit: float, apart: float = APART, bounds: SharedBou
     lean = next(iter(Walk(space, "memory", limit, walk.bounds).run(1)), None)
     if lean is None:
         return []
-    found = walk.front(apart, lean.memory.device * (1 - ALIKE))
+    found = walk.front(apart, lean.needs * (1 - ALIKE))
     front: list[Candidate] = []
-    for each in sorted([*found, lean], key=lambda each: (each.time.total, each.memory.device)):
-        if not front or each.memory.device < front[-1].memory.device:
+    for each in sorted([*found, lean], key=lambda each: (each.time.total, each.needs)):
+        if not front or each.needs < front[-1].needs:
             front.append(each)
     return front
 
@@ -52,9 +52,9 @@ class FrontWalk(Walk):
         while self._heap and self.below >= least:
             _, _, (size, *_), _, node = heapq.heappop(self._heap)
             if isinstance(node, Candidate):
-                if node.memory.device <= self.below:
+                if node.needs <= self.below:
                     found.append(node)
-                    self.below = node.memory.device * (1 - apart) if apart else math.nextafter(node.memory.device, 0.0)
+                    self.below = node.needs * (1 - apart) if apart else math.nextafter(node.needs, 0.0)
             elif isinstance(node, Flow):
                 self._divide_flow(node)
             elif size > self.below:
@@ -71,9 +71,9 @@ class FrontWalk(Walk):
         heapq.heappush(self._heap, (seconds, isinstance(node, Candidate), (size,), next(self._order), node))
 
     def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
-        if self.bounds.shown_size(leaf.flow, leaf.spread, size) <= self.below:
+        if size <= self.below:
             super()._push_leaf(leaf, size, family)
 
     def _keep(self, found: Candidate) -> None:
-        if found.memory.device <= self.below:
-            self._push(found, found.time.total, found.memory.device, 0)
+        if found.needs <= self.below:
+            self._push(found, found.time.total, found.needs, 0)

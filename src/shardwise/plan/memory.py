@@ -13,7 +13,15 @@ from operator import mul
 
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_gathered, kept_in, saved_bytes, saving_of, working_bytes
+from shardwise.plan.activations import (
+    compute_width,
+    is_gathered,
+    kept_bytes,
+    kept_in,
+    saved_bytes,
+    saving_of,
+    working_bytes,
+)
 from shardwise.plan.around import copied, outside_step
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.eager_rank import eager_rank
@@ -183,7 +191,8 @@ def _with_outside(memory: Memory, division: Division, stack: Stack) -> Memory:
 
 def held_apart(division: Division, rank: RankMemory, stack: Stack) -> float:
     """Bytes that the gradients of the step before had, where the peak is reached before there are new ones."""
-    if not stack.grads_apart or not is_gathered(division.plan) or "gradients" in rank.terms:
+    plan = division.plan
+    if not stack.grads_apart or plan.offload.state or not is_gathered(plan) or "gradients" in rank.terms:
         return 0.0
     return states_of(division, division.ranks[rank.rank], stack)["gradients"]
 
@@ -289,37 +298,40 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     """Parameters in the compute dtype beside the weights: all, or a block, those ahead of it, and its gradient."""
     plan = division.plan
     width = compute_width(plan)
-    if plan.zero < 3 and (stack.master or plan.precision == "bf16-pure"):
+    sharded = plan.zero > 0 and (plan.zero == 3 or stack.keeps_shards) and division.shards > 1
+    if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
     if not plan.reshards:
-        gathered = plan.zero == 3 or (plan.zero > 0 and stack.keeps_shards and division.shards > 1)
+        gathered = plan.zero == 3 or sharded
         return division.whole(stages) * width if width < 4 or gathered else 0.0
-    blocks = [division.dense(block) + division.experts(block) for stage in stages for block, _ in stage.counts]
+    counts = [(division.dense(block) + division.experts(block), n) for stage in stages for block, n in stage.counts]
+    most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
-    whole = 2 if division.workload.trained == 1 else 1  # frozen weights have no gradient
-    return (max(blocks, default=0.0) * (whole + plan.communication.prefetch) + ends) * width
+    gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
+    return (min(most * (1 + plan.communication.prefetch), every) + gradient + ends) * width
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes that all micro-batches in flight on a rank have kept, and one recomputed block in full."""
     plan = division.plan
-    how = saving_of(plan, stack, division.workload.seq_len, division.workload.compute)
+    how = saving_of(plan, stack, division.workload.seq_len, division.compute)
     block = _block_bytes(division, stages, stack)
     again = block if plan.recompute.mode != "none" else 0.0
-    if plan.offload.activations:  # the block at work and the one ahead of it are on the device
-        return 2 * block + again
     kept = [kept_in(stage, plan, how) for stage in stages]
     moments: Sequence[tuple[int, ...]] = [(1,)]
     if plan.axes.pp > 1:
         moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
     worst: float = max(sum(map(mul, alive, kept)) for alive in moments)
+    if plan.offload.activations:  # what the block at work and the one ahead of it keep is on the device
+        blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
+        worst = min(worst, 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks))
     return worst * division.tokens + again
 
 
 def _block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes that the largest block keeps of one micro-batch without recompute."""
-    how = saving_of(division.plan, stack, division.workload.seq_len, division.workload.compute)
+    how = saving_of(division.plan, stack, division.workload.seq_len, division.compute)
     return max((saved_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 
@@ -334,7 +346,7 @@ def _logits(division: Division, stack: Stack) -> float:
 
 def _working(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Gradients of the widest operator, alive for a moment in the backward pass."""
-    how = saving_of(division.plan, stack, division.workload.seq_len, division.workload.compute)
+    how = saving_of(division.plan, stack, division.workload.seq_len, division.compute)
     return max((working_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 

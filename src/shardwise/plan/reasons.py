@@ -115,7 +115,7 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
         return f"{label}: more stages than blocks"
     device = space.cluster.device
     try:
-        workload = space.workload_of(plan)
+        workload = space.workload
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=device)
         seconds = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack).total
     except ShardwiseError:

@@ -253,12 +253,6 @@ class Space:
             self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len)
         return self._savings[key]
 
-    def workload_of(self, plan: Plan) -> Workload:
-        """The workload with the type that products run in."""
-        if plan.float8.recipe == "none" or self.workload.compute:
-            return self.workload
-        return Workload(**{**vars(self.workload), "compute": "fp8"})
-
     # ------------------------------------------------------------ step 1: cores
 
     def cores(self, world: int, refused: dict[str, int]) -> Iterator[Core]:

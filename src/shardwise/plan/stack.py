@@ -126,6 +126,8 @@ class Stack:
     offloads_blocks: float = 1.0
     """Share of the blocks whose saved tensors move where a plan offloads them (recipes of Megatron-Bridge name a number
     of layers); memory is that of a plan which offloads all."""
+    copies_alone: bool = False
+    """Nothing computes while they move (`torch.autograd.graph.save_on_cpu`); else as `overlap_data` of it."""
     stall: float = 0.0
     """Seconds that an exchange between nodes stalls once a job is large: see `stalls.stalled`."""
     tensor_wait: float = 0.0

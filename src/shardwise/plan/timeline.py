@@ -97,7 +97,7 @@ def timeline_of(space: Space, chosen: Candidate) -> Timeline:
     """
     plan, step = chosen.plan, chosen.time
     stack = stack_of(plan, space.stack)
-    workload = space.workload_of(plan)
+    workload = space.workload
     division = divide(busiest(space.profile, plan, workload), plan, workload, stack.cut)
     ranks = [rank_costs(division, stages, space.cluster, stack) for stages in division.ranks]
     slowest = max(ranks, key=lambda rank: rank.busy)

@@ -160,8 +160,8 @@ class RankCosts:
 def _dtype(division: Division) -> str:
     """Dtype of the matrix products."""
     plan = division.plan
-    if division.workload.compute:
-        return division.workload.compute
+    if division.compute:
+        return division.compute
     if plan.precision == "bf16-pure":
         return "bf16"
     return "tf32" if plan.precision == "fp32" and plan.tf32 else plan.precision
@@ -372,8 +372,9 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) 
 def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Stack) -> float:
     """Seconds per micro-batch that saved tensors on their way to the host and back do not hide behind compute."""
     plan = division.plan
-    how = saving_of(plan, stack, division.workload.seq_len, division.workload.compute)
+    how = saving_of(plan, stack, division.workload.seq_len, division.compute)
     blocks = [(block, stage.start + i) for stage in rank.stages for i, block in enumerate(stage.blocks)]
     moved = sum(kept_bytes(block, index, plan, how) for block, index in blocks) * division.tokens
     one_way = moved * stack.offloads_blocks / cluster.host_bandwidth
-    return sum(max(0.0, one_way - stack.overlap_data * sum(work)) for work in (rank.forward, rank.backward))
+    hides = 0.0 if stack.copies_alone else stack.overlap_data
+    return sum(max(0.0, one_way - hides * sum(work)) for work in (rank.forward, rank.backward))

@@ -50,10 +50,15 @@ class Candidate:
         """Currency per step, from currency per device and hour."""
         return self.time.total * self.plan.world * price / 3600
 
+    @property
+    def needs(self) -> float:
+        """Bytes of the device that it cannot do without: a full one gets back what the allocator holds."""
+        return self.memory.device - self.memory.held
+
     def score(self, goal: Goal) -> float:
         """What the goal makes least: seconds, device seconds, or bytes."""
         if goal == "memory":
-            return self.memory.device
+            return self.needs
         return self.time.total * (self.plan.world if goal == "cost" else 1)
 
 
@@ -114,8 +119,6 @@ class Walk:
         refused: dict[str, int] = {}
         for world in worlds_of(self.space.cluster, self.goal):
             cores = list(self.space.cores(world, refused))
-            if self.limit == math.inf and self.space.has("accumulation"):  # what is nearest keeps one sample at a time
-                cores = [core for core in cores if core.samples == 1]
             cores = self._one_recipe(cores) if self.space.has("fp8") else cores
             for core in self._undominated(cores) if world > EXACT else filter(self._fits, cores):
                 self._push(core, self._least_time(core, 0, 1), self.bounds.core_size(core), world)
@@ -188,11 +191,11 @@ class Walk:
             if self.goal != "memory":
                 self._push_flow(pipe, schedule, offload, policies)
                 continue
-            needs, shows = self._any_fits(pipe, schedule, offload)
+            needs = self._least_size(pipe, schedule, offload)
             if needs > self.limit or needs == math.inf:
                 self.pruned["bound on memory"] += len(policies)
             else:
-                self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, shows, pipe.core.world)
+                self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, needs, pipe.core.world)
 
     def _policies(self, pipe: Pipe) -> tuple[int, ...]:
         """Numbers of the policies from the cheapest under which a pipe could fit, by their cost."""
@@ -200,14 +203,13 @@ class Walk:
         sizes = ((place, self.least.of_pipe(pipe, policy)) for place, policy in enumerate(policies))
         return policies[next((place for place, size in sizes if size <= room and size < math.inf), len(policies)) :]
 
-    def _any_fits(self, pipe: Pipe, schedule: Schedule, offload: bool) -> tuple[float, float]:
-        """The least sizes of all policies: of the one that keeps least, or of none, which holds no block in full."""
+    def _least_size(self, pipe: Pipe, schedule: Schedule, offload: bool) -> float:
+        """The least of all policies: of the one that keeps least, or of none, which holds no block in full."""
         lean = self.bounds.leanest(pipe.core)
-        sizes = [self._sizes(Flow(pipe, schedule, policy, offload)) for policy in {0, lean}]
-        return min(needs for needs, _ in sizes), min(shows for _, shows in sizes)
+        return min(self._size(Flow(pipe, schedule, policy, offload)) for policy in {0, lean})
 
-    def _sizes(self, flow: Flow) -> tuple[float, float]:
-        """Device memory that all plans of a flow need, and show, at least."""
+    def _size(self, flow: Flow) -> float:
+        """Device memory that all plans of a flow need at least."""
         split = flow.schedule.kind in ZERO_BUBBLE
         refused = tuple(zero for zero in get_args(Zero) if self.space.refuses(flow, zero)) if split else ()
         return self.bounds.family_size(flow, self._spreads_of, refused, self.bounds.flow_size(flow))
@@ -236,13 +238,13 @@ class Walk:
             if row:
                 self.pruned[row] += 1
                 continue
-            needs, shows = self._sizes(flow)
-            if needs > self.limit or shows > self.below:
+            needs = self._size(flow)
+            if needs > min(self.limit, self.below):
                 self.pruned["bound on memory"] += 1
             elif self.goal == "memory":
-                self._push(flow, 0.0, shows, pipe.core.world)
+                self._push(flow, 0.0, needs, pipe.core.world)
             else:
-                self._push(flow, self.bounds.least_time(flow, self.limit), shows, pipe.core.world)
+                self._push(flow, self.bounds.least_time(flow, self.limit), needs, pipe.core.world)
                 if not together:
                     return
 
@@ -272,7 +274,7 @@ class Walk:
     def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
         flow, spread = leaf
         seconds = 0.0 if self.goal == "memory" else self.bounds.plan_time(flow, spread, family)
-        self._push(leaf, seconds, self.bounds.shown_size(flow, spread, size), flow.pipe.core.world)
+        self._push(leaf, seconds, size, flow.pipe.core.world)
 
     def _push_offloaded(self, leaf: Leaf, kept: Kept, least: float) -> None:
         """The same plan with its states on the host, unless it cannot fit. `least`: what any rank would have there."""
@@ -300,7 +302,7 @@ class Walk:
         if row:
             self.pruned[row] += 1
             return
-        workload = space.workload_of(plan)
+        workload = space.workload
         self.estimated += 1
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
         if not memory.fits_in(self.limit):
@@ -313,7 +315,7 @@ class Walk:
         if on_host(memory, plan, space.cluster.per_node) > self._host:
             self.pruned["host memory"] += 1
             return
-        if memory.device > self.below:
+        if memory.device - memory.held > self.below:
             return
         time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
         found = Candidate(plan=plan, memory=memory, time=time)
