@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
-from shardwise.plan.bounds_work import Cut, RankWork, Upto, Work, rank_works, work_of
+from shardwise.plan.bounds_work import Cut, Flight, RankWork, Upto, Work, rank_works, work_of
 from shardwise.plan.division import Division
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
@@ -114,13 +114,12 @@ class Bounds:
         """Seconds of saved tensors on their way to the host and back that compute cannot hide."""
         pipe, stack, work = flow.pipe, self.space.stack, self.work(flow.pipe.core)
         ranks = self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy)
-        upto, most = self._kept(pipe.core)[0][flow.policy], 0.0
+        upto, most, hides = self._kept(pipe.core)[0][flow.policy], 0.0, stack.hides_copies
         for rank, (stages, last, _) in zip(ranks, self.cut(pipe.pp, flow.schedule), strict=True):
             own = self._loss(pipe.core) if last else 0.0
             moved = sum([upto[end] - upto[start] for start, end in stages]) * self.tokens(pipe.core)
             passes = rank.busy * work.most + own, rank.busy * (1 - work.least) + rank.again + own
             one_way = moved * stack.offloads_blocks / self.space.cluster.host_bandwidth
-            hides = 0.0 if stack.copies_alone else stack.overlap_data
             most = max(most, sum([max(0.0, one_way - hides * each) for each in passes]))
         return most * pipe.micro_batches
 
@@ -263,18 +262,17 @@ class Bounds:
         cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
         sizes, tokens = [], self.tokens(core)
         for rank in ranks:
-            counts = after_warmup(schedule.kind, shape, rank)
-            size, block = self.kept_by(core, flow.policy, cut[rank], counts, flow.offload)
+            flight = after_warmup(schedule.kind, shape, rank), flow.offload
+            size, block = self.kept_by(core, flow.policy, cut[rank], flight)
             sizes.append((rank, size * tokens, self.logits(core) if cut[rank][1] else 0.0, block * tokens))
         return sizes
 
-    def kept_by(self, core: Core, policy: int, cut: Cut, counts: tuple[int, ...], offload: bool) -> tuple[float, float]:
+    def kept_by(self, core: Core, policy: int, cut: Cut, flight: Flight) -> tuple[float, float]:
         """Bytes per token of a rank with so many micro-batches in flight on each stage; of its largest block in full.
 
-        `offload`: they are on the host, but for those of the block at work and of the one ahead of it.
+        Of a flight that offloads they are on the host, but for those of the block at work and of the one ahead of it.
         """
-        kept, blocks = self._kept(core)
-        stages, _, distinct = cut
+        (kept, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
         upto, block, size = kept[policy], max([blocks[number] for number in distinct]), 0.0
         for (start, end), count in zip(stages, counts, strict=False):
             size += count * (upto[end] - upto[start])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardwise.plan.bounds import cut_as
 from shardwise.plan.bounds_shared import SharedBounds, SpreadsOf
+from shardwise.plan.bounds_work import Flight
 from shardwise.plan.plan import Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Core, Flow, Pipe
@@ -25,7 +26,6 @@ class Unit(NamedTuple):
     """Which of the two has the logits."""
 
 
-Flight = tuple[tuple[int, ...], bool]
 Flights = tuple[Schedule, tuple[set[Flight], set[Flight]]]
 """One of the schedules that cut the blocks alike; and the micro-batches in flight on each stage that any of them has,
 on the first rank and on the last. No numbers: what is saved is offloaded."""
@@ -83,7 +83,7 @@ class PipeSizes:
             for schedule, flights in self._flights_of(pipe):
                 ends = (cut := bounds.cut(pipe.pp, schedule))[0], cut[-1]
                 first, last = (
-                    min(bounds.kept_by(core, each, end, *flight)[0] for each, flight in product(policies, found))
+                    min(bounds.kept_by(core, each, end, flight)[0] for each, flight in product(policies, found))
                     for end, found in zip(ends, flights, strict=True)
                 )
                 units.append(Unit(schedule, first, last, (ends[0][1], ends[1][1])))

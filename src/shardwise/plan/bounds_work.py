@@ -15,6 +15,8 @@ from shardwise.plan.space import Core, Space
 
 Upto = tuple[float, ...]
 """A sum over the blocks before each block, and over all of them."""
+Flight = tuple[tuple[int, ...], bool]
+"""Micro-batches in flight on each stage of a rank; whether what they keep is offloaded."""
 Cut = tuple[list[tuple[int, int]], bool, frozenset[int]]
 """First and end of each stage of a rank, whether it holds the head, and the numbers of its distinct blocks."""
 

@@ -145,6 +145,11 @@ class Stack:
     def __hash__(self) -> int:
         return hash_of(self)
 
+    @property
+    def hides_copies(self) -> float:
+        """Share of a pass behind which saved tensors move to the host and back."""
+        return 0.0 if self.copies_alone else self.overlap_data
+
 
 def stacks() -> list[str]:
     """Names that `load_stack` knows."""

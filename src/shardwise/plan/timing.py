@@ -376,5 +376,4 @@ def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Sta
     blocks = [(block, stage.start + i) for stage in rank.stages for i, block in enumerate(stage.blocks)]
     moved = sum(kept_bytes(block, index, plan, how) for block, index in blocks) * division.tokens
     one_way = moved * stack.offloads_blocks / cluster.host_bandwidth
-    hides = 0.0 if stack.copies_alone else stack.overlap_data
-    return sum(max(0.0, one_way - hides * sum(work)) for work in (rank.forward, rank.backward))
+    return sum(max(0.0, one_way - stack.hides_copies * sum(work)) for work in (rank.forward, rank.backward))
