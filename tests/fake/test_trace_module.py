@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -214,6 +215,33 @@ class Wide(TwoInputs):
 
     def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return super().forward(one, other) * torch.mm(one[0], other[0, :3])[0, 0]
+
+
+class Convolutions(nn.Module):
+    """The output of its last block is not kept, that of all others is: by the block behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 10)
+        convolution = partial(nn.Conv2d, 16, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(convolution(), nn.GroupNorm(4, 16), nn.GELU(), convolution()) for _ in range(6)
+        )
+        self.example_input_array = torch.zeros(2, 3, 32, 32)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(pixels)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("plan", ["dp1", "fsdp2", "fsdp2 zero2", "fsdp2 / recompute=blocks"])
+def test_the_last_block_may_keep_less_than_the_others(plan: str) -> None:
+    work, parsed = Workload(seq_len=3, global_batch=16), Plan.parse(plan)
+    traced = estimate_module_by_trace(Convolutions, parsed, work)
+    closed = of_a_step(read_module("convolutions", Convolutions, 3, "meta"), parsed, work)
+    assert closed == pytest.approx(traced.peak, rel=0.002)
 
 
 class Fails(TwoInputs):

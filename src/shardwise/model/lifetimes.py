@@ -227,16 +227,31 @@ def shortened(module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...]
 def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]) -> Profile:
     """The profile with what a step was seen to hold: bytes of an element -> phase -> its course.
 
-    Blocks that are alike have one course: what they keep on average, and the moments of all that were seen.
+    Blocks that are alike have one course: what they keep on average, and the moments of all that were seen. But the
+    last of them has its own where it keeps something else: nobody keeps the output of a convolution behind which the
+    mean is taken, and the block behind it keeps that of all others.
     """
     alike: dict[Block, list[int]] = {}
     for index, block in enumerate(profile.blocks):
         alike.setdefault(block, []).append(index)
-    new = {block: replace(block, courses=_joint(courses, indices)) for block, indices in alike.items()}
-    first = profile.blocks[0]
-    new[first] = replace(new[first], courses_ahead=_joint(courses, [BEFORE]))
+    new = list(profile.blocks)
+    for block, indices in alike.items():
+        *rest, last = [n for n in indices if any(n in seen for seen in courses.values())] or [indices[-1]]
+        apart = bool(rest) and not _keep_as_much(courses, rest[-1], last)
+        joint = replace(block, courses=_joint(courses, rest if apart else [*rest, last]))
+        for index in indices:
+            new[index] = joint
+        if apart:
+            new[indices[-1]] = replace(block, courses=_joint(courses, [last]))
+    ahead = _joint(courses, [BEFORE])
+    new = [replace(each, courses_ahead=ahead) if each == new[0] else each for each in new]
     head = replace(profile.head, courses=_joint(courses, [AFTER]))
-    return replace(profile, blocks=tuple(new[block] for block in profile.blocks), head=head)
+    return replace(profile, blocks=tuple(new), head=head)
+
+
+def _keep_as_much(courses: Mapping[float, Mapping[int, Course]], one: int, other: int) -> bool:
+    pairs = [(seen[one].kept, seen[other].kept) for seen in courses.values() if one in seen and other in seen]
+    return all(abs(a.per_token - b.per_token) <= 0.01 * a.per_token for a, b in pairs)
 
 
 def _joint(courses: Mapping[float, Mapping[int, Course]], phases: Sequence[int]) -> Courses:

@@ -101,8 +101,8 @@ class RankSizes:
         ahead = self.kept_ahead(block)
         if not is_recomputed(index, self.plan):
             return ahead + self.kept_whole(block)
-        if self.plan.recompute.mode == "ops":
-            return ahead + outputs_of(block, self.local)[0] * self.tokens
+        if self.plan.recompute.mode == "ops":  # of a block without a backward pass, as it is frozen, nothing
+            return ahead + outputs_of(block, self.local)[0] * self.tokens * (self.kept_whole(block) > 0)
         return ahead + self.stream(block)
 
     def kept_whole(self, block: Block) -> float:
