@@ -270,8 +270,15 @@ def add_record(path: Path, record: Mapping[str, Any]) -> None:
         with path.open("ab", buffering=0) as file:
             append_line(file, record)
     except OSError as error:
-        text = f"shardwise: {path} lacks a record: {error.strerror or error}; the run goes on, and later ones are tried"
-        print(text, file=sys.stderr, flush=True)
+        text = f"{path} lacks a record: {error.strerror or error}; the run goes on, and later ones are tried"
+        say(f"shardwise: {text}")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr. Where nobody reads it, or its disk is full, it is lost: no reason to end what goes on."""
+    if sys.stderr is not None:  # closed by whoever started this process
+        with suppress(OSError, ValueError):  # the second: closed since
+            print(text, file=sys.stderr, flush=True)
 
 
 def _toml(data: Mapping[str, Any], comment: str) -> str:

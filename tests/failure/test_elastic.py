@@ -35,20 +35,21 @@ from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
 from tests.failure import resizing
+from tests.failure.test_store_disks import mount
 
 SCRIPT = Path(resizing.__file__)
 TOLERANCE = 1e-11
 
 
-def start(out: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+def start(out: Path, *words: str, stderr: int = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
     """`shardwise run --elastic`, with its list of slots and its events in `out`."""
     out.mkdir(exist_ok=True)
     here = ["--devices", str(out / "devices"), "--events", str(out / "events")]
     command = [sys.executable, "-m", "shardwise", "run", *here, *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **env})
+    return subprocess.Popen(command, stderr=stderr, text=True, env={**os.environ, **env})
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str]:
+def finish(process: subprocess.Popen[Any], timeout_s: float = 100) -> tuple[int, str]:
     try:
         _, err = process.communicate(timeout=timeout_s)
     finally:
@@ -63,14 +64,14 @@ def rows_of(out: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_until(process: subprocess.Popen[str], found: Callable[[], object]) -> None:
+def wait_until(process: subprocess.Popen[Any], found: Callable[[], object]) -> None:
     end = time.monotonic() + 90
     while not found():
         assert process.poll() is None and time.monotonic() < end, finish(process, 5)
         time.sleep(0.02)
 
 
-def wait_for_step(process: subprocess.Popen[str], out: Path, step: int, world: int) -> None:
+def wait_for_step(process: subprocess.Popen[Any], out: Path, step: int, world: int) -> None:
     """Until so many processes have finished a step."""
     wait_until(process, lambda: any(row["step"] >= step and row["world"] == world for row in rows_of(out)))
 
@@ -79,9 +80,18 @@ def events_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "events").read_text().splitlines()]
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+def kill_rank(process: subprocess.Popen[Any], rank: int) -> None:
     (victim,) = (p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == f"rank {rank}")
     victim.kill()
+
+
+def standbys_of(process: subprocess.Popen[Any]) -> set[psutil.Process]:
+    """Of the first rank."""
+    found = set()
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child} if child.name() == "standby 0" else set()
+    return found
 
 
 def close(here: float, there: float) -> bool:
@@ -217,6 +227,62 @@ def test_below_the_minimum_nobody_trains_and_signals_end_in_order(tmp_path: Path
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+def test_the_same_go_on_after_a_pause_and_a_few_save_what_others_trained(tmp_path: Path) -> None:
+    """2 -> 0 -> 2 by the list of slots; then a death, below the minimum: who is left takes over, saves and ends."""
+    out = tmp_path / "a"
+    words = ("--elastic", "2:2", "--slot-failures", "1", str(SCRIPT), "dp2 / fp64", "--", str(out), "100000")
+    process = start(out, *words, PACE_S="0.05")
+
+    def nobody_trains() -> bool:
+        return not any(map(is_rank, psutil.Process(process.pid).children(recursive=True)))
+
+    wait_for_step(process, out, 2, 2)
+    (out / "devices").write_text("1")
+    wait_until(process, nobody_trains)
+    (out / "devices").write_text("0-1")
+    wait_until(process, lambda: (out / "events").exists())
+    kill_rank(process, 1)
+    wait_until(process, lambda: rows_of(out)[-1]["world"] == 1 and nobody_trains())
+    process.send_signal(signal.SIGTERM)
+    code, err = finish(process)
+    assert code == ExitCode.TERMINATED, err
+    last, (event,) = rows_of(out)[-1], events_of(out)
+    assert steps_saved(out)[-1] == last["step"] and last["world"] == 1
+    assert [event[key] for key in ("before", "after", "slots", "cause")] == [2, 2, [0, 1], "slots 1"]
+    assert "elastic: 2 -> 2 processes: dp2 / fp64 -> dp2 / fp64, resumed at step" in err
+    assert "too few are left to train; 1 take over, only to save" in err and "is not saved" not in err
+
+
+def test_what_a_few_cannot_save_is_said_and_has_the_code_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    words = ("--elastic", "2:2", "--slot-failures", "1", str(SCRIPT), "dp2 / fp64", "--", str(out), "100000")
+    process = start(out, *words, stderr=(said := (tmp_path / "said").open("w+")).fileno(), PACE_S="0.05")
+    wait_for_step(process, out, 2, 2)
+    (out / "checkpoints").write_text("")  # no store any more
+    kill_rank(process, 1)
+    wait_until(process, lambda: "nobody trains; waiting up to 300 s" in (tmp_path / "said").read_text())
+    process.send_signal(signal.SIGTERM)
+    with said:
+        assert process.wait(60) == ExitCode.KILLED
+    err = (tmp_path / "said").read_text()
+    assert "what was trained after the last checkpoint is not saved (store " in err and "it is a file" in err
+    assert "as too few ranks were left to save (137); go on from the last checkpoint" in err
+
+
+def test_who_is_not_heard_goes_on(tmp_path: Path) -> None:
+    out, (read, write) = tmp_path / "a", os.pipe()
+    words = ("--elastic", "1:2", "--slot-failures", "1", str(SCRIPT), "dp2 / fp64", "--", str(out), "100")
+    process = start(out, *words, stderr=write, PACE_S="0.3")
+    os.close(write)
+    os.close(read)
+    wait_for_step(process, out, 1, 2)
+    kill_rank(process, 1)
+    wait_for_step(process, out, 1, 1)
+    (out / "hurry").touch()
+    assert process.wait(90) == 0
+    assert [(event["before"], event["after"]) for event in events_of(out)] == [(2, 1)]
+
+
 def steps_saved(out: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in (out / "checkpoints").glob("step-????????/manifest.json"))
 
@@ -330,6 +396,44 @@ def test_the_train_verb_trains_on_with_one_process(tmp_path: Path) -> None:
     assert (lost["before"], lost["after"], lost["slots"]) == (2, 1, [0])
     assert lost["plan_before"] == "fsdp2 / gbs3 / fp64"
     assert lost["plan"] == str(Plan.load(out / "plan.toml")) == "dp1 zero3 / mb2 gbs3 / fp64"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """One of 8 MiB."""
+    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path):
+        pytest.skip("a full disk needs the right to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_ends_no_change(small_disk: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A rank dies while nothing can be written: the other one trains on, and saves when there is room again."""
+    out, elsewhere = small_disk / "a", tmp_path_factory.mktemp("elsewhere")
+    text, said = elsewhere / "text.txt", elsewhere / "said"
+    text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    words = [*train_words(text, out, 100000, "fsdp2 / fp64"), "--elastic", "1:2", "--slot-failures", "1"]
+    with said.open("w") as err:
+        process = subprocess.Popen([sys.executable, "-m", "shardwise", *words], stdout=subprocess.DEVNULL, stderr=err)
+    wait_until(process, lambda: len(metrics_of(out)) > 3)
+    before = (out / "plan.toml").read_text()
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(b"x" * 4096)
+    standbys = standbys_of(process)
+    for standby in standbys:  # it has opened its files while there was room
+        standby.kill()
+    wait_until(process, lambda: standbys_of(process) - standbys)
+    kill_rank(process, 1)
+    wait_until(process, lambda: "elastic: 2 -> 1 processes" in said.read_text())
+    (small_disk / "filler").unlink()
+    reached = max(metrics_of(out))
+    wait_until(process, lambda: max(metrics_of(out)) > reached + 3)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert process.returncode == ExitCode.TERMINATED, said.read_text()
+    assert (out / "checkpoints" / f"step-{max(metrics_of(out)):08}").is_dir()
+    assert (out / "plan.toml").read_text() == before and said.read_text().count("is not recorded") == 1
 
 
 NODES = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "False"}

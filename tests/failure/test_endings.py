@@ -5,6 +5,7 @@ The scripts import no torch where they need none: a rank starts in milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,17 +16,20 @@ from typing import Any
 import pytest
 
 from shardwise.cli.run import recovery
-from shardwise.errors import ExitCode
+from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.launch import local
-from shardwise.launch.elastic import Elastic, Fleet, Team, Transition
+from shardwise.launch.elastic import Change, Elastic, Fleet, Team, Transition
 from shardwise.launch.job import Job
 from shardwise.launch.local import Leavers, Outcome, outcome_of, wait_for
 from shardwise.launch.recovery import Recovering, Recovery
 from shardwise.launch.stopping import Stopping
-from shardwise.launch.supervisor import Supervisor, _Change
+from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worlds import World, Worlds
 from shardwise.plan.plan import Plan
+from shardwise.records import say
+from shardwise.train import metrics
 from shardwise.train.metrics import MetricsLog, read_metrics
+from shardwise.train.outliving import Copy
 from shardwise.train.rundir import RunDir
 from tests.failure import recovering
 from tests.failure.test_recovery import start as start_recovering
@@ -184,7 +188,7 @@ def test_a_change_that_the_end_overtakes_is_recorded(
     told = list[Transition]()
     supervisor = supervised(told, tmp_path)
     job = supervisor.fleet.job
-    change = _Change(since_ns=5_000_000_000, rank=2, cause="killed", before=Team((0, 1, 2), job), trains_ns=trains_ns)
+    change = Change(since_ns=5_000_000_000, rank=2, cause="killed", before=Team((0, 1, 2), job), trains_ns=trains_ns)
     change.after, change.ended_ns, change.chosen_ns = Team((0, 1), job), 6_000_000_000, 6_000_000_000
 
     def too_few(_: Supervisor) -> Outcome:
@@ -250,15 +254,84 @@ def test_an_event_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pyte
     )
     job = Job(target=__file__, nproc=3)
     supervisor = Supervisor(Recovering(elastic=elastic), Fleet(job, elastic), Worlds([], tmp_path), Stopping())
-    change = _Change(since_ns=1, rank=None, cause="slots 0", before=Team((0, 1), job), trains_ns=2)
+    change = Change(since_ns=1, rank=None, cause="slots 0", before=Team((0, 1), job), trains_ns=2)
     change.after, supervisor._pending = Team((0,), job), change
     supervisor._finish_change(None)
     assert notes == ["elastic: this change is not recorded: [Errno 28] No space left on device"]
 
 
+def elastic_supervisor(folder: Path, **of_elastic: Any) -> tuple[Supervisor, Team]:
+    """One of two ranks of a job of two, and who they are."""
+    elastic = Elastic(least=2, most=2, own=Plan.parse("dp2"), arguments=lambda _: (), **of_elastic)
+    fleet = Fleet(Job(target=__file__, nproc=2), elastic)
+    team = fleet.team()
+    assert team is not None
+    return Supervisor(Recovering(elastic=elastic), fleet, Worlds([], folder), Stopping()), team
+
+
+def test_a_plan_is_recorded_after_a_step_and_a_full_disk_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, notes, made = list[str](), list[str](), 0
+
+    def record(plan: Plan) -> None:
+        chosen.append(str(plan))
+        raise ConfigError("plan.toml: cannot be written (No space left on device)")
+
+    supervisor, team = elastic_supervisor(tmp_path, chosen=record, note=notes.append)
+    monkeypatch.setattr(Worlds, "copies", lambda *_: made)
+    world, supervisor._taken = World(1, team, {}, False), 7
+    for made in (0, 7, 8, 9):
+        supervisor._tell(world)
+        assert chosen == ["dp2 / fp32"] * (made > 7)  # once
+    assert notes == ["elastic: the plan dp2 / fp32 is not recorded: " + str(ConfigError("plan.toml: cannot be written "
+                     "(No space left on device)"))]  # fmt: skip
+
+
+def test_a_pause_is_told_of_though_the_same_go_on(tmp_path: Path) -> None:
+    told = list[Transition]()
+    supervisor, team = elastic_supervisor(tmp_path, tell=told.append)
+    for rank in (None, 1):  # the second: a recovery, which was told of when all had their state
+        supervisor._pending = Change(
+            since_ns=1, rank=rank, cause="slots 0", before=team, after=team, trains_ns=2, step=9
+        )
+        supervisor._finish_change(0.1)
+    assert [(t.before, t.after, t.step, t.cause) for t in told] == [(2, 2, 9, "slots 0")]
+
+
+def test_who_is_ended_while_nobody_trains_has_the_code_of_what_was_saved(tmp_path: Path) -> None:
+    supervisor, team = elastic_supervisor(tmp_path)
+    supervisor.stopping.hear(signal.SIGTERM, 1)
+    files, copy = {rank: tmp_path / f"error-{rank}" for rank in range(2)}, Copy(1, 2, 1)
+    for codes, newest, code in (
+        ({0: 143, 1: 143}, copy, ExitCode.TERMINATED),
+        ({0: 143, 1: -9}, copy, ExitCode.KILLED),
+        ({0: -9, 1: -9}, None, ExitCode.TERMINATED),  # no step was finished
+    ):
+        assert supervisor._stopped(World(1, team, files, False, codes=codes), newest).exit_code == code
+
+
+@pytest.mark.parametrize("how", ["nobody reads", "closed", "not there"])
+def test_what_cannot_be_said_ends_nothing(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w")
+    monkeypatch.setattr("sys.stderr", None if how == "not there" else stream)
+    if how == "closed":
+        stream.close()
+    told = list[dict[str, Any]]()
+    recovery(port=0, tell=lambda **facts: told.append(facts)).tell(
+        Recovery(number=1, rank=0, cause="killed", step=3, standby=True, seconds=0.1)
+    )
+    say("the same")
+    assert [facts["step"] for facts in told] == [3]
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
 def test_a_rewrite_that_is_cut_off_loses_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
-    text = "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
+    text = "".join(f'{{"step": {step}}}\n' for step in (1, 4, 2, 3, 4))  # it has gone back: they are no first ones
     path.write_text(text)
 
     def killed(*_: object) -> None:
@@ -272,6 +345,28 @@ def test_a_rewrite_that_is_cut_off_loses_no_metrics(tmp_path: Path, monkeypatch:
         log.write({"step": 3, "loss": float("nan")})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("steps", "kept"), [((1, 2, 3, 4), [1, 2]), ((1, 3, 2, 3), [1, 3, 2, 3])])
+def test_metrics_are_cut_where_there_is_no_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    steps: tuple[int, ...],
+    kept: list[int],
+) -> None:
+    """The first records stay without a byte more; where others must, all do."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + '{"step"')
+
+    def no_room(*_: object, **__: object) -> None:
+        raise UsageError("no room")
+
+    monkeypatch.setattr(metrics, "write_text", no_room)
+    with MetricsLog(path, after_step=2) as log:
+        log.write({"step": 5})
+    assert [row["step"] for row in map(json.loads, path.read_text().splitlines())] == [*kept, 5]
+    assert ("stay in the metrics: no room; training goes on" in capfd.readouterr().err) == (kept == list(steps))
 
 
 def test_metrics_on_a_full_disk_end_no_run(
@@ -303,6 +398,19 @@ def test_metrics_on_a_full_disk_end_no_run(
     assert read_metrics(path) == [{"step": 1}, {"step": 4}]
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("shardwise: metrics are not written: No space left on device (")
+
+
+def test_a_board_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Board:
+        def add_scalar(self, *_: object) -> None:
+            full()
+
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log._board = Board()
+        for step in (1, 2):
+            log.write({"step": step, "loss": 0.5})
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert capfd.readouterr().err.count("TensorBoard gets no more records: No space left on device; training goes") == 1
 
 
 def test_a_run_goes_on_without_a_record_that_cannot_be_written(

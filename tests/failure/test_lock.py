@@ -242,6 +242,28 @@ def test_signals_reach_python_while_the_heart_beats(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_rank_that_cannot_be_named_on_a_full_disk_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    folder = tmp_path / "lock"
+    with RunLock.take(folder, lost), monkeypatch.context() as patch:
+        begun, dead = record(folder)["pids"], in_child(lambda: None)
+        for has_room in (True, False):  # for a second file, which replaces the first
+            if not has_room:
+                patch.setattr(Path, "replace", full)
+            rewrite(folder, pids=[*begun, [dead, 1.0]])
+            assert RunLock.join(folder, lost) is not None
+            assert [pid for pid, _ in record(folder)["pids"]] == [os.getpid()] * 2  # who has died is not waited for
+        patch.setattr(lock_module, "_write", full)
+        assert RunLock.join(folder, lost) is not None
+    assert len(list(folder.iterdir())) == 1
+    said = f"does not name process {os.getpid()}: No space left on device; the run goes on"
+    assert said in capfd.readouterr().err
+
+
 def test_a_copy_of_a_lock_is_no_lock(tmp_path: Path) -> None:
     """What a file manager or an editor leaves beside it is neither read nor removed."""
     folder = tmp_path / "lock"

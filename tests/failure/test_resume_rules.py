@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CheckpointError, ExitCode, UsageError
+from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
 from shardwise.train.rundir import RunDir, check_not_lost, check_out, find_checkpoint
 from tests.failure.as_rank import typed
@@ -90,6 +91,22 @@ def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(train: Train, he
     assert json.loads((run / "config.json").read_text())["settings"]["optimizer"]["lr"] == 0.5
     [event] = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert event["allowed"] == ["optimizer.lr"] and not (run / "starting").exists()
+
+
+def test_an_elastic_start_records_its_plan_when_it_has_loaded(here: Path) -> None:
+    run, words = here / "a", ("--steps", "4", "--plan", "dp1 / bf16", "--elastic", "1:1", "--allow", "plan.precision")
+    before = record(run)
+    kept = {path: path.read_bytes() for path in run.glob("checkpoints/*/rank*")}
+    for path in kept:
+        damage(path.parent)
+    refused = started(here, "a", *words)
+    assert refused.returncode == ExitCode.CHECKPOINT and "none of the 2 checkpoints is whole" in refused.stderr
+    assert record(run) == before and not (run / "starting").exists()
+    for path, data in kept.items():
+        path.write_bytes(data)
+    ran = started(here, "a", *words)
+    assert ran.returncode == 0, ran.stderr
+    assert Plan.load(run / "plan.toml").precision == "bf16"
 
 
 @pytest.mark.parametrize("words", [["--resume", "a"], ["--checkpoints", "a/checkpoints"]])
@@ -184,15 +201,16 @@ def test_what_a_path_to_resume_means(here: Path) -> None:
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     check_not_lost(run, None)
-    run.metrics.write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
-    check_not_lost(run, None)
-    run.checkpoints.mkdir()
+    with run.metrics.open("w") as file:
+        for step in (1, 2, 3):
+            file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+            file.write(json.dumps({"step": step, "save_stall_s": 0.1}) + "\n")
+    check_not_lost(run, None)  # each was cut off, or the disk was full
     with run.metrics.open("a") as file:
-        file.write(json.dumps({"step": 1, "save_stall_s": 0.1}) + "\n")
-    check_not_lost(run, None)  # it was cut off
-    run.checkpoints.rmdir()
+        file.write(json.dumps({"step": 3, "saved_s": 0.1}) + "\n")
     with pytest.raises(CheckpointError, match="found none in .*checkpoints; needed one"):
         check_not_lost(run, None)
+    run.metrics.unlink()
     check_not_lost(run, "s3://bucket/run")
     run.add_event("stopped", step=1, code=143)
     with pytest.raises(CheckpointError, match="found none in s3://bucket/run"):

@@ -14,7 +14,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import ExitCode
 from shardwise.testing.world import World, WorldError
-from shardwise.train.signals import SAME_SIGNAL_S, STOP_SIGTERM, STOPS, stop_name
+from shardwise.train.signals import SAME_SIGNAL_S, STOP_SIGTERM, STOPS, listening, stop_name
 from shardwise.train.sums import _gathered, _spread
 from tests.parity import grid, points
 from tests.parity.points import Case
@@ -107,6 +107,35 @@ def test_a_second_signal_ends_the_process_at_once(world: World, tmp_path: Path) 
     with pytest.raises(WorldError, match=rf"exit code -{signal.SIGTERM:d}\)"):
         world(2, twice, "dp2 / fp64", str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"0-0", "0-1", "1-0", "1-1"}  # not past the third
+
+
+class Asked:
+    """Who listens."""
+
+    stop_requested = 0
+
+
+def nested(marks: str) -> list[int]:
+    """Somebody listens, also around a loop; what they heard. Then comes a second signal."""
+    around, loop, late = Asked(), Asked(), Asked()
+    with listening(around):
+        with listening(loop):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with listening(late):
+            heard = [each.stop_requested for each in (around, loop, late)]
+        if marks:
+            Path(marks, "heard").touch()
+            time.sleep(SAME_SIGNAL_S + 0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            Path(marks, "outlived").touch()
+    return heard
+
+
+def test_who_listens_around_a_loop_hears_what_comes_in_it(world: World, tmp_path: Path) -> None:
+    assert world(1, nested, "") == [[STOPS[signal.SIGUSR1]] * 3]
+    with pytest.raises(WorldError, match=rf"exit code -{signal.SIGTERM:d}\)"):
+        world(1, nested, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["heard"]
 
 
 def test_requests_of_many_ranks_stay_apart_even_where_they_ride_as_fp32() -> None:

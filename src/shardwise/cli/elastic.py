@@ -19,6 +19,7 @@ from shardwise.launch.environment import Launch
 from shardwise.launch.variables import variables
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
+from shardwise.records import say
 
 if TYPE_CHECKING:
     from shardwise.hardware.cluster import Cluster
@@ -127,16 +128,16 @@ def elastic_policy(
         devices: the file that lists the slots; None: there is none.
         known: model, devices and workload.
         tell: gets the fields of each transition.
-        chosen: gets the plan at the start, and each new one.
+        chosen: gets the plan of those who train, once they have finished a step.
     """
 
     def told(transition: Transition) -> None:
-        typer.echo(f"shardwise: {transition}", err=True)
+        say(f"shardwise: {transition}")
         if tell is not None:
             tell(**transition.to_dict())
 
     def note(text: str) -> None:
-        typer.echo(f"shardwise: {text}", err=True)
+        say(f"shardwise: {text}")
 
     failures = 2 if asked.failures is None else asked.failures
     elastic = Elastic(

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from shardwise.cli.letters import plain_letters
 from shardwise.errors import ExitCode, ShardwiseError
+from shardwise.records import say
 from shardwise.version import __version__
 
 VERBS = {
@@ -134,7 +135,7 @@ def _say(words: list[str], kind: str, message: str, code: ExitCode) -> None:
         with suppress(OSError):  # no place where it goes either: then on stderr
             typer.echo(json.dumps({"error": {"type": kind, "message": message, "exit_code": int(code)}}, indent=2))
             return
-    typer.echo(f"shardwise: {message}", err=True)
+    say(f"shardwise: {message}")
 
 
 def _save_traceback() -> str:

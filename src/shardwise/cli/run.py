@@ -28,7 +28,7 @@ from shardwise.launch.stopping import Stopping, catching
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import change
-from shardwise.records import add_record
+from shardwise.records import add_record, say
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering, Recovery
@@ -118,9 +118,9 @@ def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
         else:
             outcome = _run_once(job, stopping)
     if outcome.failure is not None:
-        typer.echo(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure), err=True)
+        say(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure))
     elif outcome.exit_code != ExitCode.OK and not job.nodes.index:  # of several hosts the first one says it
-        typer.echo(f"shardwise: {_ending(outcome.exit_code, stopping)}", err=True)
+        say(f"shardwise: {_ending(outcome.exit_code, stopping)}")
     return outcome.exit_code
 
 
@@ -132,7 +132,8 @@ def _ending(code: ExitCode, stopping: Stopping) -> str:
         saved = "a loop of steps() finishes its step and saves where it has a store; nothing outside of one is saved"
         return f"ended by {name} ({code:d}); {saved}"
     if code == ExitCode.KILLED:
-        return f"ended at once by a second signal, or as the grace was over ({code:d}); go on from the last checkpoint"
+        how = "by a second signal, or as the grace was over, or as too few ranks were left to save"
+        return f"ended at once {how} ({code:d}); go on from the last checkpoint"
     why = {
         ExitCode.NON_FINITE: ": a loss or gradient is not finite, under the policy `stop`",
         ExitCode.SPIKE: ": a spike of the loss or of the gradient norm, under the policy `stop`",
@@ -214,13 +215,13 @@ def recovery(*, port: int, limit: int = 1000, tell: Callable[..., None] | None =
     from shardwise.launch.recovery import Recovering
 
     def told(recovery: Recovery) -> None:
-        typer.echo(f"shardwise: {recovery}", err=True)
+        say(f"shardwise: {recovery}")
         if tell is None:
             return
         try:
             tell(**recovery.to_dict())
         except OSError as error:  # as of a full disk: no reason to end the job
-            typer.echo(f"shardwise: this recovery is not recorded: {error}", err=True)
+            say(f"shardwise: this recovery is not recorded: {error}")
 
     # a second copy of the model fits into a host's memory, and not beside the first one on an accelerator
     return Recovering(limit=limit, standby=local_devices()[0] == "cpu", tell=told)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 import shlex
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,10 @@ from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
+from shardwise.records import say
 from shardwise.train.changes import Before, Change, check_allowed, find_changes
 from shardwise.train.lock import Owner, RunLock, end_at_once
+from shardwise.train.progress import lasting
 from shardwise.train.rundir import RunDir, check_not_lost, write_text
 
 if TYPE_CHECKING:
@@ -99,9 +102,7 @@ def train(
     seed: Annotated[int | None, typer.Option()] = None,
     deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Two runs end bit-equal.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations; 0: at the end.")] = None,
-    checkpoint_every: Annotated[
-        str | None, typer.Option(help="Steps between checkpoints, 0: at the end; or 10m, or auto.")
-    ] = None,
+    checkpoint_every: Annotated[str | None, typer.Option(help="Steps between saves; 10m, auto; 0: at the end.")] = None,
     checkpoints: Annotated[str | None, typer.Option(help="Another directory for them, or a URL: s3://...")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or a run or checkpoint to start from.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's directory.")] = None,
@@ -127,7 +128,9 @@ def train(
     """Train a model. Without arguments: a small decoder on Python's own sources, in about a minute."""
     asked = Asked.read(elastic, failures=slot_failures, wait_s=elastic_wait)
     how = How(allow=tuple(allow or ()), recover=recover, asked=asked, json=json)
-    raise typer.Exit(_train(read_configuration(config, _given(ctx.params), sets or ()), how, dry_run=dry_run))
+    # what is printed is the answer there, and elsewhere no reason to end a run
+    with nullcontext() if json or dry_run else redirect_stdout(lasting(sys.stdout)):
+        raise typer.Exit(_train(read_configuration(config, _given(ctx.params), sets or ()), how, dry_run=dry_run))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +185,11 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
             changes = _changes(derived, run, how)
             record = _write(derived, run)
             for change in changes:
-                typer.echo(f"changed since the last start: {change}", err=True)
+                say(f"changed since the last start: {change}")
             if changes:
                 record.add_event("changed", changes=[str(change) for change in changes], allowed=list(how.allow))
         for owner in dead:
-            typer.echo(f"{run.path}: taken over from {owner}, which is dead", err=True)
+            say(f"{run.path}: taken over from {owner}, which is dead")
             run.add_event("taken over", owner=str(owner))
         try:
             code = _start(derived, run, launch, recovering, how)
@@ -245,10 +248,12 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
         )
     )
     if launch is None and (settings.model.factory or "").startswith("hf:"):
-        from shardwise.cli.hf import hf_findings
         from shardwise.train.build import declared_config
 
-        refuse(hf_findings(declared_config(settings), derived.plan))
+        config = declared_config(settings)
+        from shardwise.cli.hf import hf_findings  # needs transformers, which is there now
+
+        refuse(hf_findings(config, derived.plan))
     alone = launch is not None and launch.world == 1 and how.asked is None  # nobody to agree with, now or later
     if launch is not None and not alone and configuration.settings.train.out is None:
         raise UsageError(
@@ -381,7 +386,7 @@ def _finish(run: RunDir, derived: Derived, code: ExitCode, *, json: bool) -> Non
         asked = code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
         # another place is not asked now: where it cannot be reached, this code is still what schedulers wait for
         if asked and (derived.settings.train.checkpoints is not None or run.has_checkpoints):
-            typer.echo(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}", err=True)
+            say(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}")
         return
     if summary["sample"]:
         typer.echo(f"\na sample of the trained model:\n\n{summary['sample']}\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -114,6 +115,72 @@ class Transition:
         return {**asdict(self), "seconds": self.seconds}
 
 
+@dataclass(frozen=True)
+class Team:
+    """Who trains: the rank r is in slot `slots[r]`."""
+
+    slots: tuple[int, ...]
+    job: Job = field(compare=False)
+    plan: Plan | None = field(compare=False, default=None)
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.slots)
+
+
+@dataclass(kw_only=True)
+class Change:
+    """A change of processes that goes on; times in ns of the monotonic clock, 0: not yet."""
+
+    since_ns: int
+    rank: int | None
+    """Whose failure it is; None: it was planned."""
+    cause: str
+    before: Team
+    prepared_ns: int = 0
+    """How long the old ones trained on, after it was planned."""
+    after: Team | None = None
+    count: int = 0
+    """Number of the copy that was taken over."""
+    step: int = 0
+    standby: bool = False
+    halving: Mapping[str, Any] | None = None
+    ended_ns: int = 0
+    """When the old ones had ended."""
+    chosen_ns: int = 0
+    """When it was known who goes on."""
+    trains_ns: int = 0
+    """When all ranks had their state."""
+
+    @property
+    def is_recovery(self) -> bool:
+        """After a failure the same ones go on."""
+        return self.rank is not None and self.before == self.after
+
+    def transition(self, first_step_s: float | None) -> Transition:
+        """What is said of it at the end."""
+        assert self.after is not None
+        cause = self.cause if self.rank is None else f"rank {self.rank}: {self.cause}"
+        if not self.trains_ns:
+            self.trains_ns, cause = time.monotonic_ns(), f"{cause}; the job ended before all had their state"
+        return Transition(
+            before=self.before.size,
+            after=self.after.size,
+            plan_before=str(self.before.plan),
+            plan=str(self.after.plan),
+            step=self.step,
+            cause=cause,
+            slots=self.after.slots,
+            prepared_s=self.prepared_ns / 1e9,
+            detected_s=(self.ended_ns - self.since_ns) / 1e9,
+            planned_s=(self.chosen_ns - self.ended_ns) / 1e9,
+            resharded_s=(self.trains_ns - self.chosen_ns) / 1e9,
+            first_step_s=first_step_s,
+            standby=self.standby,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
     """The policy of a job whose number of processes changes."""
@@ -133,23 +200,9 @@ class Elastic:
     """With fewer than `least` slots: how long the job waits for more."""
     tell: Callable[[Transition], None] = print
     chosen: Callable[[Plan], None] | None = None
-    """Gets the plan at the start, and each new one."""
+    """Gets the plan of those who train, once they have finished a step: before, a start may still be refused."""
     note: Callable[[str], None] = print
     """Gets a line on everything else."""
-
-
-@dataclass(frozen=True)
-class Team:
-    """Who trains: the rank r is in slot `slots[r]`."""
-
-    slots: tuple[int, ...]
-    job: Job = field(compare=False)
-    plan: Plan | None = field(compare=False, default=None)
-
-    @property
-    def size(self) -> int:
-        """Ranks."""
-        return len(self.slots)
 
 
 class Fleet:
@@ -187,8 +240,12 @@ class Fleet:
     @property
     def usable(self) -> list[int]:
         """Slots that are listed, have a device among those that were given, and are not left out."""
+        return [slot for slot in self._there if slot not in self.left_out]
+
+    @property
+    def _there(self) -> list[int]:
         most = len(self._given) or math.inf
-        return sorted(slot for slot in self._listed - set(self.left_out) if slot < most)
+        return sorted(slot for slot in self._listed if slot < most)
 
     def team(self) -> Team | None:
         """Who should train now: as many as a legal plan can use; None: fewer than the least, or no plan for them.
@@ -198,18 +255,40 @@ class Fleet:
         if self.elastic is None:
             return self._team(tuple(range(self.job.world)), None)
         self._look()
-        return self._largest(self.elastic, self.usable[: self.elastic.most])
+        return self._largest(self.elastic, self.usable[: self.elastic.most], self.elastic.least)
+
+    def rest(self) -> Team | None:
+        """With fewer than the least: who can save what others have trained; None: there is no plan for them.
+
+        Where no slot can be used, one that was left out may still do for that.
+        """
+        assert self.elastic is not None
+        return self._largest(self.elastic, (self.usable or self._there)[: self.elastic.most], 1)
 
     def next_team(self, active: Team) -> Team | None:
         """Who should stand by while a team trains: who should train; or who would after the next failure."""
         team, elastic = self.team(), self.elastic
         if team is None or elastic is None or team != active or elastic.failures > 1:
             return team
-        return self._largest(elastic, list(team.slots[:-1])) or team
+        return self._largest(elastic, list(team.slots[:-1]), elastic.least) or team
 
-    def _largest(self, elastic: Elastic, usable: list[int]) -> Team | None:
+    def too_few(self, elastic: Elastic, cause: str, wait_s: float) -> str:
+        """What is wrong when nobody can train."""
+        usable = self.usable
+        out = "; ".join(f"slot {slot} is left out ({why})" for slot, why in self.left_out.items()) or cause
+        if len(usable) >= elastic.least:
+            found = f"no legal plan of the same maths that fits {elastic.least} to {len(usable)} processes"
+        else:
+            found = f"{len(usable)} slots that can be used ({spell_slots(usable) or 'none'}), needed {elastic.least}"
+        waited = f"waited {wait_s:g} s for {elastic.devices} to list more; " if wait_s else ""
+        return (
+            f"--elastic {elastic.least}:{elastic.most} with the plan `{elastic.own}`: found {found}; {out}; {waited}"
+            "start again where more can be used, or with a lower minimum: the job goes on from its last checkpoint"
+        )
+
+    def _largest(self, elastic: Elastic, usable: list[int], least: int) -> Team | None:
         """As many of these slots as a legal plan can use."""
-        for size in range(len(usable), elastic.least - 1, -1):
+        for size in range(len(usable), least - 1, -1):
             if size not in self._plans:
                 self._plans[size] = plan_for(elastic.own, size, elastic.known)
             plan = self._plans[size]

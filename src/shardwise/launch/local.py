@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from shardwise.launch.forks import POLL_S, Forks, environments
 from shardwise.launch.job import ADDRESS, Job
 from shardwise.launch.server import Server
 from shardwise.launch.stopping import Stopping, catching
+from shardwise.records import say
 
 _CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTED}
 _ASKED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
@@ -214,11 +214,9 @@ class Leavers:
             return
         self._due = math.inf
         ended, run = (" ".join(map(str, sorted(of))) for of in (codes, set(ranks) - codes.keys()))
-        print(
+        say(
             f"shardwise: of the ranks {ended} ended with status 0, and {run} still run {LEFT_S:g} s later; if these "
-            "wait for those, end the job with Ctrl-C, and let all ranks leave the script at the same place",
-            file=sys.stderr,
-            flush=True,
+            "wait for those, end the job with Ctrl-C, and let all ranks leave the script at the same place"
         )
 
 

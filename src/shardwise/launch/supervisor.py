@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
-from shardwise.errors import ExitCode, LaunchError
-from shardwise.launch.elastic import Elastic, Fleet, Team, Transition, spell_slots
+from shardwise.errors import ConfigError, ExitCode, LaunchError
+from shardwise.launch.elastic import Change, Fleet, Team, spell_slots
 from shardwise.launch.forks import POLL_S
 from shardwise.launch.local import SETTLE_S, Failure, Leavers, Outcome, death, first_failure, outcome_of, patience_s
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
@@ -37,33 +37,10 @@ _STANDBYS = 3
 """Sets in a row that failed before they were ready to stand by, or then, before it is given up."""
 _SAVE_S = 60.0
 """Where nobody is to train on: how long those who trained get to save."""
+_SAVED = frozenset((ExitCode.OK, ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED))
+"""Status of ranks that have saved what they had, where there is a store."""
 _CLOSE_S = 0.002
 """How often is looked for the end of a step after which another set shall train."""
-
-
-@dataclass(kw_only=True)
-class _Change:
-    """A change of processes that goes on; times in ns of the monotonic clock, 0: not yet."""
-
-    since_ns: int
-    rank: int | None
-    """Whose failure it is; None: it was planned."""
-    cause: str
-    before: Team
-    prepared_ns: int = 0
-    """How long the old ones trained on, after it was planned."""
-    after: Team | None = None
-    count: int = 0
-    """Number of the copy that was taken over."""
-    step: int = 0
-    standby: bool = False
-    halving: Mapping[str, Any] | None = None
-    ended_ns: int = 0
-    """When the old ones had ended."""
-    chosen_ns: int = 0
-    """When it was known who goes on."""
-    trains_ns: int = 0
-    """When all ranks had their state."""
 
 
 class Supervisor:
@@ -74,13 +51,15 @@ class Supervisor:
         self._bounds = Bounds(policy)
         self._standby: World | None = None
         self._standbys_failed = 0
-        self._pending: _Change | None = None
+        self._pending: Change | None = None
         self._taken = 0
         """Number of the copy that was last taken over; 0: none was."""
         self._wished_ns = 0
         """Since when another team is wanted than the one that trains; 0: none is."""
         self._boundary = 0
         """Copies that there were when the other team was ready."""
+        self._recorded: Team | None = None
+        """Whose plan the run's record has."""
         self._leavers = Leavers()
 
     def run(self) -> Outcome:
@@ -94,7 +73,6 @@ class Supervisor:
         team = self._await_team("the start")
         if team is None or self.stopping.first is not None:
             return outcome_of({}, {}, self.stopping)
-        self._choose(team)
         active = self._start(team)
         self.worlds.order(active, None)
         while True:
@@ -118,32 +96,86 @@ class Supervisor:
                     self._drop_standby()  # its micro-batches are as large as those that did not fit
                 elif self.fleet.fail(slot, failure.message, copies):
                     self._note(f"slot {slot} is left out: {failure.message}")
-                change = _Change(since_ns=since_ns, rank=failure.rank, cause=failure.message, before=active.team)
+                change = Change(since_ns=since_ns, rank=failure.rank, cause=failure.message, before=active.team)
                 change.halving = failure.halving
             elif self._is_time(active):
                 slots = f"slots {spell_slots(self.fleet.usable) or 'none'}"
                 now = time.monotonic_ns()
-                change = _Change(since_ns=now, rank=None, cause=slots, before=active.team)
+                change = Change(since_ns=now, rank=None, cause=slots, before=active.team)
                 change.prepared_ns = now - self._wished_ns
-                if self.fleet.team() is None:  # nobody may come back: let them save, as when the job is told to end
-                    self.worlds.signal(active, signal.SIGTERM)
-                    self.worlds.wait(active, self.fleet.job.signal_grace_s or _SAVE_S)
+                if self.fleet.team() is None:  # nobody may come back
+                    self._let_save(active)
                 newest = self.worlds.bury(active)
             else:
                 self._stand_by(active)
                 continue
             change.ended_ns = time.monotonic_ns()
+            if newest is not None and not (_has_saved(active) or self._is_late or self.fleet.team()):
+                active, newest = self._save_by_few(active, newest)
+            if not any(active.codes.values()):  # they were at the end
+                return self._end(active)
             team = self._await_team(change.cause)
             if team is None:
-                return outcome_of({}, {}, self.stopping)
+                return self._stopped(active, newest)
             active = self._go_on(change, team, newest)
 
     def _is_to_stop(self, active: World) -> bool:
         """Whether it was asked to end, and can: who took over a state could not save it before a first step."""
-        stopping, job = self.stopping, self.fleet.job
-        is_late = time.monotonic() - stopping.at > (job.signal_grace_s or math.inf)
         has_stepped = not self._taken or self.worlds.copies(active) > self._taken
-        return stopping.first is not None and (has_stepped or stopping.count > 1 or is_late)
+        return self.stopping.first is not None and (has_stepped or self._is_late)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether it was asked to end, and no time is left for it."""
+        stopping, grace_s = self.stopping, self.fleet.job.signal_grace_s or math.inf
+        return stopping.first is not None and (stopping.count > 1 or time.monotonic() - stopping.at > grace_s)
+
+    def _until(self, done: Callable[[], object], seconds: float) -> None:
+        """Wait for something for so long, or until it is late."""
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end and not self._is_late:
+            self.worlds.poll()
+
+    def _let_save(self, world: World) -> None:
+        """Have a world finish its step, save and end, as when the job is told to; one that ends already is not told."""
+        if not world.codes:
+            self.worlds.signal(world, signal.SIGTERM)
+        self._until(lambda: world.has_ended, self.fleet.job.signal_grace_s or _SAVE_S)
+
+    def _save_by_few(self, last: World, copy: Copy) -> tuple[World, Copy | None]:
+        """Too few are left, and who could have saved has died: those left take over the copy, for a step and a save.
+
+        Returns: them, or the last world, where there is no plan for them; and the newest copy.
+        """
+        few, team, elastic = last, self.fleet.rest(), self.fleet.elastic
+        newest: Copy | None = copy
+        if team is not None and elastic is not None:
+            self._note(f"too few are left to train; {team.size} take over, only to save")
+            few = self._start(team)
+            self.worlds.order(few, copy)
+
+            def is_over() -> bool:
+                return bool(few.codes) or self.worlds.copies(few) > copy.count or self.fleet.team() is not None
+
+            self._until(is_over, max(_SAVE_S, elastic.wait_s))
+            if is_over() and not few.has_failed and self.fleet.team() is None:
+                self._let_save(few)
+            newest = self.worlds.bury(few)
+        if not _has_saved(few) and self.fleet.team() is None:
+            failure = first_failure(few.codes, few.files) if few is not last else None
+            why = "no plan for them" if few is last else "they died, or took too long"
+            why = failure.message if failure is not None else why
+            self._note(
+                f"what was trained after the last checkpoint is not saved ({why}): it is in memory, and lost if this "
+                "job ends before enough slots can be used; a start then goes on from that checkpoint"
+            )
+        return few, newest
+
+    def _stopped(self, last: World, newest: Copy | None) -> Outcome:
+        """Asked to end while nobody trains."""
+        if newest is None or _has_saved(last):
+            return outcome_of({}, {}, self.stopping)
+        return Outcome(exit_code=ExitCode.KILLED)
 
     def _start(self, team: Team, *, stands_by: bool = False) -> World:
         bounds = self._bounds
@@ -154,14 +186,26 @@ class Supervisor:
             self.worlds.drop(self._standby)
             self._standby = None
 
-    def _choose(self, team: Team) -> None:
-        elastic = self.fleet.elastic
-        if elastic is not None and elastic.chosen is not None and team.plan is not None:
-            elastic.chosen(team.plan)
+    def _record_plan(self, active: World) -> None:
+        """Have the plan recorded of those who have finished a step: they have loaded their state and proven it."""
+        team, elastic = active.team, self.fleet.elastic
+        if elastic is None or elastic.chosen is None or team is self._recorded or team.plan is None:
+            return
+        if self.worlds.copies(active) > self._taken:
+            self._recorded = team
+            self._report(partial(elastic.chosen, team.plan), f"the plan {team.plan}")
+
+    def _report(self, tell: Callable[[], None], what: str) -> None:
+        """Tell of something; that it cannot be written, as on a full disk, is no reason to end the job."""
+        try:
+            tell()
+        except (OSError, ConfigError) as error:
+            self._note(f"{what} is not recorded: {error}")
 
     def _note(self, text: str) -> None:
         if self.fleet.elastic is not None:
-            self.fleet.elastic.note(f"elastic: {text}")
+            with suppress(OSError):  # nobody reads it
+                self.fleet.elastic.note(f"elastic: {text}")
 
     def _cause(self, world: World) -> tuple[Failure | None, bool]:
         """The first failure, and whether a process was killed; None for what recovery does not help against.
@@ -208,11 +252,11 @@ class Supervisor:
                 return None
             self.worlds.poll()
             team = self.fleet.team()
-        if team is None:
-            raise LaunchError(_too_few(self.fleet, elastic, cause, wait_s))
+        if team is None and self.stopping.first is None:
+            raise LaunchError(self.fleet.too_few(elastic, cause, wait_s))
         return team
 
-    def _go_on(self, change: _Change, team: Team, newest: Copy | None) -> World:
+    def _go_on(self, change: Change, team: Team, newest: Copy | None) -> World:
         """Let a new world take over the newest copy: the one that stands by, if it is of this team."""
         change.chosen_ns = time.monotonic_ns()
         world, self._standby = self._standby, None
@@ -221,7 +265,6 @@ class Supervisor:
             world = None
         change.standby = world is not None
         world = world or self._start(team)
-        self._choose(team)
         world.team = team  # where processes stand by, on CPUs, one slot is as good as another
         self.worlds.order(world, newest)
         if self._pending is not None and self._pending.trains_ns:
@@ -237,6 +280,7 @@ class Supervisor:
 
     def _tell(self, active: World) -> None:
         """Report a change of processes when it is complete; of another number of them, after their first step."""
+        self._record_plan(active)
         pending = self._pending
         if pending is None:
             return
@@ -247,52 +291,25 @@ class Supervisor:
             pending.trains_ns = max(since)
             if pending.rank is not None and pending.before == pending.after:
                 self._pending = None
-                self.policy.tell(
-                    Recovery(
-                        number=self._bounds.total,
-                        rank=pending.rank,
-                        cause=pending.cause,
-                        step=pending.step,
-                        standby=pending.standby,
-                        seconds=(pending.trains_ns - pending.since_ns) / 1e9,
-                        halving=pending.halving,
-                    )
+                recovery = Recovery(
+                    number=self._bounds.total,
+                    rank=pending.rank,
+                    cause=pending.cause,
+                    step=pending.step,
+                    standby=pending.standby,
+                    seconds=(pending.trains_ns - pending.since_ns) / 1e9,
+                    halving=pending.halving,
                 )
+                self._report(partial(self.policy.tell, recovery), "this recovery")
         elif self.worlds.copies(active) > pending.count:
             self._finish_change((time.monotonic_ns() - pending.trains_ns) / 1e9)
 
     def _finish_change(self, first_step_s: float | None) -> None:
-        """Tell of a change to another team, which trains."""
+        """Tell of a change that is complete, or that the job ends with; to the same team, too, after a pause."""
         pending, self._pending, elastic = self._pending, None, self.fleet.elastic
-        if pending is None or pending.after is None or elastic is None or pending.before == pending.after:
+        if pending is None or pending.after is None or elastic is None or pending.is_recovery:
             return
-        cause = pending.cause if pending.rank is None else f"rank {pending.rank}: {pending.cause}"
-        if not pending.trains_ns:
-            pending.trains_ns, cause = time.monotonic_ns(), f"{cause}; the job ended before all had their state"
-        self._record(
-            elastic,
-            Transition(
-                before=pending.before.size,
-                after=pending.after.size,
-                plan_before=str(pending.before.plan),
-                plan=str(pending.after.plan),
-                step=pending.step,
-                cause=cause,
-                slots=pending.after.slots,
-                prepared_s=pending.prepared_ns / 1e9,
-                detected_s=(pending.ended_ns - pending.since_ns) / 1e9,
-                planned_s=(pending.chosen_ns - pending.ended_ns) / 1e9,
-                resharded_s=(pending.trains_ns - pending.chosen_ns) / 1e9,
-                first_step_s=first_step_s,
-                standby=pending.standby,
-            ),
-        )
-
-    def _record(self, elastic: Elastic, transition: Transition) -> None:
-        try:
-            elastic.tell(transition)
-        except OSError as error:  # as of a full disk: no reason to end the job
-            self._note(f"this change is not recorded: {error}")
+        self._report(partial(elastic.tell, pending.transition(first_step_s)), "this change")
 
     def _is_time(self, active: World) -> bool:
         """Whether another team is to train now: it is ready, and all ranks have just made a copy after a step."""
@@ -360,16 +377,6 @@ class Supervisor:
         return outcome_of(active.codes, active.files, stopping, told)
 
 
-def _too_few(fleet: Fleet, elastic: Elastic, cause: str, wait_s: float) -> str:
-    """What is wrong when nobody can train."""
-    usable = fleet.usable
-    out = "; ".join(f"slot {slot} is left out ({why})" for slot, why in fleet.left_out.items()) or cause
-    if len(usable) >= elastic.least:
-        found = f"no legal plan of the same maths that fits {elastic.least} to {len(usable)} processes"
-    else:
-        found = f"{len(usable)} slots that can be used ({spell_slots(usable) or 'none'}), needed {elastic.least}"
-    waited = f"waited {wait_s:g} s for {elastic.devices} to list more; " if wait_s else ""
-    return (
-        f"--elastic {elastic.least}:{elastic.most} with the plan `{elastic.own}`: found {found}; {out}; {waited}start "
-        "again where more can be used, or with a lower minimum: the job goes on from its last checkpoint"
-    )
+def _has_saved(world: World) -> bool:
+    """Whether all ranks have ended in order."""
+    return world.has_ended and _SAVED.issuperset(world.codes.values())

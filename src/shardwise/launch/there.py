@@ -182,9 +182,8 @@ class _Following:
         kind, here = message["do"], self.here
         copy = Copy(*message["copy"]) if message.get("copy") is not None else None
         if kind == "start":
-            number, folder = int(message["world"]), self.folder / f"world-{message['world']}"
-            folder.mkdir()
-            self.files[number] = {rank: folder / f"error-{rank}.json" for rank in self.job.ranks}
+            number = int(message["world"])
+            self.files[number] = {rank: self.folder / f"error-{number}-{rank}.json" for rank in self.job.ranks}
             here.start(number, self.job, Start(**message["told"]), self.files[number])
         elif kind == "order":
             here.order(int(message["world"]), copy)

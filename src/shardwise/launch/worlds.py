@@ -67,9 +67,9 @@ class Worlds:
     def start(self, team: Team, *, stands_by: bool, restarts: int, halvings: int) -> World:
         """Fork a world; it waits for an order where its state is complete. `halvings`: of its micro-batches."""
         self._started += 1
-        job, number, here = team.job, self._started, self.folder / f"world-{self._started}"
-        here.mkdir()
-        files = {rank: here / f"error-{rank}.json" for rank in range(team.size)}
+        job, number = team.job, self._started
+        # no folder of its own: on a full disk none can be made, and a recovery must not need one
+        files = {rank: self.folder / f"error-{number}-{rank}.json" for rank in range(team.size)}
         told = Start(id=self.id, standby=stands_by, restarts=restarts, halvings=halvings)
         world = self._worlds[number] = World(number, team, files, stands_by)
         first, *others = self.nodes

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from uuid import uuid4
 import psutil
 
 from shardwise.errors import ExitCode, LockedError, UsageError
+from shardwise.records import say
 
 BEAT_S = 5.0
 """How often an owner touches its file."""
@@ -157,14 +157,21 @@ class RunLock:
     def join(cls, folder: Path, on_lost: Callable[[str], None]) -> RunLock | None:
         """Add this process, which the owner started, to those that must be gone before the directory is free.
 
-        None where nobody holds the directory: the program was not started by `shardwise train`.
+        None where nobody holds the directory: the program was not started by `shardwise train`. A process that cannot
+        be added is not waited for, which is said: no reason to end a run that goes on.
         """
         newest = _newest(folder)
         owner = _read(folder, newest) if newest else None
         if owner is None or owner.released:
             return None
-        joined = Owner(**{**asdict(owner), "pids": (*owner.pids, _this_process())})
-        _write(_path(folder, newest), joined)
+        first, *others = owner.pids
+        # the dead would be as many as there are recoveries
+        alive = [each for each in others if not _is_here(owner) or _runs(*each)]
+        joined = Owner(**{**asdict(owner), "pids": (first, *alive, _this_process())})
+        try:
+            _write(_path(folder, newest), joined, in_place=True)
+        except OSError as error:
+            say(f"shardwise: {folder} does not name process {os.getpid()}: {error.strerror or error}; the run goes on")
         lock = cls(folder, newest, joined, on_lost)
         lock._is_owner = False
         return lock
@@ -205,8 +212,7 @@ class RunLock:
 
 def end_at_once(text: str) -> None:
     """What a run does that was taken over: it ends without saving, since the directory is another's."""
-    sys.stderr.write(f"shardwise: {text}; this run ends without saving\n")
-    sys.stderr.flush()
+    say(f"shardwise: {text}; this run ends without saving")
     os._exit(ExitCode.LOCKED)
 
 
@@ -260,10 +266,18 @@ def _create(path: Path, owner: Owner) -> bool:
         part.unlink()
 
 
-def _write(path: Path, owner: Owner) -> None:
-    part = path.with_name(f"part-{uuid4().hex}")
-    part.write_text(json.dumps(asdict(owner)), encoding="utf-8")
-    part.replace(path)
+def _write(path: Path, owner: Owner, *, in_place: bool = False) -> None:
+    """Replace a lock file; `in_place`: over what is there, where a full disk has no room for another one."""
+    part, text = path.with_name(f"part-{uuid4().hex}"), json.dumps(asdict(owner))
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        if not in_place:
+            raise
+        with path.open("r+b", buffering=0) as file:  # one write: a reader finds the old owner, or the new one
+            file.write(text.encode().ljust(path.stat().st_size))
 
 
 def _path(folder: Path, generation: int) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.extras import optional_module
-from shardwise.records import append_line
+from shardwise.records import append_line, say
 from shardwise.train.rundir import write_text
 
 PEAK_FLOPS: Mapping[str, float] = {
@@ -57,10 +57,7 @@ class MetricsLog:
             optional_module("tensorboard", extra="tensorboard", need="train.tensorboard")
         try:
             if after_step is not None and path.exists():
-                keep = [row for row in read_metrics(path) if row.get("step", 0) <= after_step]
-                write_text(
-                    path, "".join(f"{json.dumps(_finite(row))}\n" for row in keep)
-                )  # who is killed here loses no record
+                _cut(path, after_step)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise UsageError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
@@ -73,23 +70,25 @@ class MetricsLog:
             append_line(self._file, _finite(record))
         except OSError as error:
             if not self._has_failed:
-                print(
+                say(
                     f"shardwise: metrics are not written: {error.strerror or error} ({self._file.name}); training goes "
-                    "on, and later records are tried",
-                    file=sys.stderr,
-                    flush=True,
+                    "on, and later records are tried"
                 )
             self._has_failed = True
-        if self._board is not None:
-            for key, value in record.items():
+        try:
+            for key, value in record.items() if self._board is not None else ():
                 if isinstance(value, int | float) and key != "step":
                     self._board.add_scalar(key, value, record.get("step"))
+        except OSError as error:  # its writer has ended
+            self._board = None
+            _say_no_board(error)
 
     def close(self) -> None:
         """Close the files."""
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with suppress(OSError):
+                self._board.close()
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +101,34 @@ def _board(folder: Path | None) -> Any:
     if folder is None:
         return None
     module = optional_module("torch.utils.tensorboard", extra="tensorboard", need="train.tensorboard")
-    return module.SummaryWriter(str(folder))
+    try:
+        return module.SummaryWriter(str(folder))
+    except OSError as error:
+        _say_no_board(error)
+        return None
+
+
+def _say_no_board(error: OSError) -> None:
+    say(f"shardwise: TensorBoard gets no more records: {error.strerror or error}; training goes on")
+
+
+def _cut(path: Path, after_step: int) -> None:
+    """Leave out records after a step. They are the last ones, unless a run has gone back: then no room is needed.
+
+    Who is killed here loses no record.
+    """
+    lines = [
+        line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
+    ]  # none cut by a crash
+    keep = [line for line, row in zip(lines, read_metrics(path), strict=False) if row.get("step", 0) <= after_step]
+    are_first = keep == lines[: len(keep)]
+    os.truncate(path, sum(map(len, keep if are_first else lines)))
+    if are_first:
+        return
+    try:
+        write_text(path, b"".join(keep).decode())
+    except UsageError as error:
+        say(f"shardwise: records of steps after {after_step} stay in the metrics: {error}; training goes on")
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from shardwise.records import say
 
 PLAIN_LINES = 20
 """Lines that a whole run prints where there is no terminal."""
@@ -106,13 +110,49 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+class _Lasting:
+    """What `lasting` gives."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._is_lost = file, False
+
+    def write(self, text: str) -> int:
+        """Letters that the stream has no bytes for are escaped."""
+        encoding = self._file.encoding or "utf-8"
+        self._try(lambda: self._file.write(text.encode(encoding, "backslashreplace").decode(encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream's."""
+        self._try(self._file.flush)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            work()
+        except (OSError, ValueError) as error:  # the second: closed
+            self._is_lost = True
+            with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._file.fileno())  # for what is still in its buffer, too
+            say(f"shardwise: standard output: {error}; nothing more is shown there, and the run goes on")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def lasting(file: TextIO | None) -> TextIO | None:
+    """Standard output for who goes on without it: when it cannot be written, nothing more is, and that is said."""
+    return None if file is None else cast(TextIO, _Lasting(file))
+
+
 @contextmanager
 def open_progress(start: int, total: int, *, quiet: bool) -> Iterator[Progress]:
     """The display of this process for the steps `start + 1 .. total`."""
     if quiet:
         yield Silent()
         return
-    console = Console()
+    console = Console(file=lasting(sys.stdout))
     if not console.is_terminal:
         yield Lines(console, start, total)
         return

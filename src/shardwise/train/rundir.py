@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -24,10 +24,12 @@ import psutil
 
 from shardwise.errors import CheckpointError, ShardwiseError, UsageError
 from shardwise.plan.plan import Plan
-from shardwise.records import add_record
+from shardwise.records import add_record, say
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
+COMPLETE = "saved_s"
+"""In `metrics`: how long a save took that is complete."""
 _COMPLETE = re.compile(r"step-[0-9]{8,18}(\.save-[0-9a-f]{8})?")
 """Name of a complete checkpoint; the second kind is of a URL."""
 
@@ -243,9 +245,7 @@ def check_not_lost(run: RunDir, place: str | None) -> None:
     """
     saved = run.resumes.is_file() or run.summary.is_file() or bool(run.read_events("stopped"))
     if not saved and run.metrics.is_file():
-        begun = run.metrics.read_text(encoding="utf-8").count('"save_stall_s"')
-        # the second save begins when the first one is complete; a single one may have been cut off
-        saved = begun > 1 or (begun == 1 and place is None and not run.checkpoints.exists())
+        saved = f'"{COMPLETE}"' in run.metrics.read_text(encoding="utf-8")
     if saved:
         raise CheckpointError(
             f"{run.path}: its record says that checkpoints were saved, found none in {place or run.checkpoints}; "
@@ -356,18 +356,29 @@ def _version(name: str) -> str | None:
         return None
 
 
+@contextmanager
+def can_lack(path: Path) -> Iterator[None]:
+    """Within it a file is written or read without which a run goes on: what is wrong with it is said, and no error."""
+    try:
+        yield
+    except (OSError, UsageError) as error:
+        say(f"shardwise: {path}: {error.__cause__ or error}; the run goes on without it")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole: a reader never sees half of it.
 
     Raises:
         UsageError: it cannot be written.
     """
+    part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise UsageError(
             f"cannot write {path}: {error.strerror or error}; free space or choose another --out"
         ) from error

@@ -26,7 +26,7 @@ EXIT_CODES = {"SIGINT": ExitCode.INTERRUPTED, "SIGTERM": ExitCode.TERMINATED, "S
 
 
 class Stoppable(Protocol):
-    """What is asked to stop: a `TrainStep`."""
+    """What is asked to stop: a `TrainStep`, or who makes steps and more."""
 
     stop_requested: int
 
@@ -44,20 +44,35 @@ def stop_name(total: float) -> str | None:
     return "SIGINT" if total else None
 
 
+class _Asking:
+    """A handler: the first signal is a request, a second one acts as if nobody listened."""
+
+    def __init__(self, step: Stoppable, around: _Asking | None) -> None:
+        self.step, self.around = step, around
+        self._since: float | None = None
+        if around is not None and around.step.stop_requested:  # it came before the loop began
+            step.stop_requested = around.step.stop_requested
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > SAME_SIGNAL_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.step.stop_requested = STOPS[signal.Signals(number)]
+        if self.around is not None:
+            self.around(number, frame)
+
+
 @contextmanager
 def listening(step: Stoppable) -> Iterator[None]:
-    """The first signal asks the step to stop; a second one acts as if nobody listened: the process ends at once."""
+    """The first signal asks the step to stop; a second one acts as if nobody listened: the process ends at once.
+
+    Within another `listening` both are asked: who goes on when the inner one is over still knows.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked: list[float] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked and time.monotonic() - asked[0] > SAME_SIGNAL_S:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        asked.append(time.monotonic())
-        step.stop_requested = STOPS[signal.Signals(number)]
-
-    with handling(STOPS, ask):
+    around = signal.getsignal(signal.SIGTERM)
+    with handling(STOPS, _Asking(step, around if isinstance(around, _Asking) else None)):
         yield
