@@ -158,12 +158,12 @@ def test_leave_is_given_again_by_the_same_command(tmp_path: Path) -> None:
     """A batch system starts a job again as it is."""
     run = RunDir(tmp_path)
     with pytest.raises(UsageError, match="--allow optimizer.lr: found no such change"):
-        check_allowed(run, [], ("optimizer.lr",))
+        check_allowed(run, [], ("optimizer.lr",), leave_of(run, ()))
     changes = ["optimizer.lr: 1.0 -> 2.0 (maths)", "train.nproc: 2 -> 4 (layout)"]
     run.add_event("changed", changes=changes, allowed=["optimizer.lr"])
-    check_allowed(run, [], ("optimizer.lr",))
+    check_allowed(run, [], ("optimizer.lr",), leave_of(run, ()))
     with pytest.raises(UsageError, match="--allow train.nproc"):
-        check_allowed(run, [], ("train.nproc",))
+        check_allowed(run, [], ("train.nproc",), leave_of(run, ()))
     assert changed_now(run) == {"optimizer.lr"}  # where no run has begun the record is that of the start
     run.starting.path.mkdir()
     run.starting.config_json.write_text("{}")

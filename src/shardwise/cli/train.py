@@ -44,7 +44,7 @@ from shardwise.launch.job import Job, Nodes
 from shardwise.launch.runjob import RunJob
 from shardwise.plan.constraints import check, refuse
 from shardwise.records import say
-from shardwise.train.changes import Before, Change, check_allowed, find_changes
+from shardwise.train.changes import Before, Change, check_allowed, find_changes, leave_of
 from shardwise.train.lock import Owner, RunLock, end_at_once
 from shardwise.train.progress import lasting
 from shardwise.train.rundir import RunDir, check_not_lost, write_text
@@ -313,7 +313,7 @@ def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
             manifest = found.reader().manifest
             told, before = RunDir(found.path), Before.of_checkpoint(manifest.config, manifest.plan_fields)
     changes = find_changes(before, configuration_json(derived), derived.plan)
-    check_allowed(told, changes, how.allow)
+    check_allowed(told, changes, how.allow, leave_of(run, ()))
     return changes
 
 

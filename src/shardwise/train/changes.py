@@ -113,21 +113,23 @@ def find_changes(before: Before | None, config: Mapping[str, Any], plan: Plan) -
     return sorted(found, key=lambda change: (("maths", "layout", "other").index(change.kind), change.key))
 
 
-def check_allowed(run: RunDir, changes: Collection[Change], allow: Collection[str]) -> None:
+def check_allowed(
+    run: RunDir, changes: Collection[Change], allow: Collection[str], before: Collection[str] = ()
+) -> None:
     """Refuse changes of the maths that nobody allowed.
 
     Args:
         run: for the message: the directory, or the checkpoint, that tells what was.
         changes: from `find_changes`.
         allow: keys, or `all`.
+        before: keys that starts before this one had leave for (`leave_of`): the same command gives it again.
 
     Raises:
         ChangedError: a change of the maths that is not allowed, or with which nothing can be loaded.
         UsageError: an allowed key that is no change: a slip of the pen.
     """
     keys = [change.key for change in changes]
-    # averages of another type also lie in what --resume names; what a start had leave for, its command says again
-    known = {*keys, *leave_of(run, ()), "all", _STATE_DTYPE, CONTENT}
+    known = {*keys, *before, "all", _STATE_DTYPE, CONTENT}  # averages of another type also lie in what --resume names
     unknown = [key for key in allow if key not in known]
     if unknown:
         raise UsageError(
