@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
 import sys
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from io import FileIO
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.findings import nearest
 
 T = TypeVar("T")
@@ -272,6 +273,37 @@ def add_record(path: Path, record: Mapping[str, Any]) -> None:
     except OSError as error:
         text = f"{path} lacks a record: {error.strerror or error}; the run goes on, and later ones are tried"
         say(f"shardwise: {text}")
+
+
+@contextmanager
+def looking(what: str, kind: type[ShardwiseError]) -> Iterator[None]:
+    """What a user's path cannot be is an error of this kind: no right, too long a name, links in a ring, a NUL in it.
+
+    Args:
+        what: the path, with the flag that gave it.
+        kind: of the error.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the second: a NUL or half of a surrogate pair, which no path has
+        raise kind(
+            f"{what if what.isprintable() else ascii(what)}: cannot be read "
+            f"({getattr(error, 'strerror', None) or error}); needed a path that this user may list and read; give "
+            "another one, or the right to read it"
+        ) from error
+
+
+def in_words(value: Any) -> Any:
+    """The same for JSON, which has no infinities and NaN: such numbers become text.
+
+    >>> in_words({"loss": float("nan"), "betas": (0.9, 1)})
+    {'loss': 'nan', 'betas': [0.9, 1]}
+    """
+    if isinstance(value, Mapping):
+        return {key: in_words(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_words(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(text: str) -> None:

@@ -34,8 +34,8 @@ from shardwise.launch.local import Failure
 from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
+from tests.disks import disk
 from tests.failure import resizing
-from tests.failure.test_store_disks import mount
 
 SCRIPT = Path(resizing.__file__)
 TOLERANCE = 1e-11
@@ -401,10 +401,8 @@ def test_the_train_verb_trains_on_with_one_process(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """One of 8 MiB."""
-    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", tmp_path):
-        pytest.skip("a full disk needs the right to mount a tmpfs")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with disk(tmp_path, "8m") as path:
+        yield path
 
 
 def test_a_full_disk_ends_no_change(small_disk: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

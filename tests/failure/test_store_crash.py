@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
-import shutil
 import signal
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from shardwise.testing.world import World, WorldError
 from shardwise.train.optimizers import adamw
 from tests.checkpoints import entries
 from tests.damages import FILES, Case, damage, restore
+from tests.disks import disk
 from tests.parity.placing import LAYOUTS, State, place
 
 PLAN = LAYOUTS["fsdp2"]
@@ -163,11 +162,8 @@ def test_one_rank_that_cannot_write_fails_all_and_cleans_up(world: World, tmp_pa
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 1 MiB."""
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("a full disk needs the right to mount a tmpfs")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
+    with disk(tmp_path, "1m") as path:
+        yield path
 
 
 def test_a_full_disk_says_so_and_keeps_the_old_checkpoint(world: World, small_disk: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,22 +12,17 @@ import pytest
 from shardwise.checkpoint.files import LocalFiles
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
+from tests.disks import disk, mount
 from tests.plain import Plain
 
 T = TypeVar("T")
 
 
-def mount(*words: str | Path) -> bool:
-    return shutil.which("mount") is not None and not subprocess.run(["mount", *words], capture_output=True).returncode
-
-
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
     """A disk of 64 KiB: room for two checkpoints and a half."""
-    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path):
-        pytest.skip("a full disk needs the right to mount a tmpfs")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with disk(tmp_path, "64k") as path:
+        yield path
 
 
 def newest(path: Path) -> Plain:

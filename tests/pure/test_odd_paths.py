@@ -76,11 +76,11 @@ def test_ckpt_refuses_it(odd: Path, store: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_a_start_refuses_it(odd: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--out .*: cannot be looked at .*needed a path that this user may list"):
+    with pytest.raises(UsageError, match="--out .*: cannot be read .*needed a path that this user may list"):
         check_out(RunDir(odd), resume="auto")
-    with pytest.raises(UsageError, match="--checkpoints .*: cannot be looked at"):
+    with pytest.raises(UsageError, match="--checkpoints .*: cannot be read"):
         check_writable(odd, "--checkpoints")
-    with pytest.raises(CheckpointError, match="--resume .*: (cannot be looked at|no such directory)"):
+    with pytest.raises(CheckpointError, match="--resume .*: (cannot be read|no such directory)"):
         find_checkpoint(odd)
 
 
@@ -106,7 +106,7 @@ def test_a_nul_or_no_path_at_all(tmp_path: Path) -> None:
         find_checkpoint(Path("a\0b"))
     for value in (None, 5, b"store"):
         with pytest.raises(UsageError, match="needed a path or a URL"):
-            located(value)  # type: ignore[arg-type]
+            located(value)  # type: ignore[arg-type]  # which is the test
 
 
 def test_what_may_not_be_looked_at(forbidden: Path) -> None:
@@ -116,11 +116,11 @@ def test_what_may_not_be_looked_at(forbidden: Path) -> None:
     for path in (forbidden, forbidden.parent):
         with pytest.raises(CheckpointError, match="cannot be read .Permission denied"):
             find(path)
-    with pytest.raises(CheckpointError, match="--resume .*: cannot be looked at .Permission denied"):
+    with pytest.raises(CheckpointError, match="--resume .*: cannot be read .Permission denied"):
         find_checkpoint(forbidden)
-    with pytest.raises(CheckpointError, match="checkpoints: cannot be looked at"):
+    with pytest.raises(CheckpointError, match="checkpoints: cannot be read"):
         assert RunDir(forbidden.parent).has_checkpoints  # nobody knows
-    with pytest.raises(UsageError, match="--out .*: cannot be looked at .Permission denied"):
+    with pytest.raises(UsageError, match="--out .*: cannot be read .Permission denied"):
         check_out(RunDir(forbidden / "below"), resume="auto")
 
 

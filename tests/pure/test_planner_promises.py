@@ -39,6 +39,14 @@ def test_whole_weights_are_gathered_below_zero_3_where_shards_are_kept() -> None
     assert "gathered" not in memory("dp8 / bf16-pure").worst.terms
 
 
+def test_a_rank_of_one_block_gathers_one() -> None:
+    """And its gradient, and the larger of embedding and head: no block lies ahead of it."""
+    block, end = (memory("fsdp8 / bf16", layers).worst.terms["gathered"] for layers in (1, 2))
+    params = SPEC.num_params - replace(SPEC, num_layers=31).num_params
+    assert end - block == pytest.approx(2 * params)
+    assert memory("fsdp8 / bf16", 3).worst.terms["gathered"] == end
+
+
 @pytest.mark.parametrize("policy", ["", " recompute=blocks", " recompute=ops", " recompute=every2", " recompute=50%"])
 @pytest.mark.parametrize("axes", ["fsdp8", "fsdp2 pp4", "dp8"])
 @pytest.mark.parametrize("layers", [8, 32])

@@ -10,14 +10,15 @@ import fcntl
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
 from shardwise.errors import CheckpointError
+from shardwise.records import looking
 
 T = TypeVar("T")
 Identity = tuple[int, int, int, int]
@@ -25,21 +26,9 @@ ALIGNED = 4096
 """Bytes: what is written around the page cache begins and ends at multiples of it, in memory and in the file."""
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """What a user's path cannot be is said of it, in the words of the disk: no right, too long a name, links in a ring.
-
-    Raises:
-        CheckpointError: it cannot be looked at.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:  # the second: a NUL or half of a surrogate pair, which no path has
-        shown, why = str(path), getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"{shown if shown.isprintable() else ascii(shown)}: cannot be read ({why}); needed a path that this user "
-            "may list and read; give the right one, or the right to read it"
-        ) from error
+def reading(path: Path) -> AbstractContextManager[None]:
+    """What cannot be looked at below it is a `CheckpointError`: see `records.looking`."""
+    return looking(str(path), CheckpointError)
 
 
 class Closing(ABC):

@@ -16,6 +16,7 @@ from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec
 from shardwise.models.hf import hf_config, hf_factory, longest_sequence, unsaid_sizes
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
+from shardwise.models.hf_sizes import CHOSEN, EXPERTS
 from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
@@ -132,7 +133,7 @@ def sizes_of(config: Any) -> ModelSpec | None:
     def first(*names: str) -> int:
         return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
 
-    experts, dim = first("num_local_experts", "num_experts", "n_routed_experts"), first("hidden_size")
+    experts, dim = first(*EXPERTS), first("hidden_size")
     heads = first("num_attention_heads")
     try:
         return ModelSpec(
@@ -147,7 +148,7 @@ def sizes_of(config: Any) -> ModelSpec | None:
             vocab_size=first("vocab_size"),
             max_seq_len=longest_sequence(config) or UNBOUNDED,
             num_experts=experts,
-            experts_per_token=first("num_experts_per_tok", "num_experts_per_token"),
+            experts_per_token=first(*CHOSEN),
         )
     except ConfigError:
         return None

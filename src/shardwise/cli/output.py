@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,23 +19,12 @@ from shardwise.model.profile import Profile
 from shardwise.plan.band import likeness
 from shardwise.plan.plan import Plan
 from shardwise.plan.report import plan_rows, plan_table
+from shardwise.records import in_words
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
     """One JSON object on stdout, strict: infinities and NaN, which JSON has no words for, are "inf", "-inf", "nan"."""
-    try:
-        text = json.dumps(answer, indent=2, default=str, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_in_words(answer), indent=2, default=str)
-    typer.echo(text)
-
-
-def _in_words(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _in_words(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_in_words(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(json.dumps(in_words(answer), indent=2, default=str, allow_nan=False))
 
 
 def console() -> Console:

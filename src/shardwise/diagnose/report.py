@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from shardwise.findings import Finding
+from shardwise.records import in_words
 
 Verdict = Literal["proven", "different", "refused"]
 EXIT_CODES: Mapping[str, int] = {"proven": 0, "different": 1, "refused": 2}
@@ -65,7 +65,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
-        return {**_plain(asdict(self)), "proven": self.proven, "exit_code": self.exit_code}
+        return {**in_words(asdict(self)), "proven": self.proven, "exit_code": self.exit_code}
 
     def __str__(self) -> str:
         """A few lines, for a failed assertion."""
@@ -78,12 +78,3 @@ class Report:
 
     def _places(self) -> list[tuple[str, str | None]]:
         return [("forward order", self.first_forward), ("backward order", self.first_backward)]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity: such numbers become text."""
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -124,6 +124,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
 def _untraceable(module: nn.Module, watch: _Watch, error: BaseException, device: str) -> ModelError:
     said = str(error).partition("\n")[0]
     where = f"{watch.where or 'forward'} ({type(module).__name__})"
+    # what shapes alone cannot do torch says of "meta", or has no kernel for; any other failure has another cause
     remedy = (
         "its forward must not ask for values of tensors (.item(), nonzero, if tensor:); describe(..., device='cpu') "
         "runs it for real, which takes its memory and time"

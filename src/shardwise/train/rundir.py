@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 
-from shardwise.errors import CheckpointError, ShardwiseError, UsageError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.plan.plan import Plan
-from shardwise.records import add_record, say
+from shardwise.records import add_record, looking, say
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
@@ -172,7 +172,7 @@ class RunDir:
         Raises:
             CheckpointError: it may not be listed.
         """
-        with _looking(str(self.checkpoints), CheckpointError):
+        with looking(str(self.checkpoints), CheckpointError):
             return _newest(self.checkpoints) is not None
 
     def identity(self) -> dict[str, Any] | None:
@@ -216,7 +216,7 @@ def check_out(run: RunDir, *, resume: str) -> None:
     there = run.identity()
     if there is None:
         # a start that died at once leaves its locks; the slots may be listed before the first one
-        with _looking(f"--out {run.path}", UsageError):
+        with looking(f"--out {run.path}", UsageError):
             found = [*run.path.iterdir(), *(run.checkpoints.iterdir() if run.checkpoints.is_dir() else ())]
         if set(found) - {run.lock, run.devices, run.checkpoints, run.checkpoints / "lock"}:
             raise UsageError(
@@ -259,7 +259,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    with _looking(f"--resume {path}", CheckpointError):
+    with looking(f"--resume {path}", CheckpointError):
         if (path / "manifest.json").is_file():
             return path
         store = next((place for place in (path / "checkpoints", path) if _newest(place) is not None), None)
@@ -285,19 +285,6 @@ def _newest(store: Path) -> Path | None:
     return max(complete, key=lambda path: int(path.stem[5:]), default=None)
 
 
-@contextmanager
-def _looking(what: str, kind: type[ShardwiseError]) -> Iterator[None]:
-    """What a path cannot be is an error of this kind: no right, too long a name, links in a ring, a NUL in it."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise kind(
-            f"{what if what.isprintable() else ascii(what)}: cannot be looked at "
-            f"({getattr(error, 'strerror', None) or error}); needed a path that this user may list and read; give "
-            "another one, or the right to read it"
-        ) from error
-
-
 def _is_there(path: Path) -> bool:
     """As `Path.exists`, which says no of what cannot be looked at, in some versions of Python."""
     try:
@@ -318,7 +305,7 @@ def check_writable(path: Path, flag: str) -> None:
         UsageError: it is a file, lies below one, or takes no files.
     """
     nearest = path
-    with _looking(f"{flag} {path}", UsageError):
+    with looking(f"{flag} {path}", UsageError):
         while not _is_there(nearest) and nearest != nearest.parent:
             nearest = nearest.parent
         is_directory = nearest.is_dir()
