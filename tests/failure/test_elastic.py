@@ -227,6 +227,27 @@ def test_below_the_minimum_nobody_trains_and_signals_end_in_order(tmp_path: Path
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+def test_what_dies_after_the_save_of_a_pause_is_not_saved_by_a_few_once_more(tmp_path: Path) -> None:
+    """One rank takes the save to its end and ends in order; the other one dies of what ends it then."""
+    out, script = tmp_path / "a", tmp_path / "dies_at_exit.py"
+    script.write_text(
+        "import atexit, os, runpy\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(os._exit, 1)\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    process = start(out, "--elastic", "2:2", str(script), "dp2 / fp64", "--", str(out), "100000", PACE_S="0.05")
+    wait_for_step(process, out, 2, 2)
+    (out / "devices").write_text("1")
+    wait_until(process, lambda: not any(map(is_rank, psutil.Process(process.pid).children(recursive=True))))
+    saved = steps_saved(out)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    code, err = finish(process)
+    assert "take over, only to save" not in err and "is not saved" not in err
+    assert saved == steps_saved(out) == [rows_of(out)[-1]["step"]] and code == ExitCode.TERMINATED, err
+
+
 def test_the_same_go_on_after_a_pause_and_a_few_save_what_others_trained(tmp_path: Path) -> None:
     """2 -> 0 -> 2 by the list of slots; then a death, below the minimum: who is left takes over, saves and ends."""
     out = tmp_path / "a"

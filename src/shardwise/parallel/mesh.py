@@ -56,6 +56,7 @@ class Mesh:
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     at_exit: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
     """Called when `open_mesh` is left without an error: what still needs the ranks in the background."""
+    _covered: dict[DeviceMesh, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
@@ -83,6 +84,18 @@ class Mesh:
         if len(key) <= 1:
             return self.device_mesh.get_group(key[0] if key else axes[0])
         return flatten_mesh(self.device_mesh, key).get_group()
+
+    def axes_of(self, part: DeviceMesh) -> frozenset[str]:
+        """The axes along which the ranks of a part of this mesh lie, whatever the part calls its own axes."""
+        if part not in self._covered:  # each parameter asks, and a part lists its ranks anew each time
+            ranks = part.mesh.flatten().tolist()
+            covered, stride = set(), 1
+            for axis in reversed(AXES):  # ranks count row by row, the last axis fastest
+                if len({rank // stride % self.size(axis) for rank in ranks}) > 1:
+                    covered.add(axis)
+                stride *= self.size(axis)
+            self._covered[part] = frozenset(covered)
+        return self._covered[part]
 
     @property
     def num_gradient_ranks(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -43,20 +42,9 @@ def is_counted_here(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
         for index, placement in zip(here, parameter.placements, strict=True):
             if placement.is_replicate() and index:
                 return False  # all others: Shard, and the strided one of tensor shards sharded again
-        covered = axes_covered(parameter.device_mesh, mesh)
+        covered = mesh.axes_of(parameter.device_mesh)
         outside = [axis for axis in outside if axis not in covered]
     return all(mesh.index(axis) == 0 for axis in outside)
-
-
-def axes_covered(part: DeviceMesh, mesh: Mesh) -> set[str]:
-    """The axes of the whole mesh along which the ranks of a part of it lie, whatever the part calls its own axes."""
-    ranks = part.mesh.flatten().tolist()
-    covered, stride = set(), 1
-    for axis in reversed(AXES):  # ranks count row by row, the last axis fastest
-        if len({rank // stride % mesh.size(axis) for rank in ranks}) > 1:
-            covered.add(axis)
-        stride *= mesh.size(axis)
-    return covered
 
 
 def sum_of_squares(grads: Joined) -> torch.Tensor:

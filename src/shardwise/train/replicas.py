@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
@@ -23,13 +24,14 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import AXES
 from shardwise.train.exchange import gathered, listed
 from shardwise.train.issued import Issued
-from shardwise.train.norm import axes_covered
 from shardwise.train.optim import PREFIX
 from shardwise.train.state import TrainState
 from shardwise.train.update_rules import local_shard
 
 Ends = tuple[int, int]
 """Least and greatest rank of those that hold the same: with the axes' sizes they tell the set."""
+_Layout = tuple[DeviceMesh, tuple[bool, ...]]
+"""Over which ranks a parameter is spread, and along which of their axes it is whole."""
 CHUNK = 1 << 18
 """Elements whose products lie in memory at once: 2 MiB."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -66,8 +68,10 @@ class Replicas:
         self._state, self._mesh, self._issued = state, state.mesh, Issued(state.mesh)
         self._groups: dict[Ends, list[str]] = defaultdict(list)
         """Who holds the same as this rank -> names of those parameters. What it alone holds is not here."""
+        known: dict[_Layout | None, Ends] = {}  # few layouts for many parameters
         for name, parameter in state.placed.named_parameters().items():
-            ends = _holders(parameter, self._mesh)
+            layout = _layout(parameter)
+            ends = known[layout] = known.get(layout) or _holders(layout, self._mesh)
             if ends[0] != ends[1]:
                 self._groups[ends].append(name)
         most = torch.tensor([len(self._groups)], dtype=torch.int64, device=self._mesh.device)
@@ -168,18 +172,25 @@ def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _holders(parameter: torch.Tensor, mesh: Mesh) -> Ends:
-    """The least and the greatest rank that hold the same elements of a parameter as this one."""
+def _layout(parameter: torch.Tensor) -> _Layout | None:
+    """That of a parameter; None: it is spread over no ranks."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return parameter.device_mesh, tuple(placement.is_replicate() for placement in parameter.placements)
+
+
+def _holders(layout: _Layout | None, mesh: Mesh) -> Ends:
+    """The least and the greatest rank that hold the same elements as this one of what is laid out so."""
     outside = {axis for axis in AXES if axis != "pp" and mesh.size(axis) > 1}
     least = most = mesh.rank
-    if isinstance(parameter, DTensor):
-        part = parameter.device_mesh
+    if layout is not None:
+        part, whole = layout
         here = part.get_coordinate()
         assert here is not None, "this rank is outside the mesh of its own parameter"
-        same = [placement.is_replicate() for placement in parameter.placements]
-        least = int(part.mesh[tuple(0 if free else i for i, free in zip(here, same, strict=True))])
-        most = int(part.mesh[tuple(-1 if free else i for i, free in zip(here, same, strict=True))])
-        outside -= axes_covered(part, mesh)
+        ranks = part.mesh
+        least = int(ranks[tuple(0 if free else i for i, free in zip(here, whole, strict=True))])
+        most = int(ranks[tuple(-1 if free else i for i, free in zip(here, whole, strict=True))])
+        outside -= mesh.axes_of(part)
     stride = 1
     for axis in reversed(AXES):  # ranks count row by row, the last axis fastest
         if axis in outside:
