@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,10 @@ def test_a_rank_that_was_killed_comes_before_one_that_left(tmp_path: Path) -> No
         assert failure is not None and failure.rank == rank and text in failure.message
     asked = Stopping(first=signal.SIGTERM, count=1)
     assert outcome_of({1: 0, 0: 6, 2: 143}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)
+    assert outcome_of({0: 6, 1: -15, 2: -15}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)
+    for code in (-signal.SIGKILL, -signal.SIGSEGV):  # nobody could save
+        assert outcome_of({2: code, 0: 6, 1: 6}, files, asked) == Outcome(exit_code=ExitCode.KILLED)
+        assert outcome_of({1: 143, 0: 143, 2: code}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)
     alone = echo | {"message": "2 of 3 joined", "known": True, "exit_code": 3}
     files[0].write_text(json.dumps(alone | {"halving": None, "traceback": "", "time_s": 1.0}))
     failure = outcome_of({1: 0, 0: 3, 2: -15}, files, Stopping()).failure
@@ -305,10 +310,26 @@ def test_who_is_ended_while_nobody_trains_has_the_code_of_what_was_saved(tmp_pat
     files, copy = {rank: tmp_path / f"error-{rank}" for rank in range(2)}, Copy(1, 2, 1)
     for codes, newest, code in (
         ({0: 143, 1: 143}, copy, ExitCode.TERMINATED),
-        ({0: 143, 1: -9}, copy, ExitCode.KILLED),
+        ({0: 143, 1: -9}, copy, ExitCode.TERMINATED),  # who ended in order did so after all had saved
+        ({0: 6, 1: -9}, copy, ExitCode.KILLED),
         ({0: -9, 1: -9}, None, ExitCode.TERMINATED),  # no step was finished
     ):
         assert supervisor._stopped(World(1, team, files, False, codes=codes), newest).exit_code == code
+
+
+def test_who_is_late_dies_of_no_signal_that_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that take over, and do not listen yet, would die of it, with the code of what is saved."""
+
+    def die(_worlds: Worlds, world: World, number: signal.Signals) -> None:
+        world.codes = world.codes or dict.fromkeys(world.files, -number)
+
+    monkeypatch.setattr(Worlds, "signal", die)
+    supervisor, team = elastic_supervisor(tmp_path)
+    supervisor.fleet.job = replace(supervisor.fleet.job, signal_grace_s=0.1)
+    supervisor.stopping.hear(signal.SIGTERM, 1)
+    supervisor.stopping.at -= 1
+    world = World(1, team, {rank: tmp_path / f"error-{rank}" for rank in range(2)}, False)
+    assert supervisor._end(world) == Outcome(exit_code=ExitCode.KILLED)
 
 
 @pytest.mark.parametrize("how", ["nobody reads", "closed", "not there"])

@@ -153,6 +153,31 @@ def test_all_ranks_at_once_lose_nothing(world: World, tmp_path: Path) -> None:
         assert (tmp_path / f"digest-{rank}").read_text() == (tmp_path / "a" / f"digest-{rank}").read_text()
 
 
+@pytest.mark.parametrize("kills_first", [True, False])
+def test_a_rank_that_dies_while_the_job_is_asked_to_end_costs_no_step(
+    world: World, tmp_path: Path, kills_first: bool
+) -> None:
+    """Those who take over make a step, and end in order: a signal is no reason to lose what is in memory."""
+    (tmp_path / "a").mkdir()
+    process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), str(recovering.FOR_EVER), PACE_S="0.5")
+    wait_for_steps(process, tmp_path, 3)
+    victim = called(process, "rank 1")[0]
+    if kills_first:
+        victim.kill()
+    process.send_signal(signal.SIGTERM)
+    if not kills_first:
+        time.sleep(0.2)  # it was passed on: all are in the body of the loop
+        victim.kill()
+    code, err = finish(process)
+    assert code == ExitCode.TERMINATED, err
+    (event,) = events_of(tmp_path)
+    last = last_step(tmp_path)
+    assert event["rank"] == 1 and last > event["step"] >= 2
+    world(2, recovering.main, "dp2", str(tmp_path / "a"), last)
+    for rank in (0, 1):
+        assert (tmp_path / f"digest-{rank}").read_text() == (tmp_path / "a" / f"digest-{rank}").read_text()
+
+
 def called(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
     return [child for child in psutil.Process(process.pid).children(recursive=True) if child.name().startswith(name)]
 

@@ -132,7 +132,7 @@ def _ending(code: ExitCode, stopping: Stopping) -> str:
         saved = "a loop of steps() finishes its step and saves where it has a store; nothing outside of one is saved"
         return f"ended by {name} ({code:d}); {saved}"
     if code == ExitCode.KILLED:
-        how = "by a second signal, or as the grace was over, or as too few ranks were left to save"
+        how = "by a second signal, or as the grace was over, or as a rank died, or as too few ranks were left to save"
         return f"ended at once {how} ({code:d}); go on from the last checkpoint"
     why = {
         ExitCode.NON_FINITE: ": a loss or gradient is not finite, under the policy `stop`",

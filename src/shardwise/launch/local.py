@@ -28,7 +28,7 @@ from shardwise.errors import ExitCode, LaunchError
 from shardwise.launch.forks import POLL_S, Forks, environments
 from shardwise.launch.job import ADDRESS, Job
 from shardwise.launch.server import Server
-from shardwise.launch.stopping import Stopping, catching
+from shardwise.launch.stopping import STOP_SIGNALS, Stopping, catching
 from shardwise.records import say
 
 _CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTED}
@@ -239,8 +239,10 @@ def outcome_of(
     asked = {code for code in codes.values() if code in _ASKED}
     if failure is not None and not (stopping.first and (failure.message == _LEFT or _ECHO.search(failure.message))):
         return Outcome(exit_code=failure.exit_code, failure=failure)
-    if stopping.first is not None:
-        return Outcome(exit_code=by_signal)
+    if stopping.first is not None:  # whoever ends in order does so after all have saved
+        died = any(code < 0 and -code not in STOP_SIGNALS for code in codes.values())
+        is_lost = died and not asked and ExitCode.OK not in codes.values()
+        return Outcome(exit_code=ExitCode.KILLED if is_lost else by_signal)
     if asked:  # a scheduler signalled the ranks and not this process
         return Outcome(exit_code=ExitCode(min(asked)))
     same, agreed = set(codes.values()), set(_AGREED if told else ExitCode)

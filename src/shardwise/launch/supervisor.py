@@ -27,7 +27,7 @@ from shardwise.launch.elastic import Change, Fleet, Team, spell_slots
 from shardwise.launch.forks import POLL_S
 from shardwise.launch.local import SETTLE_S, Failure, Leavers, Outcome, death, first_failure, outcome_of, patience_s
 from shardwise.launch.recovery import Bounds, Recovering, Recovery
-from shardwise.launch.stopping import Stopping
+from shardwise.launch.stopping import STOP_SIGNALS, Stopping
 from shardwise.launch.worlds import World, Worlds
 from shardwise.train.outliving import Copy
 
@@ -71,7 +71,7 @@ class Supervisor:
 
     def _run(self) -> Outcome:
         team = self._await_team("the start")
-        if team is None or self.stopping.first is not None:
+        if team is None or self.stopping.count:
             return outcome_of({}, {}, self.stopping)
         active = self._start(team)
         self.worlds.order(active, None)
@@ -79,12 +79,12 @@ class Supervisor:
             self.worlds.poll(_CLOSE_S if self._boundary else POLL_S)
             self._tell(active)
             self._leavers.look(active.codes, active.files)
-            if (active.has_ended and not active.has_failed) or self._is_to_stop(active):
+            if (active.has_ended and not active.has_failed) or self._stops(active):
                 return self._end(active)
             if active.has_failed:
                 since_ns = time.monotonic_ns()
                 failure, killed = self._cause(active)
-                if failure is None or self.stopping.first is not None:
+                if failure is None or (self.stopping.first is not None and not self._loses(active)):
                     return self._end(active)
                 newest = self.worlds.bury(active)
                 copies = newest.count if newest else 0
@@ -123,6 +123,27 @@ class Supervisor:
         """Whether it was asked to end, and can: who took over a state could not save it before a first step."""
         has_stepped = not self._taken or self.worlds.copies(active) > self._taken
         return self.stopping.first is not None and (has_stepped or self._is_late)
+
+    def _pass_on(self, world: World) -> None:
+        """Let its ranks have the signals that the job has got."""
+        if self.stopping.count > world.asked:
+            world.asked = self.stopping.count
+            self.worlds.signal(world, self.stopping.forward)
+
+    def _stops(self, active: World) -> bool:
+        """Whether it was asked to end, and its ranks do so without a loss: see `_loses`."""
+        if not self._is_to_stop(active):
+            return False
+        while not (active.codes or self._is_late):
+            self._pass_on(active)
+            self.worlds.poll()
+        return not self._loses(active)
+
+    def _loses(self, world: World) -> bool:
+        """Whether ranks that are asked to end have died before any had saved, and others can do so in their place."""
+        in_order = _SAVED | {-number for number in STOP_SIGNALS}  # of a signal: before its loop, or after it
+        kept = max(self._taken, self.worlds.copies(world))
+        return bool(world.has_failed and kept and in_order.isdisjoint(world.codes.values()) and not self._is_late)
 
     @property
     def _is_late(self) -> bool:
@@ -360,23 +381,20 @@ class Supervisor:
             told = frozenset(active.files) - active.codes.keys()
             self.worlds.signal(active, signal.SIGTERM)
             self.worlds.wait(active, job.grace_s)
-        forwarded = 0
         first_end: float | None = None
         while not active.has_ended:
-            if stopping.count > forwarded:
-                forwarded = stopping.count
-                self.worlds.signal(active, stopping.forward)
             if active.codes and first_end is None:
                 first_end = time.monotonic()
-            late = first_end is not None and time.monotonic() - first_end > job.stop_grace_s
-            past = stopping.first is not None and time.monotonic() - stopping.at > (job.signal_grace_s or math.inf)
-            if stopping.first is None or late or past:
-                stopping.killed = stopping.killed or past
+            over = first_end is not None and time.monotonic() - first_end > job.stop_grace_s
+            if not self._is_late:  # else some would die of the signal, as before there is anything to save
+                self._pass_on(active)
+            if stopping.first is None or over or self._is_late:
+                stopping.killed = stopping.killed or self._is_late
                 self.worlds.signal(active, signal.SIGKILL)
             self.worlds.poll()
         return outcome_of(active.codes, active.files, stopping, told)
 
 
 def _has_saved(world: World) -> bool:
-    """Whether what its ranks had is saved: one that ended in order did so after all had, whatever others died of then."""
+    """Whether what its ranks had is saved: one that ended in order did so after all had, whatever others died of."""
     return world.has_ended and not _SAVED.isdisjoint(world.codes.values())

@@ -31,6 +31,8 @@ class World:
     """Exit codes of the ranks that have ended, in order of time."""
     is_dropped: bool = False
     """Nobody asks for it any more."""
+    asked: int = 0
+    """How many of the signals that ask the job to end were passed on to it."""
     is_stopped: bool = False
     """By `rest`: it waits without waking the processor."""
 
