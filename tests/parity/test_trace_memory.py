@@ -54,6 +54,7 @@ MODELS = {
     "tied": functools.partial(decoder, tie_embeddings=True, qkv_bias=True, qk_norm=True),
     "gpt": functools.partial(GPT, GPTConfig(**SIZES, num_layers=4)),
     "moe": functools.partial(even_experts, 4),
+    "uneven": functools.partial(decoder, num_layers=2, dim=40, ffn_dim=56, vocab_size=98),
     "short-moe": functools.partial(even_experts, 2),
 }
 FAST = [
@@ -62,6 +63,8 @@ FAST = [
     ("fsdp2 tp2 / seq / mb2", "short"),
     ("fsdp2 ep2", "short-moe"),
     ("cp2 / offload=activations", "short"),
+    ("fsdp3 / zero2 / mb2", "uneven"),  # shards of two sizes, padded
+    ("fsdp3", "uneven"),
 ]
 FAST_PIPELINES = [("pp2 / 1f1b mb4", "short")]
 PLANS = [

@@ -279,6 +279,7 @@ def test_a_plan_file_remembers_how_unevenly_experts_are_met(here: Path) -> None:
         ('model = "llama-1b"', "--cluster is missing"),
         ('model = "mine.py:build"\ncluster = "h100:8"', "not imported.*give --model mine.py:build if you trust it"),
         ('model = "gone.toml"\ncluster = "h100:8"', "the model in gone.toml, which is no file here"),
+        ('model = "hf:gone.json"\ncluster = "h100:8"', "the model in gone.json, which is no file here"),
         ('model = "llama-1b"\ncluster = "gone.toml"', "the cluster in gone.toml, which is no file here"),
         ('model = "llama-1b"\ncluster = "probe"', "as it was measured; give --cluster cluster.toml"),
         ('model = 3\ncluster = "h100:8"', "p.toml, line 3: made_for.model: found int 3, needed a string"),

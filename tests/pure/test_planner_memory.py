@@ -256,6 +256,32 @@ def test_a_pipeline_holds_whole_gradients_until_its_last_micro_batch() -> None:
     assert beside > 1.8 * whole, "what waits for the last reduction is not on the host"
 
 
+def _first_rank(axes: str, spec: ModelSpec) -> RankMemory:
+    """Of two stages of two blocks."""
+    plan = Plan.parse(f"{axes} / 1f1b mb4 / bf16")
+    plan = plan.with_(schedule=replace(plan.schedule, boundaries=spec.block_names[2:3]))
+    work = Workload(seq_len=32, global_batch=4 * plan.axes.data)
+    return estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise-cpu")).stages[0]
+
+
+@pytest.mark.parametrize(("axes", "given"), [("pp2 fsdp2", 1 / 2), ("pp2 fsdp4", 1 / 4), ("pp2", 1.0)])
+def test_a_large_table_is_given_back_before_its_gradients_are_reduced(axes: str, given: float) -> None:
+    """As traced within 0.1 %: beside the gathered blocks all gradients, those that are sent, and what comes of them."""
+    spec = replace(LLAMA, num_layers=4, vocab_size=50_000)
+    first, blocks = _first_rank(axes, spec), 2 * spec.block_params
+    assert first.phase == "reduction"
+    assert first.terms["gathered"] == pytest.approx(2 * blocks)
+    assert first.terms["gradients"] == pytest.approx(4 * (blocks + spec.embedding_params * (2 + given)))
+
+
+def test_of_several_tensors_that_are_reduced_together_only_the_last_is_held() -> None:
+    """Positions behind the table of tokens: what comes of both takes their place, and more is needed before."""
+    spec = replace(GPT, vocab_size=50_000, dropout=False)
+    first = _first_rank("pp2 fsdp2", spec)
+    assert first.phase == "embedding"
+    assert first.terms["gradients"] == pytest.approx(4 * 2 * spec.block_params + 6 * spec.embedding_params)
+
+
 def test_the_worst_rank_is_the_one_that_reserves_the_most() -> None:
     """`fits` compares what is reserved: of few live tensors more, with holes, another rank may take the most."""
     states = RankMemory(0, {"weights": 30e9, "activations": 10e9}, "backward")

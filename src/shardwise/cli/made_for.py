@@ -114,9 +114,10 @@ def _refuse_word(verb: str, source: str, name: str, word: str, *, from_file: boo
             f"{verb}: {source} was made for a cluster as it was measured; give --cluster cluster.toml, which "
             "`shardwise probe` writes, or --cluster probe to measure again"
         )
-    if word.endswith(FILES) and not Path(word).is_file():
+    path = word.removeprefix("hf:")
+    if path.endswith(FILES) and not Path(path).is_file():
         raise ConfigError(
-            f"{verb}: {source} was made for the {name} in {word}, which is no file here (working directory: "
+            f"{verb}: {source} was made for the {name} in {path}, which is no file here (working directory: "
             f"{Path.cwd()}); give --{name}"
         )
 

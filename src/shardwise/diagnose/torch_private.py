@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._C._distributed_c10d as c10d_typed
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,3 +97,22 @@ def rebuild_buckets(module: DistributedDataParallel) -> None:
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Address of a storage object, which no other has while it lives: `UntypedStorage._cdata`."""
     return int(storage._cdata)
+
+
+@contextmanager
+def shards_known_by_storage() -> Iterator[None]:
+    """Within it `fully_shard` knows a shard that it has padded by its storage: `FSDPParam.reset_sharded_param`.
+
+    It compares addresses, which shapes have not, and would pad into another tensor at each look.
+    """
+    renew = FSDPParam.reset_sharded_param
+
+    def reset(self: FSDPParam) -> None:
+        parameter = getattr(self._module_info.module, self._module_info.param_name)
+        local, known = parameter._local_tensor, self._sharded_param_data
+        is_same = storage_key(known.untyped_storage()) == storage_key(local.untyped_storage())
+        if parameter is not self.sharded_param or local.is_meta or not is_same:
+            renew(self)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    with patch.object(FSDPParam, "reset_sharded_param", reset):
+        yield

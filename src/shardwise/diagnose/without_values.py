@@ -30,6 +30,7 @@ from shardwise.diagnose.torch_private import (
     is_fake,
     real_tensors,
     rebuild_buckets,
+    shards_known_by_storage,
     storage_key,
     work_that_holds,
 )
@@ -204,7 +205,8 @@ def _reduced_at_once(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futu
 def ledger_of_shapes(ledger: Pretending) -> Iterator[None]:
     """Tensors without memory, counted."""
     swap = patch.object(torch.utils, "swap_tensors", partial(_swap, torch.utils.swap_tensors))
-    with warnings.catch_warnings(), _without_tracebacks(), swap, fake_tensors(), as_with_values(), ledger:
+    quiet, known = _without_tracebacks(), shards_known_by_storage()
+    with warnings.catch_warnings(), quiet, swap, known, fake_tensors(), as_with_values(), ledger:
         # the step looks at addresses, to find gradients that lie side by side; here none do
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings(

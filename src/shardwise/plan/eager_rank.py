@@ -98,19 +98,19 @@ class _Rank(RankSizes):
             return {"gathering": {**self.base, "gathered": gathered, "activations": kept}}
         return {"gathering": {**self.base, "gathered": gathered + last, "activations": kept, "gradients": gradients}}
 
-    def reduction(self, gradients: float, unit: float) -> Terms:
-        """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes."""
+    def reduction(self, gradients: float, unit: float, last: float = 0.0) -> Terms:
+        """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
+
+        `last`: elements of the last tensor of them, which torch holds until all are over shards, where `gradients` are
+        those before any is reduced.
+        """
         given = unit / (self.division.shards if self.plan.zero else 1)
         narrow = self.own_width < self.reduced_width
         if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
             given = self.kept_gradients / self.own_width
-        elif given < unit and not narrow:  # they are the parameters' gradients themselves
-            given = 0.0
+        elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
+            given = max(0.0, last + given - unit)
         return {**self.base, "gradients": gradients + (unit + given) * self.reduced_width}
-
-    def embedding(self) -> float:
-        """Trained parameters before the blocks."""
-        return max(0.0, self.moving - self.is_last * self.trained(self.division.profile.head))
 
     def last_reduced(self) -> float:
         """Parameters whose gradients are reduced last: those outside, or of a block whose input needs no gradient."""
@@ -272,9 +272,11 @@ class _Rank(RankSizes):
                 largest[name] = _larger(largest.get(name), terms)
             if self.engine and moment.ends:
                 kept, gradients = parts[moment.turn]
-                terms = self.reduction(begun - gradients, sizes[moment.turn].unit)
+                stage, unit = self.stages[moment.turn], sizes[moment.turn].unit
+                terms = self.reduction(begun - gradients, unit, self.last_tensor(stage))
                 terms["gradients"] += sizes[moment.turn].gradients + sizes[moment.turn].gradients_at_once
-                terms |= {"gathered": self.gathered(0), "activations": alive - kept}
+                whole = self.gathered_in(moment, len(stage.blocks)) - unit * self.width  # its weights are given back
+                terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = _larger(largest.get("reduction"), terms)
         return largest
 

@@ -154,3 +154,16 @@ class RankSizes:
         dense = [op for op in block.matmuls if not op.experts and op.trained]
         rows = [op for op in dense if op.split == "row"]
         return max((op.params / tp for op in rows or dense), default=0.0)
+
+    def embedding(self) -> float:
+        """Trained parameters before the blocks."""
+        return max(0.0, self.moving - self.is_last * self.trained(self.division.profile.head))
+
+    def last_tensor(self, stage: Stage) -> float:
+        """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
+        block = max(stage.blocks, key=self.trained)
+        if self.trained(block) >= self.moving:
+            return self.row(block)
+        if stage.last:
+            return self.row(self.division.profile.head)
+        return (self.embedding() - self.division.embedding_table) or self.embedding()
