@@ -128,9 +128,14 @@ def test_a_factory_a_class_and_a_config(here: Path) -> None:
         assert any("no step of it runs without values" in said for said in json.loads(text)["assumed"]) == bool(more)
         assert json.loads(text)["parameters"] == 256 * 64 + 64 * 256 + 256 + 4 * (2 * 64 * 256 + 64 + 256 + 128)
     (here / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}')
-    code, text, _ = invoke("hf:config.json", "h100:8")
+    code, text, _ = invoke("hf:config.json", "h100:8", "--out", "plan.toml")
     assert code == ExitCode.OK, text
     assert json.loads(text)["model"] == "hf:config.json"
+    app = Typer()
+    app.command()(estimate)
+    again = json.loads(CliRunner().invoke(app, ["plan.toml", "--json"]).stdout)
+    for key in ("plan", "memory", "time"):  # the file says for which model it is
+        assert again[key] == json.loads(text)[key]
 
 
 @pytest.mark.parametrize(
