@@ -155,5 +155,14 @@ def test_every_plan(plan: str, model: str) -> None:
     check_close(plan, model)
 
 
+def test_the_peak_is_where_recompute_begins_when_little_is_kept() -> None:
+    """Neither the first block needs most, whose weights alone are gathered beside it, nor the last: one between."""
+    spec = ModelSpec(num_layers=8, dim=96, num_heads=4, num_kv_heads=2, ffn_dim=1000, vocab_size=1000, max_seq_len=512)
+    plan, work = Plan.parse("fsdp2 / bf16 / recompute=50%"), Workload(seq_len=96, global_batch=2)
+    memory = estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise-cpu"))
+    peak = trace_step(training_of(spec, work), plan, rank=0).later.num_bytes
+    assert memory.stages[0].allocated == pytest.approx(peak, rel=0.01)
+
+
 def test_negative_control_another_zero_is_not_close() -> None:
     assert estimated("fsdp2 / recompute=blocks", "llama", 0) < 0.8 * traced("fsdp2", "llama", 0)

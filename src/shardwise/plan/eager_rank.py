@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.model.course import Held
@@ -121,10 +122,10 @@ class _Rank(RankSizes):
 
     def places(self) -> list[int]:
         """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks."""
-        blocks = [block for _, block in self.blocks]
+        blocks = [(block, is_recomputed(index, self.plan)) for index, block in self.blocks]
         ends = {0, len(blocks) - 1, max(0, len(blocks) - 2)}
-        for i in range(len(blocks) - 1):
-            if blocks[i] is not blocks[i + 1]:
+        for i, (here, there) in enumerate(pairwise(blocks)):
+            if here[0] is not there[0] or here[1] != there[1]:
                 ends |= {i, i + 1}
         return sorted(ends)
 
