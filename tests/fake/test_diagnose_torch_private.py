@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.diagnose import torch_private
@@ -83,3 +85,24 @@ def test_the_ledger_counts_storages() -> None:
         kept.untyped_storage().resize_(0)
         ledger.begin()
         assert ledger.total == 0 and view.shape == (16, 16)
+
+
+def test_a_padded_shard_is_known_by_its_storage() -> None:
+    """Without it each look at a shard pads it into another tensor, as shapes have no address."""
+    with fake_world(3, rank=2):
+        mesh = init_device_mesh("cpu", (3,))
+        with torch_private.fake_tensors():
+            module = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+            group = module._get_fsdp_state()._fsdp_param_group
+            assert group is not None
+            weight, _ = group.fsdp_params
+
+            def storage() -> int:
+                return torch_private.storage_key(weight._sharded_param_data.untyped_storage())
+
+            before = storage()
+            with torch_private.shards_known_by_storage():
+                weight.reset_sharded_param()
+                assert storage() == before
+            weight.reset_sharded_param()
+            assert storage() != before

@@ -248,7 +248,7 @@ def test_a_metric_that_is_no_number(metric: Any) -> None:
 def test_a_setting_that_is_nan_does_not_move() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     groups = [{"params": [parameter], "d": float("nan"), "betas": (0.9, 0.95)}]
-    values = GroupValues(SimpleNamespace(param_groups=groups, kind="AdamW"))  # type: ignore[arg-type]  # all that it asks of an optimizer
+    values = GroupValues(SimpleNamespace(param_groups=groups, kind="AdamW"))  # type: ignore[arg-type]  # it asks no more of one
     assert values.moved() == [{}]
     groups[0]["d"] = 0.5
     assert values.moved() == [{"d": 0.5}]

@@ -273,4 +273,4 @@ def test_retention_of_metrics_that_are_none() -> None:
     assert Retention(last=1, every=2).keeps([(2, None), (1, None), (0, None)]) == [True, False, True]
     for wrong in ({"last": True}, {"last": 2.0}, {"every": None}, {"best": "1"}):
         with pytest.raises(UsageError, match="no whole number"):
-            Retention(**wrong)  # type: ignore[arg-type]  # which is the test
+            Retention(**wrong)  # type: ignore[arg-type]  # a wrong type is what it shall refuse

@@ -106,7 +106,7 @@ def test_a_nul_or_no_path_at_all(tmp_path: Path) -> None:
         find_checkpoint(Path("a\0b"))
     for value in (None, 5, b"store"):
         with pytest.raises(UsageError, match="needed a path or a URL"):
-            located(value)  # type: ignore[arg-type]  # which is the test
+            located(value)  # type: ignore[arg-type]  # a wrong type is what it shall refuse
 
 
 def test_what_may_not_be_looked_at(forbidden: Path) -> None:
