@@ -11,7 +11,8 @@ from typing import Any
 
 from shardwise.cli.auto import AUTO, auto_plan, of_sizes, this_machine
 from shardwise.cli.config import Configuration
-from shardwise.cli.planning import question
+from shardwise.cli.made_for import FILES, MadeFor, load_made_for
+from shardwise.cli.planning import is_module, question
 from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.spec import ModelSpec, refuse_unbuilt, spec_from_dict
@@ -95,12 +96,16 @@ def derive(configuration: Configuration, around: Surroundings) -> Derived:
     _check_contradictions(configuration)
     chosen: dict[str, Choice] = {}
     settings = configuration.settings
+    made = load_made_for(settings.plan.file) if settings.plan.file else MadeFor()
     if settings.model.preset is None and settings.model.factory is None:
-        chosen["model.preset"] = (DEFAULT_PRESET, "the byte-level decoder of about 3 M parameters")
+        chosen["model.preset"] = _planned_model(settings.plan.file, made)
+    _check_optimizer(configuration, made)
     spec = _spec(configuration, chosen)
     _choose_device(configuration, around, chosen)
     plan, reasons = _choose_plan(configuration, around, spec, chosen)
-    _choose_lengths(configuration, spec, plan, chosen)
+    model = settings.model.factory or settings.model.preset or chosen["model.preset"][0]
+    planned = (made.seq, f"what {settings.plan.file} was made for") if made.seq and made.model == model else None
+    _choose_lengths(configuration, spec, plan, chosen, planned)
     _choose_names(configuration, around, spec, chosen)
     _choose_optimizer(configuration, chosen)
     complete = configuration.derive({k: v for k, v in chosen.items() if configuration.value(k) is None})
@@ -137,11 +142,44 @@ def _check_contradictions(configuration: Configuration) -> None:
         )
 
 
+def _planned_model(file: str | None, made: MadeFor) -> Choice:
+    """The model where nobody says one: what the plan's file was made for, else the small decoder.
+
+    Raises:
+        ConfigError: it was made for a module, whose name in a file is not imported, or for a file of sizes.
+    """
+    if not made.model:
+        return DEFAULT_PRESET, "the byte-level decoder of about 3 M parameters"
+    if is_module(made.model) or made.model.endswith(FILES):
+        raise ConfigError(
+            f"plan.file = {file!r} was made for the model {made.model}, and no model is given; a file's word is not "
+            "imported, as that runs code, and sizes are settings here: give --model with this module or a preset, and "
+            "other sizes as --set model.num_layers=4"
+        )
+    return made.model, f"what {file} was made for"
+
+
+def _check_optimizer(configuration: Configuration, made: MadeFor) -> None:
+    """Refuse to train with the default in place of the optimizer that was planned for.
+
+    Raises:
+        ConfigError: nobody names an optimizer, and the plan's file says another than the default.
+    """
+    settings = configuration.settings
+    dials = ("name", "state_dtype", "momentum")
+    said = any(configuration.origin(f"optimizer.{key}").kind != "default" for key in dials)
+    if made.optimizer and not said and made.optimizer != workload_optimizer(settings.optimizer):
+        raise ConfigError(
+            f"plan.file = {settings.plan.file!r} was made for the optimizer {made.optimizer}, and optimizer.name = "
+            f"{settings.optimizer.name!r} is only the default; say which: --optimizer, or in [optimizer]"
+        )
+
+
 def _spec(configuration: Configuration, chosen: dict[str, Choice]) -> ModelSpec | None:
     model = configuration.settings.model
     if model.factory is not None:
         return None
-    preset = model.preset or DEFAULT_PRESET
+    preset = model.preset or chosen["model.preset"][0]
     sizes = {k: v for k, v in model.model_dump(exclude={"factory", "preset"}).items() if v is not None}
     if "num_heads" in sizes and "num_kv_heads" not in sizes:
         sizes["num_kv_heads"] = sizes["num_heads"]
@@ -228,8 +266,13 @@ def _lengths(configuration: Configuration, spec: ModelSpec | None, device: str, 
 
 
 def _choose_lengths(
-    configuration: Configuration, spec: ModelSpec | None, plan: Plan, chosen: dict[str, Choice]
+    configuration: Configuration,
+    spec: ModelSpec | None,
+    plan: Plan,
+    chosen: dict[str, Choice],
+    planned: Choice | None,
 ) -> None:
+    """`planned`: tokens of the samples that the plan was made for with this model."""
     settings = configuration.settings
     cpu = (settings.train.device or chosen["train.device"][0]) == "cpu"
     micro, why_micro = plan.batch.micro_batches, "the plan's"
@@ -248,7 +291,7 @@ def _choose_lengths(
     longest = spec.max_seq_len if spec is not None else CPU_SEQ
     short = CPU_SEQ if cpu else GPU_SEQ
     why_seq = f"the model's longest is {longest}" if longest <= short else "short samples, many steps in a minute"
-    chosen["data.seq_len"] = (min(short, longest), why_seq)
+    chosen["data.seq_len"] = planned or (min(short, longest), why_seq)
     global_batch = settings.train.global_batch or batch[0]
     seq_len = settings.data.seq_len or chosen["data.seq_len"][0]
     steps: Choice = (CPU_STEPS, "about a minute on 2 cores") if cpu else (GPU_STEPS, "about a minute on one device")

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from shardwise.cli.estimate import estimates
-from shardwise.cli.made_for import question_of
+from shardwise.cli.made_for import load_made_for, question_of
 from shardwise.cli.output import console, plan_json, print_json, show_likeness
 from shardwise.cli.plan import load_plan
 from shardwise.cli.planning import (
@@ -55,8 +55,9 @@ def explain(
     asked, name = question_of("explain", plan, parsed, **given, **more)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
-    words = tuple(word for word in OPT_IN if word != "fp8" or asked.cluster.device.rates.fp8)
-    space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words)
+    forbid = load_made_for(plan).forbid  # neighbours are what the search would have made of them
+    words = tuple(word for word in OPT_IN if word not in forbid and (word != "fp8" or asked.cluster.device.rates.fp8))
+    space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words, forbid)
     chosen = Candidate(plan=parsed, memory=memory, time=step)
     why = decisions(chosen, space)
     if json:
@@ -75,5 +76,5 @@ def explain(
     show_memory(out, memory, parsed, asked.cluster)
     show_time(out, step, asked.cluster)
     show_likeness(out, parsed, asked.profile)
-    out.print(f"what binds: {binds(chosen, space)}")
+    out.print(f"what binds: {binds(chosen, space)}", markup=False)
     show_assumed(out, asked, found)

@@ -72,7 +72,8 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
             `blocks`, `imbalance`.
 
     Raises:
-        UsageError: neither says the model or the cluster; or only the file names a module, which would be imported.
+        UsageError: neither says the model or the cluster; only the file names a module, which would be imported; or a
+            word that means nothing.
         ConfigError: a file that is gone, or that does not describe what it should.
     """
     made = load_made_for(source)
@@ -84,12 +85,18 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
     if given.get("tokens") is None:
         batch = batch or plan.batch.global_size or made.global_batch
     more = {name: given.get(name) for name in ("price", "trace_on", "blocks")}
-    asked = question(
-        words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),
-        optimizer=words["optimizer"], **more,
-    )  # fmt: skip
-    asked = unevenly(asked, given.get("imbalance") or (made.imbalance if asked.profile.experts else None))
-    said = [f"--{name} {words[name]}" for name in taken if words[name]]
+    said = [f"--{name} {words[name]}" for name in taken if words[name] not in ("", None)]
+    try:
+        asked = question(
+            words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),
+            optimizer=words["optimizer"], **more,
+        )  # fmt: skip
+        asked = unevenly(asked, given.get("imbalance") or (made.imbalance if asked.profile.experts else None))
+    except UsageError as error:
+        if not said:
+            raise
+        kind = ConfigError if isinstance(error, ConfigError) else UsageError
+        raise kind(f"{error}; {source} says that it was made for {' '.join(said)}: an option wins over it") from None
     if said:
         asked = replace(asked, assumed=(f"as {source} says it was made for: {' '.join(said)}", *asked.assumed))
     return asked, words["stack"]

@@ -39,6 +39,7 @@ from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
 from shardwise.plan.constraints import check, refuse
+from shardwise.plan.hosting import host_share
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
@@ -159,7 +160,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
     show_memory(out, chosen.memory, chosen.plan, asked.cluster)
     show_time(out, chosen.time, asked.cluster)
     show_likeness(out, whole, asked.profile)
-    out.print(f"what binds: {binds(chosen, found.space)}")
+    out.print(f"what binds: {binds(chosen, found.space)}", markup=False)
     if len(found.ranked) > 1:
         out.print(_runners_up(found))
     if points:
@@ -168,17 +169,23 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
     out.print(f"{found.estimated:,} plans estimated in full; families and plans dropped: {dropped}", style="dim")
     show_assumed(out, asked, found.space.stack)
     if found.best:
-        out.print(f"written: {path}")
+        out.print(f"written: {path}", markup=False)
 
 
 def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) -> None:
     """What is missing, and each change that was found to help, with a plan that fits then."""
-    device, least = found.space.cluster.device, found.nearest
+    cluster, least = found.space.cluster, found.nearest
+    device, hosts = cluster.device, ""
     assert least is not None
+    can_offload = found.space.device != "cpu" and found.space.has("offload", "offload-state")
+    if can_offload:  # such plans may need less of the device, and too much of the host
+        origin = "as the cluster says" if cluster.host_memory else "assumed"
+        hosts = f", or offloads more than the {host_share(cluster) / GIB:.0f} GiB of host memory per device ({origin})"
     out.print(
         f"nothing fits: every legal plan needs more than the {device.memory / GIB:.0f} GiB of {device.name}, of which "
-        f"{HEADROOM:.0%} stay free; the one that needs the least needs {least.memory.device / GIB:.1f} GiB",
+        f"{HEADROOM:.0%} stay free{hosts}; the one that needs the least needs {least.memory.device / GIB:.1f} GiB",
         style="red",
+        markup=False,
     )
     if not advice:
         out.print("no more nodes, --allow, --forbid or shorter samples were found that help: use devices with more")

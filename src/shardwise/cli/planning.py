@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +61,7 @@ StackOption = Annotated[
     str, typer.Option(help="Software stack that runs the plan; empty: Shardwise's own on such devices.")
 ]
 BlocksOption = Annotated[str, typer.Option(help="Name pattern of a module's repeated blocks: layers.*")]
-PriceOption = Annotated[float | None, typer.Option(min=0, help="Currency per device and hour.")]
+PriceOption = Annotated[float | None, typer.Option(min=0, max=1e6, help="Currency per device and hour.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -178,14 +179,15 @@ def read_cluster(text: str) -> Cluster:
     """
     seams = {"detect": ("shardwise.hardware.local", "discover"), "probe": ("shardwise.cli.probe", "probed")}
     refuse_ending("cluster", text)
-    if text not in seams:
-        found = load_cluster(text if text.endswith((".toml", ".json")) else text.lower().replace(" ", ""))
-        if found.world > MOST:
-            raise UsageError(f"cluster {text!r}: found {found.world:,} devices, needed at most {MOST:,}")
-        return found
-    module, name = seams[text]
-    made: Cluster = getattr(importlib.import_module(module), name)()
-    return made
+    if text in seams:
+        module, name = seams[text]
+        found: Cluster = getattr(importlib.import_module(module), name)()
+    else:  # a path as it is: in small letters it might be another file
+        is_file = Path(text).suffix.lower() in (".toml", ".json")
+        found = load_cluster(Path(text) if is_file else text.lower().replace(" ", ""))
+    if found.world > MOST:
+        raise UsageError(f"cluster {text!r}: found {found.world:,} devices, needed at most {MOST:,}")
+    return found
 
 
 def refuse_ending(what: str, word: str) -> None:
@@ -306,7 +308,8 @@ def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> N
     fits = "" if not memory.limit or memory.fits else f", {(memory.device - memory.limit) / GIB:.1f} GiB too much"
     out.print(
         f"allocated {memory.allocated / GIB:.1f} GiB, reserved {memory.reserved / GIB:.1f} GiB, on the device "
-        f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory', cluster.device.name)})"
+        f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory', cluster.device.name)})",
+        markup=False,
     )
     if memory.peak is not memory.worst:
         out.print(f"most is needed outside of steps: {memory.peak.allocated / GIB:.1f} GiB at the {memory.peak.phase}")
@@ -322,7 +325,7 @@ def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> N
 def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
     """The step by term, and what it makes of the devices."""
     out.print()
-    out.print(f"step {seconds(step.total)} (time estimates: {band('time', cluster.device.name)})")
+    out.print(f"step {seconds(step.total)} (time estimates: {band('time', cluster.device.name)})", markup=False)
     out.print(bar(step.terms, step.total))
     out.print(legend(step.terms, seconds))
     hidden = {name: value for name, value in step.hidden.items() if value > 0}
@@ -347,7 +350,7 @@ def show_assumed(out: Console, asked: Question, stack: Stack) -> None:
     out.print()
     out.print(f"software stack: {stack.name} ({stack.about})")
     for note in asked.assumed:
-        out.print(f"assumed: {note}", style="dim")
+        out.print(f"assumed: {note}", style="dim", markup=False)
 
 
 def estimate_json(memory: Memory, step: StepTime, plan: Plan, cluster: Cluster) -> dict[str, Any]:
@@ -381,8 +384,13 @@ def check_path(path: Path | None, endings: tuple[str, ...]) -> None:
     """Refuse a file that could not be written, before any work.
 
     Raises:
-        ConfigError: another ending, a folder, or no such folder.
+        ConfigError: another ending, a folder, or no folder that this user may write to.
     """
-    if path is not None and (path.suffix not in endings or path.is_dir() or not path.resolve().parent.is_dir()):
+    if path is None:
+        return
+    folder = path.resolve().parent
+    if path.suffix not in endings or path.is_dir() or not folder.is_dir():
         ending = " or ".join(endings)
         raise ConfigError(f"{path}: cannot be written; needed a file in a folder that exists, ending in {ending}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written; needed a folder that this user may write to, found {folder}")

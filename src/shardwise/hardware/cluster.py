@@ -196,7 +196,7 @@ class Cluster:
         write_file(
             path,
             {"format": 1, **as_dict(self)},
-            comment=f"{self.name}: {self.nodes} x {self.per_node} {self.device.name}",
+            comment=" ".join(f"{self.name}: {self.nodes} x {self.per_node} {self.device.name}".split()),
         )
 
 
@@ -228,7 +228,7 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
     """
     rest = dict(data)
     found = rest.pop("format", 1)
-    if found != 1:
+    if found != 1 or isinstance(found, bool):
         raise RecordError(
             ("format",),
             f"found {found!r}, this version of Shardwise reads 1; write the file with the Shardwise that reads it "
@@ -237,6 +237,10 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
     for key in ("device", "nodes", "per_node"):
         if isinstance(rest.get(key), list):
             raise RecordError((key,), f"found a list; {MIXED}")
+    for path in (("name",), ("device", "name")):
+        word = _at(rest, path)
+        if isinstance(word, str) and not (word.strip() and word.isprintable()):
+            raise RecordError(path, f"found {word!r}, needed a name in one line")
     for keys in _QUANTITIES:
         _check(keys, _at(rest, keys), measured=_at(rest, (keys[0], "origin")) == "measured")
     cluster = from_dict(Cluster, _with_origins(rest))
@@ -264,6 +268,7 @@ class _Quantity(NamedTuple):
 
 _FLOPS = (("TFLOP/s", 12, 5, 2e4), ("GFLOP/s", 9, 2e4, 2e7), ("PFLOP/s", 15, 0.01, 5))
 _BYTES = (("GB", 9, 0.5, 2048), ("MB", 6, 2048, 2e6))
+_CONTEXT = (("GB", 9, 0.05, 50), ("MB", 6, 50, 5e4))
 _RATE = _Quantity("FLOP/s", "989e12", 1e8, 1e17, slips=_FLOPS)
 _SHARE = _Quantity("fractions of 1", "0.8", 1e-4, 1, slips=(("per cent", -2, 1, 101),))
 _LINK = _Quantity(
@@ -280,7 +285,7 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "bandwidth"): _Quantity(
         "bytes per second", "3350e9", 1e8, 1e15, slips=(("GB/s", 9, 20, 2e4), ("TB/s", 12, 0.1, 20))
     ),
-    ("device", "context"): _Quantity("bytes", "600e6", 1e6, 1e12, zero=True, slips=_BYTES),
+    ("device", "context"): _Quantity("bytes", "600e6", 1e6, 1e12, zero=True, slips=_CONTEXT),
     ("device", "curve", "units"): _Quantity("whole units", "132", 1, 1e6),
     ("device", "curve", "depth"): _Quantity("elements", "384", 0, 1e6),
     **{("device", *keys.split(".")): _SHARE for keys in ("curve.best", "low_best", "stream")},
@@ -345,7 +350,9 @@ def _with_origins(data: dict[str, Any]) -> dict[str, Any]:
         RecordError: a key without a default is missing.
     """
     said = data.get("origins", [])
-    known = {line.split(":")[0] for line in said if isinstance(line, str)} if isinstance(said, list) else set()
+    if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
+        return data  # from_dict says what is wrong
+    known = {line.split(":")[0] for line in said}
     assumed = []
     for keys, kind in _RECORDS.items():
         table = _at(data, keys)
@@ -361,7 +368,7 @@ def _with_origins(data: dict[str, Any]) -> dict[str, Any]:
         key: data[key] for key in ("device", "local", "network", "loading") if isinstance(data.get(key), Mapping)
     }
     read = {key: {"origin": "read", **table} for key, table in records.items()}
-    return {**data, **read, **({"origins": [*said, *assumed]} if isinstance(said, list) else {})}
+    return {**data, **read, "origins": [*said, *assumed]}
 
 
 def _default(kind: type, path: tuple[str, ...]) -> str:

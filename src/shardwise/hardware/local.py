@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import torch
 
-from shardwise.errors import UsageError
+from shardwise.errors import LaunchError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.hardware.presets import MIXED
 from shardwise.launch.environment import read_environment
 from shardwise.launch.variables import variables
 
@@ -153,17 +154,30 @@ def num_cores() -> int:
 def nodes_of(env: Mapping[str, str]) -> tuple[int, str]:
     """(nodes of the job around this process, who says so).
 
+    Raises:
+        LaunchError: variables that are partial, disagree, or tell of nodes that differ.
+
     >>> nodes_of({"SLURM_NNODES": "16"})
     (16, 'read: SLURM_NNODES')
     >>> nodes_of({})
     (1, 'assumed: no launcher says otherwise')
     """
-    if "SLURM_NNODES" in env and env["SLURM_NNODES"].isdigit():
-        return int(env["SLURM_NNODES"]), "read: SLURM_NNODES"
+    said = env.get("SLURM_NNODES")
+    if said:
+        if not re.fullmatch("[1-9][0-9]{0,8}", said):
+            raise LaunchError(
+                f"SLURM_NNODES={said[:40]!r}: needed the number of nodes of the job; SLURM sets it: unset it, or "
+                "give the cluster by its name, as h100:8x4"
+            )
+        return int(said), "read: SLURM_NNODES"
     launch = read_environment(env, command="shardwise probe")
     if launch.launcher == "none":
         return 1, "assumed: no launcher says otherwise"
-    return max(1, launch.world // launch.local_world), f"read: {launch.world} ranks, {launch.local_world} on this node"
+    if launch.world % launch.local_world:
+        raise LaunchError(
+            f"found {launch.world} ranks, {launch.local_world} of them on this node, so nodes that differ; {MIXED}"
+        )
+    return launch.world // launch.local_world, f"read: {launch.world} ranks, {launch.local_world} on this node"
 
 
 def cluster_of(found: Found) -> Cluster:

@@ -38,12 +38,18 @@ def read_word(text: str) -> Word:
     """What `device:per-nodexnodes@network` says; `@local/network` names both tiers.
 
     Raises:
-        UsageError: an unknown device or link, with the nearest; a size of 0; several kinds of nodes.
+        UsageError: an unknown device or link, with the nearest; a size that is none; several kinds of nodes.
     """
     if re.search(r"[,+;]", text):
         raise UsageError(f"cluster {text!r}: found several kinds of nodes; {MIXED}")
-    match = re.fullmatch(r"([a-zA-Z0-9.-]+?)(?::(\d+)(?:x(\d+))?)?(?:@([a-zA-Z0-9/-]+))?", text)
+    match = re.fullmatch(r"([a-zA-Z0-9.-]+?)(?::(\d{1,9})(?:x(\d{1,9}))?)?(?:@([a-zA-Z0-9/-]+))?", text, re.ASCII)
     name = match.group(1).lower() if match else text
+    known, colon, size = text.partition(":")
+    if match is None and colon and known.lower() in device_names():
+        raise UsageError(
+            f"cluster {text[:80]!r}: found the size {size[:40]!r}, needed devices per node and nodes, of at most nine "
+            f"digits, and the network after an @: {known}:8, {known}:8x16 or {known}:8x16@eth100"
+        )
     if match is None or name not in device_names():
         raise UsageError(
             f"cluster {text!r}: unknown; {_near(name)} A preset is written device:per-nodexnodes, as h100:8x16, and "

@@ -48,6 +48,8 @@ class Division:
     """How blocks are cut into stages: `Stack.cut`."""
     splits_experts: bool = True
     """`tp` divides experts where `ep` does not: `Stack.splits_experts`."""
+    fills_up: bool = False
+    """Stacks of experts are cut by `sharded_dim`, and filled up where shards do not divide them."""
 
     @property
     def compute(self) -> str:
@@ -100,6 +102,20 @@ class Division:
         """Expert parameters of a block."""
         return block.expert_params / self.expert_split
 
+    def filled(self, block: Block) -> float:
+        """Expert parameters of a block as its shards are cut: whole experts, as many as the fullest shard has, of each."""
+        if not self.fills_up or self.expert_shards == 1:
+            return self.experts(block)
+        axes, total = self.plan.axes, 0.0
+        for op in block.matmuls:
+            here, inner = op.experts // axes.ep, axes.tp if axes.ep == 1 else 1
+            shape = (here, op.outs // (inner if op.split == "column" else 1), op.ins // (inner if op.split == "row" else 1))
+            if op.experts and here % self.expert_shards and not sharded_dim(shape, self.expert_shards):
+                total += op.params * -(-here // self.expert_shards) * self.expert_shards / here
+            elif op.experts:
+                total += op.params
+        return total / self.expert_split
+
     def whole(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages, before data axes shard them."""
         return sum(self.stage_dense(stage) + self.stage_experts(stage) for stage in stages)
@@ -107,7 +123,8 @@ class Division:
     def owned(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages that one rank updates: `zero` >= 1 shards them over the data axes."""
         dense = sum(self.stage_dense(stage) for stage in stages)
-        return dense / self.shards + sum(self.stage_experts(stage) for stage in stages) / self.expert_shards
+        experts = sum(self.filled(block) * count for stage in stages for block, count in stage.counts)
+        return dense / self.shards + experts / self.expert_shards
 
     def stage_dense(self, stage: Stage) -> float:
         """Parameters of a stage outside experts, with embedding and head."""
@@ -274,6 +291,26 @@ def split_evenly(costs: tuple[float, ...], num_parts: int) -> tuple[int, ...]:
         }
     _, _, starts, last = best[len(costs)]
     return (*starts, last)
+
+
+def sharded_dim(shape: Sequence[int], shards: int) -> int:
+    """The dim along which `fully_shard` cuts a parameter: the first, or a later one of a stack of few matrices.
+
+    A first dim is filled up to a multiple of the shards: eight stacked experts over 64 shards are sent and held as if
+    they were 64. So a parameter of three dims or more with a first dim below the number of shards is cut along the
+    first later one that they divide, as torch needs it there. Matrices are not: what is gathered along their columns
+    is put together from runs of a few numbers (docs/decisions/0021-stacks-are-cut-inside.md).
+
+    Args:
+        shape: of the parameter on a rank, as `tp` and `ep` leave it.
+        shards: ranks that share it out.
+
+    >>> sharded_dim((8, 14336, 4096), 64), sharded_dim((8, 14336, 4096), 8), sharded_dim((8, 4096), 64)
+    (1, 0, 0)
+    """
+    if len(shape) < 3 or shape[0] >= shards:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % shards == 0), 0)
 
 
 def loops_of(blocks: int, pp: int) -> list[int]:

@@ -216,6 +216,7 @@ class _Rank(RankSizes):
             new += behind * self.reduced_width  # its reduction is held
         elif not self.accumulates:
             new += done * self.width
+        new += self.tied(place < 0) * self.width
         return {"gradients": new, "logits": self.logit() * self.width}
 
     def entered(self, place: int) -> float:
@@ -306,7 +307,7 @@ class _Rank(RankSizes):
             if is_recomputed(stage.start + len(stage.blocks) - 1, self.plan):
                 at_once += of_loss
             else:  # it goes with the inputs' gradients too; as much of what blocks defer is not counted
-                kept += of_loss
+                at_once += of_loss
             deferred += self.logit() * self.width
         # what was received lies in its buffer; what was sent is kept as long as the rest
         kept += self.whole_stream * ((not stage.last) - (not stage.first))

@@ -49,14 +49,14 @@ class RankSizes:
         sizes = {block: self.params(block) for block in {block for _, block in self.blocks}}
         self.inner = sum(sizes[block] for _, block in self.blocks)
         self.largest = max(sizes.values(), default=0.0)
-        self.outside = whole - self.inner
+        self.outside = whole - sum(division.dense(block) + division.experts(block) for _, block in self.blocks)
         self.moving = self.outside - division.frozen_outside(stages)
         self.is_last = any(stage.last for stage in stages)
         self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
 
     def params(self, block: Block) -> float:
         """Local parameters of a block, before data axes shard them."""
-        return self.division.dense(block) + self.division.experts(block)
+        return self.division.dense(block) + self.division.filled(block)
 
     def trained(self, block: Block) -> float:
         """Those of `params` that get a gradient."""
@@ -158,6 +158,17 @@ class RankSizes:
     def embedding(self) -> float:
         """Trained parameters before the blocks."""
         return max(0.0, self.moving - self.is_last * self.trained(self.division.profile.head))
+
+    def tied(self, all_there: bool) -> float:
+        """Elements of gradients of a table that is the head's too, beside those of all parameters.
+
+        Autograd keeps the head's until it has the other (`all_there`), and adds both up in a third.
+        """
+        division = self.division
+        if not division.profile.tied or division.profile.frozen or self.plan.axes.pp > 1:
+            return 0.0
+        kept_apart = self.adds_up or (self.accumulates and not self.engine)
+        return division.embedding_table * (kept_apart + 2 * all_there)
 
     def last_tensor(self, stage: Stage) -> float:
         """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""

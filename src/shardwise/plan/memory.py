@@ -147,9 +147,8 @@ def estimate_memory(
     True
     """
     stack = stack_of(plan, stack)
-    division = replace(
-        divide(busiest(profile, plan, workload), plan, workload, stack.cut), splits_experts=stack.splits_experts
-    )
+    division = divide(busiest(profile, plan, workload), plan, workload, stack.cut)
+    division = replace(division, splits_experts=stack.splits_experts, fills_up=stack.name in OWN)
     ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
     worst = max(range(len(ranks)), key=lambda rank: ranks[rank][0].allocated)
     axes = plan.axes
@@ -304,7 +303,7 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     if not plan.reshards:
         gathered = plan.zero == 3 or sharded
         return division.whole(stages) * width if width < 4 or gathered else 0.0
-    counts = [(division.dense(block) + division.experts(block), n) for stage in stages for block, n in stage.counts]
+    counts = [(division.dense(block) + division.filled(block), n) for stage in stages for block, n in stage.counts]
     most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from shardwise.plan.messages import Collective, Messages, Scene
 from shardwise.plan.updating import NOT_ORTHOGONAL, newton_schulz_flops, part_sizes
-from shardwise.plan.weights import Weight, sharded_dim
+from shardwise.plan.division import sharded_dim
+from shardwise.plan.weights import Weight
 
 LOW_BITS_LEAST, LOW_BITS_BLOCK = 4096, 256
 """Elements of a parameter whose averages are kept in 8 bits, at least; and in a block of them."""

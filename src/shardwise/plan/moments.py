@@ -38,6 +38,10 @@ class Moment(NamedTuple):
     """It is the last one of its stage, whose gradients are reduced behind it."""
 
 
+_OF_FIRST = {"I": "", "W": "B"}
+"""The first stage's inputs have no gradients: torch does nothing for them, and all of it for the weights."""
+
+
 @lru_cache(maxsize=1024)
 def moments_of(kind: str, ranks: int, turns: int, count: int) -> tuple[tuple[Moment, ...], ...]:
     """Per rank, the different moments of a step of `count` micro-batches.
@@ -66,24 +70,27 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     found: dict[Moment, None] = {}
     for action in actions(kind, ranks, turns, count)[rank]:
         turn = stages.index(action.stage)
-        back = returns[turn] and action.work in "BI"
+        work = action.work if action.stage else _OF_FIRST.get(action.work, action.work)
+        if not work:
+            continue
+        back = returns[turn] and work in "BI"
         now = back + (0 if awaited else gradients)
         done = tuple(number == 0 for number in left)
         flags = (tuple(reached), tuple(begun), done, tuple(fresh), tuple(whole))
-        left[turn] -= action.work in "BW"
-        found[Moment(action.work, turn, tuple(alive), tuple(pending), outputs, now, *flags, not left[turn])] = None
-        whole[turn] = action.work != "F" and left[turn] > 0
-        if action.work == "F":
+        left[turn] -= work in "BW"
+        found[Moment(work, turn, tuple(alive), tuple(pending), outputs, now, *flags, not left[turn])] = None
+        whole[turn] = work != "F" and left[turn] > 0
+        if work == "F":
             alive[turn] += 1
             continue
         gradients += back
         reached[turn] = True
-        if action.work == "I":
+        if work == "I":
             pending[turn] += 1
             fresh[turn] = False
             continue
         begun[turn] = fresh[turn] = True
-        pending[turn] -= action.work == "W"
+        pending[turn] -= work == "W"
         alive[turn] -= 1
         outputs += sends[turn] and not awaited
     return found

@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardwise.errors import ModelError
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.division import split_evenly
+from shardwise.plan.division import sharded_dim, split_evenly
 from shardwise.plan.plan import Plan
 
 Cut = Literal["none", "out", "in", "tokens", "heads", "experts"]
@@ -60,26 +60,6 @@ class Weight:
             return prod(shape)
         first, *rest = shape
         return -(-first // ranks) * ranks * prod(rest)
-
-
-def sharded_dim(shape: Sequence[int], shards: int) -> int:
-    """The dim along which `fully_shard` cuts a parameter: the first, or a later one of a stack of few matrices.
-
-    A first dim is filled up to a multiple of the shards: eight stacked experts over 64 shards are sent and held as if
-    they were 64. So a parameter of three dims or more with a first dim below the number of shards is cut along the
-    first later one that they divide, as torch needs it there. Matrices are not: what is gathered along their columns
-    is put together from runs of a few numbers (docs/decisions/0021-stacks-are-cut-inside.md).
-
-    Args:
-        shape: of the parameter on a rank, as `tp` and `ep` leave it.
-        shards: ranks that share it out.
-
-    >>> sharded_dim((8, 14336, 4096), 64), sharded_dim((8, 14336, 4096), 8), sharded_dim((8, 4096), 64)
-    (1, 0, 0)
-    """
-    if len(shape) < 3 or shape[0] >= shards:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if dim and size % shards == 0), 0)
 
 
 @dataclass(frozen=True, slots=True)
