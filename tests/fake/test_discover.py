@@ -116,6 +116,19 @@ def test_variables_that_disagree_are_refused() -> None:
         nodes_of({"RANK": "3"})
 
 
+@pytest.mark.parametrize("said", ["0", "-1", "four", "2-4", "\u00b2", "9" * 5000])
+def test_a_number_of_nodes_that_is_none_is_refused_and_not_taken_as_one(said: str) -> None:
+    with pytest.raises(LaunchError, match="SLURM_NNODES=.* needed the number of nodes"):
+        nodes_of({"SLURM_NNODES": said})
+    assert nodes_of({"SLURM_NNODES": ""})[0] == 1
+
+
+def test_ranks_that_are_not_as_many_on_every_node_are_refused() -> None:
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(LaunchError, match="found 7 ranks, 4 of them on this node"):
+        nodes_of({**torchrun, "WORLD_SIZE": "7"})
+
+
 def test_a_machine_without_accelerators_is_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     here, cluster = look({}), discover()

@@ -8,24 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from typer import Typer
 from typer.testing import CliRunner
 
+import shardwise as sw
 from shardwise.cli.estimate import estimate
 from shardwise.cli.hf import planned_hf
 from shardwise.cli.plan import plan
 from shardwise.cli.planning import Question, question
 from shardwise.diagnose import read_module as reading
-from shardwise.diagnose.read_module import ONE_BLOCK, Planned, block_pattern, planned_module, read_planned
+from shardwise.diagnose.read_module import ONE_BLOCK, Planned, planned_module, read_planned
 from shardwise.diagnose.trace_module import estimate_module_by_trace
 from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.model.hf_plan import caches_keys
+from shardwise.model.stacks import block_pattern
 from shardwise.models.hf import build, hf_config, hf_factory, model_class
 from shardwise.models.hf_inputs import inputs_of
+from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import stack_on
 from shardwise.plan.workload import Workload
+from shardwise.testing.fake import fake_world
 from tests.modules import Layer
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -249,6 +255,69 @@ def test_a_forward_that_takes_long_is_read_at_fewer_tokens_where_it_is_per_token
     with pytest.warns(UserWarning, match="not the same per token at fewer; a shorter --seq"):
         squares, notes = read_planned("squares", _planned(Squares), 192, "meta")
     assert notes == () and reading._per_token(squares) != reading._per_token(profile)
+
+
+class Chunks(Loops):
+    """A scan in chunks of 128 tokens, whose last is filled up."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(nn.functional.pad(ids, (0, -ids.shape[1] % 128)))
+
+
+def test_a_scan_in_chunks_is_read_at_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(reading, "LENGTHS", ((8, 24), (128, 256)))
+    profile, notes = read_planned("chunks", _planned(Chunks), 512, "meta")
+    assert "is the same per token at 128 and 256" in notes[0]
+    assert profile.blocks[0].courses, "what a step holds is seen at the length that is taken"
+
+
+SIZES = {**SMALL, "vocab_size": 64, "num_key_value_heads": 4, "max_position_embeddings": 64}
+ZAMBA2 = {
+    "model_type": "zamba2", **SIZES, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3], "chunk_size": 8,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1, "mamba_d_state": 8,
+    "n_mamba_heads": 4, "mamba_headdim": 16, "adapter_rank": 4, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def test_adapters_within_unlike_layers_are_no_blocks(tmp_path: Path) -> None:
+    """They are the one list of equal modules, with 1 % of the parameters; the layers are of two classes."""
+    assert planned_hf(written(tmp_path, ZAMBA2)).blocks == "model.layers.*"
+
+
+def test_what_is_left_out_of_a_configuration_is_said(tmp_path: Path) -> None:
+    more = {"quantization_config": {"quant_method": "fp8"}, "auto_map": {"AutoModelForCausalLM": "own.Own"}}
+    notes = planned_hf(written(tmp_path, {"model_type": "llama", **SIZES, **more})).notes
+    assert any("quantization_config is left out" in note for note in notes)
+    assert any("auto_map) is not run: LlamaForCausalLM" in note for note in notes)
+
+
+@pytest.mark.parametrize("kind", ["whisper", "clip"])
+def test_a_configuration_without_a_class_is_read_whole_and_the_class_is_said(tmp_path: Path, kind: str) -> None:
+    """Not whisper's decoder alone, nor clip's tower of pictures alone."""
+    notes = planned_hf(written(tmp_path, {"model_type": kind})).notes
+    meant = {"whisper": "WhisperForConditionalGeneration", "clip": "CLIPModel"}[kind]
+    assert any(f"names no class (`architectures`): {meant} is read" in note for note in notes)
+
+
+def test_a_model_of_pictures_and_text_keeps_no_keys_in_training() -> None:
+    """Its configuration says `use_cache` of its text alone; a recomputed block would add its keys twice."""
+    text = {"model_type": "llama", **SIZES}
+    vision = {"model_type": "clip_vision_model", **SMALL, "image_size": 16, "patch_size": 8}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+    plan = Plan.parse("dp1 / recompute=blocks")
+    with fake_world(1, 0), open_mesh(plan, device="cpu") as mesh:
+        placed = sw.apply(hf_factory(config), plan, mesh)
+        output = placed.parts[0].run(torch.zeros(1, 8, dtype=torch.long))
+    assert output.past_key_values is None
+    assert not caches_keys(nn.Linear(1, 1))
+
+
+def test_a_size_that_is_said_per_layer_is_divided_in_each(tmp_path: Path) -> None:
+    keys = {"model_type": "gemma3n_text", **SIZES, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    keys |= {"activation_sparsity_pattern": [0.0, 0.0], "num_kv_shared_layers": 0}
+    limits = planned_hf(written(tmp_path, {**keys, "intermediate_size": [96, 64]})).limits
+    assert limits is not None and limits.ffn_dim == 32
 
 
 def _planned(factory: type[nn.Module]) -> Planned:

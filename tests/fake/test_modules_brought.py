@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.diagnose.read_module import blocks_of, example_length, example_of, read_module
+from shardwise.diagnose.read_module import example_length, example_of, read_module
 from shardwise.diagnose.trace_module import estimate_module_by_trace
 from shardwise.errors import ModelError
 from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
 from shardwise.model.seen import taken_by_loss, why_not
+from shardwise.model.stacks import blocks_of
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
 from shardwise.plan.memory import estimate_memory

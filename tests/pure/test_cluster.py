@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +108,22 @@ def test_a_number_in_another_unit_and_a_missing_one_are_refused(
         load_cluster(file)
 
 
+def test_a_file_that_could_not_be_written_again_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    for wrong, says in (
+        (MINE.replace('name = "mine"', 'name = "a\\nb"', 1), "line 1: name: found .*, needed a name in one line"),
+        (MINE.replace('name = "mine"', 'name = ""', 1), "name: found '', needed a name in one line"),
+        ("format = true\n" + MINE, "format: found True"),
+        ("origins = [1]\n" + MINE, r"origins: found list \[1\], needed"),  # as it is in the file
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=says):
+            load_cluster(file)
+    odd = load_cluster("h100").with_(name="a\nb")  # made in python
+    odd.save(file)
+    assert "name" in tomllib.loads(file.read_text())
+
+
 def test_a_file_is_read_and_what_it_leaves_out_is_assumed(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(MINE.replace("nodes = 2", 'nodes = 2\norigins = ["device.stream: table, h100"]'))
@@ -174,6 +191,10 @@ def test_a_word_names_the_links() -> None:
         ("h100:8x2@ib40", "unknown link 'ib40'; did you mean 'ib400'"),
         ("h100:8x2@pcie5/ib400/eth100", "found 3 links, needed @network, or @local/network"),
         ("a100:8x2", r"unknown; did you mean 'a100-40g' or 'a100-80g'\? A preset is written"),
+        ("h100:8x-1", "found the size '8x-1', needed devices per node and nodes, .* h100:8x16"),
+        ("h100:8x2x2", "found the size '8x2x2'"),
+        ("h100:\uff18", "found the size"),
+        ("h100:" + "9" * 5000, "needed devices per node and nodes, of at most nine digits"),
     ],
 )
 def test_a_wrong_word_is_told_what_it_may_be(text: str, says: str) -> None:

@@ -14,9 +14,11 @@ import pytest
 
 from shardwise.cli.config import Configuration, Given, Origin, read_configuration
 from shardwise.cli.derive import Derived, Surroundings, derive, workload_optimizer
+from shardwise.cli.made_for import MadeFor, save_plan
 from shardwise.cli.output import configuration_json, configuration_toml
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.hardware.cluster import load_cluster
+from shardwise.plan.plan import Plan
 from shardwise.plan.workload import STATE_BYTES
 from shardwise.train.settings import KEYS, OptimizerName, OptimizerSettings, RunSettings, get
 
@@ -230,3 +232,30 @@ def test_a_plan_for_devices_without_a_known_name_is_asked_for() -> None:
 def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
     with pytest.raises(PlanError, match="llama-8b does not fit 2 x cpu.*needs the least"):
         resolve("model.preset=llama-8b")
+
+
+def planned(place: Path, **made: object) -> str:
+    """A plan's file that says what it was made for, as a setting."""
+    save_plan(Plan.parse("cp2 / gbs6 / fp32"), place / "p.toml", MadeFor(**made))  # type: ignore[arg-type]
+    return f"plan.file={place / 'p.toml'}"
+
+
+def test_a_plans_file_says_what_is_trained_where_nobody_does(tmp_path: Path) -> None:
+    file = planned(tmp_path, model="tiny", seq=64, optimizer="adamw")
+    found = resolve(file, "train.tokens=768")
+    assert (found.settings.model.preset, found.settings.data.seq_len, found.settings.train.steps) == ("tiny", 64, 2)
+    assert "p.toml was made for" in str(found.configuration.origin("data.seq_len"))
+    other = resolve(file, "model.preset=bytes-3m").settings  # samples of another model are not what was planned
+    assert (other.model.preset, other.data.seq_len) == ("bytes-3m", 128)
+    assert resolve(file, "data.seq_len=32").settings.data.seq_len == 32
+
+
+def test_what_a_plan_was_made_for_is_not_exchanged_in_silence(tmp_path: Path) -> None:
+    for model in ("os:system", "hf:llama", "sizes.toml"):
+        with pytest.raises(ConfigError, match=f"was made for the model {model}, and no model is given"):
+            resolve(planned(tmp_path, model=model))
+    file = planned(tmp_path, model="tiny", optimizer="muon")
+    with pytest.raises(ConfigError, match=r"made for the optimizer muon, and optimizer.name = 'adamw' is only"):
+        resolve(file)
+    for name in ("muon", "adamw"):
+        assert resolve(file, f"optimizer.name={name}").settings.optimizer.name == name

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ import pytest
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.letters import plain_letters
-from shardwise.cli.made_for import MadeFor, save_plan
+from shardwise.cli.made_for import MadeFor, question_of, save_plan
 from shardwise.cli.main import main
 from shardwise.cli.plan import plan, words_of
-from shardwise.cli.planning import question, read_cluster
-from shardwise.errors import ConfigError, ExitCode
+from shardwise.cli.planning import check_path, question, read_cluster
+from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.plan import Plan
 from shardwise.records import write_text
 from tests.pure.test_plan_cli import EIGHT, invoke
@@ -177,3 +179,59 @@ def test_a_page_appears_whole_or_not_at_all(here: Path) -> None:
     with pytest.raises(ConfigError, match="page.html: cannot be written"):
         write_text(here / "page.html", "text")
     assert [path.name for path in here.iterdir()] == ["page.html"]
+
+
+def test_names_in_a_file_are_no_markup(here: Path) -> None:
+    odd = replace(load_cluster("h100:8"), name="[/x]c", origins=("[/y]a: assumed, [/z]",))
+    replace(odd, device=replace(odd.device, name="[/red]x")).save("odd.toml")
+    more = ("--model", "llama-1b", "--cluster", "odd.toml", "--seq", "2048", "--global-batch", "8")
+    for verb in (estimate, explain):
+        code, text, error = invoke(verb, "fsdp8 / bf16 / recompute=blocks", *more)
+        assert (code, error) == (ExitCode.OK, None)
+        assert "[/red]x" in text
+        assert "[/y]a: assumed, [/z]" in text
+    assert invoke(plan, "llama-1b", "odd.toml", "--seq", "2048", "--global-batch", "8")[0] == ExitCode.OK
+
+
+def test_a_file_is_not_looked_for_in_small_letters(here: Path) -> None:
+    load_cluster("h100:8").save("mine.toml")
+    with pytest.raises(ConfigError, match=r"Mine.TOML: found the ending '.TOML', needed .toml or .json"):
+        read_cluster("Mine.TOML")
+
+
+def test_more_devices_than_can_be_planned_are_refused_of_detect_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NNODES", "99999999")
+    with pytest.raises(UsageError, match="cluster 'detect': found .* devices, needed at most 1,048,576"):
+        read_cluster("detect")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # for root, every folder can be
+    for file in ("c.toml", "c.html"):
+        with pytest.raises(ConfigError, match="needed a folder that this user may write to"):
+            check_path(Path(file), (".toml", ".html"))
+
+
+def test_explain_says_of_a_plan_what_plan_said(here: Path) -> None:
+    """What was forbidden is so for the neighbours too: compiled ones would be faster than the plan itself."""
+    words = ("llama-1b", "h100:8", "--seq", "2048", "--global-batch", "8", "--forbid", "compile,recompute", "--json")
+    chosen = json.loads(invoke(plan, *words)[1])
+    again = json.loads(invoke(explain, "plan.toml", "--json")[1])
+    assert {name: again[name] for name in ("plan", "decisions", "binds")} == {
+        name: chosen[name] for name in ("plan", "decisions", "binds")
+    }
+
+
+def test_hosts_that_are_too_small_are_named_where_nothing_fits(here: Path) -> None:
+    """70 billion parameters fit one H100 with their states in host memory, of which 256 GiB are assumed."""
+    text = " ".join(invoke(plan, "llama-70b", "h100:1")[1].split())
+    assert "or offloads more than the 256 GiB of host memory per device (assumed)" in text
+    assert "or offloads" not in invoke(plan, "llama-70b", "h100:1", "--forbid", "offload")[1]
+
+
+def test_an_error_of_a_word_in_a_plans_file_names_the_file(here: Path) -> None:
+    save_plan(Plan.parse("fsdp8 / bf16"), here / "p.toml", MadeFor(model="nope", cluster="h100:8"))
+    with pytest.raises(UsageError, match=r"'nope': unknown .*; p.toml says that it was made for --model nope"):
+        question_of("explain", "p.toml", Plan.load("p.toml"))

@@ -38,6 +38,7 @@ LAYERS = {
     "model.lifetimes": 3,
     "model.copies": 3,
     "model.seen": 3,
+    "model.stacks": 3,
     "model.torch_private": 3,
     "model": 1,
     "plan.plan": 1,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from math import gcd
 from typing import Any
 
-from shardwise.diagnose.read_module import ONE_BLOCK, WHOLE, Planned, said_of, stacks_of
+from shardwise.diagnose.read_module import ONE_BLOCK, Planned, said_of
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec
-from shardwise.models.hf import hf_config, hf_factory, longest_sequence, unsaid_sizes
+from shardwise.model.stacks import WHOLE, stacks_of
+from shardwise.models.hf import hf_config, hf_factory, is_class_said, longest_sequence, model_class, unsaid_sizes
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
 from shardwise.models.hf_sizes import CHOSEN, EXPERTS
 from shardwise.parallel.blueprint import record
@@ -100,6 +102,12 @@ def planned_hf(model: str, blocks: str = "auto") -> Planned:
     notes += [*said_of(found), *([inputs.note] if inputs else [])]
     if unsaid := unsaid_sizes(model):
         notes.append(f"its config.json does not say {', '.join(unsaid)}: the defaults of {config.model_type}")
+    if not is_class_said(model):
+        notes.append(f"its config.json names no class (`architectures`): {model_class(config).__name__} is read")
+    if getattr(config, "quantization_config", None):
+        notes.append("its quantization_config is left out: weights have the types of the plan")
+    if getattr(config, "auto_map", None):
+        notes.append(f"its own code (auto_map) is not run: {model_class(config).__name__} of transformers is read")
     if found not in (WHOLE, blocks):
         notes.append(f"its blocks are {found} (give --blocks)")
     limits = sizes_of(config) if inputs is None or inputs.is_text else None
@@ -131,7 +139,9 @@ def sizes_of(config: Any) -> ModelSpec | None:
     text = config.get_text_config()
 
     def first(*names: str) -> int:
-        return next((int(getattr(text, name)) for name in names if getattr(text, name, None)), 0)
+        found = next((found for name in names if (found := getattr(text, name, None))), 0)
+        # of layers of several sizes an axis divides each
+        return gcd(*map(int, found)) if isinstance(found, list | tuple) else int(found)
 
     experts, dim = first(*EXPERTS), first("hidden_size")
     heads = first("num_attention_heads")

@@ -23,7 +23,8 @@ from shardwise.findings import nearest
 from shardwise.model.describe import describe
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.model.tracer import find_blocks, tensors_in
+from shardwise.model.stacks import WHOLE, blocks_of
+from shardwise.model.tracer import tensors_in
 from shardwise.parallel.blueprint import record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
@@ -32,16 +33,13 @@ from shardwise.testing.fake import fake_world
 
 LONGEST = 512
 """Tokens of a sample that is computed; on meta it is as long as asked for: what attention keeps may grow faster."""
-SHORT, LONGER = 32, 96
-"""Tokens that a forward is read with in place of one that takes too long; two tell whether all of it is per token."""
+LENGTHS = ((32, 96), (256, 512))
+"""Tokens that a forward is read with in place of one that takes too long; two tell whether all of it is per token. A
+scan in chunks fills up its last one, of 64 to 256."""
 PATIENCE_S = 5.0
 """Seconds of a forward on meta after which it is asked whether its length is why."""
 ALIKE = 0.03
 """How far what two lengths give per token may differ."""
-SHARE = 0.05
-"""Of all parameters, which a list of layers has at least that is a stack of blocks."""
-WHOLE = ""
-"""In place of a pattern of blocks: the whole module is the one block."""
 ONE_BLOCK = ("pp", "cp", "recompute", "offload-activations", "compile")
 """What a plan of a module without repeated blocks cannot have."""
 SAID_BY_EXAMPLE = (
@@ -101,66 +99,6 @@ def planned_module(model: str, blocks: str = "auto") -> Planned:
     )
 
 
-def blocks_of(factory: Callable[[], nn.Module], pattern: str) -> str:
-    """The pattern, or `WHOLE` for a module that is asked for its repeated blocks and has none.
-
-    Raises:
-        ModelError: a pattern that matches nothing.
-    """
-    with torch.device("meta"):
-        module = factory()
-    try:
-        find_blocks(module, pattern)
-    except ModelError as error:
-        if pattern != "auto" or error.row != "module.no-blocks":
-            raise
-        return WHOLE
-    return pattern
-
-
-def stacks_of(factory: Callable[[], nn.Module], pattern: str, *, several: bool) -> str:
-    """`blocks_of`; for a model that is fed as several stacks are, or shows no blocks, `block_pattern`."""
-    found = blocks_of(factory, pattern)
-    if pattern != "auto" or not (several or found == WHOLE):
-        return found
-    with torch.device("meta"):
-        return block_pattern(factory()) or found
-
-
-def block_pattern(module: nn.Module) -> str:
-    """The pattern of the blocks of a model of several stacks, or of one of unlike layers; empty: it has none.
-
-    Stacks are lists of at least two modules in no other list, with a share of the parameters; of those at several
-    depths the ones that hold the most.
-
-    >>> block_pattern(t5)  # doctest: +SKIP
-    '*.block.*'
-    """
-    total = sum(p.numel() for p in module.parameters())
-    stacks: list[str] = []
-    for name, inner in module.named_modules():
-        if not isinstance(inner, nn.ModuleList) or len(inner) < 2 or any(name.startswith(f"{s}.") for s in stacks):
-            continue
-        called = all(type(layer).forward is not nn.Module.forward for layer in inner)
-        if called and sum(p.numel() for p in inner.parameters()) >= SHARE * total:
-            stacks.append(name)
-    if not stacks:
-        return ""
-    alike: dict[int, list[str]] = {}
-    for name in stacks:
-        alike.setdefault(name.count("."), []).append(name)
-    stacks = max(alike.values(), key=lambda names: sum(_size(module, name) for name in names))
-    parts = [name.split(".") for name in stacks]
-    shared = [each[0] if len(set(each)) == 1 else "*" for each in zip(*parts, strict=True)]
-    pattern = ".".join([*shared, "*"])
-    needed = {f"{name}.{i}" for name in stacks for i in range(len(list(module.get_submodule(name).children())))}
-    return pattern if set(find_blocks(module, pattern)) == needed else f"{stacks[0]}.*"
-
-
-def _size(module: nn.Module, name: str) -> int:
-    return sum(p.numel() for p in module.get_submodule(name).parameters())
-
-
 def said_of(blocks: str) -> tuple[str, ...]:
     """What is assumed of a module that is one block."""
     if blocks != WHOLE:
@@ -213,9 +151,7 @@ def read_module(
         length = seq_len if device == "meta" else min(seq_len, LONGEST)
         sample = torch.zeros(1, length, dtype=torch.long, device=device)
     try:
-        if blocks == WHOLE:
-            return describe(lambda: Whole(factory()), sample, blocks="whole", device=device, name=model)
-        return describe(factory, sample, blocks=blocks, device=device, name=model)
+        return _described(factory, sample, blocks, device=device, name=model)
     except ModelError as error:
         if not str(error).startswith("describe:"):
             raise
@@ -224,6 +160,12 @@ def read_module(
             f"{str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}" for _, t in tensors_in(sample)
         )
         raise ModelError(f"model {model}: {said}. It was given {shapes}; {how}") from error
+
+
+def _described(factory: Callable[[], nn.Module], sample: Any, blocks: str, **options: Any) -> Profile:
+    if blocks == WHOLE:
+        return describe(lambda: Whole(factory()), sample, blocks="whole", **options)
+    return describe(factory, sample, blocks=blocks, **options)
 
 
 def read_planned(
@@ -244,21 +186,22 @@ def read_planned(
         ModelError: see `read_module`.
     """
     factory = planned.made(seq_len)
-    read = partial(read_module, model, factory, device=device, how=planned.how)
-    read = partial(read, blocks=planned.blocks if blocks == "auto" else blocks)
-    long = device == "meta" and seq_len > LONGER and example_of(factory) is None
+    blocks = planned.blocks if blocks == "auto" else blocks
+    read = partial(read_module, model, factory, device=device, blocks=blocks, how=planned.how)
+    long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
     try:
         with _patience(PATIENCE_S if long else None):
             return read(seq_len=seq_len), ()
     except _TooLong:
-        short, longer = read(seq_len=SHORT), read(seq_len=LONGER)
-    pairs = zip(_per_token(short), _per_token(longer), strict=True)
-    if all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs):
-        note = (
-            f"its forward takes long to read at {seq_len} tokens, and is the same per token at {SHORT} and {LONGER} "
-            "(a scan in a loop): it was read at these, without the memory and the kernels of a fused scan"
-        )
-        return longer, (note,)
+        pass
+    for short, longer in LENGTHS:
+        if longer < seq_len and _alike(*(_described(factory, _ids(n), blocks, steps=False) for n in (short, longer))):
+            note = (
+                f"its forward takes long to read at {seq_len} tokens, and is the same per token at {short} and "
+                f"{longer} (a scan in a loop): it was read at {short}, without the memory and the kernels of a fused "
+                "scan"
+            )
+            return read(seq_len=short), (note,)
     warnings.warn(
         f"the forward of {model} is read at {seq_len} tokens, which takes long: what it keeps is not the same per "
         "token at fewer; a shorter --seq takes less",
@@ -267,10 +210,21 @@ def read_planned(
     return read(seq_len=seq_len), ()
 
 
+def _ids(tokens: int) -> torch.Tensor:
+    return torch.zeros(1, tokens, dtype=torch.long, device="meta")
+
+
+def _alike(short: Profile, longer: Profile) -> bool:
+    """Whether two lengths give the same per token."""
+    pairs = zip(_per_token(short), _per_token(longer), strict=True)
+    return all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs)
+
+
 def _per_token(profile: Profile) -> tuple[float, ...]:
     """What grows with the tokens of a sample, but for fused attention, which the planner scales by itself."""
     ops = [op for block in (*profile.blocks, profile.head) for op in block.ops]
-    return profile.forward_flops(LONGER), sum(op.saves for op in ops), sum(getattr(op, "moved", 0.0) for op in ops)
+    moved = sum(getattr(op, "moved", 0.0) for op in ops)
+    return profile.forward_flops(LENGTHS[0][1]), sum(op.saves for op in ops), moved
 
 
 class _TooLong(BaseException):

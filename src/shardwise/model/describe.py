@@ -46,6 +46,7 @@ def describe(
     blocks: str = "auto",
     device: str = "meta",
     name: str = "",
+    steps: bool = True,
 ) -> Profile:
     """The profile of a module: what the planner's closed form needs of it.
 
@@ -57,6 +58,7 @@ def describe(
         device: `meta`, without memory or arithmetic; `cpu` runs the forward for real, for a module whose course depends
             on the values of tensors.
         name: of the profile; empty: the class.
+        steps: False: what a step holds is not looked at, which takes most of the time.
 
     Returns:
         Operators of each block in the order of the forward. How `tp` divides them is read off their order: a product of
@@ -77,13 +79,13 @@ def describe(
     True
     """
     try:
-        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16)
+        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16, steps)
     except ModelError:  # whether it is due to the 16 bits is told by a forward without them
-        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.float32)
+        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.float32, steps)
     return found
 
 
-def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype) -> Profile:
+def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype, steps: bool) -> Profile:
     """The profile of a module that is computed with in a type, as mixed precision does: its parameters are cast."""
     blocks, device, name = how
     _cast(module, dtype)
@@ -114,7 +116,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     seen: dict[float, Mapping[int, Course]] = {}
     why = ""
     try:
-        for each in dict.fromkeys((dtype, torch.float32)):
+        for each in dict.fromkeys((dtype, torch.float32)) if steps else ():
             seen[each.itemsize] = courses_seen(module, names, profile, sample, each)
     except Exception as error:  # the module's own: its backward pass needs values
         why = why_not(module, error)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from inspect import signature
+from typing import Any, Literal
 
 from shardwise.errors import ModelError
 from shardwise.findings import nearest
@@ -245,3 +246,12 @@ def _patterns(styles: Mapping[str, str]) -> dict[str, str]:
         pattern = generalise(name)
         rules[pattern if len(groups[pattern]) == 1 else name] = style
     return rules
+
+
+def caches_keys(module: Any) -> bool:
+    """Whether a model of `transformers` keeps keys unless told: its configuration says so, or that of its text."""
+    config = getattr(module, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    if hasattr(config, "use_cache") or not hasattr(text, "use_cache"):
+        return hasattr(config, "use_cache")
+    return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature(module.forward).parameters.values())

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import ModelError
 from shardwise.model.copies import cpu_copy, tensors_in
 from shardwise.model.course import Course
+from shardwise.model.hf_plan import caches_keys
 from shardwise.model.known import Known
 from shardwise.model.lifetimes import Lifetimes, courses_of, enough, shortened
 from shardwise.model.nested import put
@@ -156,7 +157,7 @@ class _Draws(TorchFunctionMode):
 def inputs_of(module: nn.Module, sample: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional arguments and those by name; floating ones in a type."""
     kwargs: dict[str, Any] = {}
-    if hasattr(getattr(module, "config", None), "use_cache"):  # of transformers: a step keeps no keys for later ones
+    if caches_keys(module):  # of transformers: a step keeps none for later ones
         kwargs["use_cache"] = False
     cast = put(sample, {path: t.to(dtype) for path, t in tensors_in(sample) if t.is_floating_point()})
     if isinstance(cast, Mapping):

@@ -25,6 +25,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -78,6 +80,12 @@ def unsaid_sizes(source: str) -> list[str]:
     """
     path = _file_of(source.removeprefix(PREFIX))
     return assumed_sizes(_read(path), hf_config(source)) if path else []
+
+
+def is_class_said(source: str) -> bool:
+    """Whether a config.json names the class of its model; of a name, that its family has one."""
+    path = _file_of(source.removeprefix(PREFIX))
+    return path is None or bool(_read(path).get("architectures"))
 
 
 def hf_factory(config: PreTrainedConfig) -> Callable[[], nn.Module]:
@@ -188,11 +196,12 @@ def class_name(config: PreTrainedConfig) -> str:
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,  # bert is there and among the causal ones
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,  # clip: both of its towers
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
         MODEL_MAPPING_NAMES,
     ]
     if getattr(config, "is_encoder_decoder", False):
-        orders.insert(0, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+        orders[:0] = [MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES]
     for table in orders:
         if kind in table:
             name = table[kind]

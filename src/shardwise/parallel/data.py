@@ -32,8 +32,8 @@ from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
-from shardwise.plan.plan import Plan
 from shardwise.plan.division import sharded_dim
+from shardwise.plan.plan import Plan
 
 
 def uses_fully_shard(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.findings import nearest
-from shardwise.model.hf_plan import Fact, Kind, Rules, hf_rules
+from shardwise.model.hf_plan import Fact, Kind, Rules, caches_keys, hf_rules
 from shardwise.model.nested import leaves, put
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.regions import own
@@ -142,7 +142,7 @@ def sample_of(root: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def _for_training(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if hasattr(module.config, "use_cache") and "use_cache" not in kwargs:
+    if "use_cache" not in kwargs and caches_keys(module):
         kwargs = {**kwargs, "use_cache": False}
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.is_meta and mask.dim() == 2 and _takes_whole_masks(module):

@@ -103,17 +103,17 @@ class Division:
         return block.expert_params / self.expert_split
 
     def filled(self, block: Block) -> float:
-        """Expert parameters of a block as its shards are cut: whole experts, as many as the fullest shard has, of each."""
-        if not self.fills_up or self.expert_shards == 1:
+        """Expert parameters of a block, as many for every shard as the fullest one has: it has whole experts."""
+        shards, axes = self.expert_shards, self.plan.axes
+        if not self.fills_up or shards == 1:
             return self.experts(block)
-        axes, total = self.plan.axes, 0.0
-        for op in block.matmuls:
-            here, inner = op.experts // axes.ep, axes.tp if axes.ep == 1 else 1
-            shape = (here, op.outs // (inner if op.split == "column" else 1), op.ins // (inner if op.split == "row" else 1))
-            if op.experts and here % self.expert_shards and not sharded_dim(shape, self.expert_shards):
-                total += op.params * -(-here // self.expert_shards) * self.expert_shards / here
-            elif op.experts:
-                total += op.params
+        inner = 1 if axes.ep > 1 else axes.tp
+        total = 0.0
+        for op in (op for op in block.matmuls if op.experts):
+            here = op.experts // axes.ep
+            halves = {"column": (op.outs // inner, op.ins), "row": (op.outs, op.ins // inner)}
+            cut_inside = sharded_dim((here, *halves.get(op.split, (op.outs, op.ins))), shards) > 0
+            total += op.params if cut_inside else op.params * -(-here // shards) * shards / here
         return total / self.expert_split
 
     def whole(self, stages: Sequence[Stage]) -> float:

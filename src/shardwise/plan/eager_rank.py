@@ -286,7 +286,8 @@ class _Rank(RankSizes):
         """Bytes that a stage keeps at a moment, and those of its gradients."""
         kept = moment.alive[turn] * size.kept + moment.pending[turn] * size.deferred
         kept += (moment.alive[turn] - moment.pending[turn]) * size.kept_at_once
-        gradients = moment.begun[turn] * size.gradients + moment.reached[turn] * size.gradients_at_once
+        there = moment.added[turn] if size.fresh else moment.begun[turn]
+        gradients = there * size.gradients + moment.reached[turn] * size.gradients_at_once
         if moment.done[turn]:
             gradients *= self.kept_gradients / self.gradients
         return kept, gradients + moment.fresh[turn] * size.fresh
@@ -316,9 +317,9 @@ class _Rank(RankSizes):
         gradients, gradients_at_once = (trained[0] - inside_at_once) * unit, inside_at_once * unit
         fresh = 0.0
         if self.plan.schedule.kind in ZERO_BUBBLE and self.engine and self.width < self.reduced_width:
-            fresh = (sum(self.trained(block) for block in stage.blocks) - inside_at_once) * self.width
+            fresh = (trained[0] - inside_at_once) * self.width
         units = [self.trained(block) for block in stage.blocks]
-        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, fresh, max(self.moving, *units, 0.0))
+        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, fresh, max(self.ends_of(stage), *units))
 
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""

@@ -170,10 +170,17 @@ class RankSizes:
         kept_apart = self.adds_up or (self.accumulates and not self.engine)
         return division.embedding_table * (kept_apart + 2 * all_there)
 
+    def ends_of(self, stage: Stage) -> float:
+        """Trained parameters of a stage outside its blocks, which are reduced together."""
+        if stage.first and stage.last:
+            return self.moving
+        head = self.trained(self.division.profile.head)
+        return self.embedding() * stage.first + head * stage.last
+
     def last_tensor(self, stage: Stage) -> float:
         """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
         block = max(stage.blocks, key=self.trained)
-        if self.trained(block) >= self.moving:
+        if self.trained(block) >= self.ends_of(stage):
             return self.row(block)
         if stage.last:
             return self.row(self.division.profile.head)

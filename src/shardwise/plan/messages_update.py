@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from shardwise.plan.division import sharded_dim
 from shardwise.plan.messages import Collective, Messages, Scene
 from shardwise.plan.updating import NOT_ORTHOGONAL, newton_schulz_flops, part_sizes
-from shardwise.plan.division import sharded_dim
 from shardwise.plan.weights import Weight
 
 LOW_BITS_LEAST, LOW_BITS_BLOCK = 4096, 256

@@ -32,6 +32,8 @@ class Moment(NamedTuple):
     """All of whose micro-batches have gone backward: their gradients are reduced."""
     fresh: tuple[bool, ...]
     """Whose weights have got gradients since a backward pass went to the inputs."""
+    added: tuple[bool, ...]
+    """Whose gradients a backward pass to the inputs, or a whole one, has added up behind one to the weights."""
     whole: tuple[bool, ...]
     """Whose gathered parameters a backward pass has left: the next forward pass shards them again."""
     ends: bool
@@ -66,7 +68,7 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     alive, pending = [0] * turns, [0] * turns
     outputs = gradients = 0
     left, whole = [count] * turns, [False] * turns
-    reached, begun, fresh = [False] * turns, [False] * turns, [False] * turns
+    reached, begun, fresh, added = ([False] * turns for _ in range(4))
     found: dict[Moment, None] = {}
     for action in actions(kind, ranks, turns, count)[rank]:
         turn = stages.index(action.stage)
@@ -76,7 +78,7 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
         back = returns[turn] and work in "BI"
         now = back + (0 if awaited else gradients)
         done = tuple(number == 0 for number in left)
-        flags = (tuple(reached), tuple(begun), done, tuple(fresh), tuple(whole))
+        flags = (tuple(reached), tuple(begun), done, tuple(fresh), tuple(added), tuple(whole))
         left[turn] -= work in "BW"
         found[Moment(work, turn, tuple(alive), tuple(pending), outputs, now, *flags, not left[turn])] = None
         whole[turn] = work != "F" and left[turn] > 0
@@ -85,11 +87,12 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
             continue
         gradients += back
         reached[turn] = True
+        added[turn] |= work == "B" or (work == "I" and fresh[turn])
         if work == "I":
             pending[turn] += 1
             fresh[turn] = False
             continue
-        begun[turn] = fresh[turn] = True
+        begun[turn], fresh[turn] = True, work == "W" and left[turn] > 0
         pending[turn] -= work == "W"
         alive[turn] -= 1
         outputs += sends[turn] and not awaited

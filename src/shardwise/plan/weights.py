@@ -6,7 +6,7 @@ Numbers of parameters are enough for memory; what is sent depends on shapes too,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
