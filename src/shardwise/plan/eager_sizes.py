@@ -5,10 +5,18 @@ from __future__ import annotations
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, local_of, outputs_of
+from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, kept_op, local_of, outputs_of
 from shardwise.plan.messages_data import is_replicated, reduce_width, uses_fully_shard
+from shardwise.plan.plan import ZERO_BUBBLE
 
 Terms = dict[str, float]
+AT_END = 6
+"""Of the size of a block's input: what is left of it when its weights have their gradients."""
+
+
+def larger(one: Terms | None, other: Terms) -> Terms:
+    """The one with more bytes."""
+    return other if one is None or sum(other.values()) > sum(one.values()) else one
 
 
 class RankSizes:
@@ -34,6 +42,8 @@ class RankSizes:
         """Whether gradients are reduced once, behind the last micro-batch."""
         self.adds_up = self.sums_first and self.width >= self.reduced_width
         """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""
+        self.adds_later = self.sums_first and not self.adds_up and self.plan.schedule.kind in ZERO_BUBBLE
+        """Whether what a backward pass to the weights gives waits for the next one to the inputs."""
         if self.sums_first:
             self.gradients = whole * trained * self.reduced_width
         elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
@@ -185,3 +195,35 @@ class RankSizes:
         if stage.last:
             return self.row(self.division.profile.head)
         return (self.embedding() - self.division.embedding_table) or self.embedding()
+
+    def reduction(self, gradients: float, unit: float, last: float = 0.0) -> Terms:
+        """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
+
+        `last`: elements of the last tensor of them, which torch holds until all are over shards, where `gradients` are
+        those before any is reduced.
+        """
+        given = unit / (self.division.shards if self.plan.zero else 1)
+        narrow = self.own_width < self.reduced_width
+        if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
+            given = self.kept_gradients / self.own_width
+        elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
+            given = max(0.0, last + given - unit)
+        return {**self.base, "gradients": gradients + (unit + given) * self.reduced_width}
+
+    def local_experts(self, block: Block) -> float:
+        """Elements of a block's experts on this rank."""
+        return self.division.experts(block)
+
+    def in_experts(self, index: int, block: Block) -> tuple[float, float, float]:
+        """Behind the experts of a block: bytes of gradients beside that of its last product, working set, and used up.
+
+        Each expert has its gradients, which are being stacked. Stacked weights are taken apart, expert by expert, so
+        that the gradient of one of the three stacks is there twice. What experts kept is used up; the stream is there
+        with its gradient and what attention gave.
+        """
+        inner = [op for op in block.ops if getattr(op, "experts", 0) or getattr(op, "per_choice", 0)]
+        used = sum(kept_op(op, self.local) for op in inner) * self.tokens
+        stacks = sum(op.name.startswith("experts") for op in block.matmuls) + 1  # gate and up are one product here
+        fresh = self.local_experts(block) * (1 + 1 / stacks) - self.row(block)
+        working = 3 * self.stream(block) + max(0.0, self.again(index, block) - used)
+        return fresh * self.width, working, 0.0 if is_recomputed(index, self.plan) else used

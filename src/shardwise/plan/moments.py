@@ -24,8 +24,8 @@ class Moment(NamedTuple):
     """Tensors sent on, of micro-batches that are no longer alive: looped schedules await their sends at the end."""
     gradients: int
     """Gradients sent back and kept, the running one included."""
-    reached: tuple[bool, ...]
-    """Through which a backward pass has gone to the inputs."""
+    reached: tuple[int, ...]
+    """How many backward passes have gone to the inputs, at most 2."""
     begun: tuple[bool, ...]
     """Whose weights have gradients."""
     done: tuple[bool, ...]
@@ -68,7 +68,8 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     alive, pending = [0] * turns, [0] * turns
     outputs = gradients = 0
     left, whole = [count] * turns, [False] * turns
-    reached, begun, fresh, added = ([False] * turns for _ in range(4))
+    reached = [0] * turns
+    begun, fresh, added = ([False] * turns for _ in range(3))
     found: dict[Moment, None] = {}
     for action in actions(kind, ranks, turns, count)[rank]:
         turn = stages.index(action.stage)
@@ -86,7 +87,7 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
             alive[turn] += 1
             continue
         gradients += back
-        reached[turn] = True
+        reached[turn] = min(reached[turn] + (work != "W"), 2)
         added[turn] |= work == "B" or (work == "I" and fresh[turn])
         if work == "I":
             pending[turn] += 1

@@ -1,0 +1,168 @@
+"""`PipeRank`: a pipeline's moments at which one rank may need most, where kernels are eager. See `plan.eager`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shardwise.model.profile import Block
+from shardwise.plan.activations import is_recomputed
+from shardwise.plan.division import Stage
+from shardwise.plan.eager import deferred_in, working_in
+from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
+from shardwise.plan.moments import Moment
+
+
+class _Sizes(NamedTuple):
+    """Bytes of a stage. `at_once`: of blocks that are recomputed, whose weights have gradients when the inputs have."""
+
+    kept: float
+    kept_at_once: float
+    """And of the loss behind them."""
+    deferred: float
+    """Gradients that wait for the weights' part."""
+    gradients: float
+    gradients_at_once: float
+    fresh: float
+    """Gradients in the type in which they were made, until the next backward pass to the inputs adds them up."""
+    fresh_at_once: float
+    unit: float
+    """Parameters of the largest unit whose gradients are reduced together."""
+
+
+class PipeRank(RankSizes):
+    """The moments of one rank."""
+
+    def moments(self, moments: tuple[Moment, ...]) -> Mapping[str, Terms]:
+        """At each backward action, and at the update."""
+        sizes = [self.kept_in(stage) for stage in self.stages]
+        largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.kept_gradients + self.masters}}
+        for moment in moments:
+            parts = [self.in_stage(moment, turn, size) for turn, size in enumerate(sizes)]
+            alive = sum(kept for kept, _ in parts) + (moment.outputs + moment.gradients) * self.whole_stream
+            begun = sum(gradients for _, gradients in parts)
+            for name, more in self.in_action(moment, sizes[moment.turn].deferred):
+                terms = {**self.base, **more, "activations": alive + more.get("activations", 0.0)}
+                terms["gradients"] = begun + more.get("gradients", 0.0)
+                largest[name] = larger(largest.get(name), terms)
+            if self.engine and moment.ends:
+                kept, gradients = parts[moment.turn]
+                stage, unit = self.stages[moment.turn], sizes[moment.turn].unit
+                terms = self.reduction(begun - gradients, unit, self.last_tensor(stage))
+                terms["gradients"] += sizes[moment.turn].gradients + sizes[moment.turn].gradients_at_once
+                whole = self.gathered_in(moment, len(stage.blocks)) - unit * self.width  # its weights are given back
+                terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
+                largest["reduction"] = larger(largest.get("reduction"), terms)
+        return largest
+
+    def in_stage(self, moment: Moment, turn: int, size: _Sizes) -> tuple[float, float]:
+        """Bytes that a stage keeps at a moment, and those of its gradients."""
+        kept = moment.alive[turn] * size.kept + moment.pending[turn] * size.deferred
+        kept += (moment.alive[turn] - moment.pending[turn]) * size.kept_at_once
+        times, new = moment.reached[turn], 0.0
+        gradients = moment.begun[turn] * size.gradients + (times > 0) * size.gradients_at_once
+        if self.adds_later:
+            gradients = moment.added[turn] * size.gradients + (times > 1) * size.gradients_at_once
+            new = moment.fresh[turn] * size.fresh + (times > 0 and not moment.done[turn]) * size.fresh_at_once
+        if moment.done[turn]:
+            gradients *= self.kept_gradients / self.gradients
+        return kept, gradients + new
+
+    def kept_in(self, stage: Stage) -> _Sizes:
+        """What a stage keeps of a micro-batch, and the gradients of its weights."""
+        kept = deferred = at_once = inside_at_once = 0.0
+        for index, block in enumerate(stage.blocks, stage.start):
+            if is_recomputed(index, self.plan):
+                at_once += self.kept(index, block)
+                inside_at_once += self.trained(block)
+            else:
+                kept += self.kept(index, block)
+                deferred += self.tokens * deferred_in(block, self.local)
+        if stage.last:
+            kept += self.head()
+            at_once += self.logit() * max(self.width, 4.0)
+            deferred += self.logit() * self.width
+        # what was received lies in its buffer; what was sent is kept as long as the rest
+        kept += self.whole_stream * ((not stage.last) - (not stage.first))
+        trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
+        unit = self.gradients / (sum(trained[1:]) or 1.0)
+        gradients, gradients_at_once = (trained[0] - inside_at_once) * unit, inside_at_once * unit
+        new, new_at_once = (part / unit * self.width for part in (gradients, gradients_at_once))
+        units = [self.trained(block) for block in stage.blocks]
+        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, new, new_at_once, max(self.ends_of(stage), *units))
+
+    def gathered_in(self, moment: Moment, ahead: int) -> float:
+        """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
+        if not self.engine or not self.plan.reshards:
+            return self.gathered(ahead)
+        whole = [sum(self.params(block) for block in stage.blocks) * self.width for stage in self.stages]
+        others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
+        blocks = self.stages[moment.turn].blocks
+        some = min(self.largest * self.width * min(ahead, len(blocks) + (moment.work == "F")), whole[moment.turn])
+        return self.gathered(0) + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
+
+    def in_action(self, moment: Moment, deferred: float) -> list[tuple[str, Terms]]:
+        """What an action of a stage needs beside what is kept: at the loss, and in its last block."""
+        work, stage = moment.work, self.stages[moment.turn]
+        index, block = stage.start + len(stage.blocks) - 1, stage.blocks[-1]
+        wide, row = max(self.width, 4.0), self.row(block) * self.width
+        if work == "F":
+            gathers = self.engine and self.division.shards > 1 and self.plan.reshards
+            own = self.kept_of(stage, stage.blocks[:-1])
+            return [("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own})] if gathers else []
+        if work == "W":
+            return [("weights", {"gathered": self.gathered(1), "gradients": row})]
+        working = working_in(block, self.local) * self.tokens + self.again(index, block)
+        if work == "I" and stage.last and is_recomputed(index, self.plan):  # the gradient of the logits waits
+            working += self.logit() * self.width
+        if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
+            working = 3 * self.stream(block) + deferred + self.again(index, block)
+            working -= self.logit() * wide * stage.last  # what the loss kept is used up
+        found: list[tuple[str, Terms]] = []
+        if stage.last:
+            copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2
+            found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
+            if work == "B":  # what the head and the loss kept is used up
+                working -= self.head() + self.logit() * wide
+        last = {"gathered": self.gathered_in(moment, 2), "gradients": row, "working": working}
+        if work == "I":  # what recomputed blocks give is added up behind all of them
+            behind = [b for i, b in enumerate(stage.blocks, stage.start) if is_recomputed(i, self.plan)][1:]
+            last["gradients"] += sum(map(self.trained, behind)) * self.width
+            last["activations"] = -sum(map(self.stream, behind))
+        found.append(("last block", last))
+        if work == "B":
+            found += self.whole_backward(moment, stage, last)
+        if self.local_experts(block):
+            fresh, less, used = self.in_experts(index, block)
+            over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
+            terms = {**last, "gradients": row + fresh, "working": working + over}
+            found.append(("experts of the last block", terms))
+        return found
+
+    def whole_backward(self, moment: Moment, stage: Stage, last: Terms) -> list[tuple[str, Terms]]:
+        """Of a backward pass in one piece, the moments around its `last` block, and behind its first one."""
+        block, num_blocks = stage.blocks[-1], len(stage.blocks)
+        head = self.trained(self.division.profile.head) * stage.last
+        found: list[tuple[str, Terms]] = []
+        if stage.last:
+            logits = self.logit() * (self.width - max(self.width, 4.0))
+            found.append(("head", {**last, "gradients": head * self.width, "working": logits}))
+        if self.engine and not self.local_experts(block):  # a unit's gradients are added up when it has gone backward
+            used_up = working_in(block, self.local) * self.tokens + self.kept_whole(block)
+            own = self.row(block) if self.adds_up else self.trained(block) + head
+            end = {**last, "gradients": own * self.width}
+            end["working"] += AT_END * self.stream(block) - used_up
+            found.append(("end of the last block", end))
+            if self.plan.reshards and num_blocks > 2:  # the first one's weights have come, none have gone
+                done = self.kept_of(stage, stage.blocks[2:], 2)
+                end = {**end, "gathered": self.gathered_in(moment, num_blocks), "activations": -done}
+                found.append(("end of the second block", end))
+        if stage.first:
+            done = self.kept_of(stage, stage.blocks)
+            terms = {"gathered": self.gathered_in(moment, num_blocks), "activations": -done}
+            found.append(("embedding", {**terms, "gradients": self.embedding() * self.width}))
+        return found
+
+    def kept_of(self, stage: Stage, blocks: Sequence[Block], first: int = 0) -> float:
+        """Bytes that some blocks of a stage keep, from its block of number `first` on."""
+        return sum(self.kept(stage.start + first + place, block) for place, block in enumerate(blocks))
