@@ -89,7 +89,9 @@ class PipeRank(RankSizes):
         gradients, gradients_at_once = (trained[0] - inside_at_once) * unit, inside_at_once * unit
         new, new_at_once = (part / unit * self.width for part in (gradients, gradients_at_once))
         units = [self.trained(block) for block in stage.blocks]
-        return _Sizes(kept, at_once, deferred, gradients, gradients_at_once, new, new_at_once, max(self.ends_of(stage), *units))
+        return _Sizes(
+            kept, at_once, deferred, gradients, gradients_at_once, new, new_at_once, max(self.ends_of(stage), *units)
+        )
 
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
