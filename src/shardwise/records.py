@@ -114,6 +114,9 @@ def _fits(hint: Any, value: object) -> bool:
     return isinstance(value, hint)
 
 
+_MANY = {int: "integers", float: "numbers", str: "strings"}
+
+
 def _named(hint: Any) -> str:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
@@ -121,7 +124,8 @@ def _named(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(repr(option) for option in get_args(hint))
     if origin is tuple:
-        return f"a list of {_named(get_args(hint)[0])}s"
+        item = get_args(hint)[0]
+        return f"a list, each {_named(item)}" if item not in _MANY else f"a list of {_MANY[item]}"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
 
 
@@ -141,7 +145,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     if file.suffix not in (".toml", ".json"):
         raise ConfigError(f"{file}: found the ending '{file.suffix}', needed .toml or .json; rename the file")
     try:
-        text = read_small(file).decode("utf-8")
+        text = read_small(file).decode("utf-8-sig")  # some editors begin a file with a mark of its bytes' order
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; check the path (working directory: {Path.cwd()})") from None
     except UnicodeDecodeError as error:
@@ -153,18 +157,32 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     if not text.strip():
         raise ConfigError(f"{file}: the file is empty; was writing it interrupted?")
     try:
-        data = parse_toml(text) if file.suffix == ".toml" else json.loads(text)
+        data = parse_toml(text) if file.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except tomllib.TOMLDecodeError as error:
         line = len(text.splitlines()) if "end of document" in str(error) else None
         where = f", line {line}" if line else ""
         raise ConfigError(f"{file}{where}: malformed or truncated TOML: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: malformed or truncated JSON: {error.msg}") from None
+    except RecordError as error:
+        raise ConfigError(f"{file}: {error}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting without end
         raise ConfigError(f"{file}: no JSON that can be read: {str(error)[:100]}; write it again") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{file}, line 1: found a {type(data).__name__}, needed a table of keys")
     return data, text
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON, which would take the last of equal keys without a word; TOML refuses them itself."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise RecordError(
+            (twice,), "the same key more than once in one table, needed it once; keep the line that holds"
+        )
+    return found
 
 
 def read_small(path: Path) -> bytes:
@@ -207,13 +225,18 @@ def located(error: ConfigError | PlanError, path: str | os.PathLike[str], text: 
 
 
 def _line_of(text: str, keys: tuple[str, ...]) -> int | None:
-    position = 0
-    for key in keys:
-        found = re.compile(rf"(?<![\w.-]){re.escape(key)}(?![\w-])").search(text, position)
+    """The line of a key: each part is looked for behind the one before, or with all before it (`[device.rates]`)."""
+    found: re.Match[str] | None = None
+    for number, key in enumerate(keys):
+        bare = rf"(?<![\w.-]){re.escape(key)}(?![\w-])"
+        whole = r"\s*\.\s*".join(map(re.escape, keys[: number + 1]))
+        places = [re.compile(bare).search(text, found.end() if found else 0)]
+        if found:
+            places.append(re.compile(rf"(?<![\w.-]){whole}(?![\w-])").search(text, found.start()))
+        found = min(filter(None, places), key=lambda place: place.end(), default=None)
         if not found:
             return None
-        position = found.end()
-    return text.count("\n", 0, position) + 1 if keys else None
+    return text.count("\n", 0, found.end()) + 1 if found else None
 
 
 def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: str = "") -> None:
@@ -239,7 +262,8 @@ def write_text(file: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(file)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed either
+            scratch.unlink(missing_ok=True)
         raise ConfigError(
             f"{file}: cannot be written ({error.strerror}); check the folder, its permissions and its free space"
         ) from None

@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.run import start as start_job
 from shardwise.errors import ExitCode
+from shardwise.launch.job import Job
+from shardwise.launch.local import Outcome
 
 HELLO = "import os, sys; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[1:])"
 ONE_DIES = """
@@ -228,6 +231,19 @@ def test_a_plan_that_does_not_fit_starts_nothing(tmp_path: Path, words: list[str
     found, out, err = finish(start(tmp_path, HELLO, *words))
     assert (found, out) == (code, "")
     assert text in err
+
+
+@pytest.mark.parametrize(("ranks", "remarks"), [(300, 1), (9, 1), (8, 0)])
+def test_many_ranks_on_few_cores_are_remarked_upon(
+    ranks: int, remarks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`run` and `train` both start through here; nothing is refused."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr("shardwise.cli.run._run_once", lambda *_: Outcome(exit_code=ExitCode.OK))
+    (tmp_path / "script.py").touch()
+    assert start_job(Job(target=str(tmp_path / "script.py"), nproc=ranks)) == ExitCode.OK
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == remarks and all(line.startswith(f"shardwise: {ranks} ranks on 2 cores: ") for line in lines)
 
 
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_devices_that_cannot_read_each_other_are_not_on_nvlink() -> None:
     ({}, 1),
     ({"SLURM_NNODES": "16"}, 16),
     ({"SLURM_NNODES": "4", "SLURM_NTASKS": "32"}, 4),
+    ({"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6"}, 3),
+    ({"SLURM_JOB_NUM_NODES": "3", "SLURM_NNODES": "2"}, 2),
     ({"RANK": "3", "WORLD_SIZE": "32", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a",
       "MASTER_PORT": "1"}, 4),
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -120,6 +122,8 @@ def test_variables_that_disagree_are_refused() -> None:
 def test_a_number_of_nodes_that_is_none_is_refused_and_not_taken_as_one(said: str) -> None:
     with pytest.raises(LaunchError, match="SLURM_NNODES=.* needed the number of nodes"):
         nodes_of({"SLURM_NNODES": said})
+    with pytest.raises(LaunchError, match="SLURM_JOB_NUM_NODES=.* needed the number of nodes"):
+        nodes_of({"SLURM_JOB_NUM_NODES": said})
     assert nodes_of({"SLURM_NNODES": ""})[0] == 1
 
 

@@ -72,6 +72,30 @@ def test_a_file_with_a_wrong_key_names_it_and_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "key", "name"),
+    [
+        ("[device.rates]", "bf16", "device.rates.bf16"),
+        ("[device.curve]", "best", "device.curve.best"),
+        ("[device.attention]", "flash2", "device.attention.flash2"),
+        ("[device]", "bandwidth", "device.bandwidth"),
+        ("[network]", "latency", "network.latency"),
+        ("[loading]", "rows", "loading.rows"),
+    ],
+)
+def test_a_number_below_a_header_is_found(header: str, key: str, name: str, tmp_path: Path) -> None:
+    """In files as `Cluster.save` writes them, where each table has a header of its own."""
+    file = tmp_path / "mine.toml"
+    load_cluster("h100:8x2").save(file)
+    lines = file.read_text().splitlines()
+    at = next(n for n in range(lines.index(header), len(lines)) if lines[n].startswith(f"{key} ="))
+    for wrong, says in (("-7.0", f"{name}: found -7"), ('"x"', f"{name}: found str 'x', needed a number")):
+        lines[at] = f"{key} = {wrong}"
+        file.write_text("\n".join(lines))
+        with pytest.raises(ConfigError, match=f"mine.toml, line {at + 1}: {says}"):
+            load_cluster(file)
+
+
+@pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [
         ("bf16 = 989e12", "bf16 = 989", r"line 8: device.rates.bf16: found 989, needed FLOP/s .*TFLOP/s: write 989e12"),

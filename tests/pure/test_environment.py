@@ -64,6 +64,8 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (TORCHRUN | {"RANK": "8"}, ["rank 8", "world of 8"]),
         (TORCHRUN | {"RANK": "two"}, ["RANK='two'", "whole number"]),
         (TORCHRUN | {"LOCAL_RANK": "4"}, ["local rank 4 of 4"]),
+        (TORCHRUN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, ["local rank 0 of 0 processes on this node"]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "-4"}, ["of -4 processes on this node"]),
         (TORCHRUN | {"SHARDWISE_INIT": "node0:29500"}, ["SHARDWISE_INIT", "tcp://host:port"]),
         ({"SHARDWISE_INIT": "file:///x"}, ["SHARDWISE_INIT", "RANK=0 WORLD_SIZE=2"]),
         (ALLOCATION, ["4 tasks", "SLURM_NTASKS=4", "srun --ntasks=4 python train.py"]),

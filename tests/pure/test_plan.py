@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def test_diff_names_the_fields() -> None:
         ("p.toml", "[axes]\npp = 2.0\n", "found float 2.0, needed an integer"),
         ("p.toml", "axes = 4\n", "found int 4, needed a table"),
         ("p.toml", 'precision = "bf61"\n', "needed one of 'fp64', 'fp32', 'bf16'"),
-        ("p.toml", "[schedule]\nboundaries = [1]\n", "needed a list of a strings"),
+        ("p.toml", "[schedule]\nboundaries = [1]\n", "found list .1., needed a list of strings$"),
+        ("p.json", '{"axes": {"pp": 2,\n"tp": 2, "pp": 4}}', ": pp: the same key more than once in one table"),
+        ("p.json", '{"zero": 1, "axes": {}, "zero": 3}', ": zero: the same key more than once"),
         ("p.toml", "format = 2\n", "line 1.*reads format 1"),
         ("p.toml", "[axes]\npp = 0\n", "axes.pp: found 0"),
         ("p.toml", "[axes]\npp = \n", "malformed or truncated TOML.*line 2"),
@@ -85,6 +88,27 @@ def test_a_bad_file_says_what_and_where(file: str, content: str | bytes, says: s
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=f"(?s){file}.*{says}"):
         Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["\ufeff[axes]\npp = 2\n", '\ufeff{"axes": {"pp": 2}}', "\ufeffzero = 0\r\naxes.pp = 2\r\n"]
+)
+def test_a_mark_of_the_bytes_order_is_no_part_of_a_file(content: str, tmp_path: Path) -> None:
+    path = tmp_path / ("p.json" if "{" in content else "p.toml")
+    path.write_bytes(content.encode())
+    assert Plan.load(path).axes.pp == 2
+
+
+def test_a_place_that_only_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nothing can be removed either, and the error is still the one of a place that cannot be written."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(ConfigError, match=r"plan.toml: cannot be written \(Read-only file system\); check the folder"):
+        Plan().save(tmp_path / "plan.toml")
 
 
 def test_a_missing_file_or_place_is_a_config_error(tmp_path: Path) -> None:

@@ -259,6 +259,19 @@ def test_a_plan_file_says_what_it_was_made_for_and_options_win(here: Path) -> No
     assert other["memory"]["limit"] > alone["memory"]["limit"]
 
 
+def test_a_plan_file_remembers_its_price(here: Path) -> None:
+    words = ("--seq", "2048", "--global-batch", "8", "--goal", "cost", "--price", "2.5")
+    assert invoke(plan, "llama-1b", "h100:4", *words)[0] == ExitCode.OK
+    assert load_made_for("plan.toml").price == 2.5
+    for verb in (explain, estimate):
+        assert "(at 2.5 per device hour)" in invoke(verb, "plan.toml")[1]
+        text = invoke(verb, "plan.toml", "--price", "3")[1]
+        assert "(at 3.0 per device hour)" in text and "--price 2.5" not in text
+    assert invoke(plan, "llama-1b", "h100:4", *words[:4])[0] == ExitCode.OK
+    assert load_made_for("plan.toml").price is None
+    assert "per device hour" not in invoke(explain, "plan.toml")[1]
+
+
 def test_a_plan_file_remembers_how_unevenly_experts_are_met(here: Path) -> None:
     words = ("--seq", "2048", "--global-batch", "16")
     assert invoke(plan, "mixtral-8x7b", "h100:8", *words, "--expert-imbalance", "1.5")[0] == ExitCode.OK
@@ -284,6 +297,7 @@ def test_a_plan_file_remembers_how_unevenly_experts_are_met(here: Path) -> None:
         ('model = "llama-1b"\ncluster = "probe"', "as it was measured; give --cluster cluster.toml"),
         ('model = 3\ncluster = "h100:8"', "p.toml, line 3: made_for.model: found int 3, needed a string"),
         ('model = "llama-1b"\ncluster = "h100:8"\nseq = -1', "seq_len: found -1"),
+        ('model = "llama-1b"\ncluster = "h100:8"\nprice = -1', "price: found -1.*made for .* --price -1"),
     ],
 )
 def test_what_a_file_cannot_say(here: Path, monkeypatch: pytest.MonkeyPatch, made: str, says: str) -> None:
@@ -336,7 +350,9 @@ def test_nothing_that_was_not_tried_is_advised(here: Path) -> None:
 def test_lamb_is_planned_as_what_it_keeps(here: Path) -> None:
     words = ("--model", "llama-1b", "--cluster", "h100:8", "--seq", "2048", "--global-batch", "8", "--json")
     found = [json.loads(invoke(estimate, "fsdp8 bf16", *words, "--optimizer", name)[1]) for name in ("lamb", "adamw")]
-    assert found[0]["memory"] == found[1]["memory"]
+    (lamb, adamw) = (each["memory"] for each in found)
+    assert lamb["terms"] == adamw["terms"] and lamb["phases"]["load"] == adamw["phases"]["load"]
+    assert lamb["phases"]["update"] > adamw["phases"]["update"], "its steps wait for their norms"
 
 
 def test_the_band_is_of_the_device_and_of_the_layout(here: Path) -> None:

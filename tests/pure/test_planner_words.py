@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,11 +19,12 @@ from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.letters import plain_letters
 from shardwise.cli.made_for import MadeFor, question_of, save_plan
-from shardwise.cli.main import main
+from shardwise.cli.main import READER_LEFT, main
 from shardwise.cli.plan import plan, words_of
 from shardwise.cli.planning import check_path, question, read_cluster
 from shardwise.errors import ConfigError, ExitCode, UsageError
-from shardwise.hardware.cluster import load_cluster
+from shardwise.hardware.cluster import GIB, load_cluster
+from shardwise.plan.advice import LESS
 from shardwise.plan.plan import Plan
 from shardwise.records import write_text
 from tests.pure.test_plan_cli import EIGHT, invoke
@@ -174,6 +177,27 @@ def test_a_reader_that_leaves_and_no_colours(here: Path) -> None:
     assert "what binds" in shown and not re.search(r"\x1b\[[\d;]*\b(3[0-7]|9[0-7])m", shown)
 
 
+@pytest.mark.parametrize("words", ["plan tiny h100:1", "check tp2 --world 2 --json", "explain dp1 --help"])
+def test_a_reader_that_has_left_is_no_refusal(here: Path, words: str) -> None:
+    done = shell(f"(shardwise {words}; echo $? >&2) | true", here)
+    assert done.stderr == f"{READER_LEFT}\n" and READER_LEFT == 128 + signal.SIGPIPE
+
+
+def test_another_broken_pipe_is_an_internal_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def importing(name: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe", name)
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # typer wraps them
+    monkeypatch.setattr("shardwise.cli.main.import_module", importing)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tiny", "h100:1"])
+    assert ended.value.code == ExitCode.INTERNAL
+    assert "internal error: BrokenPipeError" in capfd.readouterr().err
+
+
 def test_a_page_appears_whole_or_not_at_all(here: Path) -> None:
     (here / "page.html").mkdir()
     with pytest.raises(ConfigError, match="page.html: cannot be written"):
@@ -229,6 +253,34 @@ def test_hosts_that_are_too_small_are_named_where_nothing_fits(here: Path) -> No
     text = " ".join(invoke(plan, "llama-70b", "h100:1")[1].split())
     assert "or offloads more than the 256 GiB of host memory per device (assumed)" in text
     assert "or offloads" not in invoke(plan, "llama-70b", "h100:1", "--forbid", "offload")[1]
+
+
+def test_host_memory_that_would_be_enough_is_named_and_is(here: Path) -> None:
+    """Alone, offloading needs too much of the device; with recompute it fits there, and the host is what lacks."""
+    found = json.loads(invoke(plan, "llama-70b", "h100:1", "--json")[1])
+    reason = next(each["reason"] for each in found["decisions"] if each["field"] == "offload.state")
+    says = r"(\d+) GiB do not fit \(with recompute=blocks (\d+) GiB do, but offloaded states need (\d+) GiB of host"
+    alone, both, hosts = map(int, re.search(says, reason).groups())  # type: ignore[union-attr]
+    assert alone > 79 > both
+    change = next(each["change"] for each in found["would_fit"] if "host memory" in each["change"])
+    needs = int(change.removesuffix(" GiB of host memory per device in place of 256 (assumed)"))
+    assert needs in (hosts, hosts + 1)
+    h100 = load_cluster("h100:1")
+    for gib, code in ((needs, ExitCode.OK), (needs * LESS, ExitCode.REFUSED)):
+        h100.with_(host_memory=float(gib * GIB)).save("host.toml")
+        assert invoke(plan, "llama-70b", "host.toml")[0] == code
+    assert "of host memory per device in" not in invoke(plan, "llama-70b", "h100:1", "--forbid", "offload")[1]
+
+
+def test_what_is_reserved_outside_of_steps_is_above_what_steps_reserve(here: Path) -> None:
+    """Of live tensors this step has more than the load, of the allocator less: one kind of bytes is named."""
+    words = ("dp1 zero3 / bf16", "--model", "llama-405b", "--cluster", "l4:1", "--global-batch", "1")
+    text = " ".join(invoke(estimate, *words)[1].split())
+    step = float(re.search(r"reserved ([\d.]+) GiB, on the device", text)[1])  # type: ignore[index]
+    most = float(re.search(r"most is reserved outside of steps: ([\d.]+) GiB at the load", text)[1])  # type: ignore[index]
+    peak = json.loads(invoke(estimate, *words, "--json")[1])["memory"]["peak"]
+    assert most > step and most == pytest.approx(peak["reserved"] / GIB, abs=0.06)
+    assert peak["phase"] == "load" and peak["allocated"] < peak["reserved"]
 
 
 def test_an_error_of_a_word_in_a_plans_file_names_the_file(here: Path) -> None:

@@ -19,11 +19,11 @@ from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.constraints import check
 from shardwise.plan.families import Leaf, least_simplicity, simplicity
-from shardwise.plan.front import APART, front_of
+from shardwise.plan.front import APART, FrontWalk, front_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
-from shardwise.plan.search import ALIKE, Candidate, Search, Walk, every_plan, find_plan
+from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Search, Walk, every_plan, find_plan
 from shardwise.plan.space import FEATURES, OPT_IN, Core, Flow, Pipe, Space, Spread
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import estimate_time
@@ -293,6 +293,20 @@ def test_the_front_is_that_of_all_plans(spec: ModelSpec, where: str, gib: float,
     assert min(size for _, size in few) <= expected[-1][1] * (1 + 2 * ALIKE)
     for time, size in expected:
         assert any(t <= time * (1 + 2 * ALIKE) and s <= size * (1 + 1.1 * APART) for t, s in few)
+
+
+def test_the_front_leaves_undivided_what_leaner_plans_rule_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flows of which only plans with offloaded states fit wait until those could come out: 159 of 4,721 are divided."""
+    divided, divide = [0], FrontWalk._divide_flow
+
+    def counted(walk: FrontWalk, flow: Flow) -> None:
+        divided[0] += 1
+        divide(walk, flow)
+
+    monkeypatch.setattr(FrontWalk, "_divide_flow", counted)
+    spec, work = preset("llama-8b"), Workload(seq_len=4096, global_batch=8)
+    assert len(find(spec, load_cluster("h100:8"), work, headroom=HEADROOM).front) > 20
+    assert divided[0] < 1000
 
 
 def test_rows_that_refuse_a_flow_refuse_all_its_plans() -> None:

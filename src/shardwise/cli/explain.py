@@ -17,6 +17,7 @@ from shardwise.cli.planning import (
     JsonOption,
     ModelOption,
     OptimizerOption,
+    PriceOption,
     SeqOption,
     StackOption,
     TokensOption,
@@ -42,6 +43,7 @@ def explain(
     global_batch: BatchOption = None,
     optimizer: OptimizerOption = "",
     stack: StackOption = "",
+    price: PriceOption = None,
     trace_on: TraceOnOption = "meta",
     json: JsonOption = False,
 ) -> None:
@@ -51,7 +53,7 @@ def explain(
     """
     parsed = load_plan(plan)
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
-    more = {"optimizer": optimizer, "stack": stack, "trace_on": trace_on}
+    more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on}
     asked, name = question_of("explain", plan, parsed, **given, **more)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)

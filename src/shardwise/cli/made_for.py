@@ -28,6 +28,7 @@ class MadeFor:
     stack: str = ""
     goal: str = ""
     imbalance: float = 1.0
+    price: float | None = None
     allow: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
 
@@ -77,14 +78,15 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         ConfigError: a file that is gone, or that does not describe what it should.
     """
     made = load_made_for(source)
-    taken = [name for name in ("model", "cluster", "seq", "optimizer", "stack") if not given.get(name)]
+    names = ("model", "cluster", "seq", "optimizer", "stack", "price")
+    taken = [name for name in names if given.get(name) in ("", None)]
     words = {name: getattr(made, name) if name in taken else given[name] for name in (*taken, *given)}
     for name in ("model", "cluster"):
         _refuse_word(verb, source, name, words[name], from_file=name in taken)
     batch = given.get("global_batch")
     if given.get("tokens") is None:
         batch = batch or plan.batch.global_size or made.global_batch
-    more = {name: given.get(name) for name in ("price", "trace_on", "blocks")}
+    more = {"price": words["price"], "trace_on": given.get("trace_on"), "blocks": given.get("blocks")}
     said = [f"--{name} {words[name]}" for name in taken if words[name] not in ("", None)]
     try:
         asked = question(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import select
 import sys
 import tempfile
 import traceback
@@ -34,6 +36,10 @@ VERBS = {
     "rules": "Infer tensor-parallel rules of a model from its forward; compare them with one process.",
 }
 """Verb `x` is the function `x` of `shardwise.cli.x`; none of these files imports torch. Here is its line of help."""
+
+
+READER_LEFT = 141
+"""128 + SIGPIPE, as a shell says it of `cat` before a `head` that has read enough. Nothing was wrong: no `ExitCode`."""
 
 
 class Verbs(TyperGroup):
@@ -98,6 +104,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # for any broken pipe typer and rich end with 1
+            sys.exit(READER_LEFT if _has_no_reader() else _internal(words, end.__context__))
+        raise
     except Exception as error:
         if _was_interrupted(error):
             sys.exit(ExitCode.INTERRUPTED)
@@ -108,10 +118,24 @@ def main(argv: list[str] | None = None) -> None:
             where = f": {error.filename}" if error.filename else ", where the output goes"
             _say(words, "UsageError", f"{error.strerror}{where}; free some space", ExitCode.USAGE)
             sys.exit(ExitCode.USAGE)
-        path = _save_traceback()
-        text = f"internal error: {type(error).__name__}: {error}; the traceback is in {path}; please report it"
-        _say(words, type(error).__name__, text, ExitCode.INTERNAL)
-        sys.exit(ExitCode.INTERNAL)
+        sys.exit(_internal(words, error))
+
+
+def _internal(words: list[str], error: BaseException) -> ExitCode:
+    path = _save_traceback()
+    text = f"internal error: {type(error).__name__}: {error}; the traceback is in {path}; please report it"
+    _say(words, type(error).__name__, text, ExitCode.INTERNAL)
+    return ExitCode.INTERNAL
+
+
+def _has_no_reader() -> bool:
+    """Whether output or error output is a pipe that nobody reads any more, or rich has already put /dev/null there."""
+    if not hasattr(select, "poll") or os.path.samestat(os.fstat(1), os.stat(os.devnull)):
+        return True
+    ends = select.poll()
+    for descriptor in (1, 2):
+        ends.register(descriptor, 0)  # errors are told without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in ends.poll(0))
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

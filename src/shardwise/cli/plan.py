@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,7 +89,7 @@ def plan(
     whole = complete(chosen.plan, asked)
     if found.best:
         _check(whole, asked)
-        save_plan(whole, out, made_for(model, cluster, asked, goal, words, stack))
+        save_plan(whole, out, replace(made_for(model, cluster, asked, goal, words, stack), price=price))
     with waiting("searching for the front of memory against time"):
         points = found.front if front or html else None  # a search of its own
     if html:
@@ -188,7 +189,9 @@ def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) ->
         markup=False,
     )
     if not advice:
-        out.print("no more nodes, --allow, --forbid or shorter samples were found that help: use devices with more")
+        out.print(
+            "no nodes, host memory, --allow, --forbid or shorter samples were found that help; use larger devices"
+        )
         return
     batch = found.space.workload.global_batch
     table = Table(title=f"what would fit, each change alone, with a global batch of {batch:,}", title_justify="left")

@@ -312,7 +312,8 @@ def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> N
         markup=False,
     )
     if memory.peak is not memory.worst:
-        out.print(f"most is needed outside of steps: {memory.peak.allocated / GIB:.1f} GiB at the {memory.peak.phase}")
+        most = memory.reserved_of(memory.peak) / GIB
+        out.print(f"most is reserved outside of steps: {most:.1f} GiB at the {memory.peak.phase}")
     if apart := on_host(memory, plan, cluster.per_node):
         lack = ", too much" if host_lack(memory, plan, cluster) else ""
         there = host_share(cluster) / GIB
@@ -361,7 +362,10 @@ def estimate_json(memory: Memory, step: StepTime, plan: Plan, cluster: Cluster) 
             "allocated": memory.allocated, "reserved": memory.reserved, "device": memory.device, "limit": memory.limit,
             "fits": memory.fits and not host_lack(memory, plan, cluster),
             "phase": memory.worst.phase, "terms": dict(memory.worst.terms),
-            "peak": {"phase": memory.peak.phase, "allocated": memory.peak.allocated},
+            "peak": {
+                "phase": memory.peak.phase, "allocated": memory.peak.allocated,
+                "reserved": memory.reserved_of(memory.peak),
+            },
             "phases": dict(memory.peaks), "host": memory.host,
             "offloaded": on_host(memory, plan, cluster.per_node),
             "ranks": [{"rank": rank.rank, "phase": rank.phase, "terms": dict(rank.terms)} for rank in memory.stages],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from shardwise.records import add_record, say
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering, Recovery
 
+CROWD = 4
+"""More ranks on a core are remarked upon: as a rule somebody has given a plan for another machine."""
 _WordsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[PLAN] [ARGS]...", help="The plan, then words for the script.")
 ]
@@ -106,6 +109,12 @@ def run(
 
 def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
     """Run a job here; the first failure goes to stderr."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if job.nproc > CROWD * cores:
+        say(
+            f"shardwise: {job.nproc} ranks on {cores} cores: they take turns, and each is a process with its own "
+            "memory; Ctrl-C and a smaller plan if this is not meant"
+        )
     with catching() as stopping:
         if recovering is not None and job.nodes.count > 1:
             from shardwise.launch.hosts import run_on_hosts

@@ -162,14 +162,15 @@ def nodes_of(env: Mapping[str, str]) -> tuple[int, str]:
     >>> nodes_of({})
     (1, 'assumed: no launcher says otherwise')
     """
-    said = env.get("SLURM_NNODES")
+    name = "SLURM_NNODES" if env.get("SLURM_NNODES") else "SLURM_JOB_NUM_NODES"  # the same, by its newer name
+    said = env.get(name)
     if said:
         if not re.fullmatch("[1-9][0-9]{0,8}", said):
             raise LaunchError(
-                f"SLURM_NNODES={said[:40]!r}: needed the number of nodes of the job; SLURM sets it: unset it, or "
+                f"{name}={said[:40]!r}: needed the number of nodes of the job; SLURM sets it: unset it, or "
                 "give the cluster by its name, as h100:8x4"
             )
-        return int(said), "read: SLURM_NNODES"
+        return int(said), f"read: {name}"
     launch = read_environment(env, command="shardwise probe")
     if launch.launcher == "none":
         return 1, "assumed: no launcher says otherwise"

@@ -214,7 +214,7 @@ def _read_torchrun(env: Mapping[str, str], command: str) -> Launch:
         world=world,
         local_rank=local_rank,
         # Without LOCAL_WORLD_SIZE (set by hand) nothing says more than that this rank exists on its node.
-        local_world=local_world or (world if rank == local_rank else local_rank + 1),
+        local_world=(world if rank == local_rank else local_rank + 1) if local_world is None else local_world,
         init=init,
         node=node,
     )

@@ -1,14 +1,19 @@
-"""What would fit where nothing does: more nodes, shorter samples, one word allowed or no longer forbidden. No torch."""
+"""What would fit where nothing does: more nodes or host memory, shorter samples, one word allowed or not forbidden.
+
+No torch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from shardwise.errors import ShardwiseError
-from shardwise.hardware.cluster import Cluster, load_cluster
+from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.plan import SCHEDULES
 from shardwise.plan.search import HEADROOM, Candidate, Walk
 from shardwise.plan.space import OPT_IN, Space
@@ -18,6 +23,10 @@ SECONDS = 4.0
 DEVICES = 16384
 """More are not advised."""
 LEAST_SEQ = 128
+HOST = 1e15
+"""Bytes of host memory per node: a cluster file may not say more."""
+LESS = 0.9
+"""So much of the host memory that a plan needs is tried next."""
 USUAL = (
     *(kind for kind in SCHEDULES if kind != "1f1b"),
     "recompute=every",
@@ -48,7 +57,7 @@ def advise(space: Space, fixed: Collection[str] = (), seconds: float = SECONDS) 
     Cost: some 20 searches of 0.1 to 1 s, as many as begin within `seconds`.
     """
     tries = _Tries(space, tuple(fixed), time.process_time() + seconds)
-    return tuple(advice for make in (_nodes, _words, _seq) for advice in make(tries))
+    return tuple(advice for make in (_nodes, _host, _words, _seq) for advice in make(tries))
 
 
 @dataclass
@@ -86,6 +95,18 @@ def _nodes(tries: _Tries) -> Iterator[Advice]:
         words = f"{cluster.device.name}:{cluster.per_node}x{most}" + "".join(cluster.name.partition("@")[1:])
         word = f" ({words})" if _is_preset(words, cluster.with_(nodes=most)) else ""
         yield Advice(f"{most} nodes in place of {cluster.nodes}{word}", found)
+
+
+def _host(tries: _Tries) -> Iterator[Advice]:
+    """Host memory for the states of a plan that offloads them: of those that were tried, the one that needs least."""
+    cluster = tries.space.cluster
+    there, least, needs, room = host_share(cluster), None, 0.0, HOST / cluster.per_node
+    while room > there and (found := tries.fit(cluster=cluster.with_(host_memory=room * cluster.per_node))):
+        least, needs = found, on_host(found.memory, found.plan, cluster.per_node)
+        room = needs * LESS
+    if least and needs > there:
+        now = f"{there / GIB:.0f}{'' if cluster.host_memory else ' (assumed)'}"
+        yield Advice(f"{ceil(needs / GIB)} GiB of host memory per device in place of {now}", least)
 
 
 def _is_preset(words: str, cluster: Cluster) -> bool:

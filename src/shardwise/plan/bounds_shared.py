@@ -137,17 +137,20 @@ class SharedBounds(Bounds):
         """Device memory of a family: what it keeps, with no states."""
         return self.on_device(max(size + logits for _, size, logits, _ in kept))
 
-    def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> float:
+    def family_size(
+        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept, *, offloads: bool = True
+    ) -> float:
         """Device memory that a flow's plans need at least, over all its spreads.
 
-        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`.
+        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`; `offloads`:
+        with states on the host too, where they may be there.
         """
         sizes, ranks = [size + logits for _, size, logits, _ in kept], tuple(rank for rank, *_ in kept)
-        floors = self.floors_of(flow, spreads, refused, ranks)
+        floors = self.floors_of(flow, spreads, refused, ranks, offloads=offloads)
         return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))
 
     def floors_of(
-        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...]
+        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...], *, offloads: bool = True
     ) -> list[Floor]:
         """Of each `zero`, the spread with most shards, which keeps least; on the device, and where it may be offloaded.
 
@@ -156,7 +159,7 @@ class SharedBounds(Bounds):
         core, pipe, schedule = flow.pipe.core, flow.pipe, flow.schedule
         several = pipe.micro_batches > 1
         cut = (pipe.pp, several, schedule.stages, schedule.kind in V_SHAPED)
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, *cut, ranks, refused)
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, *cut, ranks, refused, offloads)
         if key not in self._floors:
             ends: dict[int, tuple[Spread, Spread]] = {}
             for spread in (each for each in spreads(pipe) if each.zero not in refused):
@@ -169,7 +172,7 @@ class SharedBounds(Bounds):
                 floor
                 for few, many in ends.values()
                 for spread in dict.fromkeys((few, many))
-                for floor in self._floor(flow, spread, ranks)
+                for floor in self._floor(flow, spread, ranks)[: 1 + offloads]
             )
         return self._floors[key]
 

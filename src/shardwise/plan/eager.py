@@ -159,7 +159,11 @@ def outputs_of(block: Block, local: Local) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def deferred_in(block: Block, local: Local) -> float:
-    """Bytes per token of gradients that wait for the weights' part of a divided backward: of each product's output."""
+    """Bytes per token of gradients that wait for the weights' part of a divided backward: of what each weight gives.
+
+    That of a norm over the stream is mostly another's too.
+    """
     tp = local.tp
     outs = sum(op.gives / (tp if op.split == "column" else 1) for op in block.matmuls)
-    return (outs + block.width) * local.width
+    norms = sum(op.saves for op in block.ops if isinstance(op, Pointwise) and op.name == "qk-norm")
+    return (outs + norms / tp + block.width) * local.width

@@ -81,7 +81,7 @@ class PipeRank(RankSizes):
         if stage.last:
             kept += self.head()
             at_once += self.logit() * max(self.width, 4.0)
-            deferred += self.logit() * self.width
+            deferred += self.logit() * self.width + self.whole_stream
         # what was received lies in its buffer; what was sent is kept as long as the rest
         kept += self.whole_stream * ((not stage.last) - (not stage.first))
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
@@ -95,8 +95,14 @@ class PipeRank(RankSizes):
 
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
-        if not self.engine or not self.plan.reshards:
-            return self.gathered(ahead)
+        if not self.engine:
+            return 0.0
+        if not self.plan.reshards:  # those of a stage are given back when it is done
+            left = [stage for stage, done in zip(self.stages, moment.done, strict=True) if not done]
+            padding = sum(
+                self.params(b) - self.division.dense(b) - self.division.experts(b) for s in left for b in s.blocks
+            )
+            return (self.division.whole(left) + padding) * self.width
         whole = [sum(self.params(block) for block in stage.blocks) * self.width for stage in self.stages]
         others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
         blocks = self.stages[moment.turn].blocks
@@ -113,13 +119,12 @@ class PipeRank(RankSizes):
             own = self.kept_of(stage, stage.blocks[:-1])
             return [("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own})] if gathers else []
         if work == "W":
-            return [("weights", {"gathered": self.gathered(1), "gradients": row})]
+            return [("weights", {"gathered": self.gathered_in(moment, 1), "gradients": row})]
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
         if work == "I" and stage.last and is_recomputed(index, self.plan):  # the gradient of the logits waits
             working += self.logit() * self.width
         if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
             working = 3 * self.stream(block) + deferred + self.again(index, block)
-            working -= self.logit() * wide * stage.last  # what the loss kept is used up
         found: list[tuple[str, Terms]] = []
         if stage.last:
             copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2

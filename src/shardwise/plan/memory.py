@@ -93,7 +93,7 @@ class Memory:
 
     @property
     def peak(self) -> RankMemory:
-        """The rank and the phase with the most, outside of steps too."""
+        """The rank and the phase for which the allocator reserves the most, outside of steps too."""
         return max((self.worst, *self.outside), key=self.reserved_of)
 
     @property
@@ -204,7 +204,7 @@ def _rank_memory(
     states = states_of(division, stages, stack)
     if division.profile.buffers:
         states["constants"] = division.profile.buffers
-    spike = update_spike(division, stages) if division.workload.optimizer == "muon" and stack.name in OWN else 0.0
+    spike = update_spike(division, stages) if stack.name in OWN else 0.0
     if stack.eager:
         moments = dict(eager_rank(division, rank, stages, states))
         moments["update"] = {**moments["update"], "temporary": spike}

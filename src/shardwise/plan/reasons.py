@@ -121,12 +121,25 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     except ShardwiseError:
         return f"{label}: the batch does not divide"
     if not memory.fits:
-        return f"{label}: {memory.device / GIB:.0f} GiB do not fit"
+        return f"{label}: {memory.device / GIB:.0f} GiB do not fit{_with_recompute(plan, best, space)}"
     if lack := host_lack(memory, plan, space.cluster):
         return f"{label}: {lack}"
     share = (memory.device - memory.held) / device.memory
     tight = "" if memory.fits_in(device.memory * (1 - HEADROOM)) else f", memory {share:.0%} full"
     return f"{label}: {_percent(seconds, best.time.total)}{tight}"
+
+
+def _with_recompute(plan: Plan, best: Candidate, space: Space) -> str:
+    """What recompute would do beside states that are offloaded, where these alone are not enough."""
+    if not plan.offload.state or best.plan.offload.state or plan.recompute.mode == "blocks":
+        return ""
+    plan = plan.with_(recompute=Recompute(mode="blocks"))
+    plan = plan.with_(compile=space.compiles(plan))
+    memory = estimate_memory(space.profile, plan, space.workload, stack=space.stack, device=space.cluster.device)
+    if space.broken(plan) or not memory.fits:
+        return ""
+    lack = host_lack(memory, plan, space.cluster)
+    return f" (with recompute=blocks {memory.device / GIB:.0f} GiB do{f', but {lack}' if lack else ''})"
 
 
 def _percent(seconds: float, best: float) -> str:

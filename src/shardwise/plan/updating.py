@@ -25,6 +25,8 @@ OWN = ("shardwise", "shardwise-cpu")
 """Stacks whose checkpoints and optimizers are this library's: how others save, load and orthogonalize is not known."""
 NOT_ORTHOGONAL = ("embed", "positions", "head")
 """Matrices of the reference models that Muon gives to AdamW, as `train.optimizers.NOT_MUON` names them."""
+TEMPORARIES = {"adamw-bf16": 3, "lion": 1, "lamb": 1, "adafactor": 1}
+"""Tensors of the size of a parameter's local part that a rule makes and drops again, where it is not one kernel."""
 ITERATIONS = 5
 """Of Newton-Schulz, per matrix and step."""
 KERNELS = 9 * ITERATIONS + 12
@@ -211,20 +213,55 @@ def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stac
 
 
 def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
-    """Bytes that Muon's update makes and drops again, of the tensor that takes most.
+    """Bytes that the optimizer's rule makes and drops again, of the parameter that takes most.
+
+    LAMB keeps the steps of all parameters until their norms are summed up, and Adafactor gathers a gradient whole.
+    """
+    optimizer, width = division.workload.optimizer, _width(division.plan)
+    if optimizer == "muon":
+        return _orthogonal_spike(division, stages) * width
+    local = largest_part(division, stages)
+    spike = TEMPORARIES.get(optimizer, 0) * local
+    if optimizer == "lamb":
+        spike += division.owned(stages)
+    parts = division.shards * division.plan.axes.tp
+    if optimizer == "adafactor" and parts > 1:
+        spike += local * parts
+    return spike * width
+
+
+def largest_part(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Elements of the largest part of a parameter that a rank updates."""
+    blocks = {block for stage in stages for block, _ in stage.counts}
+    if any(stage.last for stage in stages):
+        blocks.add(division.profile.head)
+    tp = division.plan.axes.tp
+    parts = [m.num_params / (tp if m.split else 1) / division.shards for block in blocks for m in matrices(block)]
+    parts += [_largest_stack(division, block) for block in blocks]
+    if any(stage.first for stage in stages):
+        parts.append(division.embedding_table / division.shards)
+    return max(parts, default=0.0)
+
+
+def _largest_stack(division: Division, block: Block) -> float:
+    """Elements of the largest stack of experts on a rank: gate and up are two."""
+    stacked = [op.params / (2 if op.name == "experts-up" else 1) for op in block.matmuls if op.experts]
+    return max(stacked, default=0.0) / (division.expert_split * division.expert_shards)
+
+
+def _orthogonal_spike(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Elements that Muon's update makes and drops again.
 
     Of a matrix of E elements whose shorter side is r: the iterate and its scaled copy with four `r x r` products, or
     these with two more of its size and one product. What is exchanged before and after is less. Of what AdamW steps,
     two temporaries of the local part.
     """
-    most, width = 0.0, _width(division.plan)
+    most = 0.0
     for block in {block for stage in stages for block, _ in stage.counts}:
         for matrix in matrices(block):
             size, square = matrix.num_params, matrix.short**2
             most = max(most, 2 * size + 4 * square, 4 * size + square)
-        stacked = [op.params / (2 if op.name == "experts-up" else 1) for op in block.matmuls if op.experts]
-        local = max(stacked, default=0.0) / (division.expert_split * division.expert_shards)
-        most = max(most, 2 * local)
+        most = max(most, 2 * _largest_stack(division, block))
     if any(stage.first or stage.last for stage in stages):
         most = max(most, 2 * division.embedding_table / division.shards)
-    return most * width
+    return most
