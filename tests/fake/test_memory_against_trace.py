@@ -155,6 +155,36 @@ def test_every_plan(plan: str, model: str) -> None:
     check_close(plan, model)
 
 
+TIED: dict[str, Any] = {"tie_embeddings": True, "vocab_size": 30000, "dim": 128, "num_heads": 4, "num_kv_heads": 2}
+WIDE: dict[str, Any] = {"kind": "gpt", "dim": 64, "num_heads": 4, "ffn_dim": 500, "vocab_size": 50257}
+FEW: dict[str, Any] = {"kind": "moe", "num_experts": 4, "experts_per_token": 2, "ffn_dim": 300, "vocab_size": 1000}
+DRAWN = {
+    "a table's gradients: the head's, its own, and their sum": ("dp1", TIED, "adamw"),
+    "the head's waits for the table's through all blocks": ("dp1 / mb2", TIED, "adamw"),
+    "four experts over three ranks: two, two, none": ("fsdp3 / mb2 / bf16", FEW, "adamw"),
+    "six over four, in a pipeline": ("pp2 fsdp4 / 1f1b mb4", FEW | {"num_experts": 6}, "adamw"),
+    "zero bubble: the first stage has no inputs' part": ("pp2 / zero-bubble mb4", WIDE, "adamw"),
+    "and the last one's loss goes with the inputs' part": ("pp2 fsdp2 / zero2 / zero-bubble mb4 / bf16", WIDE, "sgd"),
+    "recomputed blocks give all gradients at its end": (
+        "pp2 fsdp2 / zero1 / zero-bubble mb4 / recompute=blocks", {"num_layers": 8}, "adamw",
+    ),
+    "three tensors of the largest in the update": ("pp4 dp2 / gpipe mb4", WIDE | {"kind": "llama"}, "adamw-bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("why", DRAWN)
+def test_what_drawn_models_have_shown(why: str) -> None:
+    text, sizes, optimizer = DRAWN[why]
+    plan, spec = Plan.parse(text), ModelSpec(**SIZES | sizes)
+    data = plan.axes.data * plan.batch.micro_batches
+    work = Workload(seq_len=96, global_batch=data, optimizer=optimizer)
+    memory = estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise-cpu"))
+    for stage, found in enumerate(memory.stages):
+        peak = trace_step(training_of(spec, work), plan, rank=stage * plan.world // plan.axes.pp).later.num_bytes
+        assert found.allocated == pytest.approx(peak, rel=0.03), stage
+
+
 def test_the_peak_is_where_recompute_begins_when_little_is_kept() -> None:
     """Neither the first block needs most, whose weights alone are gathered beside it, nor the last: one between."""
     spec = ModelSpec(num_layers=8, dim=96, num_heads=4, num_kv_heads=2, ffn_dim=1000, vocab_size=1000, max_seq_len=512)
