@@ -203,7 +203,7 @@ class RankSizes:
         those before any is reduced.
         """
         given = unit / (self.division.shards if self.plan.zero else 1)
-        narrow = self.own_width < self.reduced_width
+        narrow = self.own_width < self.reduced_width and not self.sums_first
         if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
             given = self.kept_gradients / self.own_width
         elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
