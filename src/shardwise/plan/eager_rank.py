@@ -52,7 +52,7 @@ class _Rank(RankSizes):
             block = self.blocks[place][1]
             if self.local_experts(block) and course_of(block, self.local) is None:
                 found[f"experts of the {name}"] = self.behind_experts(place, terms)
-        found["update"] = {**self.base, "gradients": self.gradients + self.masters}
+        found["update"] = {**self.base, "gradients": self.kept_gradients + self.masters}
         if self.engine:
             gradients = self.kept_gradients
             if self.division.shards > 1:  # what autograd gave last is still in its hands

@@ -44,15 +44,19 @@ class RankSizes:
         """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""
         self.adds_later = self.sums_first and not self.adds_up and self.plan.schedule.kind in ZERO_BUBBLE
         """Whether what a backward pass to the weights gives waits for the next one to the inputs."""
+        owned = division.owned(stages) * trained
+        # `kept_gradients`: what is left of them when they are reduced
         if self.sums_first:
             self.gradients = whole * trained * self.reduced_width
+            self.kept_gradients = (owned if self.plan.zero else whole * trained) * self.own_width
         elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
-            self.gradients = division.owned(stages) * trained * self.own_width
+            summed = several and self.plan.axes.dp_replicate > 1  # over the shards; over replicas at the end
+            self.gradients = owned * (self.reduced_width if summed else self.own_width)
+            self.kept_gradients = owned * self.own_width
         else:  # what is summed without a reduction is beside the buckets
-            self.gradients = whole * trained * self.own_width * (2 if several and is_replicated(self.plan) else 1)
-        owned = (division.owned(stages) if self.plan.zero else whole) * trained * self.own_width
-        self.kept_gradients = owned if self.sums_first else self.gradients
-        """What is left of them when they are reduced."""
+            apart = several and is_replicated(self.plan)
+            self.gradients = whole * trained * self.own_width * (2 if apart else 1)
+            self.kept_gradients = self.gradients / (2 if apart and self.plan.communication.bucket_view else 1)
         self.masters = division.owned(stages) * trained * 4.0 * pure
         """Bytes of the gradients that masters take."""
         self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
