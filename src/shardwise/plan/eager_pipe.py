@@ -167,7 +167,11 @@ class PipeRank(RankSizes):
         if stage.first:
             done = self.kept_of(stage, stage.blocks)
             terms = {"gathered": self.gathered_in(moment, num_blocks), "activations": -done}
-            found.append(("embedding", {**terms, "gradients": self.embedding() * self.width}))
+            terms["gradients"] = self.embedding() * self.width
+            if self.sums_first and not self.adds_up and not moment.begun[moment.turn]:  # beside what they become
+                own = self.division.whole([stage]) * self.division.trained_share([stage])
+                terms["gradients"] += own * self.reduced_width
+            found.append(("embedding", terms))
         return found
 
     def kept_of(self, stage: Stage, blocks: Sequence[Block], first: int = 0) -> float:
