@@ -169,6 +169,12 @@ DRAWN = {
         "pp2 fsdp2 / zero1 / zero-bubble mb4 / recompute=blocks", {"num_layers": 8}, "adamw",
     ),
     "three tensors of the largest in the update": ("pp4 dp2 / gpipe mb4", WIDE | {"kind": "llama"}, "adamw-bf16"),
+    "gradients of keys and values of the whole sequence, in fp32": (
+        "fsdp4 cp2 / bf16 / context=gather",
+        {"kind": "gpt", "dim": 384, "num_heads": 12, "ffn_dim": 720, "vocab_size": 1000}, "adamw",
+    ),
+    "shards wait in fp32 for the sum over replicas": ("dp2 fsdp2 / mb2 / bf16-pure", {}, "adamw"),
+    "what is reduced takes the place of what was given": ("pp2 fsdp2 / 1f1b mb4 / bf16-pure", WIDE, "adamw"),
 }  # fmt: skip
 
 

@@ -170,27 +170,35 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         how: Exchange = ctx.how
-        result = Result(grad=grads[0], out=out, lse=lse)
-        dq = torch.zeros_like(q, dtype=computing_type(q))
         home = _Homeward(how.ranks) if how.is_ring else None
-        dk = dv = torch.empty(0)
-        for index, keys, values in (_ring if how.is_ring else gathered)(k.contiguous(), v.contiguous(), how.ranks):
-            dk = torch.zeros_like(keys, dtype=dq.dtype)
-            dv = torch.zeros_like(values, dtype=dq.dtype)
-            for piece in how.pieces[index]:
-                rows, columns = piece.queries, piece.keys
-                part = (q[:, :, rows], keys[:, :, columns], values[:, :, columns])
-                for total, at, grad in zip(
-                    (dq, dk, dv),
-                    (rows, columns, columns),
-                    attend_backward(*part, piece, how.scale, result.at(rows)),
-                    strict=True,
-                ):
-                    total[:, :, at] += grad
-            if home is not None:
-                home.hand_on(dk, dv, index)
+        dq, dk, dv = _gradients((q, k, v), how, Result(grad=grads[0], out=out, lse=lse), home)
         dk, dv = home.arrive(k, v) if home is not None else scattered(dk, dv, how.ranks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _gradients(
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], how: Exchange, result: Result, home: _Homeward | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of this rank's queries, and its part of those of the last keys and values; others are handed `home`."""
+    q, k, v = given
+    dq = torch.zeros_like(q, dtype=computing_type(q))
+    dk = dv = torch.empty(0)
+    for index, keys, values in (_ring if how.is_ring else gathered)(k.contiguous(), v.contiguous(), how.ranks):
+        dk = torch.zeros_like(keys, dtype=dq.dtype)
+        dv = torch.zeros_like(values, dtype=dq.dtype)
+        for piece in how.pieces[index]:
+            rows, columns = piece.queries, piece.keys
+            part = (q[:, :, rows], keys[:, :, columns], values[:, :, columns])
+            for total, at, grad in zip(
+                (dq, dk, dv),
+                (rows, columns, columns),
+                attend_backward(*part, piece, how.scale, result.at(rows)),
+                strict=True,
+            ):
+                total[:, :, at] += grad
+        if home is not None:
+            home.hand_on(dk, dv, index)
+    return dq, dk, dv
 
 
 def _ring(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -252,7 +260,12 @@ def _shift(going: list[torch.Tensor], coming: list[torch.Tensor], ranks: Ranks) 
 
 
 def gathered(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Keys and values of the whole sequence in its order, by one all-gather, padded to the longest rank's."""
+    """Keys and values of the whole sequence, as the ring's source gives those of one rank after the other."""
+    yield 0, *_whole(k, v, ranks)
+
+
+def _whole(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the order of the sequence, by one all-gather, padded to the longest rank's."""
     most = max(ranks.layout.sizes)
     mine = torch.cat([_padded(t, most).reshape(-1) for t in (k, v)])
     everything = [torch.empty_like(mine) for _ in range(ranks.size)]
@@ -263,7 +276,7 @@ def gathered(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[i
         torch.cat([parts[rank][i].view(*t.shape[:2], most, -1)[:, :, a:b] for rank, a, b in ranks.layout.order], dim=2)
         for i, t in enumerate((k, v))
     )
-    yield 0, keys, values
+    return keys, values
 
 
 def scattered(dk: torch.Tensor, dv: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:

@@ -128,6 +128,29 @@ def working_in(block: Block, local: Local) -> float:
     return (inner + stream) * width
 
 
+@lru_cache(maxsize=4096)
+def attention_in(block: Block, local: Local, ranks: int) -> tuple[float, float] | None:
+    """Bytes per token, beside what is kept, while attention over gathered keys goes backward; elements of weights done.
+
+    Whole keys and values, their gradients in the type of sums, those of the longest piece (three quarters of a zigzag's
+    keys) as the kernel gives and as they are added, and those of the queries. What follows attention is used up.
+    """
+    place = next((i for i, op in enumerate(block.ops) if isinstance(op, Attention)), None)
+    if place is None:
+        return None
+    core, width = block.ops[place], local.width
+    assert isinstance(core, Attention)
+    wide, piece = max(width, 4.0), 0.75
+    keys, queries = core.heads * (core.qk_dim + core.v_dim), core.heads * core.qk_dim
+    held = keys * ranks * (wide + width + piece * (width + (wide if wide > width else 0.0))) + queries * wide
+    behind = block.ops[place + 1 :]
+    done = sum(
+        op.params / (local.tp if op.split in ("column", "row") else 1) for op in behind if isinstance(op, Matmul)
+    )
+    used_up = sum(kept_op(op, local) for op in behind)
+    return (held + keys * width) / local.tp + 2 * block.width * width - used_up, done
+
+
 def _before_last_product(block: Block) -> tuple[Pointwise | None, Matmul | None]:
     """The activation whose result the last row-sharded product takes, and that product."""
     places = [place for place, op in enumerate(block.ops) if isinstance(op, Matmul) and op.split == "row"]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from shardwise.model.course import Held
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.eager import course_ahead, course_of, working_in
+from shardwise.plan.eager import attention_in, course_ahead, course_of, working_in
 from shardwise.plan.eager_pipe import PipeRank
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import moments_of
@@ -127,6 +127,9 @@ class _Rank(RankSizes):
         moments: tuple[Held, ...] = (Held(working_in(block, self.local), 0.0, row, row),)
         if not self.local_experts(block):  # of which see `behind_experts`
             moments = (*moments, Held(0.0, end, self.trained(block), row))
+        if self.local.divided and self.plan.context.kind == "gather":
+            exchanged = attention_in(block, self.local, self.plan.axes.cp)
+            moments = (*moments, Held(exchanged[0], 0.0, exchanged[1], row)) if exchanged else moments
         less = 0.0
         if course:
             moments, less = course.backward, self.kept_whole(block)
