@@ -91,9 +91,10 @@ def test_the_update_needs_what_the_trace_says(text: str, kind: str) -> None:
     spec, plan = ModelSpec(**WIDE, **more), Plan.parse(text)
     work = Workload(seq_len=8, global_batch=plan.axes.data, optimizer="muon")
     peaks = trace_step(training_of(spec, work), plan).later.by_phase
-    closed = estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise-cpu")).peaks
+    stack = load_stack("shardwise-cpu")
+    closed = estimate_memory(profile_of(spec), plan, work, stack=stack).peaks
     assert closed["update"] == pytest.approx(peaks["update"], rel=0.03)
-    plain = estimate_memory(profile_of(spec), plan, replace(work, optimizer="sgd-momentum"), stack=load_stack("shardwise-cpu"))
+    plain = estimate_memory(profile_of(spec), plan, replace(work, optimizer="sgd-momentum"), stack=stack)
     assert plain.peaks["update"] < 0.9 * peaks["update"], "without the matrices that come and go"
 
 
