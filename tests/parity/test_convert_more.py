@@ -360,3 +360,30 @@ def test_weights_that_cannot_be_kept_are_named(tmp_path: Path, value: Any, words
 def test_a_step_may_be_a_whole_float(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(2)}, "global_step": 9.0}, tmp_path / "file.pt")
     assert convert(tmp_path / "file.pt", tmp_path / "out", Options()).step == 9
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"),
+    [
+        ({"step": -5}, "no use for: step"),
+        ({"step": 5.5}, "no use for: step"),
+        ({"global_step": 10**30, "epoch": 2}, "no use for: global_step, epoch"),
+        ({"optimizer": {"state": {}}, "optim": {"state": {0: {"momentum": 1.0}}}}, "no use for: optim"),
+    ],
+    ids=["negative", "fraction", "huge", "second optimizer"],
+)
+def test_a_step_that_is_none_and_a_second_optimizer_are_said_to_be_left_out(
+    tmp_path: Path, rest: dict[str, Any], words: str
+) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, **rest}, tmp_path / "file.pt")
+    done = convert(tmp_path / "file.pt", tmp_path / "out", Options())
+    assert done.step == 0
+    assert [note for note in done.notes if note.endswith(words)]
+
+
+def test_a_name_that_cannot_be_stored_is_what_a_rule_renames(tmp_path: Path) -> None:
+    torch.save({"a b/c": torch.ones(2)}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="--rename, as 'a b/c' ="):
+        convert(tmp_path / "file.pt", tmp_path / "out", Options())
+    (tmp_path / "rules.toml").write_text('[rename]\n"a b/c" = "a.c"\n')
+    assert convert(tmp_path / "file.pt", tmp_path / "out", Options(rename=tmp_path / "rules.toml")).num_weights == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from shardwise.checkpoint.directory import Directory
+from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.models.decoder import Decoder, DecoderConfig
@@ -211,6 +215,47 @@ def test_a_directory_of_another_run_is_not_written_into(world: World, tmp_path: 
     world(2, train_and_save, "fsdp2", str(tmp_path), "adamw")
     for message in world(2, other_run, str(tmp_path)):
         assert "holds another run, at step 3" in message
+
+
+def load_with_a_stranger(path: str) -> tuple[int, str, str]:
+    """What is loaded where a newer checkpoint of another run was copied in; and what where that is all there is."""
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        state, alone = make("fsdp2", mesh), Path(path) / "alone"
+        with pytest.warns(UserWarning, match="loaded in place of step-00000005") if mesh.rank == 0 else nullcontext():
+            loaded = Store(f"{path}/own").load_latest(state)
+        assert loaded is not None
+        with pytest.raises(CheckpointError) as caught:
+            Store(alone).load_latest(state)
+        return loaded.step, loaded.skipped[0].reason, str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_named_and_not_gone_on_from(world: World, tmp_path: Path) -> None:
+    """Its maths may be another, and the run's record knows nothing of it."""
+    world(2, train_and_save, "fsdp2", str(tmp_path / "own"), "adamw")
+    world(2, save_later, str(tmp_path / "other"))
+    shutil.copytree(tmp_path / "other" / "step-00000005", tmp_path / "own" / "step-00000005")
+    shutil.copytree(tmp_path / "other", tmp_path / "alone")
+    shutil.copy(tmp_path / "own" / "store.json", tmp_path / "alone")
+    for step, reason, alone in world(2, load_with_a_stranger, str(tmp_path)):
+        assert step == 3
+        assert all("step-00000005: is of the run" in text and "--resume" in text for text in (reason, alone))
+
+
+def save_later(path: str) -> None:
+    with open_mesh(LAYOUTS["fsdp2"]) as mesh:
+        state = make("fsdp2", mesh)
+        state.run(5)
+        store = Store(path)
+        for _ in range(2):  # a larger sequence than that of the other store
+            store.save(state)
+
+
+def test_the_mark_of_a_run_that_saved_nothing_gives_way_to_that_of_the_one_that_does(tmp_path: Path) -> None:
+    """A first start that died in its first save leaves `store.json`; the ranks of the next have another run's id."""
+    directory = Directory(tmp_path / "store", LOCAL)
+    directory.begin(1, "a" * 32)
+    directory.begin(1, "b" * 32)
+    assert directory.run_id() == "b" * 32
 
 
 def disagree(path: str) -> str:

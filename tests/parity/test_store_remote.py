@@ -37,7 +37,7 @@ from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World, WorldError
 from shardwise.train.optimizers import adamw
 from shardwise.train.rundir import find_checkpoint
-from tests.checkpoints import SPLITS, content, write_checkpoint
+from tests.checkpoints import IDENTITY, SPLITS, content, write_checkpoint
 from tests.parity.placing import LAYOUTS, State, place
 
 fsspec = pytest.importorskip("fsspec")
@@ -331,7 +331,7 @@ def uploaded(url: str, tmp_path: Path, steps: tuple[int, ...] = (7, 8)) -> Objec
     objects = Objects(url)
     with suppress(FileNotFoundError):
         objects.fs.rm(objects.base, recursive=True)
-    objects.put("store.json", json.dumps({"format": "shardwise-store", "schema": 2, "run": "0" * 32}).encode())
+    objects.put("store.json", json.dumps({"format": "shardwise-store", "schema": 2, "run": IDENTITY.run}).encode())
     for step in steps:
         for file in write_checkpoint(tmp_path, *SPLITS, step).iterdir():
             objects.put(f"step-{step:08d}/{file.name}", file.read_bytes())
@@ -379,7 +379,7 @@ def test_a_save_is_a_checkpoint_when_every_ranks_object_is_there(tmp_path: Path)
     url = RemotePath("memory://arrived")
     directory = ObjectDirectory(url, RemoteFiles(url))
     source = write_checkpoint(tmp_path, *SPLITS)
-    place = directory.begin(7, "0" * 32)
+    place = directory.begin(7, IDENTITY.run)
     first, second = (source / f"rank-0000{rank}.safetensors" for rank in range(2))
     directory.files.write_whole(place / first.name, first.read_bytes())
     with pytest.raises(CheckpointError, match=r"rank-00001.safetensors: rank 1 wrote \d+ bytes, found none"):
@@ -387,9 +387,9 @@ def test_a_save_is_a_checkpoint_when_every_ranks_object_is_there(tmp_path: Path)
     assert not directory.listing().complete and not directory.listing().damaged
     directory.files.write_whole(place / second.name, second.read_bytes())
     assert directory.commit(place, Manifest.read(source)) == directory.listing().complete[0][0]
-    again = directory.begin(8, "0" * 32)
+    again = directory.begin(8, IDENTITY.run)
     directory.files.write_whole(again / first.name, b"begun")
-    assert directory.begin(9, "0" * 32).name not in directory.files.names(url) or again != place
+    assert directory.begin(9, IDENTITY.run).name not in directory.files.names(url) or again != place
     assert again.name not in directory.files.names(url)  # removed by the next save
 
 

@@ -152,6 +152,23 @@ def test_refusals(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert find(store).path.name == "step-00000007"
 
 
+def test_a_file_of_zeros_names_its_rank(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = store / "step-00000008" / "rank-00001.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert run("verify", store) == 4
+    assert "a header of 0 bytes at offset 0" in (said := capsys.readouterr().err) and "written by rank 1" in said
+
+
+def test_verify_names_every_manifest_that_cannot_be_read_once(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (9, 10):
+        shutil.copytree(store / "step-00000008", store / f"step-{step:08d}")
+    assert run("verify", store) == 4
+    said = capsys.readouterr().err
+    for step in (9, 10):
+        assert said.count(f"step-{step:08d}: holds step 8") == said.count(f"step-{step:08d}") == 1
+    assert said.rstrip().endswith("step-00000008 is whole")
+
+
 def test_memory_is_bounded(tmp_path: Path) -> None:
     array = content("w", (16, 2**20), "float32")  # 64 MiB
     halves = [(0, Box((0, 0), (16, 2**19))), (1, Box((0, 2**19), (16, 2**19)))]

@@ -171,7 +171,8 @@ def verify(path: Path) -> Verified:
         size = reader.verify()
         manifest = reader.manifest
     if found.damaged:
-        raise CheckpointError(f"{found.damaged[0].path}: {found.damaged[0].reason}; {found.path} is whole")
+        reasons = "; ".join(item.reason for item in found.damaged)
+        raise CheckpointError(f"{reasons}; {found.path} is whole")
     counts = len(manifest.tensors), len(manifest.files)
     return Verified(found.path, manifest.step, *counts, size, time.perf_counter() - start)
 

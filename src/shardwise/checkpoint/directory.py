@@ -166,7 +166,7 @@ class StoreDirectory(ABC):
         self.check_is_store()
         try:
             self.files.make_parents(self.path)
-            if not self.files.is_file(self.path / MARKER):
+            if self.run_id() != run:  # none, or that of a run that made no checkpoint
                 self._mark(run)
             self._clean()
             partial = self.path / f"{name_of(step)}.{self.kind_of_save}-{uuid.uuid4().hex[:8]}"
@@ -231,7 +231,7 @@ class StoreDirectory(ABC):
         self.check_is_store()
         complete: list[tuple[Path, Manifest]] = []
         damaged: list[Skipped] = []
-        steps = set[int]()
+        steps, run = set[int](), self.run_id()
         for step, kind, entry in self._entries():
             if kind == "partial":
                 continue
@@ -239,11 +239,7 @@ class StoreDirectory(ABC):
             try:
                 manifest = self._manifest(entry, known)
                 steps.add(manifest.step)
-                if manifest.step != step:
-                    raise DamagedError(
-                        f"{entry}: holds step {manifest.step}, needed step {step} as its name says: it was renamed "
-                        f"or copied; give it the name {name_of(manifest.step)}, or take it out of the store"
-                    )
+                manifest.check_place(entry, step, run)
                 complete.append((entry, manifest))
             except DamagedError as error:
                 damaged.append(Skipped(entry, str(error)))

@@ -104,6 +104,23 @@ class Manifest:
         """What the header of a file must say."""
         return Identity(run=self.run, save=self.save, step=self.step, rank=file)
 
+    def check_place(self, checkpoint: Path, step: int, run: str | None) -> None:
+        """It is where its save put it: in a store of its run, under the name of its step.
+
+        Raises:
+            DamagedError: it was renamed or copied. `step` is that of the name, `run` that of the store if it says one.
+        """
+        if self.step != step:
+            raise DamagedError(
+                f"{checkpoint}: holds step {self.step}, needed step {step} as its name says: it was renamed or copied; "
+                f"give it the name step-{self.step:08d}, or take it out of the store"
+            )
+        if run not in (None, self.run):
+            raise DamagedError(
+                f"{checkpoint}: is of the run {self.run}, needed one of {run} as store.json says: it was copied from "
+                "another store; take it out of this one, and let a run begin with it by its own path (--resume)"
+            )
+
     def encode(self) -> bytes:
         """The file's bytes."""
         plain = {key: getattr(self, key) for key in _KEYS if key not in ("format", "schema", "tensors", "sha256")}

@@ -219,11 +219,11 @@ class ShardFile(Closing):
             raise self.damaged(f"{size} bytes, the manifest says {entry.size_bytes}: truncated or changed")
         start = self._get(0, 8)
         length = int.from_bytes(start, "little")
-        if length > min(size - 8, MAX_HEADER):
+        if not 2 <= length <= min(size - 8, MAX_HEADER):
             raise self.damaged(f"a header of {length} bytes at offset 0, in a file of {size}")
         text = self._get(8, length)
         self._data = 8 + length
-        header = parse_header(text, size - self._data, f"{self.path}: header")
+        header = parse_header(text, size - self._data, f"{self.path}: header (written by rank {self._rank})")
         self.entries, self.num_bytes, self._digest = header.entries, header.num_bytes, header.digest
         self._table = self._get(self._data + self.num_bytes, size - self._data - self.num_bytes)
         found = header.identity

@@ -201,8 +201,21 @@ def _sources(found: Foreign, options: Options) -> dict[str, Source]:
             like = Manifest.read(known.path, known.files)
         sources = _made_like(sources, found, like, options.like)
     for name in sources:
-        check_name(name, "convert")
+        _check_storable(name)
     return sources
+
+
+def _check_storable(name: str) -> None:
+    """A foreign model may have names that a store cannot: here a rule changes them, not the model.
+
+    Raises:
+        CheckpointError: naming the weight as rules do.
+    """
+    try:
+        check_name(name, "convert")
+    except CheckpointError as error:
+        own = name.removeprefix(MODEL)
+        raise CheckpointError(f'{error}, or give rules with --rename, as {own[:80]!r} = "a.name.of.yours"') from None
 
 
 def _typed(source: Source, dtype: str | None, name: str) -> Source:

@@ -129,7 +129,8 @@ def _changed(named: Mapping[str, T], change: Callable[[str], str | None]) -> dic
             continue
         if new in fresh:
             raise ConfigError(
-                f"rename: {first[new]} and {name} both become {new}; needed one name for each: mend the rules"
+                f"rename: {first[new]} and {name} both become {new}; needed one name for each: mend the rules, or, "
+                "where wrappers' parts of the names are all that differs, save one of the two models"
             )
         fresh[new], first[new] = value, name
     return fresh

@@ -69,8 +69,10 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
     weights, notes = weights_of(value[inside], f"{where}: {inside}")
     found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes, files=1)
-    found.step = next((n for key in STEP_KEYS if (n := step_of(value.get(key))) is not None), 0)
-    state = next((value[key] for key in OPTIMIZER_KEYS if value.get(key)), None)
+    counted = next((key for key in STEP_KEYS if step_of(value.get(key)) is not None), None)
+    found.step = step_of(value.get(counted)) or 0
+    kept = next((key for key in OPTIMIZER_KEYS if value.get(key)), None)
+    state = value.get(kept)
     if isinstance(state, list) and len(state) == 1:
         state = state[0]
     if isinstance(state, list):
@@ -78,8 +80,8 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
     elif state is not None:
         found.optimizer, reason = named_state(state, weights, in_order)
         found.notes += [reason] if reason else []
-    taken = {inside, *STEP_KEYS, *OPTIMIZER_KEYS}
-    others = [str(key) for key in value if key not in taken]
+    empty = [key for key in OPTIMIZER_KEYS if not value.get(key)]
+    others = [str(key) for key in value if key not in (inside, counted, kept, *empty)]
     if others:
         found.notes.append(f"what a Shardwise run keeps elsewhere or has no use for: {', '.join(others[:12])}")
     return found
