@@ -138,3 +138,15 @@ def test_a_signal_that_is_ignored_stays_so(weights: Path, tmp_path: Path, monkey
         assert run("convert", weights, tmp_path / "a") == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_says_that_nothing_is_half_written(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.checkpoint.foreign.convert._write", interrupted)
+    before = sorted(weights.parent.iterdir())
+    assert run("convert", weights, weights.parent / "out") == 130
+    assert "SIGINT: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before

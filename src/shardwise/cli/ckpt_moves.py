@@ -66,11 +66,18 @@ def _clearing_up(target: Path) -> Iterator[None]:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         for stop in stops:
             signal.signal(stop, signal.SIG_IGN)
-        typer.echo(f"shardwise: {signal.Signals(number).name}: stopped; {target} is as it was, or complete", err=True)
+        say(signal.Signals(number).name)
         raise SystemExit(ExitCode.TERMINATED)
 
-    with handling(stops, on_signal):
-        yield
+    def say(name: str) -> None:
+        typer.echo(f"shardwise: {name}: stopped; {target} is as it was, or complete", err=True)
+
+    try:
+        with handling(stops, on_signal):
+            yield
+    except KeyboardInterrupt:
+        say("SIGINT")
+        raise
 
 
 def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:
