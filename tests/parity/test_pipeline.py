@@ -13,8 +13,9 @@ import torch
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.mesh import open_mesh
-from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE
+from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Plan
 from shardwise.testing.world import World
+from tests.parity import grid, points
 from tests.parity import pipeline_models as models
 from tests.parity.pipeline_models import (
     Case,
@@ -29,6 +30,7 @@ from tests.parity.pipeline_models import (
 )
 
 FP64, FP32 = 1e-11, 1e-6
+RULED = "bf16 precision=first:fp32"
 GATHERED_ONCE = [kind for kind in SCHEDULES if kind not in ZERO_BUBBLE]
 
 
@@ -79,6 +81,22 @@ def kinds(names: Iterable[str], every_change: set[str]) -> list[Any]:
 @pytest.mark.parametrize("kind", kinds(SCHEDULES, {"1f1b", "zero-bubble-v"}))
 def test_with_sharded_parameters(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", dp=2, reshard=False)) < FP64
+
+
+@pytest.mark.parametrize(
+    ("text", "alone"),
+    [
+        ("pp2 / 1f1b mb2 / bf16", "dp1 / mb2 / bf16"),
+        ("pp2 dp2 / interleaved mb2 / fp16", "dp2 / mb2 / fp16"),
+        (f"pp2 / 1f1b mb2 / {RULED}", f"dp1 / mb2 / {RULED}"),
+    ],
+)
+def test_a_product_before_the_blocks_in_half_types(world: World, text: str, alone: str) -> None:
+    """Later stages run it too, with zeros in place of its weights, on inputs in the type that is computed in."""
+    case = points.Case(clip=None)
+    found, expected = (world(Plan.parse(each).world, points.run, each, case) for each in (text, alone))
+    worst = grid.differences([trace for trace, _ in found], expected[0][0])
+    assert max(worst.values()) < FP32
 
 
 @pytest.mark.parametrize("kind", kinds(GATHERED_ONCE, {"1f1b"}))

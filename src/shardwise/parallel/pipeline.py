@@ -23,6 +23,7 @@ from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy,
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch, Part, Placed
+from shardwise.parallel.precision import compute_type
 from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
 from shardwise.parallel.transport import Transport
 from shardwise.plan.division import split_evenly
@@ -176,10 +177,12 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         chain = trace_chain(blueprint, *model_inputs(placed.sample, Signature.of(root)), blocks)
     firsts = first_blocks(root, blocks, plan, chain)
     layout = Layout(blocks=blocks, firsts=firsts, owners=_owners(root, blocks, firsts, chain))
+    own = {name for name, parameter in root.named_parameters(remove_duplicate=False) if parameter.is_floating_point()}
+    types = {name: compute_type(plan, name.rpartition(".")[0], placed.types) for name in own if plan.mixed}
     stages = []
     for stage in stages_of(plan.schedule.kind, mesh.index("pp"), plan.axes.pp, plan.schedule.stages):
         cut, wiring = layout.cut(stage), Wiring(chain=chain)
-        stages.append(StageModule(prune(root, cut, wiring, mesh.device), cut, wiring, placed.randomness))
+        stages.append(StageModule(prune(root, cut, wiring, mesh.device, types), cut, wiring, placed.randomness))
     pipeline = Pipeline(stages, layout, blueprint, placed)
     parts = tuple(Part(root=stage.root, run=stage, stage=stage.cut.stage) for stage in stages)
     names = [name for name, _ in root.named_parameters()]

@@ -9,7 +9,7 @@ one behind its last block ends the forward there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -184,7 +184,9 @@ class _Own(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-def prune(root: nn.Module, cut: Cut, wiring: Wiring, device: torch.device) -> nn.Module:
+def prune(
+    root: nn.Module, cut: Cut, wiring: Wiring, device: torch.device, types: Mapping[str, torch.dtype] | None = None
+) -> nn.Module:
     """A copy of a module with only one stage's parameters: the same objects, under the same names.
 
     Args:
@@ -192,6 +194,8 @@ def prune(root: nn.Module, cut: Cut, wiring: Wiring, device: torch.device) -> nn
         cut: what stays.
         wiring: shared by the pass-throughs.
         device: where the zeros live that stand for parameters of other stages (one number each).
+        types: of such zeros, by name, where mixed precision computes in another type than a parameter has; nothing
+            casts them later, as they are no parameters.
 
     Raises:
         ModelError: the module's structure cannot be copied.
@@ -205,7 +209,7 @@ def prune(root: nn.Module, cut: Cut, wiring: Wiring, device: torch.device) -> nn
         owner = stage.get_submodule(path)
         tensor = cast(torch.Tensor, getattr(owner, last))
         delattr(owner, last)
-        zeros = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        zeros = torch.zeros((), dtype=(types or {}).get(name, tensor.dtype), device=device).expand(tensor.shape)
         setattr(owner, last, zeros.clone() if not isinstance(tensor, nn.Parameter) else zeros)
     return stage
 
