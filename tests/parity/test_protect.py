@@ -146,6 +146,17 @@ def one_verdict(text: str, own_only: bool) -> str | None:
         return protection.judge(1.0, 1e6 if state.mesh.rank else 1.0, excused=False)
 
 
+@pytest.mark.parametrize("plan", ["fsdp2 / fp16", "dp2 / fp16"])
+def test_a_spike_whose_gradient_overflows_in_fp16_is_one(world: World, plan: str) -> None:
+    """The scale makes up for gradients, and for no loss: 1e6 times the median is no matter of the scale."""
+    assert world(2, stopped, plan, {"policy": "stop"}) == [(int(ExitCode.SPIKE), 8)] * 2
+    for rank in world(2, run, plan, "rewind", 1e3):
+        [event] = rank["events"]
+        assert event["rows"] == [56, 64] and event["cause"].startswith("spike: loss ")
+    for rank in world(2, run, plan, "rewind", 1.0):  # the control
+        assert not rank["events"]
+
+
 def test_the_verdict_of_one_rank_is_that_of_all(world: World) -> None:
     first, second = world(2, one_verdict, "dp2 / fp64", False)
     assert "on another rank" in first and "gradient norm" in second

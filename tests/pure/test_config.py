@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -234,9 +234,9 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
         resolve("model.preset=llama-8b")
 
 
-def planned(place: Path, **made: object) -> str:
+def planned(place: Path, **made: Any) -> str:
     """A plan's file that says what it was made for, as a setting."""
-    save_plan(Plan.parse("cp2 / gbs6 / fp32"), place / "p.toml", MadeFor(**made))  # type: ignore[arg-type]
+    save_plan(Plan.parse("cp2 / gbs6 / fp32"), place / "p.toml", MadeFor(**made))
     return f"plan.file={place / 'p.toml'}"
 
 

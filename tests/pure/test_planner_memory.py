@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import load_cluster
-from shardwise.model.profile import profile_of
+from shardwise.model.profile import Matmul, profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
@@ -224,6 +224,19 @@ def test_frozen_weights_are_gathered_without_a_gradient() -> None:
         return memory.worst.terms["gathered"]
 
     assert gathered(1.0) - gathered(0.01) == max(block.params for block in profile_of(LLAMA).blocks) * 2
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp2 / 1f1b mb2", "pp2 / 1f1b mb2 / bf16", "pp2 fsdp2 / zero2 / zero-bubble mb4 / bf16"]
+)
+def test_a_rank_of_a_pipeline_without_a_trained_weight_has_no_gradients(plan: str) -> None:
+    whole, parsed = profile_of(LLAMA), Plan.parse(plan)
+    ops = [replace(op, trained=False) if isinstance(op, Matmul) else op for op in whole.blocks[0].ops]
+    frozen = replace(whole.blocks[0], ops=tuple(ops), frozen=whole.blocks[0].params)
+    profile = replace(whole, blocks=(frozen,) * len(whole.blocks), frozen=whole.embedding)
+    work = Workload(seq_len=128, global_batch=parsed.axes.data * parsed.batch.micro_batches)
+    first, last = estimate_memory(profile, parsed, work, stack=load_stack("shardwise-cpu")).stages
+    assert not first.terms.get("gradients") and last.terms["gradients"] > 0, "the head alone is trained"
 
 
 def test_large_jobs_stall_sooner_with_large_messages() -> None:

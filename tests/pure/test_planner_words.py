@@ -260,7 +260,7 @@ def test_host_memory_that_would_be_enough_is_named_and_is(here: Path) -> None:
     found = json.loads(invoke(plan, "llama-70b", "h100:1", "--json")[1])
     reason = next(each["reason"] for each in found["decisions"] if each["field"] == "offload.state")
     says = r"(\d+) GiB do not fit \(with recompute=blocks (\d+) GiB do, but offloaded states need (\d+) GiB of host"
-    alone, both, hosts = map(int, re.search(says, reason).groups())  # type: ignore[union-attr]
+    [(alone, both, hosts)] = [tuple(map(int, numbers)) for numbers in re.findall(says, reason)]
     assert alone > 79 > both
     change = next(each["change"] for each in found["would_fit"] if "host memory" in each["change"])
     needs = int(change.removesuffix(" GiB of host memory per device in place of 256 (assumed)"))
@@ -276,8 +276,8 @@ def test_what_is_reserved_outside_of_steps_is_above_what_steps_reserve(here: Pat
     """Of live tensors this step has more than the load, of the allocator less: one kind of bytes is named."""
     words = ("dp1 zero3 / bf16", "--model", "llama-405b", "--cluster", "l4:1", "--global-batch", "1")
     text = " ".join(invoke(estimate, *words)[1].split())
-    step = float(re.search(r"reserved ([\d.]+) GiB, on the device", text)[1])  # type: ignore[index]
-    most = float(re.search(r"most is reserved outside of steps: ([\d.]+) GiB at the load", text)[1])  # type: ignore[index]
+    [step] = map(float, re.findall(r"reserved ([\d.]+) GiB, on the device", text))
+    [most] = map(float, re.findall(r"most is reserved outside of steps: ([\d.]+) GiB at the load", text))
     peak = json.loads(invoke(estimate, *words, "--json")[1])["memory"]["peak"]
     assert most > step and most == pytest.approx(peak["reserved"] / GIB, abs=0.06)
     assert peak["phase"] == "load" and peak["allocated"] < peak["reserved"]

@@ -25,8 +25,26 @@ def blocks_of(factory: Callable[[], nn.Module], pattern: str) -> str:
     Raises:
         ModelError: a pattern that matches nothing.
     """
+    return _found(_on_meta(factory), pattern)
+
+
+def stacks_of(factory: Callable[[], nn.Module], pattern: str, *, several: bool) -> str:
+    """`blocks_of`; for a model that is fed as several stacks are, shows no blocks, or small ones, `block_pattern`."""
+    module = _on_meta(factory)
+    found = _found(module, pattern)
+    unlike = block_pattern(module) if pattern == "auto" else ""
+    if not unlike or several or found == WHOLE:
+        return unlike or found
+    held = [sum(_size(module, name) for name in find_blocks(module, each)) for each in (unlike, found)]
+    return unlike if held[0] > MORE * held[1] else found
+
+
+def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
-        module = factory()
+        return factory()
+
+
+def _found(module: nn.Module, pattern: str) -> str:
     try:
         find_blocks(module, pattern)
     except ModelError as error:
@@ -34,20 +52,6 @@ def blocks_of(factory: Callable[[], nn.Module], pattern: str) -> str:
             raise
         return WHOLE
     return pattern
-
-
-def stacks_of(factory: Callable[[], nn.Module], pattern: str, *, several: bool) -> str:
-    """`blocks_of`; for a model that is fed as several stacks are, shows no blocks, or small ones, `block_pattern`."""
-    found = blocks_of(factory, pattern)
-    if pattern != "auto":
-        return found
-    with torch.device("meta"):
-        module = factory()
-    unlike = block_pattern(module)
-    if not unlike or several or found == WHOLE:
-        return unlike or found
-    held = [sum(_size(module, name) for name in find_blocks(module, each)) for each in (unlike, found)]
-    return unlike if held[0] > MORE * held[1] else found
 
 
 def block_pattern(module: nn.Module) -> str:

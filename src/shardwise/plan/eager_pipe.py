@@ -64,7 +64,7 @@ class PipeRank(RankSizes):
         if self.adds_later:
             gradients = moment.added[turn] * size.gradients + (times > 1) * size.gradients_at_once
             new = moment.fresh[turn] * size.fresh + (times > 0 and not moment.done[turn]) * size.fresh_at_once
-        if moment.done[turn]:
+        if moment.done[turn] and gradients:
             gradients *= self.kept_gradients / self.gradients
         return kept, gradients + new
 
@@ -86,11 +86,16 @@ class PipeRank(RankSizes):
         kept += self.whole_stream * ((not stage.last) - (not stage.first))
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
-        gradients, gradients_at_once = (trained[0] - inside_at_once) * unit, inside_at_once * unit
-        new, new_at_once = (part / unit * self.width for part in (gradients, gradients_at_once))
-        units = [self.trained(block) for block in stage.blocks]
+        later = trained[0] - inside_at_once
         return _Sizes(
-            kept, at_once, deferred, gradients, gradients_at_once, new, new_at_once, max(self.ends_of(stage), *units)
+            kept=kept,
+            kept_at_once=at_once,
+            deferred=deferred,
+            gradients=later * unit,
+            gradients_at_once=inside_at_once * unit,
+            fresh=later * self.width,
+            fresh_at_once=inside_at_once * self.width,
+            unit=max(self.ends_of(stage), *(self.trained(block) for block in stage.blocks)),
         )
 
     def gathered_in(self, moment: Moment, ahead: int) -> float:
@@ -99,9 +104,7 @@ class PipeRank(RankSizes):
             return 0.0
         if not self.plan.reshards:  # those of a stage are given back when it is done
             left = [stage for stage, done in zip(self.stages, moment.done, strict=True) if not done]
-            padding = sum(
-                self.params(b) - self.division.dense(b) - self.division.experts(b) for s in left for b in s.blocks
-            )
+            padding = sum(self.division.filled(b) - self.division.experts(b) for s in left for b in s.blocks)
             return (self.division.whole(left) + padding) * self.width
         whole = [sum(self.params(block) for block in stage.blocks) * self.width for stage in self.stages]
         others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)

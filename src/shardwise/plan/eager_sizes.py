@@ -44,19 +44,8 @@ class RankSizes:
         """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""
         self.adds_later = self.sums_first and not self.adds_up and self.plan.schedule.kind in ZERO_BUBBLE
         """Whether what a backward pass to the weights gives waits for the next one to the inputs."""
-        owned = division.owned(stages) * trained
-        # `kept_gradients`: what is left of them when they are reduced
-        if self.sums_first:
-            self.gradients = whole * trained * self.reduced_width
-            self.kept_gradients = (owned if self.plan.zero else whole * trained) * self.own_width
-        elif self.engine and self.plan.zero and (at_once or self.plan.zero >= 2):
-            summed = several and self.plan.axes.dp_replicate > 1  # over the shards; over replicas at the end
-            self.gradients = owned * (self.reduced_width if summed else self.own_width)
-            self.kept_gradients = owned * self.own_width
-        else:  # what is summed without a reduction is beside the buckets
-            apart = several and is_replicated(self.plan)
-            self.gradients = whole * trained * self.own_width * (2 if apart else 1)
-            self.kept_gradients = self.gradients / (2 if apart and self.plan.communication.bucket_view else 1)
+        self.gradients, self.kept_gradients = self.sums(whole * trained, division.owned(stages) * trained, at_once)
+        """Bytes of gradients between micro-batches, and what is left of them when they are reduced."""
         self.masters = division.owned(stages) * trained * 4.0 * pure
         """Bytes of the gradients that masters take."""
         self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
@@ -67,6 +56,21 @@ class RankSizes:
         self.moving = self.outside - division.frozen_outside(stages)
         self.is_last = any(stage.last for stage in stages)
         self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
+
+    def sums(self, whole: float, owned: float, at_once: bool) -> tuple[float, float]:
+        """Bytes of gradients between micro-batches and at the end, of so many parameters here and in this rank's shard.
+
+        `at_once`: they are reduced behind each micro-batch, or there is one.
+        """
+        several, zero = self.plan.batch.micro_batches > 1, self.plan.zero
+        if self.sums_first:
+            return whole * self.reduced_width, (owned if zero else whole) * self.own_width
+        if self.engine and zero and (at_once or zero >= 2):
+            summed = several and self.plan.axes.dp_replicate > 1  # over the shards; over replicas at the end
+            return owned * (self.reduced_width if summed else self.own_width), owned * self.own_width
+        if several and is_replicated(self.plan):  # what is summed without a reduction is beside the buckets
+            return 2 * whole * self.own_width, whole * self.own_width * (2 - self.plan.communication.bucket_view)
+        return whole * self.own_width, whole * self.own_width
 
     def params(self, block: Block) -> float:
         """Local parameters of a block, before data axes shard them."""

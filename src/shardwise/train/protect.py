@@ -186,19 +186,17 @@ class Protection:
         Args:
             loss: mean of the global batch.
             norm: of its gradient.
-            excused: no fault of model or data: an fp16 overflow, or nothing that counts in the window.
+            excused: a norm that is no fault of model or data: an fp16 overflow, or nothing that counts in the window.
+                The loss of an overflow may spike all the same.
         """
         guard, protect = self._state.guard, self._protect
-        cause = None
-        if excused:
-            cause = ""
-        elif not (math.isfinite(loss) and math.isfinite(norm)):
+        cause = "" if excused else None
+        if not excused and not (math.isfinite(loss) and math.isfinite(norm)):
             cause = f"not finite: loss {loss}, gradient norm {norm}"
         elif len(guard.losses) >= protect.min_history:
-            scores = {
-                "loss": (loss, z_score(loss, guard.losses, protect.floor)),
-                "gradient norm": (norm, z_score(norm, guard.norms, protect.floor)),
-            }
+            scores = {"loss": (loss, z_score(loss, guard.losses, protect.floor))}
+            if not excused:
+                scores["gradient norm"] = (norm, z_score(norm, guard.norms, protect.floor))
             name, (value, z) = max(scores.items(), key=lambda item: item[1][1])
             if z > protect.threshold:
                 cause = f"spike: {name} {value:.6g}, z {z:.1f} above {protect.threshold:g}"
