@@ -37,7 +37,7 @@ def main(plan_text: str, log: Path) -> None:
         for done in sw.steps(state, loss_fn, until=MOST_STEPS):
             if mesh.is_first:
                 with log.open("a", encoding="utf-8") as file:
-                    file.write(f"{done.step} {time.time()!r} {done.loss!r}\n")
+                    file.write(f"{done.step} {time.time()!r} {done.seconds!r}\n")
 
 
 def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:

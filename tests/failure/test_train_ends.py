@@ -135,6 +135,7 @@ def test_a_run_whose_saves_all_failed_begins_again(world: World, folder: Path) -
     argv = words("dp1", "--checkpoint-every", "1")
     (end,) = world(1, planted, str(folder), argv, "no save is complete", TORCHELASTIC_RUN_ID="x")
     assert end.returncode == ExitCode.CHECKPOINT and "No space left on device" in end.stderr
+    assert "free some space there; when that is mended, `shardwise train run/config.toml` goes on from" in end.stderr
     assert sum("save_stall_s" in row for row in records(folder)) == STEPS - 1
     again = typed(world, folder, argv)
     assert again.returncode == 0, again.stderr

@@ -174,6 +174,8 @@ DRAWN = {
         {"kind": "gpt", "dim": 384, "num_heads": 12, "ffn_dim": 720, "vocab_size": 1000}, "adamw",
     ),
     "shards wait in fp32 for the sum over replicas": ("dp2 fsdp2 / mb2 / bf16-pure", {}, "adamw"),
+    "experts are behind attention, whose gradients are not there": ("fsdp2 cp2 / context=gather", FEW, "adamw"),
+    "nor is what is summed over replicas": ("cp2 / bf16 / recompute=ops", FEW | {"num_experts": 8}, "adamw"),
     "what is reduced takes the place of what was given": ("pp2 fsdp2 / 1f1b mb4 / bf16-pure", WIDE, "adamw"),
 }  # fmt: skip
 

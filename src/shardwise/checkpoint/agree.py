@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -100,5 +101,14 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        found = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        return found + _TO_DO.get(error.errno or 0, "")
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+_TO_DO = {
+    errno.ENOSPC: "; free some space there",
+    errno.EDQUOT: "; free some space there, or have the quota raised",
+    errno.EROFS: "; choose a directory that can be written to",
+    errno.EACCES: "; have this user write there, or choose another directory",
+}

@@ -104,7 +104,7 @@ class Cadence:
     reason: str = ""
     """Why the next save is when it is; empty until it is planned."""
     news: str = ""
-    """The reason, at the first step that has one, and at the one where `auto` first plans from a measured save."""
+    """Which step that is and why, at the first step that knows, and where `auto` first plans from a measured save."""
     _due: int | None = None
     _plan_at: int | None = None
     _from: tuple[int, float] | None = None
@@ -150,8 +150,8 @@ class Cadence:
         self._tell("planned", f"{why}, {step_s:.3g} s a step")
 
     def _tell(self, kind: str, why: str) -> None:
-        self.reason = f"next checkpoint at step {self._due}: {why}"
-        self.news, self._told = ("" if kind == self._told else self.reason), kind
+        self.reason = why
+        self.news, self._told = ("" if kind == self._told else f"next checkpoint at step {self._due}: {why}"), kind
 
     def _interval(self) -> tuple[float, str]:
         if self.every.seconds is not None:

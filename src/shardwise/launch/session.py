@@ -14,7 +14,7 @@ import torch
 from shardwise.checkpoint.cadence import Cadence
 from shardwise.checkpoint.saving import Save, Saving
 from shardwise.checkpoint.store import Store
-from shardwise.errors import ExitCode
+from shardwise.errors import CheckpointError, ExitCode
 from shardwise.launch.resuming import HeldOut
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
@@ -212,7 +212,13 @@ class Session:
 
     def save(self, state: TrainState) -> Save:
         """What the loop calls when it is told to stop: a save with the loss by which `train.keep_best` chooses."""
-        saved = self.store.save(state, metric=self.held_out.before(state.step))
+        try:
+            saved = self.store.save(state, metric=self.held_out.before(state.step))
+        except CheckpointError as error:
+            raise type(error)(
+                f"{error}; when that is mended, `shardwise train {self.run.config_toml}` goes on from the newest "
+                "checkpoint that is whole, or begins again where there is none"
+            ) from error
         self.saved_step = state.step
         self._say_findings()  # of the save before, which has ended
         self._record_save(saved.step, saved.seconds)

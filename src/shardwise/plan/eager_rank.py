@@ -43,15 +43,17 @@ class _Rank(RankSizes):
         last = len(self.blocks) - 1
         for place in self.places():
             name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
-            terms = self.at_block(place, left if place == last else 0.0)
-            terms["gradients"] += pending
-            used_up = min(0.0, terms["working"])
-            terms["working"] -= used_up
-            terms = {**self.base, **terms, "activations": sum(kept[: place + 1]) + self.entered(place) + used_up}
-            found[name] = larger(found.get(name), terms)
-            block = self.blocks[place][1]
+            held_back, block = left if place == last else 0.0, self.blocks[place][1]
+            around = {name: self.at_block(place, held_back)}
             if self.local_experts(block) and course_of(block, self.local) is None:
-                found[f"experts of the {name}"] = self.behind_experts(place, terms)
+                around[f"experts of the {name}"] = self.behind_experts(place, held_back)
+            for moment, terms in around.items():
+                terms["gradients"] += pending
+                used_up = min(0.0, terms["working"])
+                terms["working"] -= used_up
+                alive = sum(kept[: place + 1]) + self.entered(place) + used_up
+                terms["activations"] = terms.get("activations", 0.0) + alive
+                found[moment] = larger(found.get(moment), {**self.base, **terms})
         found["update"] = {**self.base, "gradients": self.kept_gradients + self.masters}
         if self.engine:
             gradients = self.kept_gradients
@@ -189,13 +191,15 @@ class _Rank(RankSizes):
         behind = self.blocks[place + 1 :]
         return sum(self.stream(b) for index, b in behind if self.local_experts(b) and is_recomputed(index, self.plan))
 
-    def behind_experts(self, place: int, at_block: Terms) -> Terms:
-        """When all experts of a block have gone backward; `at_block`: what is there behind its last product."""
+    def behind_experts(self, place: int, left: float) -> Terms:
+        """When all experts of the block at this place have gone backward."""
         index, block = self.blocks[place]
+        row = self.row(block)
         fresh, working, used = self.in_experts(index, block)
-        return {
-            **at_block,
-            "gradients": at_block["gradients"] + fresh,
+        terms = self.gradients_at(place, left, Held(gradients=row, fresh=row))
+        terms["gradients"] += fresh
+        return terms | {
+            "gathered": self.gathered(1 + (place > 0), place),
             "working": working,
-            "activations": at_block["activations"] - used,
+            "activations": -used,
         }
