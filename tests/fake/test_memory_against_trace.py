@@ -176,6 +176,12 @@ DRAWN = {
     "shards wait in fp32 for the sum over replicas": ("dp2 fsdp2 / mb2 / bf16-pure", {}, "adamw"),
     "experts are behind attention, whose gradients are not there": ("fsdp2 cp2 / context=gather", FEW, "adamw"),
     "nor is what is summed over replicas": ("cp2 / bf16 / recompute=ops", FEW | {"num_experts": 8}, "adamw"),
+    "a ring's gradients of keys and values are there three times, in fp32": (
+        "pp2 cp2 / 1f1b mb4 / bf16", {"kind": "gpt", "ffn_dim": 1024, "num_kv_heads": 8, "max_seq_len": 1024}, "adamw",
+    ),
+    "norms in fp32 go backward beside all that waits": (
+        "pp2 / zero-bubble mb4 / bf16", {"num_kv_heads": 4, "max_seq_len": 512}, "adamw",
+    ),
     "what is reduced takes the place of what was given": ("pp2 fsdp2 / 1f1b mb4 / bf16-pure", WIDE, "adamw"),
 }  # fmt: skip
 
@@ -184,9 +190,9 @@ DRAWN = {
 @pytest.mark.parametrize("why", DRAWN)
 def test_what_drawn_models_have_shown(why: str) -> None:
     text, sizes, optimizer = DRAWN[why]
-    plan, spec = Plan.parse(text), ModelSpec(**SIZES | sizes)
+    plan, spec, seq_len = Plan.parse(text), ModelSpec(**SIZES | sizes), sizes.get("max_seq_len", 96)
     data = plan.axes.data * plan.batch.micro_batches
-    work = Workload(seq_len=96, global_batch=data, optimizer=optimizer)
+    work = Workload(seq_len=seq_len, global_batch=data, optimizer=optimizer)
     memory = estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise-cpu"))
     for stage, found in enumerate(memory.stages):
         peak = trace_step(training_of(spec, work), plan, rank=stage * plan.world // plan.axes.pp).later.num_bytes

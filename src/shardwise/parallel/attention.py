@@ -102,7 +102,7 @@ class Result:
 def attend_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, scale: float, result: Result
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This piece's part of the gradients of queries, keys and values, in the computing type."""
+    """This piece's part of the gradients of queries, keys and values, in the type of the kernel that gives them."""
     kind = computing_type(q)
     # a query that saw nothing at all: exp(s - inf) is 0
     lse = torch.where(result.lse.isneginf(), math.inf, result.lse)
@@ -110,8 +110,7 @@ def attend_backward(
         (q, k, v), (result.grad, result.out, lse), piece.mask, causal=piece.causal, scale=scale
     )
     if fused is not None:
-        dq, dk, dv = fused
-        return dq.to(kind), dk.to(kind), dv.to(kind)
+        return fused
     keys, values, grad = _per_head(k, q).to(kind), _per_head(v, q).to(kind), result.grad.to(kind)
     delta = (grad * result.out.to(kind)).sum(dim=-1, keepdim=True)
     dk, dv, dqs = torch.zeros_like(keys), torch.zeros_like(values), []

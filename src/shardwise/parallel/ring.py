@@ -189,16 +189,15 @@ def _gradients(
         for piece in how.pieces[index]:
             rows, columns = piece.queries, piece.keys
             part = (q[:, :, rows], keys[:, :, columns], values[:, :, columns])
-            for total, at, grad in zip(
-                (dq, dk, dv),
-                (rows, columns, columns),
-                attend_backward(*part, piece, how.scale, result.at(rows)),
-                strict=True,
-            ):
-                total[:, :, at] += grad
+            _add((dq, dk, dv), (rows, columns, columns), attend_backward(*part, piece, how.scale, result.at(rows)))
         if home is not None:
             home.hand_on(dk, dv, index)
     return dq, dk, dv
+
+
+def _add(totals: Sequence[torch.Tensor], places: Sequence[slice], grads: Sequence[torch.Tensor]) -> None:
+    for total, place, grad in zip(totals, places, grads, strict=True):
+        total[:, :, place] += grad
 
 
 def _ring(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -211,8 +210,7 @@ def _ring(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int,
         coming = [_empty(t, ranks, (index - 1) % ranks.size) for t in (k, v)]
         works = _shift([k, v], coming, ranks)
         yield index, k, v
-        for work in works:
-            work.wait()
+        _finish(works)
         k, v = coming
 
 
@@ -242,8 +240,7 @@ class _Homeward:
         return dk.view_as(k), dv.view_as(v)
 
     def _receive(self) -> None:
-        for work in self.works:
-            work.wait()
+        _finish(self.works)
 
 
 def _empty(tensor: torch.Tensor, ranks: Ranks, holder: int) -> torch.Tensor:
@@ -257,6 +254,12 @@ def _shift(going: list[torch.Tensor], coming: list[torch.Tensor], ranks: Ranks) 
     receives = [dist.P2POp(dist.irecv, t, group=ranks.group, group_peer=before) for t in coming]
     works: list[dist.Work] = dist.batch_isend_irecv(sends + receives)
     return works
+
+
+def _finish(works: list[dist.Work]) -> None:
+    """Wait for all, and let go of them: they hold the tensors that were sent."""
+    while works:
+        works.pop().wait()
 
 
 def gathered(k: torch.Tensor, v: torch.Tensor, ranks: Ranks) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

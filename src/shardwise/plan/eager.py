@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardwise.model.course import Course, Courses
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
 from shardwise.plan.activations import compute_width
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import ContextKind, Plan
 
 
 class Local(NamedTuple):
@@ -128,27 +128,47 @@ def working_in(block: Block, local: Local) -> float:
     return (inner + stream) * width
 
 
-@lru_cache(maxsize=4096)
-def attention_in(block: Block, local: Local, ranks: int) -> tuple[float, float] | None:
-    """Bytes per token, beside what is kept, while attention over gathered keys goes backward; elements of weights done.
+class Exchanged(NamedTuple):
+    """The backward of attention over other ranks' keys."""
 
-    Whole keys and values, their gradients in the type of sums, those of the longest piece (three quarters of a zigzag's
-    keys) as the kernel gives and as they are added, and those of the queries. What follows attention is used up.
+    held: float
+    """Bytes per token, beside what is kept."""
+    used_up: float
+    """Bytes per token that what follows attention kept."""
+    waiting: float
+    """Bytes per token of gradients that wait there, where those of weights are made later."""
+    done: float
+    """Elements of the weights that follow."""
+
+
+@lru_cache(maxsize=4096)
+def attention_in(block: Block, local: Local, kind: ContextKind, ranks: int) -> Exchanged | None:
+    """What is there in a block while its attention goes backward; None: it has no other ranks' keys.
+
+    Gathered: whole keys and values, their gradients in the type of sums, those of the longest piece (three quarters of
+    a zigzag's keys), and those of the queries. Ring: keys and values of another rank, those that come next, gradients
+    of both in the type of sums (that are made, that go, that come), and what a kernel takes of half the queries. Of
+    both the gradients of the result and of the stream.
     """
     place = next((i for i, op in enumerate(block.ops) if isinstance(op, Attention)), None)
-    if place is None:
+    if place is None or ranks == 1 or kind == "ulysses":
         return None
     core, width = block.ops[place], local.width
     assert isinstance(core, Attention)
-    wide, piece = max(width, 4.0), 0.75
+    wide = max(width, 4.0)
     keys, queries = core.heads * (core.qk_dim + core.v_dim), core.heads * core.qk_dim
-    held = keys * ranks * (wide + width + piece * (width + (wide if wide > width else 0.0))) + queries * wide
+    if kind == "gather":
+        held = keys * ranks * (wide + width + 0.75 * width) + queries * wide + keys * width
+    else:
+        held = (queries + 3 * keys) * wide + keys * width * (1 + (ranks > 2)) + queries * width
     behind = block.ops[place + 1 :]
-    done = sum(
-        op.params / (local.tp if op.split in ("column", "row") else 1) for op in behind if isinstance(op, Matmul)
+    products = [(op, local.tp if op.split in ("column", "row") else 1) for op in behind if isinstance(op, Matmul)]
+    return Exchanged(
+        held=held / local.tp + 2 * block.width * width,
+        used_up=sum(kept_op(op, local) for op in behind),
+        waiting=sum(op.gives / (share if op.split == "column" else 1) for op, share in products) * width,
+        done=sum(op.params / share for op, share in products),
     )
-    used_up = sum(kept_op(op, local) for op in behind)
-    return (held + keys * width) / local.tp + 2 * block.width * width - used_up, done
 
 
 def _before_last_product(block: Block) -> tuple[Pointwise | None, Matmul | None]:
@@ -184,9 +204,15 @@ def outputs_of(block: Block, local: Local) -> tuple[float, float]:
 def deferred_in(block: Block, local: Local) -> float:
     """Bytes per token of gradients that wait for the weights' part of a divided backward: of what each weight gives.
 
-    That of a norm over the stream is mostly another's too.
+    That of a norm over the stream is mostly another's too, but not where it computes in fp32.
     """
     tp = local.tp
     outs = sum(op.gives / (tp if op.split == "column" else 1) for op in block.matmuls)
     norms = sum(op.saves for op in block.ops if isinstance(op, Pointwise) and op.name == "qk-norm")
-    return (outs + norms / tp + block.width) * local.width
+    streams = 4.0 * upcast_norms(block) / (tp if local.sequence else 1) if local.width < 4 else 0.0
+    return (outs + norms / tp) * local.width + block.width * (streams or local.width)
+
+
+def upcast_norms(block: Block) -> int:
+    """Norms over the stream that compute in fp32 whatever the type, operator by operator."""
+    return sum(op.name == "norm" and op.upcast for op in block.ops if isinstance(op, Pointwise))

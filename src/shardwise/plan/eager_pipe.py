@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Stage
-from shardwise.plan.eager import deferred_in, working_in
+from shardwise.plan.eager import attention_in, deferred_in, upcast_norms, working_in
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import Moment
 
@@ -127,7 +127,8 @@ class PipeRank(RankSizes):
         if work == "I" and stage.last and is_recomputed(index, self.plan):  # the gradient of the logits waits
             working += self.logit() * self.width
         if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
-            working = 3 * self.stream(block) + deferred + self.again(index, block)
+            streams = 20.0 / self.width if self.width < 4 and upcast_norms(block) else 3.0  # of a norm, five in fp32
+            working = streams * self.stream(block) + deferred + self.again(index, block)
         found: list[tuple[str, Terms]] = []
         if stage.last:
             copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2
@@ -140,6 +141,14 @@ class PipeRank(RankSizes):
             last["gradients"] += sum(map(self.trained, behind)) * self.width
             last["activations"] = -sum(map(self.stream, behind))
         found.append(("last block", last))
+        exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
+        if exchanged:
+            over = exchanged.held - (exchanged.used_up if work == "B" else -exchanged.waiting)
+            over = over * self.tokens + self.again(index, block)
+            if stage.last and work == "B":
+                over -= self.head() + self.logit() * wide
+            done = 0.0 if work == "I" else row if self.adds_up else exchanged.done * self.width
+            found.append(("attention of the last block", {**last, "working": over, "gradients": done}))
         if work == "B":
             found += self.whole_backward(moment, stage, last)
         if self.local_experts(block):

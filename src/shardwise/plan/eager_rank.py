@@ -129,9 +129,9 @@ class _Rank(RankSizes):
         moments: tuple[Held, ...] = (Held(working_in(block, self.local), 0.0, row, row),)
         if not self.local_experts(block):  # of which see `behind_experts`
             moments = (*moments, Held(0.0, end, self.trained(block), row))
-        if self.local.divided and self.plan.context.kind == "gather":
-            exchanged = attention_in(block, self.local, self.plan.axes.cp)
-            moments = (*moments, Held(exchanged[0], 0.0, exchanged[1], row)) if exchanged else moments
+        exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
+        if exchanged:
+            moments = (*moments, Held(exchanged.held - exchanged.used_up, 0.0, exchanged.done, row))
         less = 0.0
         if course:
             moments, less = course.backward, self.kept_whole(block)
