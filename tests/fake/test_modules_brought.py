@@ -71,6 +71,9 @@ FAST = [
     ("dict", "fsdp4 / mb2"),
     ("own loss", "fsdp2 / bf16"),
     ("volumes", "fsdp2 / bf16"),
+    ("lstm", "pp2 / 1f1b mb4"),
+    ("checkpointed", "pp2 / 1f1b mb4"),
+    ("dict", "pp2 / gpipe mb4 / bf16"),
 ]
 BETWEEN = [
     ("weight norm", PLANS[-1]),  # recompute gives back what blocks keep, not what is kept between two of them

@@ -207,7 +207,7 @@ def deferred_in(block: Block, local: Local) -> float:
     That of a norm over the stream is mostly another's too, but not where it computes in fp32.
     """
     tp = local.tp
-    outs = sum(op.gives / (tp if op.split == "column" else 1) for op in block.matmuls)
+    outs = sum(op.gives / (tp if op.split == "column" else 1) for op in block.matmuls if op.trained)
     norms = sum(op.saves for op in block.ops if isinstance(op, Pointwise) and op.name == "qk-norm")
     streams = 4.0 * upcast_norms(block) / (tp if local.sequence else 1) if local.width < 4 else 0.0
     return (outs + norms / tp) * local.width + block.width * (streams or local.width)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shardwise.model.course import Course
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Stage
-from shardwise.plan.eager import attention_in, deferred_in, upcast_norms, working_in
+from shardwise.plan.eager import attention_in, course_ahead, course_of, deferred_in, upcast_norms, working_in
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import Moment
 
@@ -82,8 +83,7 @@ class PipeRank(RankSizes):
             kept += self.head()
             at_once += self.logit() * max(self.width, 4.0)
             deferred += self.logit() * self.width + self.whole_stream
-        # what was received lies in its buffer; what was sent is kept as long as the rest
-        kept += self.whole_stream * ((not stage.last) - (not stage.first))
+        kept += self.sent(stage) - self.received(stage)
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
         later = trained[0] - inside_at_once
@@ -97,6 +97,19 @@ class PipeRank(RankSizes):
             fresh_at_once=inside_at_once * self.width,
             unit=max(self.ends_of(stage), *(self.trained(block) for block in stage.blocks)),
         )
+
+    def received(self, stage: Stage) -> float:
+        """Bytes of a micro-batch that its first block is counted to keep, which lie in a buffer of the schedule's."""
+        seen = course_of(stage.blocks[0], self.local) and not is_recomputed(stage.start, self.plan)
+        return 0.0 if stage.first or seen else self.whole_stream
+
+    def sent(self, stage: Stage) -> float:
+        """Bytes that it sends and keeps as long as the rest, where the last block was not seen to keep it."""
+        block, first = stage.blocks[-1], self.division.profile.blocks[0]
+        ahead = course_ahead(first, self.local)
+        seen = course_of(block, self.local) and not is_recomputed(stage.start + len(stage.blocks) - 1, self.plan)
+        keeps_inputs = ahead is not None and ahead.kept.per_token >= first.width * self.width
+        return 0.0 if stage.last or (seen and keeps_inputs) else self.whole_stream
 
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
@@ -140,6 +153,9 @@ class PipeRank(RankSizes):
             behind = [b for i, b in enumerate(stage.blocks, stage.start) if is_recomputed(i, self.plan)][1:]
             last["gradients"] += sum(map(self.trained, behind)) * self.width
             last["activations"] = -sum(map(self.stream, behind))
+        course = course_of(block, self.local)
+        if course and work == "B":
+            last = self.seen(course, block, last, working - working_in(block, self.local) * self.tokens)
         found.append(("last block", last))
         exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
         if exchanged:
@@ -157,6 +173,15 @@ class PipeRank(RankSizes):
             terms = {**last, "gradients": row + fresh, "working": working + over}
             found.append(("experts of the last block", terms))
         return found
+
+    def seen(self, course: Course, block: Block, last: Terms, around: float) -> Terms:
+        """The largest moment that a step of the `last` block showed; `around`: what is there whatever the moment."""
+        worst = None
+        for held in course.backward:
+            own = held.fresh if self.adds_up or not self.engine else held.gradients
+            working = held.size(self.tokens) - self.kept_whole(block) + around
+            worst = larger(worst, {**last, "gradients": own * self.width, "working": working})
+        return worst or last
 
     def whole_backward(self, moment: Moment, stage: Stage, last: Terms) -> list[tuple[str, Terms]]:
         """Of a backward pass in one piece, the moments around its `last` block, and behind its first one."""

@@ -124,15 +124,15 @@ class RankSizes:
         return ahead + self.stream(block)
 
     def kept_whole(self, block: Block) -> float:
-        """Without recompute. In a pipeline, whose moments are of operators, by these."""
-        course = course_of(block, self.local) if self.plan.axes.pp == 1 else None
+        """Without recompute."""
+        course = course_of(block, self.local)
         return course.kept.size(self.tokens) if course else kept_by(block, self.local) * self.tokens
 
     def kept_ahead(self, block: Block) -> float:
         """Of what runs before the first block."""
         if not (block.ahead or block.courses_ahead):
             return 0.0
-        course = course_ahead(block, self.local) if self.plan.axes.pp == 1 else None
+        course = course_ahead(block, self.local)
         return course.kept.size(self.tokens) if course else kept_ahead(block, self.local) * self.tokens
 
     def again(self, index: int, block: Block) -> float:
@@ -147,7 +147,7 @@ class RankSizes:
     def head(self) -> float:
         """Bytes that the last norm and the head keep of one micro-batch, without logits."""
         head = self.division.profile.head
-        course = course_of(head, self.local) if self.plan.axes.pp == 1 else None
+        course = course_of(head, self.local)
         return (
             course.kept.size(self.tokens)
             if course
