@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shardwise.errors import ConfigError, DataError, PlanError
+from shardwise.errors import ConfigError, DataError, ModelError, PlanError
+from shardwise.parallel.inputs import num_rows, split_rows
 from shardwise.plan.plan import Batch
 from shardwise.train.batches import Batches, LoaderOptions, Window, eval_batches, loader
 from shardwise.train.loader_options import LoaderKeywords
@@ -481,3 +482,12 @@ def test_evaluation_keeps_batch_and_collate() -> None:
     windows = list(batches.evaluation(list(range(5))))
     assert [rows_of([window]) for window in windows] == [[0, 1, 2, 3], [4]]
     assert windows[1].weights_zero == (False, True)
+
+
+def test_rows_of_nested_batches() -> None:
+    ids = torch.zeros(4, 3)
+    for batch in (ids, {"a": ids}, [{"n": 3, "a": ids}], ([ids, ids],), {"t": torch.tensor(1.0), "a": {"b": ids}}):
+        assert num_rows(batch) == 4
+    assert [part[0]["a"].shape[0] for part in split_rows(({"a": ids},), 2)] == [2, 2]
+    with pytest.raises(ModelError, match="a batch of type dict holds no tensor with rows; needed"):
+        num_rows({"a": "text"})

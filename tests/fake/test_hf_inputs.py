@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import shardwise as sw
 from shardwise.cli.estimate import estimate
 from shardwise.cli.hf import planned_hf
+from shardwise.cli.made_for import question_of
 from shardwise.cli.plan import plan
 from shardwise.cli.planning import Question, question
 from shardwise.diagnose import read_module as reading
@@ -219,9 +220,11 @@ def test_blocks_are_named() -> None:
     asked = asked_of(NAME, seq=64, blocks="block")
     assert asked.blocks == "block" and "recompute" not in asked.refused
     assert not [note for note in asked.assumed if "one block" in note]
-    again = asked_of(NAME, seq=64).of_blocks("block")  # as `estimate` reads the blocks of a plan
+    said = Plan.parse("dp1 blocks=block")  # as `estimate` reads the blocks of a plan
+    again, _ = question_of("estimate", str(said), said, model=NAME, cluster="h100:8", seq=64, global_batch=8)
     assert reading._per_token(again.profile) == pytest.approx(reading._per_token(asked.profile))
     assert again.blocks == "block" and not [note for note in again.assumed if "one block" in note]
+    assert again.left_out == asked.left_out
     with pytest.raises(ModelError, match="blocks=blok matches no module"):
         asked_of(NAME, seq=64, blocks="blok")
     with pytest.raises(UsageError, match="--blocks layers: llama-8b is a preset"):

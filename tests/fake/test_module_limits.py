@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.cli.hf import hf_findings
@@ -40,7 +41,7 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=True) if self.course == "reentrant" else layer(x)
         return -x if self.course == "values" and x.sum().item() > 0 else x
 
 
@@ -72,19 +73,12 @@ def rows_with_capacity() -> nn.Module:
     return moe_models.MODELS["capacity"]()
 
 
-class Scaled(Chain):
-    """With a number that is trained, as CLIP's logits have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-
 SAMPLE = {"sample": torch.zeros(2, 4)}
 APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.no-blocks": lambda: (lambda: nn.Linear(4, 4), "recompute=blocks", {}),
     "module.chain": lambda: (Skip, "pp2 / mb2", SAMPLE),
     "module.needs-values": lambda: (lambda: Chain("values"), "pp2 / mb2", SAMPLE),
+    "module.gradients-off": lambda: (lambda: Chain("reentrant"), "pp2 / mb2", SAMPLE),
     "module.statistics-twice": lambda: (lambda: Chain("statistics"), "recompute=blocks", {}),
     "module.tp-divides": lambda: (DECODER, "tp4", {}),
     "module.rule-kind": lambda: refused_rules("type"),
@@ -100,7 +94,6 @@ APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.experts-forward": lambda: (functools.partial(model_of, "linear"), "fsdp2 ep2", {}),
     "module.experts-divide": lambda: (functools.partial(model_of, "three"), "fsdp2 ep2", {}),
     "module.capacity": lambda: (rows_with_capacity, "tp2 / seq", {}),
-    "module.scalar-parameter": lambda: (Scaled, "fsdp2", {}),
     "module.float8": lambda: (lambda: Chain(width=24), "fp8=rowwise+emulate", {}),
     "module.float8-shard": lambda: (
         lambda: Chain(width=16),

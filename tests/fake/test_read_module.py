@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from shardwise.diagnose.read_module import example_length, example_of, read_module, refused_axes
 from shardwise.errors import ModelError
 from shardwise.hardware.cluster import load_cluster
+from shardwise.model.stacks import WHOLE
 from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import load_stack
@@ -83,3 +86,52 @@ def test_a_module_with_other_inputs_says_which() -> None:
 def test_axes_that_apply_would_refuse_are_known_before_a_search() -> None:
     assert refused_axes(Manual, 64) == {"cp": "module.no-positions", "pp": "module.chain"}
     assert refused_axes(lambda: Decoder(DecoderConfig()), 64) == {}
+
+
+class Weighted(nn.Module):
+    """A chain, fed with two tensors."""
+
+    def __init__(self, example: Any = None) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 8)
+        self.example_input_array = (torch.zeros(2, 16, 32), torch.ones(2, 16, 1)) if example is None else example
+
+    def forward(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        rows = rows * scale
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows)
+
+
+class Labelled(nn.Module):
+    """Computes its loss itself, and cannot do without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        ids = torch.zeros(2, 16, dtype=torch.long)
+        self.example_input_array = {"ids": ids, "labels": ids}
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        assert weight is None
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_several_arguments_are_given_to_a_pipeline_by_their_names() -> None:
+    assert "pp" not in refused_axes(Weighted, 16)
+    one, other = Weighted().example_input_array
+    assert "pp" not in refused_axes(lambda: Weighted({"rows": one, "scale": other}), 16)
+
+
+def test_labels_that_forward_requires_are_its_inputs() -> None:
+    assert len(read_module("m", Labelled, 16, "meta").blocks) == 2
+    assert read_module("m", Labelled, 16, "meta", blocks=WHOLE).num_params
+    assert "pp" not in refused_axes(Labelled, 16)
+    ids = torch.zeros(2, 16)
+    batch = {"ids": ids, "labels": ids, "weight": ids}
+    assert model_inputs(batch, Signature.of(Labelled()))[1].keys() == {"ids", "labels"}
+    assert model_inputs(batch, Signature(("ids", "labels"), "with defaults"))[1].keys() == {"ids"}

@@ -259,6 +259,64 @@ def test_what_cannot_be_run_on_shapes_is_refused_with_the_operator() -> None:
         estimate_module_by_trace(Fails, Plan.parse("dp2"), work)
 
 
+class Fed(nn.Module):
+    """Whatever it is fed with, token ids are the first of it."""
+
+    def __init__(self, example: Any) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(64, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.example_input_array = example
+
+    def forward(self, first: Any, other: torch.Tensor | None = None) -> torch.Tensor:
+        inner = (
+            next(iter(first.values())) if isinstance(first, dict) else first[0] if isinstance(first, list) else first
+        )
+        x = self.embed(inner)
+        if other is not None:
+            x = x + other.float().sum()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def ids() -> torch.Tensor:
+    return torch.zeros(2, 16, dtype=torch.long)
+
+
+@pytest.mark.parametrize("plan", ["fsdp2 / bf16 / mb2", "pp2 / gpipe mb2"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        lambda: {"first": ids(), "other": torch.arange(16)},
+        lambda: (ids(), torch.ones(16, 16)),
+        lambda: (ids(), torch.tensor(1.0)),
+        lambda: ({"ids": ids(), "none": None},),
+        lambda: ([ids(), ids()],),
+    ],
+    ids=["positions", "mask", "number", "dict", "list"],
+)
+def test_what_a_batch_has_once_and_what_is_nested(example: Callable[[], Any], plan: str) -> None:
+    traced = estimate_module_by_trace(lambda: Fed(example()), Plan.parse(plan), Workload(seq_len=16, global_batch=8))
+    assert traced.held["activations"] > 0
+
+
+class Clip(Fed):
+    """With a number that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__((ids(),))
+        self.scale, self.unused = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        return super().forward(first) * self.scale.exp()
+
+
+def test_parameters_without_dims_are_summed_by_themselves() -> None:
+    traced = estimate_module_by_trace(Clip, Plan.parse("fsdp2 / bf16"), Workload(seq_len=16, global_batch=8))
+    summed = [each for (kind, axis), each in traced.traffic.items() if kind == "all-reduce" and "dp_shard" in axis]
+    assert sum(each.num_bytes for each in summed) >= 2 * 2 * 4
+
+
 QUICK = ("adamw-8bit", "lion", "muon")
 
 

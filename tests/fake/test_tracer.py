@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ModelError
 from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy, trace_chain
+from shardwise.parallel.stage import Cut, PassThrough, Wiring
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 
@@ -93,7 +95,13 @@ def watching(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("course", [with_extras, writing, watching])
+def checkpointed(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+@pytest.mark.parametrize("course", [with_extras, writing, watching, checkpointed])
 def test_chains_with_more_in_them(course: Any) -> None:
     chain = trace(course)
     assert len(chain.links) == 2 and chain.phases["head.weight"] == (AFTER,)
@@ -175,9 +183,16 @@ def not_given(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def reentrant(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
 @pytest.mark.parametrize(
     ("course", "said"),
     [
+        (reentrant, "forward calls layers.0 with gradients off"),
         (twice, "layers.0 is called after layers.0, expected layers.1"),
         (backwards, "layers.2 is called first, expected layers.0"),
         (one_left_out, "layers.2 was never called (2 of 3 blocks were)"),
@@ -202,6 +217,17 @@ def test_no_chain(course: Any, said: str) -> None:
         trace(course)
     assert said in str(refused.value)
     assert "pp1" in str(refused.value) or course is values
+
+
+def test_what_a_stage_received_is_not_given_to_a_forward_with_gradients_off() -> None:
+    """Nor where the forward that was traced had them on: the stage before would train without a gradient."""
+    names = ("layers.0", "layers.1", "layers.2")
+    cut = Cut(stage=1, num_stages=2, first=1, last=2, blocks=names, elsewhere=frozenset())
+    received = torch.zeros(2, 3, 4, requires_grad=True)
+    stands_in = PassThrough(Block(), 0, cut, Wiring(trace(straight), (received,)))
+    assert stands_in(received) is received
+    with torch.no_grad(), pytest.raises(ModelError, match="layers.0 with gradients off"):
+        stands_in(received)
 
 
 def test_a_shared_parameter_is_named() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
 from shardwise.findings import Finding, errors_in
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset, presets
 from shardwise.plan.constraints import ROWS, check, docs_text, refuse
 from shardwise.plan.plan import PRECISIONS, SCHEDULES, Float8, Plan
-from shardwise.plan.repair import change
+from shardwise.plan.repair import Read, change
 
 ODD = ModelSpec(
     name="odd", num_layers=6, dim=60, num_heads=6, num_kv_heads=3, ffn_dim=90, vocab_size=255, max_seq_len=64
@@ -21,6 +23,15 @@ ODD = ModelSpec(
 TIED = ModelSpec(
     name="tied", num_layers=8, dim=64, num_heads=8, ffn_dim=128, vocab_size=256, max_seq_len=64, tie_embeddings=True
 )
+
+
+def read(frozen: int = 0, **options: Any) -> Read:
+    """`tiny` as a module without sizes; its embedding and the first so many blocks have no gradients."""
+    profile = profile_of(preset("tiny"))
+    blocks = [replace(block, frozen=block.params * (i < frozen)) for i, block in enumerate(profile.blocks)]
+    profile = replace(profile, blocks=tuple(blocks), frozen=profile.embedding if frozen else 0)
+    return Read(profile=profile, **options)
+
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("world.size", "fsdp4", {"world": 8}),
@@ -65,6 +76,18 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("pp.micro-batches", "pp2 dualpipev mb3", {}),
     ("pp.layers", "pp16 mb16", {"spec": preset("tiny"), "world": 16}),
     ("pp.layers", "pp4 interleaved:3 mb4", {"spec": preset("tiny")}),
+    ("pp.layers", "pp16 mb16", {"spec": read(), "world": 16}),
+    ("pp.layers", "pp4 interleaved:3 mb4", {"spec": read(limits=preset("llama-8b"))}),
+    ("pp.frozen", "pp2 mb4", {"spec": read(4), "world": 2}),
+    ("pp.frozen", "pp4 dp2 gpipe mb4", {"spec": read(4), "world": 8}),
+    ("module.left-out", "pp2 tp2 dp2 mb4 seq", {"spec": read(left_out=(("pp", "module.chain"), ("tp", "no recipe")))}),
+    ("module.left-out", "fsdp2 cp2 compile", {"spec": read(left_out=(("cp", "module.chain"), ("compile", "no")))}),
+    ("module.left-out", "fsdp2 recompute=ops", {"spec": read(left_out=(("recompute", "module.no-blocks"),))}),
+    (
+        "module.left-out",
+        "fsdp2 ep2 offload=activations",
+        {"spec": read(left_out=(("ep", "module.no-experts"), ("offload-activations", "module.no-blocks")))},
+    ),
     ("pp.boundaries", "pp2 mb2 split=layers.1,layers.2", {}),
     ("pp.boundaries", "pp4 mb4 split=layers.1,layers.2,layers.1", {}),
     ("pp.boundaries", "pp2 mb2 split=layer.3", {"spec": preset("tiny")}),
@@ -142,6 +165,8 @@ LEGAL: list[tuple[str, dict[str, Any]]] = [
     ("pp2 tp2 dualpipev mb4", {"world": 4}),
     ("pp2 dp2 dualpipev mb4", {"world": 4}),
     ("pp2 mb2 split=layers.3", {"spec": preset("tiny")}),
+    ("pp2 interleaved mb4", {"spec": read(4)}),  # each rank has a stage that is trained
+    ("pp2 mb2", {"spec": read(3)}),
     ("hsdp2x4 zero1 reshard=false bf16", {"world": 8}),
     ("fsdp8 reshard=4", {"world": 8}),
     ("fsdp4 tp2 reshard=4", {}),
@@ -214,7 +239,8 @@ def test_refuse_lists_all_errors() -> None:
 
 
 SMALL = st.sampled_from([1, 1, 1, 2, 2, 3, 4])
-SPECS = st.sampled_from([None, ODD, TIED, *(preset(name) for name in presets())])
+LEFT_OUT = tuple((word, "module.chain") for word in ("pp", "cp", "recompute", "compile", "offload-activations"))
+SPECS = st.sampled_from([None, ODD, TIED, *(preset(name) for name in presets()), read(4), read(left_out=LEFT_OUT)])
 
 
 @st.composite

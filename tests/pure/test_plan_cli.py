@@ -338,9 +338,9 @@ def test_what_would_fit_is_shown_and_does(here: Path) -> None:
 def test_nothing_that_was_not_tried_is_advised(here: Path) -> None:
     """Words that no plan is freed by, and axes that a module cannot have, are not shown."""
     sizes, cluster = preset("llama-1b"), load_cluster("l4:1")
-    forbid = ("offload", "recompute", "tp")
-    space = Space(profile_of(sizes), sizes, cluster, Workload(seq_len=2048, global_batch=2), STACK, forbid=forbid)
-    changes = [each.change for each in advise(space, fixed=("recompute",))]
+    work, left_out = Workload(seq_len=2048, global_batch=2), (("recompute", "module.no-blocks"),)
+    space = Space(profile_of(sizes), sizes, cluster, work, STACK, forbid=("offload", "tp"), left_out=left_out)
+    changes = [each.change for each in advise(space)]
     assert "without --forbid offload" in changes
     assert not {"without --forbid tp", "without --forbid recompute"} & set(changes)
     assert not any(word.startswith(("--allow fp16", "--allow fp32")) for word in changes)

@@ -129,6 +129,25 @@ def test_a_verb_under_json_ends_with_its_code(here: Path, capsys: pytest.Capture
         assert json.loads(capsys.readouterr().out)["fits"] is not bool(code)
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_ctrl_c_ends_with_a_word(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardwise.cli.plan.find_plan", stop)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "tiny", "h100:1", *more])
+    said = capsys.readouterr()
+    assert ended.value.code == ExitCode.INTERRUPTED
+    if more:
+        error = {"type": "KeyboardInterrupt", "message": "interrupted before it was done", "exit_code": 130}
+        assert json.loads(said.out) == {"error": error}
+    else:
+        assert said.err == "shardwise: interrupted before it was done\n"
+
+
 def test_ctrl_c_that_a_library_wraps_is_no_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def importing(name: str) -> None:
         try:

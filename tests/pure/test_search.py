@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError, UsageError
+from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
@@ -383,6 +383,43 @@ def test_a_batch_that_cannot_be_divided() -> None:
     where, workload = cluster("h100:7"), Workload(seq_len=1024, global_batch=3)
     with pytest.raises(PlanError, match="7"):
         find(SMALL, where, workload, forbid=("pp", "cp", "tp"))
+
+
+def test_what_a_model_cannot_have_is_no_choice_and_no_advice() -> None:
+    """As `forbid` but for what is said of it: nobody can forbid less, and neighbours give the reason."""
+    left_out = (("tp", "module.chain"), ("pp", "module.no-blocks"), ("recompute", "module.no-blocks"))
+    where, workload = cluster("h100:4"), Workload(seq_len=1024, global_batch=8)
+    found = find(SMALL, where, workload, left_out=left_out)
+    assert found.ranked == find(SMALL, where, workload, forbid=("tp", "pp", "recompute")).ranked
+    assert found.best is not None
+    reasons = {each.field: each.reason for each in decisions(found.best, found.space)}
+    assert reasons["axes.tp"] == "tp2: left out (module.chain)"
+    assert "recompute=ops: left out (module.no-blocks)" in reasons["recompute.mode"]
+    with pytest.raises(PlanError) as refused:
+        find(SMALL, cluster("h100:3"), workload, left_out=(*left_out, ("cp", "module.chain")))
+    assert "refused by: the batch, for a model without tp, pp, recompute, cp; a global batch" in str(refused.value)
+    assert "forbid" not in str(refused.value)
+    with pytest.raises(PlanError, match="what is forbidden, for a model without tp, .*; or forbid less than cp$"):
+        find(SMALL, cluster("h100:3"), workload, left_out=left_out, forbid=("cp",))
+
+
+def test_what_does_not_train_gets_no_plan() -> None:
+    spec = replace(SMALL, tie_embeddings=False, vocab_size=1024)
+    profile = profile_of(spec)
+    blocks = [replace(block, frozen=block.params) for block in profile.blocks]
+    where, workload = cluster("h100:2"), Workload(seq_len=1024, global_batch=8)
+    head = replace(profile.head, frozen=profile.head.params)
+    frozen = replace(profile, blocks=tuple(blocks), frozen=profile.embedding, head=head)
+    with pytest.raises(ModelError, match="no trainable parameter: found requires_grad=False on all"):
+        find_plan(frozen, spec, where, workload)
+    later = replace(frozen, blocks=(*blocks[:2], *profile.blocks[2:]), head=profile.head)
+    forbid = ("dp_replicate", "dp_shard", "tp", "cp")
+    found = find_plan(later, spec, where, workload, forbid=forbid)
+    assert found.best is not None and found.best.plan.schedule.stages > 1  # so that the first rank has a trained one
+    forbid += ("interleaved", "looped-bfs", "zero-bubble", "zero-bubble-v", "dualpipe-v")
+    assert find_plan(profile, spec, where, workload, forbid=forbid).best is not None
+    with pytest.raises(PlanError, match=r"refused by: pp.frozen \("):
+        find_plan(later, spec, where, workload, forbid=forbid)
 
 
 # ---------------------------------------------------------------- properties

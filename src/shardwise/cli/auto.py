@@ -34,6 +34,7 @@ def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping
 
     Raises:
         PlanError: no plan fits, with what the smallest needs; or no legal plan at all.
+        ModelError: nothing of the model is trained.
 
     Cost: about 0.2 s for a few devices.
 
@@ -42,10 +43,10 @@ def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping
     >>> str(auto_plan(of_sizes(spec, load_cluster("cpu:2"), workload))[0])
     'dp2 / fp32'
     """
-    forbid = (*asked.refused, *(() if compiles else ("compile",)))
     cluster = asked.cluster
     found = find_plan(
-        asked.profile, asked.limits, cluster, asked.workload, top=1, stack=asked.stack(""), forbid=forbid
+        asked.profile, asked.limits, cluster, asked.workload, top=1, stack=asked.stack(""),
+        forbid=() if compiles else ("compile",), left_out=asked.left_out,
     )  # fmt: skip
     if found.best is None:
         least = found.nearest

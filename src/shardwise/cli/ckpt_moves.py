@@ -66,18 +66,17 @@ def _clearing_up(target: Path) -> Iterator[None]:
     def on_signal(number: int, _frame: FrameType | None) -> None:
         for stop in stops:
             signal.signal(stop, signal.SIG_IGN)
-        say(signal.Signals(number).name)
+        typer.echo(f"shardwise: {said(signal.Signals(number).name)}", err=True)
         raise SystemExit(ExitCode.TERMINATED)
 
-    def say(name: str) -> None:
-        typer.echo(f"shardwise: {name}: stopped; {target} is as it was, or complete", err=True)
+    def said(name: str) -> str:
+        return f"{name}: stopped; {target} is as it was, or complete"
 
     try:
         with handling(stops, on_signal):
             yield
     except KeyboardInterrupt:
-        say("SIGINT")
-        raise
+        raise KeyboardInterrupt(said("SIGINT")) from None
 
 
 def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:

@@ -31,10 +31,10 @@ from shardwise.cli.planning import (
     show_time,
 )
 from shardwise.cli.uneven import ImbalanceOption
-from shardwise.errors import ExitCode, PlanError, UsageError
+from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.constraints import check, refuse
+from shardwise.plan.constraints import check, refuse, refuse_frozen
 from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.messages import Collective
@@ -71,7 +71,7 @@ def estimate(
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
     more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
     asked, name = question_of("estimate", plan, parsed, imbalance=expert_imbalance, **given, **more)
-    parsed, asked = _with_blocks(parsed, asked, blocks)
+    parsed = parsed.with_(blocks=asked.blocks or "auto") if asked.factory else parsed
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
     if traffic and asked.spec is None:  # of a module nothing is predicted
@@ -99,16 +99,6 @@ def estimate(
         show_assumed(out, asked, found)
     if not memory.fits or host_lack(memory, parsed, asked.cluster):
         raise typer.Exit(ExitCode.REFUSED)
-
-
-def _with_blocks(plan: Plan, asked: Question, pattern: str) -> tuple[Plan, Question]:
-    """Both with the blocks of a pattern: the option's, the plan's, or what the module was read with."""
-    pattern = pattern or (plan.blocks if plan.blocks != "auto" else asked.blocks)
-    if asked.factory is None:
-        if pattern != "auto":
-            raise UsageError(f"--blocks {pattern}: a model of known sizes has known blocks; leave it out")
-        return plan, asked
-    return plan.with_(blocks=pattern or "auto"), asked.of_blocks(pattern)
 
 
 def _messages(plan: Plan, asked: Question, spec: ModelSpec) -> list[tuple[Collective, int]]:
@@ -181,6 +171,7 @@ def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTi
 
     Raises:
         PlanError: a plan that the constraints refuse, or that needs more devices than the cluster has.
+        ModelError: nothing of the model is trained.
     """
     workload, world = asked.workload, asked.cluster.world
     if plan.world > world:  # before the constraints, which would ask for a batch for so many
@@ -188,6 +179,7 @@ def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTi
             f"the plan `{plan}` needs {plan.world} devices, and {asked.cluster.name} has {world}; needed at "
             "most as many: use smaller axes, or a larger cluster"
         )
-    refuse(check(plan, spec=asked.limits, global_batch=workload.global_batch, seq_len=workload.seq_len))
+    refuse_frozen(asked.profile)
+    refuse(check(plan, spec=asked.read(stack), global_batch=workload.global_batch, seq_len=workload.seq_len))
     memory = estimate_memory(asked.profile, plan, workload, stack=stack, device=asked.cluster.device)
     return memory, estimate_time(asked.profile, asked.cluster, plan, workload, stack=stack)

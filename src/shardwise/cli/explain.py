@@ -59,7 +59,7 @@ def explain(
     memory, step = estimates(parsed, asked, found)
     forbid = load_made_for(plan).forbid  # neighbours are what the search would have made of them
     words = tuple(word for word in OPT_IN if word not in forbid and (word != "fp8" or asked.cluster.device.rates.fp8))
-    space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words, forbid)
+    space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words, forbid, asked.left_out)
     chosen = Candidate(plan=parsed, memory=memory, time=step)
     why = decisions(chosen, space)
     if json:

@@ -11,6 +11,7 @@ from shardwise.cli.planning import Question, is_module, question
 from shardwise.cli.uneven import unevenly
 from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.plan import MADE_FOR, Plan
+from shardwise.plan.rows_modules import used
 from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
 
 FILES = (".toml", ".json")
@@ -86,13 +87,15 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
     batch = given.get("global_batch")
     if given.get("tokens") is None:
         batch = batch or plan.batch.global_size or made.global_batch
-    more = {"price": words["price"], "trace_on": given.get("trace_on"), "blocks": given.get("blocks")}
+    blocks = given.get("blocks") or plan.blocks  # what a module cannot have depends on them
+    more = {"price": words["price"], "trace_on": given.get("trace_on"), "blocks": blocks}
     said = [f"--{name} {words[name]}" for name in taken if words[name] not in ("", None)]
     try:
         asked = question(
             words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),
             optimizer=words["optimizer"], **more,
         )  # fmt: skip
+        asked = _as_applied(asked, plan)
         asked = unevenly(asked, given.get("imbalance") or (made.imbalance if asked.profile.experts else None))
     except UsageError as error:
         if not said:
@@ -102,6 +105,19 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
     if said:
         asked = replace(asked, assumed=(f"as {source} says it was made for: {' '.join(said)}", *asked.assumed))
     return asked, words["stack"]
+
+
+def _as_applied(asked: Question, plan: Plan) -> Question:
+    """With what `apply` says of a plan's `tp` and `ep`, where it is not known whether the module can have them."""
+    found = used(plan, asked.left_out)
+    open_to_it = [axis for axis in ("tp", "ep") if axis in found and not found[axis].startswith("module.")]
+    if not open_to_it or asked.factory is None:
+        return asked
+    from shardwise.cli.applied import refusal  # torch, which has read the module
+
+    why = refusal(asked.factory, plan)
+    left_out = [(word, why if word in open_to_it else said) for word, said in asked.left_out]
+    return replace(asked, left_out=tuple((word, said) for word, said in left_out if said))
 
 
 def _refuse_word(verb: str, source: str, name: str, word: str, *, from_file: bool) -> None:

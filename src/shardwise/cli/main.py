@@ -61,6 +61,13 @@ class Verbs(TyperGroup):
             self.commands[name] = _command(name)
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb; Ctrl-C as an error, for typer would end without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise RuntimeError("interrupted") from stop
+
 
 def _command(name: str) -> TyperCommand:
     app = typer.Typer(add_completion=False)
@@ -102,15 +109,15 @@ def main(argv: list[str] | None = None) -> None:
     except ShardwiseError as error:
         _say(words, type(error).__name__, str(error), error.exit_code)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
+    except KeyboardInterrupt as error:
+        sys.exit(_interrupted(words, error))
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # for any broken pipe typer and rich end with 1
             sys.exit(READER_LEFT if _has_no_reader() else _internal(words, end.__context__))
         raise
     except Exception as error:
-        if _was_interrupted(error):
-            sys.exit(ExitCode.INTERRUPTED)
+        if stop := _interruption(error):
+            sys.exit(_interrupted(words, stop))
         if hasattr(error, "format_message"):  # typer's or click's: a missing argument, an option that does not exist
             _say(words, "UsageError", error.format_message(), ExitCode.USAGE)
             sys.exit(ExitCode.USAGE)
@@ -119,6 +126,11 @@ def main(argv: list[str] | None = None) -> None:
             _say(words, "UsageError", f"{error.strerror}{where}; free some space", ExitCode.USAGE)
             sys.exit(ExitCode.USAGE)
         sys.exit(_internal(words, error))
+
+
+def _interrupted(words: list[str], stop: KeyboardInterrupt) -> ExitCode:
+    _say(words, "KeyboardInterrupt", str(stop) or "interrupted before it was done", ExitCode.INTERRUPTED)
+    return ExitCode.INTERRUPTED
 
 
 def _internal(words: list[str], error: BaseException) -> ExitCode:
@@ -138,11 +150,11 @@ def _has_no_reader() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in ends.poll(0))
 
 
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: libraries that are being imported wrap it."""
+def _interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C that is behind an error: libraries that are being imported wrap it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
 def _split_script_words(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -46,6 +46,7 @@ from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
 from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
+from shardwise.plan.stack import Stack
 from shardwise.records import write_text
 
 
@@ -82,13 +83,13 @@ def plan(
     with waiting("searching for the best plan"):
         found = find_plan(
             asked.profile, asked.limits, asked.cluster, asked.workload,
-            goal=goal, allow=words[0], forbid=(*words[1], *asked.refused), top=top, stack=asked.stack(stack),
+            goal=goal, allow=words[0], forbid=words[1], left_out=asked.left_out, top=top, stack=asked.stack(stack),
         )  # fmt: skip
     chosen = found.best or found.nearest
     assert chosen is not None
     whole = complete(chosen.plan, asked)
     if found.best:
-        _check(whole, asked)
+        _check(whole, asked, found.space.stack)
         save_plan(whole, out, replace(made_for(model, cluster, asked, goal, words, stack), price=price))
     with waiting("searching for the front of memory against time"):
         points = found.front if front or html else None  # a search of its own
@@ -97,7 +98,7 @@ def plan(
 
         write_text(html, page(found, asked.assumed))
     with waiting("searching for what would fit"):
-        advice = () if found.best else advise(found.space, asked.refused)
+        advice = () if found.best else advise(found.space)
     if json:
         files = {"written": str(out) if found.best else None, "html": str(html) if html else None}
         print_json({**search_json(found, whole, asked), **_more_json(found, points, advice), **files})
@@ -114,9 +115,9 @@ def complete(plan: Plan, asked: Question) -> Plan:
     return change(plan, batch__global_size=asked.workload.global_batch, blocks=asked.blocks or "auto")
 
 
-def _check(plan: Plan, asked: Question) -> None:
+def _check(plan: Plan, asked: Question, stack: Stack) -> None:
     """The table of constraints has the last word."""
-    refuse(check(plan, spec=asked.limits, world=plan.world, seq_len=asked.workload.seq_len))
+    refuse(check(plan, spec=asked.read(stack), world=plan.world, seq_len=asked.workload.seq_len))
 
 
 def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +26,7 @@ from shardwise.plan.band import band, likeness
 from shardwise.plan.hosting import ASSUMED_HOST, host_lack, host_share, on_host
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.repair import Read
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -75,28 +75,23 @@ class Question:
     cluster: Cluster
     workload: Workload
     assumed: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
-    """Axes that the module cannot have."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What the module is planned without, and why: axes, and other words of `space.FEATURES`."""
     limits: ModelSpec | None = None
     """Sizes that axes must divide, where they are known."""
     factory: Callable[[], Any] | None = None
     """Of a module."""
     blocks: str = "auto"
     """The pattern of a module's blocks as it was read; empty: it is one block."""
-    described: Callable[[str], tuple[Profile, tuple[str, ...]]] | None = None
-    """Of a module: its profile with the blocks of another pattern, and what is to be said of it."""
 
-    def of_blocks(self, pattern: str) -> Question:
-        """The same of a module whose blocks are those of a pattern.
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Words of what is left out."""
+        return tuple(dict(self.left_out))
 
-        Raises:
-            ModelError: it matches nothing.
-        """
-        if self.described is None or pattern in ("auto", self.blocks):
-            return self
-        profile, notes = self.described(pattern)
-        kept = (note for note in self.assumed if not note.startswith("it has no repeated blocks"))
-        return replace(self, profile=profile, blocks=pattern, assumed=(*kept, *notes))
+    def read(self, stack: Stack) -> Read:
+        """The model, for the table of constraints."""
+        return Read(profile=self.profile, limits=self.limits, left_out=self.left_out, cut=stack.cut)
 
     def stack(self, name: str) -> Stack:
         """The software stack of that name; of none, Shardwise's own on the cluster's devices."""
@@ -157,9 +152,8 @@ def question(
     notes += loading.said(profile, found, workload)
     return Question(
         profile=profile, spec=spec, cluster=found, workload=workload, assumed=(*assumed, *notes, *_of_devices(found)),
-        refused=tuple(refused), limits=spec or (module.limits if module else None),
+        left_out=tuple(refused.items()), limits=spec or (module.limits if module else None),
         factory=module.made(seq) if module else None, blocks=module.blocks if module else "auto",
-        described=partial(_described, model, module, seq, device) if module else None,
     )  # fmt: skip
 
 
@@ -253,14 +247,12 @@ def _of_devices(cluster: Cluster) -> list[str]:
     return notes
 
 
-def _described(
-    model: str, module: Planned, seq: int, device: str, blocks: str = "auto"
-) -> tuple[Profile, tuple[str, ...]]:
+def _described(model: str, module: Planned, seq: int, device: str) -> tuple[Profile, tuple[str, ...]]:
     """The profile of a module, from its own forward, and what is to be said of it."""
     from shardwise.diagnose.read_module import read_planned
 
     length = min(seq, module.longest or seq)  # sizes per token are those of a sample that its positions allow
-    profile, notes = read_planned(model, module, length, device, blocks)
+    profile, notes = read_planned(model, module, length, device)
     if profile.chosen == profile.experts > 1:
         notes += (f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all",)
     return profile, notes

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
-from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from shardwise.errors import ConfigError, ModelError, ShardwiseError
-from shardwise.findings import nearest
+from shardwise.diagnose.brought import as_batch, aside, on_meta
+from shardwise.diagnose.brought import example_length as example_length
+from shardwise.diagnose.brought import example_of as example_of
+from shardwise.diagnose.brought import module_factory as module_factory
+from shardwise.errors import ModelError, ShardwiseError
+from shardwise.model.arguments import required_by
 from shardwise.model.describe import describe
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, blocks_of
-from shardwise.model.tracer import tensors_in
-from shardwise.parallel.blueprint import record
+from shardwise.model.tracer import copy_module, tensors_in
+from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Plan
@@ -72,6 +72,7 @@ class Planned:
     """What to do about inputs that it does not take."""
 
 
+@aside
 def planned_module(model: str, blocks: str = "auto") -> Planned:
     """That of `package.module:function`.
 
@@ -84,7 +85,7 @@ def planned_module(model: str, blocks: str = "auto") -> Planned:
     """
     factory = module_factory(model)
     example = example_of(factory)
-    found = blocks_of(factory, blocks)
+    found = blocks_of(partial(on_meta, factory), blocks)
     unknown = dict.fromkeys(("tp", "ep"), "the sizes that it must divide are not known for a module")
     length = None if example is None else example_length(example)
     fixed = example is not None and next(tensor for _, tensor in tensors_in(example)).is_floating_point()
@@ -115,6 +116,7 @@ class Whole(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.whole = module
+        self.inner_required = required_by(module.forward)
         if hasattr(module, "config"):  # of transformers: `describe` asks it whether keys would be kept
             self.config = module.config
 
@@ -123,6 +125,7 @@ class Whole(nn.Module):
         return self.whole(*args, **kwargs)
 
 
+@aside
 def read_module(
     model: str,
     factory: Callable[[], nn.Module],
@@ -163,11 +166,13 @@ def read_module(
 
 
 def _described(factory: Callable[[], nn.Module], sample: Any, blocks: str, **options: Any) -> Profile:
+    made = factory if options.get("device", "meta") != "meta" else partial(on_meta, factory)
     if blocks == WHOLE:
-        return describe(lambda: Whole(factory()), sample, blocks="whole", **options)
-    return describe(factory, sample, blocks=blocks, **options)
+        return describe(lambda: Whole(made()), sample, blocks="whole", **options)
+    return describe(made, sample, blocks=blocks, **options)
 
 
+@aside
 def read_planned(
     model: str, planned: Planned, seq_len: int, device: str, blocks: str = "auto"
 ) -> tuple[Profile, tuple[str, ...]]:
@@ -250,18 +255,7 @@ def _patience(seconds: float | None) -> Iterator[None]:
         hook.remove()
 
 
-def example_of(factory: Callable[[], nn.Module], device: str = "meta") -> Any:
-    """What a module says its forward takes, as Lightning's modules do; None: it says nothing."""
-    with torch.device(device):
-        return getattr(factory(), "example_input_array", None)
-
-
-def example_length(example: Any) -> int:
-    """What counts as the tokens of a sample: the second size of its first tensor, as `describe` counts."""
-    first = next(tensor for _, tensor in tensors_in(example))
-    return int(first.shape[1]) if first.dim() > 1 else 1
-
-
+@aside
 def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "auto") -> dict[str, str]:
     """Axes that a module cannot have -> the id of the limit (docs/constraints.md), as `apply` would find it.
 
@@ -269,86 +263,23 @@ def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "
     """
     if blocks == WHOLE:
         return dict.fromkeys(ONE_BLOCK, "module.no-blocks")
+    example = example_of(factory)
+    sample = torch.zeros(1, seq_len, dtype=torch.long) if example is None else as_batch(factory, example)
     refused = {}
+    blueprint = record(factory)
     for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2")):
         plan = Plan.parse(text).with_(blocks=blocks)
-        example = example_of(factory)
-        sample = torch.zeros(1, seq_len, dtype=torch.long) if example is None else example
         with fake_world(2), open_mesh(plan, device="cpu") as mesh:
             try:
-                place(record(factory), plan, mesh, sample=sample)
+                place(_another(blueprint, factory), plan, mesh, sample=sample)
             except (ShardwiseError, SystemExit) as error:
                 refused[axis] = getattr(error, "row", "") or str(error).partition(";")[0]
     return refused
 
 
-def module_factory(model: str) -> Callable[[], nn.Module]:
-    """The function of `package.module:function`, so that what it raises is told as its own.
-
-    Raises:
-        ConfigError: nothing of this name.
-        ModelError: no function. Its call raises the same, and ConfigError where it needs arguments.
-    """
-    place, _, name = model.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a module in this directory, as `python -m` finds it
+def _another(blueprint: Blueprint, factory: Callable[[], nn.Module]) -> Blueprint:
+    """The same with a module of its own, which the passes change; the factory is called where it cannot be copied."""
     try:
-        module = import_module(place)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(
-            f"model {model!r}: {place!r} cannot be imported: {type(error).__name__}: {error}; needed "
-            "package.module:function, of a module that is installed or in this directory; correct the name, or the "
-            "module"
-        ) from error
-    known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    if name not in vars(module):
-        raise ConfigError(
-            f"model {model!r}: {place!r} has no {name!r}; needed a function without arguments that returns a module; "
-            f"{nearest(name, known)}"
-        )
-    return _checked(model, getattr(module, name))
-
-
-def _needed_arguments(factory: Callable[..., Any]) -> list[str]:
-    """Names of the parameters without a default."""
-    try:
-        parameters = signature(factory).parameters.values()
-    except (TypeError, ValueError):  # a builtin, which says nothing of them
-        return []
-    return [each.name for each in parameters if each.default is each.empty and each.kind < each.VAR_POSITIONAL]
-
-
-def _checked(model: str, factory: Any) -> Callable[[], nn.Module]:
-    """A factory that can be sent to other processes wherever the user's own can."""
-    if isinstance(factory, nn.Module):
-        return partial(_given, factory)
-    if not callable(factory):
-        raise ModelError(
-            f"model {model!r}: found {type(factory).__name__} {factory!r}, needed a function without arguments that "
-            "returns a module; write one"
-        )
-    return partial(_make, model, factory)
-
-
-def _given(module: nn.Module) -> nn.Module:
-    return module
-
-
-def _make(model: str, factory: Callable[[], Any]) -> nn.Module:
-    try:
-        made = factory()
-    except ShardwiseError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's own code
-        missing = _needed_arguments(factory)
-        called = f"; it needs arguments ({', '.join(missing)}), and is called without" if missing else ""
-        raise (ConfigError if missing else ModelError)(
-            f"model {model!r}: the factory failed: {type(error).__name__}: {error}{called}; needed a function that "
-            "needs no argument and returns a torch.nn.Module; call it yourself, and correct it"
-        ) from error
-    if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
-        found = type(made).__name__ + (" without parameters" if isinstance(made, nn.Module) else "")
-        raise ModelError(
-            f"model {model!r}: the factory returned {found}, needed a torch.nn.Module to train; return the model"
-        )
-    return made
+        return replace(blueprint, module=copy_module(blueprint.module, {}))
+    except ModelError:
+        return record(factory)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.diagnose.read_module import example_length, example_of
+from shardwise.diagnose.brought import as_batch, aside, example_length, example_of, on_meta
 from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, make_ready
 from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
@@ -28,6 +27,7 @@ FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 """What a module's own code raises where it cannot be run."""
 
 
+@aside
 def estimate_module_by_trace(
     factory: Callable[[], nn.Module], plan: Plan, workload: Workload, *, rank: int = 0
 ) -> TracedEstimate:
@@ -53,9 +53,8 @@ def estimate_module_by_trace(
     >>> estimate_module_by_trace(Transformer, Plan.parse("fsdp8 / bf16"), work).peak  # doctest: +SKIP
     """
     make_ready(plan, workload)
-    step = _traced(training_of_module(factory, workload), plan, rank)
-    with torch.device("meta"):
-        num_params = sum(parameter.numel() for parameter in factory().parameters())
+    step = _traced(factory, training_of_module(factory, workload), plan, rank)
+    num_params = sum(parameter.numel() for parameter in on_meta(factory).parameters())
     return TracedEstimate(
         rank=rank,
         layers=step.layers,
@@ -67,7 +66,7 @@ def estimate_module_by_trace(
     )
 
 
-def _traced(training: Training, plan: Plan, rank: int) -> StepTrace:
+def _traced(factory: Callable[[], nn.Module], training: Training, plan: Plan, rank: int) -> StepTrace:
     """`trace_step`, in which what the module's own code raises is told as its own.
 
     Raises:
@@ -82,8 +81,7 @@ def _traced(training: Training, plan: Plan, rank: int) -> StepTrace:
                 "loss that each of them has a part in: take out those that forward does not use, return a `loss` of "
                 "all that it gives, or add find-unused to the plan"
             ) from error
-        with torch.device("meta"):
-            why = why_not(training.model(), error)
+        why = why_not(on_meta(factory), error)
         raise ModelError(
             f"estimate --trace: the step of the module failed without values: {why}; needed a module that trains on a "
             "batch of these shapes: run its forward and backward on one, and correct what fails; if nothing does, "
@@ -97,15 +95,13 @@ def training_of_module(factory: Callable[[], nn.Module], workload: Workload) -> 
     Raises:
         ModelError: another length than its example's.
     """
-    with torch.device("meta"):
-        names = tuple(inspect.signature(factory().forward).parameters)
     example = example_of(factory)
     if example is not None and example_length(example) != workload.seq_len:
         raise ModelError(
             f"estimate --trace: a sample of {workload.seq_len} tokens was asked for, and the module's "
             f"example_input_array has {example_length(example)}; needed the same: give --seq {example_length(example)}"
         )
-    batch = partial(_batch, workload, example, names)
+    batch = partial(_batch, workload, None if example is None else as_batch(factory, example))
     optimizer, sample = OPTIMIZERS[workload.optimizer], _rows(batch(None), 1)
     return Training(
         model=partial(_without_example, factory), batch=batch, loss=_loss, sample=sample, optimizer=optimizer
@@ -119,28 +115,21 @@ def _without_example(factory: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def _batch(workload: Workload, example: Any, names: tuple[str, ...], mesh: Mesh | None) -> Batch:
+def _batch(workload: Workload, example: Any, mesh: Mesh | None) -> Batch:
     """One step's rows of a rank, as `make_step` takes them; of no rank one row."""
     rows = workload.global_batch // mesh.batch.size if mesh is not None else 1
     if example is None:
         tokens = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
         return (tokens, tokens)
-    if isinstance(example, tuple | list) and len(example) > 1:  # several arguments
-        example = dict(zip(names, example, strict=False))
-    elif not isinstance(example, Mapping | tuple | list):
-        example = (example,)
     return _rows(example, rows)
 
 
 def _rows(batch: Batch, rows: int) -> Batch:
-    """As many copies of the first row of each tensor."""
-    first = next(tensor for _, tensor in tensors_in(batch)).shape[0]
-    made = {
-        path: torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype)
-        for path, tensor in tensors_in(batch)
-        if tensor.dim() and tensor.shape[0] == first
-    }
-    return put(batch, made)
+    """The same on a CPU with so many rows, in each tensor that has rows: others a batch has once."""
+    given = tensors_in(batch)
+    first = next(tensor.shape[0] for _, tensor in given if tensor.dim())
+    shapes = {path: (rows, *t.shape[1:]) if t.dim() and t.shape[0] == first else t.shape for path, t in given}
+    return put(batch, {path: torch.zeros(shapes[path], dtype=tensor.dtype) for path, tensor in given})
 
 
 def _loss(output: Any, batch: Batch) -> Loss:

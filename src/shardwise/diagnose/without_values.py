@@ -41,6 +41,7 @@ from shardwise.parallel.data import replicate_data
 from shardwise.parallel.init import allocate, blueprint_for
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.placed import Batch, Placed
+from shardwise.parallel.scalars import bind_scalars
 from shardwise.parallel.ties import bind_stages
 from shardwise.parallel.torch_private import resync_fully_sharded
 from shardwise.plan.constraints import check, refuse
@@ -185,7 +186,7 @@ def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretendin
             if part.run is not part.root:
                 resync_fully_sharded(part.run)
             _allocate_attributes(part.root, blueprint.attributes, device)
-        placed = replicate_data(bind_stages(placed), plan, mesh)
+        placed = replicate_data(bind_scalars(bind_stages(placed)), plan, mesh)
         ledger.replicas = [part.run for part in placed.parts if isinstance(part.run, DistributedDataParallel)]
         for module in ledger.replicas:
             group = mesh.group(*GRADIENT_AXES)

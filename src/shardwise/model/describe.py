@@ -53,7 +53,8 @@ def describe(
     Args:
         model: a factory, or a module on any device; it is left as it is.
         sample: what forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments (of which
-            `labels` and `weight` are left out). The first tensor is (rows, tokens, ...), and sizes are per token.
+            `labels` and `weight` are left out, if forward does without them). The first tensor is (rows, tokens, ...),
+            and sizes are per token.
         blocks: which modules repeat, see `find_blocks`.
         device: `meta`, without memory or arithmetic; `cpu` runs the forward for real, for a module whose course depends
             on the values of tensors.

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
+from shardwise.model.arguments import is_loss_key, required_by
 from shardwise.model.copies import cpu_copy, tensors_in
 from shardwise.model.course import Course
 from shardwise.model.hf_plan import caches_keys
@@ -155,13 +156,20 @@ class _Draws(TorchFunctionMode):
 
 
 def inputs_of(module: nn.Module, sample: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional arguments and those by name; floating ones in a type."""
+    """Positional arguments and those by name; floating ones in a type.
+
+    Args:
+        module: one that stands for another says in `inner_required` what that one's forward requires.
+        sample: see `describe`.
+        dtype: of floating ones.
+    """
     kwargs: dict[str, Any] = {}
     if caches_keys(module):  # of transformers: a step keeps none for later ones
         kwargs["use_cache"] = False
     cast = put(sample, {path: t.to(dtype) for path, t in tensors_in(sample) if t.is_floating_point()})
     if isinstance(cast, Mapping):
-        return (), kwargs | {key: value for key, value in cast.items() if key not in ("labels", "weight")}
+        required = getattr(module, "inner_required", None) or required_by(module.forward)
+        return (), kwargs | {key: value for key, value in cast.items() if not is_loss_key(key, required)}
     return (tuple(cast) if isinstance(cast, tuple | list) else (cast,)), kwargs
 
 

@@ -140,7 +140,7 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         hooks.append(block.register_forward_pre_hook(partial(_enter, trace, index), with_kwargs=True))
         hooks.append(block.register_forward_hook(partial(_leave, trace, index), with_kwargs=True))
     try:
-        with torch.no_grad(), torch.device("meta"), trace, trace.counter:
+        with torch.enable_grad(), torch.device("meta"), trace, trace.counter:
             output = module(*found[0], **found[1])
     except ModelError:
         raise
@@ -162,11 +162,23 @@ def _as_meta(value: Any) -> Any:
 
 
 def _enter(trace: _Trace, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        raise without_gradients(trace.blocks[index])
     trace.enter(index, {"args": args, "kwargs": kwargs})
 
 
 def _leave(trace: _Trace, index: int, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     trace.leave(index, output)
+
+
+def without_gradients(block: str) -> ModelError:
+    """What is said of a block that forward calls with gradients off: what another stage sent would get none."""
+    return ModelError(
+        f"forward calls {block} with gradients off, found as in torch.utils.checkpoint with use_reentrant=True, where "
+        "what another stage of the pipeline sent would get no gradient; needed use_reentrant=False, no torch.no_grad() "
+        "around blocks, or a plan with pp1",
+        row="module.gradients-off",
+    )
 
 
 def _no_chain(text: str) -> ModelError:

@@ -26,6 +26,7 @@ from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
 from shardwise.parallel.random import key_randomness
+from shardwise.parallel.scalars import bind_scalars, cast_scalars
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
 from shardwise.plan.constraints import check, refuse
@@ -40,6 +41,7 @@ PASSES: tuple[Pass, ...] = (
     shard_experts,  # before the layers around them: what is placed already, no tensor rule has to cover
     shard_tensor,  # before recompute: a recomputed block holds the collectives of its own layers
     shard_context,  # before recompute: a recomputed block exchanges its keys and values again
+    cast_scalars,  # before recompute: a recomputed block casts them again
     recompute_blocks,  # inside compile, so that the compiler sees what is recomputed
     compile_blocks,  # inside the data shards: gathers stay outside of compiled code
     shard_data,  # last: it groups whatever parameters the others left
@@ -89,7 +91,7 @@ def apply(
     refuse(check(plan, world=mesh.world, device=mesh.device.type))
     _check_mesh(plan, mesh)
     placed = place(blueprint_for(module, init, mesh), plan, mesh, sample=sample, rules=table, seed=seed)
-    placed = bind_stages(materialize(placed, init, seed, mesh.device))
+    placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
     return replicate_data(placed, plan, mesh)
 
 

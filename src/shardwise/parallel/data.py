@@ -24,7 +24,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.errors import ModelError
 from shardwise.parallel.batchnorm import synchronise_batch_norm
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.carrier import MAX_RANKS, Carrier
@@ -32,6 +31,7 @@ from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
+from shardwise.parallel.scalars import scalars_in
 from shardwise.plan.division import sharded_dim
 from shardwise.plan.plan import Plan
 
@@ -58,7 +58,6 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             synchronise_batch_norm(part, group)
     if not uses_fully_shard(plan):
         return placed
-    _check_dims(placed)
     data_mesh = _data_mesh(mesh, plan)
     options: dict[str, Any] = {
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
@@ -152,18 +151,15 @@ def _shard(module: nn.Module, data_mesh: DeviceMesh, reshard: bool | int, option
         # torch reshards to a number of ranks along the first dim, whatever it was told before
         return Shard(0 if type(reshard) is int else sharded_dim(shape, shards))
 
-    fully_shard(module, mesh=data_mesh, reshard_after_forward=reshard, shard_placement_fn=place, **options)
-
-
-def _check_dims(placed: Placed) -> None:
-    """`fully_shard` takes no parameter without dims, and says of which module's alone."""
-    names = [name for name, parameter in placed.named_parameters().items() if parameter.dim() == 0]
-    if names:
-        raise ModelError(
-            f"shard_data: {', '.join(names[:5])}: found a parameter without dims, needed one with at least one for "
-            "fsdp; make it nn.Parameter(torch.ones(1)), or plan `dp` in place of `fsdp`",
-            row="module.scalar-parameter",
-        )
+    whole = scalars_in(module)
+    fully_shard(
+        module,
+        mesh=data_mesh,
+        reshard_after_forward=reshard,
+        shard_placement_fn=place,
+        ignored_params=whole or None,
+        **options,
+    )
 
 
 def _experts(placed: Placed, part: Part) -> list[nn.Module]:
@@ -224,7 +220,9 @@ def _record(placed: Placed, plan: Plan) -> dict[str, Placement]:
     for name, parameter in placed.named_parameters().items():
         before = rows.get(name)
         axes = "replicated over dp_replicate"
-        if plan.zero and isinstance(parameter, DTensor):
+        if not parameter.dim():
+            axes = "whole on every data rank"
+        elif plan.zero and isinstance(parameter, DTensor):
             dim = cast(Any, parameter.placements[shards]).dim  # of a Shard, or of torch's private strided one
             axis = "expert_shard" if name.rpartition(".")[0] in placed.experts else "dp_shard"
             axes = f"Shard({dim}) over {axis}"

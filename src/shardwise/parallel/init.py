@@ -124,7 +124,8 @@ def allocate(root: nn.Module, device: torch.device, parameter_device: torch.devi
         for key, tensor in waiting:
             if isinstance(tensor, nn.Parameter):
                 if tensor not in parameters:
-                    parameters[tensor] = _allocate_parameter(tensor, parameter_device)
+                    # one without dims is no part of the shards, which may live on another device
+                    parameters[tensor] = _allocate_parameter(tensor, parameter_device if tensor.dim() else device)
                 module._parameters[key] = parameters[tensor]
             else:
                 if tensor not in buffers:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-
-LOSS_KEYS = ("labels", "weight")
-"""Keys of a dict batch that belong to the loss and are not given to the model."""
+from shardwise.model.arguments import is_loss_key, required_by
+from shardwise.model.nested import leaves
 
 
 @dataclass(frozen=True)
@@ -23,21 +22,24 @@ class Signature:
 
     names: tuple[str, ...] | None
     module: str
+    required: frozenset[str] = frozenset()
+    """Those without a default."""
 
     @classmethod
     def of(cls, module: nn.Module) -> Signature:
         """Read it from the module's forward."""
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters, required = inspect.signature(module.forward).parameters.values(), required_by(module.forward)
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return cls(None, type(module).__name__)
-        return cls(tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL), type(module).__name__)
+            return cls(None, type(module).__name__, required)
+        names = tuple(p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
+        return cls(names, type(module).__name__, required)
 
 
 def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that a micro-batch gives to the model.
 
-    A dict gives the keys that forward names, all but `labels` and `weight`; a tuple or list gives its first
-    item; a tensor gives itself.
+    A dict gives the keys that forward names, all but those of `labels` and `weight` that it does without; a tuple or
+    list gives its first item; a tensor gives itself.
 
     Raises:
         ModelError: a dict of which forward takes no key.
@@ -48,7 +50,7 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
         takes = {
             key: value
             for key, value in batch.items()
-            if key not in LOSS_KEYS and (signature.names is None or key in signature.names)
+            if not is_loss_key(key, signature.required) and (signature.names is None or key in signature.names)
         }
         if not takes:
             raise ModelError(
@@ -61,11 +63,20 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
 
 
 def num_rows(batch: Any) -> int:
-    """Samples in a micro-batch: the first dim of its first tensor."""
-    if isinstance(batch, torch.Tensor):
+    """Samples in a micro-batch: the first dim of the first tensor in it that has dims.
+
+    Raises:
+        ModelError: it has none.
+    """
+    if isinstance(batch, torch.Tensor) and batch.dim():
         return batch.shape[0]
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return next(v.shape[0] for v in values if isinstance(v, torch.Tensor))
+    found = next((leaf for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+    if found is None:
+        raise ModelError(
+            f"a batch of type {type(batch).__name__} holds no tensor with rows; needed a tensor, or a tuple, list or "
+            "dict with one whose first dim is the rows; give one in the collate function"
+        )
+    return found.shape[0]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

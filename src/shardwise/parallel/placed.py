@@ -64,14 +64,14 @@ class ContextShare(Protocol):
 
 
 class SharedParameters(Protocol):
-    """Parameters that several pipeline stages hold a copy of; see `parallel/ties.py`."""
+    """Parameters of which ranks hold copies that no engine sums; see `parallel/ties.py` and `parallel/scalars.py`."""
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank's copy is the one that sums over the world count."""
         ...
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients; all ranks of the pp axis call it."""
+        """Give every copy the sum of all copies' gradients; all ranks call it."""
         ...
 
     def refresh(self) -> None:
@@ -141,7 +141,7 @@ class Placed:
     shared_stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """First name of each parameter that several pipeline stages use -> those stages."""
     copies: SharedParameters | None = None
-    """Parameters that several pipeline stages hold."""
+    """Parameters that several pipeline stages hold, or that `fully_shard` leaves whole."""
     trains: frozenset[str] | None = None
     """Names that an optimizer made from this steps; None: all that are trainable. See `train/several.py`."""
     after_step: tuple[Callable[[bool], None], ...] = ()

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
 from shardwise.model.nested import at, put
-from shardwise.model.tracer import Chain, copy_module, tensors_in
+from shardwise.model.tracer import Chain, copy_module, tensors_in, without_gradients
 from shardwise.parallel.placed import RandomKeys
 
 
@@ -102,6 +102,8 @@ class PassThrough(nn.Module):
             arguments = {"args": args, "kwargs": kwargs}
             raise StageDone(tuple(at(arguments, path) for path in chain.links[index - 1].inputs))
         received = self.wiring.received
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in received):
+            raise without_gradients(self.cut.blocks[index])
         # only the last of them is used; the ones before it may be of other shapes, and nothing looks at them
         paths = chain.links[index].outputs
         return put(chain.forms[index], {path: received[min(i, len(received) - 1)] for i, path in enumerate(paths)})

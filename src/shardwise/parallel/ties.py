@@ -133,11 +133,11 @@ class StageCopies:
         for name, own in self._here.items():
             if not own[0].requires_grad:
                 continue
-            total = _local_gradient(own[0])
+            total = local_gradient_of(own[0])
             for other in own[1:]:
-                total = total + _local_gradient(other)
+                total = total + local_gradient_of(other)
             total = self._over_ranks(self._ranks[name], total)
-            own[0].grad = _like(own[0], total)
+            own[0].grad = gradient_like(own[0], total)
             for other in own[1:]:
                 other.grad = None  # no optimizer steps it, and none would clear it
 
@@ -172,7 +172,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def local_gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's shard of a gradient, laid out as the parameter is; zeros where there is none."""
     grad = parameter.grad
     if grad is None:
         return torch.zeros_like(_local(parameter.detach()))
@@ -181,7 +182,7 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     return _local(grad)
 
 
-def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+def gradient_like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """The local gradient in the layout of its parameter."""
     if not isinstance(parameter, DTensor):
         return local

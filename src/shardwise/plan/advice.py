@@ -6,7 +6,7 @@ No torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -47,16 +47,14 @@ class Advice:
     found: Candidate
 
 
-def advise(space: Space, fixed: Collection[str] = (), seconds: float = SECONDS) -> tuple[Advice, ...]:
+def advise(space: Space, seconds: float = SECONDS) -> tuple[Advice, ...]:
     """Changes under which a plan fits, each alone; only what was tried and fits.
-
-    `fixed`: words that are forbidden for the model's sake, and cannot be allowed.
 
     Each plan is the fastest of the usual ones (1F1B, a ring, recompute of blocks or operators): there may be better.
 
     Cost: some 20 searches of 0.1 to 1 s, as many as begin within `seconds`.
     """
-    tries = _Tries(space, tuple(fixed), time.process_time() + seconds)
+    tries = _Tries(space, time.process_time() + seconds)
     return tuple(advice for make in (_nodes, _host, _words, _seq) for advice in make(tries))
 
 
@@ -65,7 +63,6 @@ class _Tries:
     """Searches until a deadline."""
 
     space: Space
-    fixed: tuple[str, ...]
     deadline: float
 
     def fit(self, **changes: Any) -> Candidate | None:
@@ -121,13 +118,12 @@ def _words(tries: _Tries) -> Iterator[Advice]:
     """Each word that could be allowed, and each that was forbidden, alone."""
     space = tries.space
     for word in OPT_IN:
-        found = None if word in (*space.allow, *space.forbid) else tries.fit(allow=(*space.allow, word))
+        known = (*space.allow, *space.forbid, *dict(space.left_out))
+        found = None if word in known else tries.fit(allow=(*space.allow, word))
         if found:
             yield Advice(f"--allow {word} ({OPT_IN[word]})", found)
     for word in dict.fromkeys(space.forbid):
-        found = (
-            None if word in tries.fixed else tries.fit(forbid=tuple(other for other in space.forbid if other != word))
-        )
+        found = tries.fit(forbid=tuple(other for other in space.forbid if other != word))
         if found:
             yield Advice(f"without --forbid {word}", found)
 

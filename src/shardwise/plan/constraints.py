@@ -19,15 +19,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from shardwise.errors import PlanError
+from shardwise.errors import ModelError, PlanError
 from shardwise.findings import Finding, errors_in
+from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
-from shardwise.plan.repair import Case, Hit, Row, change, markdown, nearest_legal
+from shardwise.plan.repair import Case, Hit, Read, Row, change, markdown, nearest_legal
 from shardwise.plan.rows_context import CONTEXT
 from shardwise.plan.rows_data import BLOCKS, DATA, WORLD
 from shardwise.plan.rows_expert import EXPERTS
-from shardwise.plan.rows_modules import MODULES
+from shardwise.plan.rows_modules import MODULES, READ
 from shardwise.plan.rows_pipeline import PIPELINE
 from shardwise.plan.rows_precision import PRECISION
 from shardwise.plan.rows_tensor import TENSOR
@@ -41,6 +42,7 @@ SECTIONS: Mapping[str, Mapping[str, Row]] = {
     "Experts": EXPERTS,
     "Recompute and precision": BLOCKS,
     "Float8 and precision rules": PRECISION,
+    "Modules that were read": READ,
 }
 """The table by section; findings are given in this order."""
 
@@ -51,7 +53,7 @@ ROWS: Mapping[str, Row] = {row_id: row for rows in SECTIONS.values() for row_id,
 def check(
     plan: Plan,
     *,
-    spec: ModelSpec | None = None,
+    spec: ModelSpec | Read | None = None,
     world: int | None = None,
     device: str | None = None,
     global_batch: int | None = None,
@@ -59,8 +61,9 @@ def check(
 ) -> list[Finding]:
     """What the table says of a plan: errors refuse it, warnings and notes do not.
 
-    What is not given is not checked. `global_batch` counts when the plan has none of its own. An error's `fix` ends
-    with the nearest plan that breaks no row under the same model, world, device and length. Needs no torch.
+    What is not given is not checked; `spec` may be a model as it was read. `global_batch` counts when the plan has none
+    of its own. An error's `fix` ends with the nearest plan that breaks no row under the same model, world, device and
+    length. Needs no torch.
     Cost: about 30 microseconds for a legal plan, some milliseconds per error.
 
     >>> [f.id for f in check(Plan.parse("fsdp4"), world=8)]
@@ -69,7 +72,9 @@ def check(
     given = plan
     if plan.batch.global_size is None and global_batch is not None:
         plan = change(plan, batch__global_size=global_batch)
-    case = Case(plan=plan, spec=spec, world=world, device=device, seq_len=seq_len)
+    read = spec if isinstance(spec, Read) else None
+    sizes = spec.limits if isinstance(spec, Read) else spec
+    case = Case(plan=plan, spec=sizes, world=world, device=device, seq_len=seq_len, read=read)
     first_error = cache(_first_error)  # searches of several errors meet the same plans
     findings = []
     for row in ROWS.values():
@@ -96,6 +101,19 @@ def refuse(findings: Iterable[Finding]) -> None:
     if errors:
         count = "1 constraint does" if len(errors) == 1 else f"{len(errors)} constraints do"
         raise PlanError("\n".join([f"the plan is refused, {count} not hold:", *(f"  {error}" for error in errors)]))
+
+
+def refuse_frozen(profile: Profile) -> None:
+    """Refuse a model of which nothing is trained, whatever the plan.
+
+    Raises:
+        ModelError: no parameter of it gets a gradient.
+    """
+    if profile.trained <= 0:
+        raise ModelError(
+            f"{profile.name} has no trainable parameter: found requires_grad=False on all {profile.num_params:,}; "
+            "needed some that a step updates; set requires_grad=True on those"
+        )
 
 
 def _first_error(case: Case) -> Hit | None:

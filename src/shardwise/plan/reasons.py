@@ -11,6 +11,7 @@ from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
+from shardwise.plan.rows_modules import used
 from shardwise.plan.search import HEADROOM, Candidate, Search
 from shardwise.plan.space import Space
 from shardwise.plan.timing import estimate_time
@@ -108,11 +109,12 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     """What a neighbour would do; empty where it is the same plan."""
     if plan == best.plan or plan.world != best.plan.world:
         return ""
+    without = used(plan, space.left_out)
+    if without:
+        return f"{label}: left out ({next(iter(without.values()))})"
     row = space.broken(plan)
     if row:
         return f"{label}: refused ({row})"
-    if plan.axes.pp * plan.schedule.stages > len(space.profile.blocks):
-        return f"{label}: more stages than blocks"
     device = space.cluster.device
     try:
         workload = space.workload

@@ -15,6 +15,7 @@ from itertools import count, product
 from typing import Any
 
 from shardwise.findings import Severity, table_of
+from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Plan
 
@@ -35,6 +36,19 @@ _WEIGHTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Read:
+    """A model as it was read: more than sizes say, of a module that has none."""
+
+    profile: Profile
+    limits: ModelSpec | None = None
+    """Sizes that axes must divide, where they are known."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What no plan of it has, and why: axes and other words of `space.FEATURES`."""
+    cut: str = "balanced"
+    """How its blocks are cut into stages: `Stack.cut`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """A plan and what is known of the model, the world and the device; None is unknown, and breaks no row."""
 
@@ -44,6 +58,17 @@ class Case:
     device: str | None = None
     """`cpu`, `cuda`, ...: the type of torch's device."""
     seq_len: int | None = None
+    read: Read | None = None
+
+    @property
+    def name(self) -> str:
+        """What the model is called; empty: none is known."""
+        return self.read.profile.name if self.read else self.spec.name if self.spec else ""
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks of the model; None: unknown."""
+        return len(self.read.profile.blocks) if self.read else self.spec.num_layers if self.spec else None
 
     @cached_property
     def uses_ddp(self) -> bool:

@@ -314,12 +314,12 @@ def _ratio(case: Case) -> Hit | None:
             fix="use a share such as 50%, or recompute=none or recompute=blocks",
             plans=[legal or change(plan, recompute__ratio=1.0)],
         )
-    if case.spec and int(case.spec.num_layers * ratio + 1e-9) == 0:
+    if case.num_blocks and int(case.num_blocks * ratio + 1e-9) == 0:
         return Hit(
             severity="warning",
             what="the share of recomputed blocks rounds to none",
-            found=f"{ratio:.3g} of {case.spec.num_layers} blocks",
-            fix=f"use at least {1 / case.spec.num_layers:.3g}",
+            found=f"{ratio:.3g} of {case.num_blocks} blocks",
+            fix=f"use at least {1 / case.num_blocks:.3g}",
         )
     return None
 

@@ -2,17 +2,23 @@
 
 A plan's own rows (`rows_*.py`) are predicates on a plan and a model's sizes. These need the module itself: the pass
 that meets one raises it, in `apply` and so in `shardwise verify`; for models of `transformers` also `check` says it.
+Where a module was read (`plan`, `estimate`, `explain`), the row `module.left-out` says it of a plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwise.plan.plan import Offload, Plan, Recompute, Schedule
+from shardwise.plan.repair import Case, Hit, change, resize, table
+
 MODULES: Mapping[str, str] = {
     "module.no-blocks": "pipelines, sequence shards, recompute, offload of activations and compilation of blocks: a "
     "model without repeated blocks, or whose blocks are not found; `blocks=PATTERN` names them.",
     "module.chain": "pp: a forward that is not a chain of blocks; stages hand on only what a block returns.",
     "module.needs-values": "pp: a forward whose course depends on the values of tensors, so it cannot be traced.",
+    "module.gradients-off": "pp: blocks that forward calls with gradients off (`torch.utils.checkpoint` with "
+    "`use_reentrant=True`); what another stage sent would get no gradient.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
     "module.two-chains": "pp, cp, seq: an encoder and a decoder; each block of the second takes the first's output.",
     "module.statistics-twice": "recompute: a block with running statistics, which a second forward would update twice.",
@@ -42,8 +48,60 @@ MODULES: Mapping[str, str] = {
     "module.experts-forward": "ep: experts whose forward takes anything but tokens, chosen experts and weights.",
     "module.experts-divide": "ep: a number of experts that the degree does not divide.",
     "module.capacity": "ep with cp or seq: experts with a capacity, filled row by row, where a rank has parts of rows.",
-    "module.scalar-parameter": "fsdp: a parameter without dims, of which there is nothing to share out.",
     "module.float8": "fp8: no layer that can be converted, or a rule that takes in one which cannot.",
     "module.float8-shard": "fp8 with tp: a layer whose part on a rank is no multiple of 16.",
 }
 """id -> the sentence of docs/constraints.md."""
+
+READ, _row = table()
+
+_AXES = ("pp", "cp", "tp", "ep")
+
+
+def used(plan: Plan, left_out: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """What a plan has of what is left out, and why that is."""
+    return {word: why for word, why in left_out if _has(plan, word)}
+
+
+def _has(plan: Plan, word: str) -> bool:
+    if word in _AXES:
+        return bool(getattr(plan.axes, word) > 1)
+    if word == "recompute":
+        return plan.recompute.mode != "none"
+    return (word == "compile" and plan.compile) or (word == "offload-activations" and plan.offload.activations)
+
+
+@_row(
+    "module.left-out",
+    "What a module that was read cannot have: `pp`, `cp`, recompute and others for a reason of the table Modules, `tp` "
+    "and `ep` where `apply` refuses them of it.",
+)
+def _left_out(case: Case) -> Hit | None:
+    found = used(case.plan, case.read.left_out) if case.read else {}
+    if not found:
+        return None
+    is_one, words = set(found.values()) == {"module.no-blocks"}, ", ".join(found)
+    by_reason = {why: [word for word in found if found[word] == why] for why in found.values()}
+    return Hit(
+        what=f"{case.name} {'is one block, and so cannot' if is_one else 'cannot'} have {words}",
+        found="; ".join(f"{', '.join(part)}: {_reason(why)}" for why, part in by_reason.items()),
+        fix=f"use a plan without {words}" + (", or name its blocks with --blocks PATTERN" if is_one else ""),
+        plans=[_without(case.plan, found)],
+    )
+
+
+def _reason(why: str) -> str:
+    """An id with what it says."""
+    return f"{why}, {MODULES[why].partition(': ')[2].rstrip('.')}" if why in MODULES else why
+
+
+def _without(plan: Plan, words: Mapping[str, str]) -> Plan:
+    for axis in (word for word in _AXES if word in words):
+        plan = resize(plan, axis, 1)
+    if "pp" in words:
+        plan = plan.with_(schedule=Schedule())
+    if "tp" in words:
+        plan = change(plan, tensor__sequence=False, tensor__loss=False)
+    recompute = Recompute() if "recompute" in words else plan.recompute
+    offload = Offload(state=plan.offload.state) if "offload-activations" in words else plan.offload
+    return plan.with_(recompute=recompute, offload=offload, compile=plan.compile and "compile" not in words)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from itertools import count, islice
 
+from shardwise.errors import PlanError
+from shardwise.plan.division import Division
 from shardwise.plan.plan import LOOPED, V_SHAPED, ZERO_BUBBLE, Plan, Schedule
-from shardwise.plan.repair import Case, Hit, change, divisors, resize, table
+from shardwise.plan.repair import Case, Hit, Read, change, divisors, resize, table
+from shardwise.plan.workload import Workload
 
 PIPELINE, _row = table()
 
@@ -82,17 +85,54 @@ def _micro_batches(case: Case) -> Hit | None:
 
 @_row("pp.layers", "Every stage holds at least one block.")
 def _layers(case: Case) -> Hit | None:
-    plan, spec = case.plan, case.spec
-    if plan.axes.pp == 1 or spec is None or case.num_stages <= spec.num_layers:
+    plan, blocks = case.plan, case.num_blocks
+    if plan.axes.pp == 1 or blocks is None or case.num_stages <= blocks:
         return None
     plans = [_unsplit(resize(plan, "pp", d)) for d in divisors(plan.axes.pp)[:-1]]
     plans.append(_unsplit(change(plan, schedule__kind="1f1b", schedule__stages_per_rank=None)))
     return Hit(
-        what=f"{spec.name} has fewer blocks than the pipeline has stages",
-        found=f"blocks={spec.num_layers}, stages = pp x stages per rank = {plan.axes.pp} x {plan.schedule.stages}",
-        fix=f"use at most {spec.num_layers} stages",
+        what=f"{case.name} has fewer blocks than the pipeline has stages",
+        found=f"blocks={blocks}, stages = pp x stages per rank = {plan.axes.pp} x {plan.schedule.stages}",
+        fix=f"use at most {blocks} stages" if blocks > 1 else "use a plan without pp",
         plans=plans,
     )
+
+
+@_row("pp.frozen", "Every pipeline rank holds a parameter that is trained: its optimizer has something to update.")
+def _frozen(case: Case) -> Hit | None:
+    plan, read = case.plan, case.read
+    if plan.axes.pp == 1 or read is None or not 0 < read.profile.trained < 1:
+        return None
+    idle = _idle(plan, read)
+    if not idle:
+        return None
+    plans = [_unsplit(resize(plan, "pp", d)) for d in divisors(plan.axes.pp)[:-1]]
+    plans += [change(_unsplit(plan), schedule__kind="interleaved", schedule__stages_per_rank=n) for n in (None, 3, 4)]
+    ranks, hold = ("ranks", "they hold") if len(idle) > 1 else ("rank", "it holds")
+    return Hit(
+        what=f"pipeline {ranks} {', '.join(map(str, idle))} would hold frozen parameters alone",
+        found=f"pp={plan.axes.pp}, requires_grad=False on all that {hold}",
+        fix="use a plan without pp, or more stages on a rank, so that each has a trained one",
+        plans=plans,
+    )
+
+
+def _idle(plan: Plan, read: Read) -> list[int]:
+    """Pipeline ranks without a parameter that gets a gradient."""
+    profile = read.profile
+    try:
+        ranks = Division(profile, plan, Workload(seq_len=1, global_batch=1), read.cut).ranks
+    except PlanError:  # boundaries that are not this model's
+        return []
+    ends = (profile.embedding > profile.frozen, profile.head.params > profile.head.frozen)
+    return [
+        rank
+        for rank, stages in enumerate(ranks)
+        if not any(
+            (stage.first and ends[0]) or (stage.last and ends[1]) or any(b.params > b.frozen for b in stage.blocks)
+            for stage in stages
+        )
+    ]
 
 
 @_row(

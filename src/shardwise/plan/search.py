@@ -21,6 +21,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.bounds_shared import SharedBounds
+from shardwise.plan.constraints import refuse_frozen
 from shardwise.plan.front import front_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Flow, Space
@@ -97,11 +98,12 @@ def find_plan(
             `memory`: the least device memory.
         **options: `allow` and `forbid` (words of `space.OPT_IN` and `space.FEATURES`), `top` (how many layouts, 10),
             `stack` (a `Stack`; default: Shardwise's own), `headroom` (share of the memory that stays free, 0.05, as the
-            estimate has an error).
+            estimate has an error), `left_out` (pairs of a word of `space.FEATURES` and why the model cannot have it).
 
     Raises:
         UsageError: an unknown goal, option or word.
         PlanError: no legal plan at all, with the nearest batch where that is why.
+        ModelError: nothing of the model is trained.
 
     Exact up to `EXACT` devices. Cost: 0.1 to 1 s for 8; 2 s (`cost`: 4 s) for 405 billion parameters on 16,384.
 
@@ -116,9 +118,10 @@ def find_plan(
         raise UsageError(f"goal: found {goal!r}; {nearest(goal, get_args(Goal))}")
     top, stack = options.pop("top", 10), options.pop("stack", None) or load_stack("shardwise")
     headroom = float(options.pop("headroom", HEADROOM))
-    words = {name: tuple(options.pop(name, ())) for name in ("allow", "forbid")}
+    words = {name: tuple(options.pop(name, ())) for name in ("allow", "forbid", "left_out")}
     for found in options:
-        raise UsageError(f"find_plan: found option {found!r}; needed allow, forbid, top, stack or headroom")
+        raise UsageError(f"find_plan: found option {found!r}; needed allow, forbid, left_out, top, stack or headroom")
+    refuse_frozen(profile)
     space = Space(profile, spec, cluster, workload, stack, **words)
     aim: Goal = "cost" if goal == "cost" else "memory" if goal == "memory" else "time"
     walk = Walk(space, aim, cluster.device.memory * (1 - headroom))
@@ -143,9 +146,11 @@ def _no_plan(space: Space, walk: Walk) -> str:
     near = near_batches(batch, cluster.world)
     advice = [f"a global batch that every layout divides: {' or '.join(map(str, near))}"] if batch not in near else []
     advice += [f"forbid less than {', '.join(space.forbid)}"] if space.forbid else []
+    without = f", for a model without {', '.join(dict(space.left_out))}" if space.left_out else ""
+    why = why or f"{'what is forbidden' if space.forbid else 'the batch'}{without}"
     return (
         f"plan: no legal plan of {space.profile.name} for {cluster.world} devices and a global batch of {batch}; "
-        f"refused by: {why or ('what is forbidden' if space.forbid else 'the batch')}; "
+        f"refused by: {why}; "
         f"{'; or '.join(advice) or 'give another number of devices'}"
     )
 

@@ -41,7 +41,7 @@ from shardwise.plan.plan import (
     Tensor,
     Zero,
 )
-from shardwise.plan.repair import Case, Row, divisors
+from shardwise.plan.repair import Case, Read, Row, divisors
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.workload import Workload
@@ -163,6 +163,8 @@ class Space:
     stack: Stack
     allow: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What the model itself cannot have, words as those of `forbid`, and why."""
     _refused: dict[tuple[object, ...], str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _compiles: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stacks: dict[tuple[bool, Float8Kind], Stack] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -170,11 +172,8 @@ class Space:
     _schedules: dict[int, list[Schedule]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, given, known in (
-            ("allow", self.allow, tuple(OPT_IN)),
-            ("forbid", self.forbid, (*FEATURES, *OPT_IN)),
-        ):
-            unknown = [word for word in given if word not in known]
+        for name, known in (("allow", tuple(OPT_IN)), ("forbid", (*FEATURES, *OPT_IN))):
+            unknown = [word for word in getattr(self, name) if word not in known]
             if unknown:
                 raise UsageError(f"{name}: found {unknown[0]!r}, which no plan has; {nearest(unknown[0], known)}")
         if both := sorted({*self.allow} & {*self.forbid}):
@@ -188,8 +187,17 @@ class Space:
             )
 
     def has(self, *features: str) -> bool:
-        """True where none of these is forbidden, and all that need it are allowed."""
-        return all(f not in self.forbid and (f not in OPT_IN or f in self.allow) for f in features)
+        """True where none of these is forbidden or left out, and all that need it are allowed."""
+        return all(f not in self._without and (f not in OPT_IN or f in self.allow) for f in features)
+
+    @cached_property
+    def _without(self) -> frozenset[str]:
+        return frozenset((*self.forbid, *dict(self.left_out)))
+
+    @cached_property
+    def _case(self) -> Case:
+        read = Read(profile=self.profile, limits=self.spec, left_out=self.left_out, cut=self.stack.cut)
+        return Case(plan=Plan(), spec=self.spec, device=self.device, seq_len=self.workload.seq_len, read=read)
 
     @property
     def device(self) -> str:
@@ -210,7 +218,7 @@ class Space:
 
     def _refusals(self, plan: Plan, rows: Mapping[str, Row] = ROWS) -> Iterator[str]:
         batch = Batch(global_size=self.workload.global_batch, micro_batches=plan.batch.micro_batches)
-        case = Case(plan=plan.with_(batch=batch), spec=self.spec, device=self.device, seq_len=self.workload.seq_len)
+        case = self._case.with_plan(plan.with_(batch=batch))
         for row in rows.values():
             hit = row.test(case)
             if hit is not None and hit.severity == "error":
