@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.plan import plan
+from shardwise.diagnose.read_module import planned_module
 from shardwise.errors import ExitCode, ShardwiseError
 from shardwise.plan.plan import Plan
 
@@ -47,6 +48,13 @@ class Selects(Net):
     def forward(self, x):
         kept = x[x >= 0].view_as(x)
         return super().forward(kept)
+
+class Placed(Net):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = {"x": torch.zeros(2, 16, dtype=torch.long), "at": torch.arange(16)}
+    def forward(self, x, at):
+        return super().forward(x + 0 * at)
 
 class Frames(nn.Module):
     def __init__(self):
@@ -220,6 +228,12 @@ def test_a_factory_a_class_and_a_config(here: Path) -> None:
     again = json.loads(CliRunner().invoke(app, ["plan.toml", "--json"]).stdout)
     for key in ("plan", "memory", "time"):  # the file says for which model it is
         assert again[key] == json.loads(text)[key]
+
+
+def test_what_has_not_the_rows_of_the_batch_is_said(here: Path) -> None:
+    (said,) = planned_module("planned_net:Placed").notes
+    assert said.startswith("a sample is one of the 2 rows of x; at of its example") and "once per micro-batch" in said
+    assert planned_module("planned_net:Net").notes == ()
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,20 @@ def planned_module(model: str, blocks: str = "auto") -> Planned:
         usual=length if fixed and length else 4096,
         is_fixed=fixed,  # what the second size of such a sample is nobody knows
         refused=lambda seq: unknown | refused_axes(factory, seq, found),
-        notes=said_of(found),
+        notes=(*said_of(found), *_said_of_rows(as_batch(factory, example))),
         blocks=found,
+    )
+
+
+def _said_of_rows(batch: Any) -> tuple[str, ...]:
+    """What is assumed of tensors of an example that have not its rows: positions, masks, a graph's edges."""
+    found = [(".".join(map(str, path)), tensor) for path, tensor in tensors_in(batch) if tensor.dim()]
+    once = [name for name, tensor in found if len(tensor) != len(found[0][1])]
+    if not once:
+        return ()
+    return (
+        f"a sample is one of the {len(found[0][1])} rows of {found[0][0]}; {', '.join(once)} of its example, which "
+        "another number of rows have, are taken as they are, once per micro-batch",
     )
 
 

@@ -24,6 +24,9 @@ ASIDE = (
 """How files begin that trainers put beside the weights."""
 _STATE = re.compile(r"optim(izer)?(_state)?(_\d+)?")
 _MODEL = re.compile(r"(pytorch_model_fsdp|model)(_\d+)?")
+META = "meta.pt"
+"""What Lightning's strategies keep beside `.metadata`: the `.ckpt` without weights and optimizers."""
+LIGHTNING = "pytorch-lightning_version"
 _PROGRESS = "trainer_state.json"
 _MAX_PROGRESS = 256 * 1024 * 1024
 

@@ -15,6 +15,7 @@ from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.directory import MARKER, Directory
 from shardwise.checkpoint.files import LOCAL, reading
 from shardwise.checkpoint.foreign.beside import (
+    META,
     METADATA,
     SUFFIXES,
     is_dcp,
@@ -32,7 +33,7 @@ from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
 from shardwise.checkpoint.foreign.state import Foreign, shown
-from shardwise.checkpoint.foreign.torch_files import read_torch
+from shardwise.checkpoint.foreign.torch_files import add_meta, read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes, write_streamed
 from shardwise.checkpoint.format import Piece, check_name, whole
@@ -134,12 +135,14 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
         raise CheckpointError(f"{source}: found nothing there, needed a checkpoint of another library; check the path")
     _check_foreign(files, source)
     kind = _kind(files, source) if options.kind == "auto" else options.kind
-    if kind == "fsdp":
-        kind = "dcp" if is_dcp(files, source) or models_in(files, source) else "torch"
-    if options.unsafe and kind in ("dcp", "safetensors") and not any(map(Path.is_file, states_in(files, source))):
+    if kind in ("fsdp", "lightning") and (is_dcp(files, source) or models_in(files, source)):
+        kind = "dcp"
+    kind = "torch" if kind == "fsdp" else kind
+    code = any(map(Path.is_file, states_in(files, source))) or (kind == "dcp" and META in files.names(source))
+    if options.unsafe and kind in ("dcp", "safetensors") and not code:
         raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
     if kind == "deepspeed":
-        return read_deepspeed(files, source, options.unsafe, options.optimizer)
+        return read_deepspeed(files, source, options.unsafe, options.optimizer, options.in_order)
     found = _read(files, source, kind, options)
     how = Beside(optimizer=options.optimizer, in_order=options.in_order, unsafe=options.unsafe)
     add_beside(files, source, found, how)
@@ -151,9 +154,12 @@ def _read(files: OpenFiles, source: Path, kind: Kind, options: Options) -> Forei
     if kind == "safetensors":
         return read_safetensors(files, source)
     if kind == "dcp":
-        return read_dcp(files, model_in(files, source), options.in_order)
-    found = read_torch(files, source, options.in_order, options.unsafe)
-    found.kind = "lightning" if kind == "lightning" else found.kind
+        folder = model_in(files, source)
+        found = read_dcp(files, folder, options.in_order)
+        add_meta(files, folder, found, options.unsafe)
+    else:
+        found = read_torch(files, source, options.in_order, options.unsafe)
+    found.kind = "lightning" if options.kind == "lightning" else found.kind
     return found
 
 

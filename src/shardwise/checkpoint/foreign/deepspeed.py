@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardwise.checkpoint.foreign.deepspeed_ranks import (
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
+from shardwise.checkpoint.foreign.torch_files import of_value
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
 from shardwise.checkpoint.format import whole
 from shardwise.errors import CheckpointError
@@ -47,8 +48,10 @@ class _Rank:
     slices: Slices | None
 
 
-def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer: bool = True) -> Foreign:
-    """A ZeRO checkpoint of data-parallel ranks.
+def read_deepspeed(
+    files: OpenFiles, path: Path, unsafe: bool = False, optimizer: bool = True, in_order: bool = False
+) -> Foreign:
+    """A ZeRO checkpoint of data-parallel ranks; or, of stage 0, the one file that holds everything.
 
     Raises:
         CheckpointError: refused by the reader; ranks missing; files of several saves; tensor-, pipeline- or
@@ -63,6 +66,10 @@ def read_deepspeed(files: OpenFiles, path: Path, unsafe: bool = False, optimizer
             "convert it with DeepSpeed's own tools first"
         )
     models, optims = ranked(folder, names, MODEL), ranked(folder, names, OPTIM)
+    if len(models) == 1 and not optims:
+        value = read_values(files, [Job(models[0])], unsafe=unsafe)[0]
+        if isinstance(value, dict) and not value.get("param_shapes"):  # which ZeRO writes
+            return replace(of_value(value, str(models[0]), in_order), kind="deepspeed zero 0")
     if not models or not optims:
         raise CheckpointError(
             f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both: "
@@ -348,7 +355,7 @@ def _add_state(
 
 
 def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stage3: bool) -> None:
-    """Buffers, frozen parameters and ties."""
+    """Buffers, frozen parameters and ties; what stage 1 leaves in the module alone."""
     model = models[0]
     module, buffers = _dict(model.get("module")), [*map(str, _list(model.get("buffer_names")))]
     there = {name: module[name] for name in buffers if isinstance(module.get(name), View)}
@@ -369,6 +376,18 @@ def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stag
         place = Place(0, [span for span in spans if span[2] > 0])
         views = [[flat(p, f"{paths[0]}: {name}")] for p in parts]
         found.weights[name] = _source(shape, place, views, f"{paths[0]}: {name}")
-    ties = model.get("shared_params")
-    if isinstance(ties, dict) and ties:
+    trained = {
+        view.key: name for name in found.weights if isinstance(view := module.get(name), View) and 0 not in view.shape
+    }
+    ties = {str(a): str(b) for a, b in _dict(model.get("shared_params")).items()}
+    left = {str(n): item for n, item in module.items() if isinstance(item, View) and n not in found.weights}
+    if not stage3:  # old files list no ties; there the module has one tensor under two names
+        ties |= {n: trained[item.key] for n, item in left.items() if n not in ties and item.key in trained}
+    left = {name: item for name, item in left.items() if name not in ties}
+    if left and stage3:
+        found.notes.append(f"weights that the model names, and of which no rank has a part: {shown(list(left))}")
+    elif left:
+        found.weights |= left
+        found.notes.append(f"weights that were not trained, in the module's own type: {shown(list(left))}")
+    if ties:
         found.notes.append(f"tied parameters, kept under one name: {shown([f'{a} = {b}' for a, b in ties.items()])}")

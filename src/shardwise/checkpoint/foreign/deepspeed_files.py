@@ -15,6 +15,8 @@ MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHER = re.compile(r"layer_\d+.*|expert_.*|.*expp_rank_.*")
 _LATEST = "latest"
+_PLAIN = "mp_rank_00_model_states.pt"
+"""Of stage 0 the one file there is."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -30,7 +32,10 @@ def is_deepspeed(files: OpenFiles, path: Path) -> bool:
         if any(is_weights_file(name) for name in files.names(path)):
             return False  # the file `latest` is another tool's
         raise
-    return any(OPTIM.fullmatch(name) for name in files.names(folder))
+    names = files.names(folder)
+    if any(OPTIM.fullmatch(name) for name in names):
+        return True
+    return folder != path and _PLAIN in names and not any(is_weights_file(name) for name in files.names(path))
 
 
 def tagged(files: OpenFiles, path: Path) -> Path:

@@ -15,6 +15,7 @@ from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.files import LOCAL
 from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.lightning_out import lightning_tree
+from shardwise.checkpoint.foreign.safetensors import STEP
 from shardwise.checkpoint.foreign.torch_out import write_torch
 from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, slabs
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes
@@ -231,13 +232,13 @@ def _export_torch(partial: Path, target: Path, content: Content, options: Export
 
 def _export_safetensors(partial: Path, target: Path, content: Content, options: ExportOptions) -> list[str]:
     if target.suffix in FILE_SUFFIXES["safetensors"]:
-        write_safetensors(partial, content.weights)
+        write_safetensors(partial, content.weights, content.step)
         return [target.name]
     LOCAL.make_directory(partial)
     shards = _shards(content.weights, options.max_shard)
     names = _names(len(shards), "model", ".safetensors")
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(partial / name, shard)
+        write_safetensors(partial / name, shard, content.step)
     return names + _index(partial, "model.safetensors", names, shards)
 
 
@@ -270,15 +271,16 @@ def _index(directory: Path, name: str, names: list[str], shards: list[dict[str, 
     return [f"{name}.index.json"]
 
 
-def write_safetensors(path: Path, weights: Mapping[str, Source]) -> None:
+def write_safetensors(path: Path, weights: Mapping[str, Source], step: int) -> None:
     """A new safetensors file, flushed to the disk; wide types first, so that every tensor is aligned.
 
     Raises:
         OSError: as the disk said.
     """
     arranged = arrange([Part(name, s.dtype, s.shape, whole(s.shape)) for name, s in weights.items()])
+    metadata = {"format": "pt", STEP: str(step)}
     with path.open("xb") as file:
-        file.write(encode_header({"format": "pt"}, [entry_at(part, start) for part, start in arranged]))
+        file.write(encode_header(metadata, [entry_at(part, start) for part, start in arranged]))
         for part, _ in arranged:
             for _, data in slabs(weights[part.name]):
                 file.write(data.data)

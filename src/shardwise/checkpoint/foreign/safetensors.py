@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.foreign.beside import ASIDE, is_state_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.state import Foreign, shown
-from shardwise.checkpoint.foreign.views import Source, View
+from shardwise.checkpoint.foreign.views import Source, View, num_bytes
 from shardwise.checkpoint.format import Fields, parse_json, row_major
 from shardwise.checkpoint.header import MAX_HEADER, entry_of, without_holes
 from shardwise.checkpoint.shardfile import TABLE
@@ -16,6 +18,12 @@ from shardwise.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX = 256 * 1024 * 1024
+SUFFIX = ".safetensors"
+STEP = "shardwise_step"
+"""In the header of what we export."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_SHARDING = "DCP_SHARDING_INFO"
+_PART = re.compile(r"shard-\d+-model-\d+-of-\d+\.")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -25,12 +33,15 @@ def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
     Raises:
         CheckpointError: nothing there, torn, a header that does not agree with itself, or an index of other files.
     """
-    if path.is_file():
-        return Foreign(kind="safetensors", weights=dict(header(files, path)), files=1)
-    shards, listed = shards_of(files, path, ".safetensors")
+    shards, listed = ([path], None) if path.is_file() else shards_of(files, path, SUFFIX)
     weights: dict[str, Source] = {}
+    steps: set[int] = set()
+    marked: dict[Path, Any] = {}
     for shard in shards:
-        for name, view in header(files, shard).items():
+        views, metadata = header(files, shard)
+        marked |= {shard: metadata[_SHARDING]} if _SHARDING in metadata else {}
+        steps.add(_step(metadata))
+        for name, view in views.items():
             if name in weights:
                 raise CheckpointError(
                     f"{shard}: {name} is there again, found first in another shard; needed once: copy the files again"
@@ -38,7 +49,49 @@ def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
             weights[name] = view
     if listed is not None:
         check_index(path, listed, list(weights))
-    return Foreign(kind="safetensors", weights=weights, files=len(shards))
+    _check_whole(files, marked, weights)
+    step = steps.pop() if len(steps) == 1 else 0
+    return Foreign(kind="safetensors", weights=weights, step=step, files=len(shards))
+
+
+def _step(metadata: Mapping[str, Any]) -> int:
+    """The step that our export wrote down; 0: the file says none."""
+    text = str(metadata.get(STEP, ""))
+    return int(text) if _NUMBER.fullmatch(text) else 0
+
+
+def _check_whole(files: OpenFiles, marked: Mapping[Path, Any], weights: Mapping[str, Source]) -> None:
+    """DCP's writer of these files says where each tensor begins, and never where the whole one ends.
+
+    That all are whole is known where they begin at 0, and the index, which is written where one rank saves everything,
+    counts the bytes that are there: it counts those of every rank.
+
+    Args:
+        files: they stay open.
+        marked: what each file by that writer says of its tensors.
+        weights: of all files.
+
+    Raises:
+        CheckpointError: they may be parts.
+    """
+    for path, text in marked.items():
+        places = parse_json(str(text).encode(), f"{path}: {_SHARDING}").values()
+        offsets = [place.get("saved_offsets") if isinstance(place, dict) else None for place in places]
+        if not all(isinstance(at, list) and not any(at) for at in offsets):
+            raise sliced(path)
+    for path in list(marked)[:1]:
+        indexes = [name for name in files.names(path.parent) if name.endswith(SUFFIX + INDEX_SUFFIX)]
+        fields = _fields(files, path.parent / indexes[0]) if len(indexes) == 1 else None
+        if fields is None or fields.mapping("metadata").get("total_size") != sum(map(num_bytes, weights.values())):
+            raise sliced(path)
+
+
+def sliced(path: Path) -> CheckpointError:
+    """The error for files that ranks wrote of their own parts."""
+    return CheckpointError(
+        f"{path}: found one rank's parts of the tensors, written by DCP's HuggingFaceStorageWriter; needed whole "
+        "tensors: consolidate them with torch (enable_consolidation=True), or save with dcp.save alone"
+    )
 
 
 def ours(path: Path) -> CheckpointError:
@@ -82,6 +135,8 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
                     f"in {suffix}; copy the index again"
                 )
         return [path / name for name in sorted(set(listed.values()))], listed
+    if suffix == SUFFIX and not indexes and (parts := [name for name in singles if _PART.match(name)]):
+        raise sliced(path / parts[0])
     if len(indexes) > 1 or len(singles) != 1:
         raise CheckpointError(
             f"{path}: found {len(singles)} files that end in {suffix} and {len(indexes)} indexes, needed one file, or "
@@ -90,19 +145,23 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
     return [path / singles[0]], None
 
 
-def _index(files: OpenFiles, path: Path) -> dict[str, str]:
+def _fields(files: OpenFiles, path: Path) -> Fields:
     size = files.size(path)
     if size > MAX_INDEX:
         raise CheckpointError(f"{path}: {size} bytes, needed at most {MAX_INDEX}; this is no index: copy it again")
-    fields = Fields(parse_json(files.read(path, 0, size), str(path)), str(path))
+    return Fields(parse_json(files.read(path, 0, size), str(path)), str(path))
+
+
+def _index(files: OpenFiles, path: Path) -> dict[str, str]:
+    fields = _fields(files, path)
     listed = fields.mapping("weight_map")
     if not all(isinstance(name, str) for name in listed.values()):
         raise fields.wrong("weight_map", listed, "names of files")
     return listed
 
 
-def header(files: OpenFiles, path: Path) -> dict[str, View]:
-    """Every tensor of a safetensors file, in the order of the header.
+def header(files: OpenFiles, path: Path) -> tuple[dict[str, View], dict[str, Any]]:
+    """Every tensor of a safetensors file, in the order of the header; and what it says of itself.
 
     Raises:
         CheckpointError: it is cut short, or its header is not whole: holes, overlaps, sizes that do not agree.
@@ -115,13 +174,14 @@ def header(files: OpenFiles, path: Path) -> dict[str, View]:
             "cut short or is of another kind: copy it again"
         )
     table = parse_json(files.read(path, 8, length), f"{path}: header")
-    table.pop("__metadata__", None)
+    metadata = table.pop("__metadata__", None)
     if TABLE in table:
         raise ours(path)
     entries = [entry_of(name, item, str(path)) for name, item in table.items()]
     data = 8 + length
     without_holes(entries, size - data, str(path))
-    return {
+    views = {
         name: View(files, path, (data + start, stop - start, None), dtype, 0, shape, row_major(shape))
         for name, dtype, shape, start, stop in entries
     }
+    return views, metadata if isinstance(metadata, dict) else {}

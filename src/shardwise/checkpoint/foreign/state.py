@@ -198,13 +198,14 @@ def _names(
     listed = [group.get("param_names") for group in groups]
     if listed and all(isinstance(part, list) for part in listed):
         return _by_param_names(numbers, groups, weights)
-    if not in_order:
-        return {}, _NUMBERS
     if len(groups) > 1:  # the numbers go through one group after the other, the model's order does not
         return {}, (
-            f"it has {len(groups)} groups, so its order is not the model's, whatever --params-in-order says; needed "
-            "names: make the optimizer from model.named_parameters() and save it again"
+            f"its parameters are numbers, and it has {len(groups)} groups, so its order is not the model's"
+            f"{', whatever --params-in-order says' * in_order}; needed names: make the optimizer from "
+            "model.named_parameters() and save it again"
         )
+    if not in_order:
+        return {}, _NUMBERS
     ids = _ids(groups[0]) if groups else []
     return _in_order(numbers, ids or sorted(numbers.values()), weights)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.beside import SUFFIXES, is_weights_file
+from shardwise.checkpoint.foreign.beside import LIGHTNING, META, SUFFIXES, is_weights_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
@@ -18,6 +18,9 @@ OPTIMIZER_KEYS = (
     "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict", "optimizer_states",
 )  # fmt: skip
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num", "steps")
+
+_TRAINED, _AVERAGE = "current_model_state", "state_dict"
+"""Where Lightning keeps the weights when it averages them: the optimizer's state is of the trained ones."""
 
 
 def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = False) -> Foreign:
@@ -62,8 +65,9 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
         raise CheckpointError(
             f"{where}: found a {kind_of(value)}, needed a state_dict, or a dict that holds one; save model.state_dict()"
         )
-    lightning = "pytorch-lightning_version" in value
-    inside = next((key for key in MODEL_KEYS if _has_tensors(value.get(key))), None)
+    lightning = LIGHTNING in value
+    averaged = lightning and _has_tensors(value.get(_TRAINED)) and _has_tensors(value.get(_AVERAGE))
+    inside = _TRAINED if averaged else next((key for key in MODEL_KEYS if _has_tensors(value.get(key))), None)
     if inside is None:
         weights, notes = weights_of(value, where)
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
@@ -81,10 +85,38 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
         found.optimizer, reason = named_state(state, weights, in_order)
         found.notes += [reason] if reason else []
     empty = [key for key in OPTIMIZER_KEYS if not value.get(key)]
-    others = [str(key) for key in value if key not in (inside, counted, kept, *empty)]
+    average = [_AVERAGE] if averaged else []
+    if averaged:
+        found.notes.append(f"the weights' average, in {_AVERAGE}: those that were trained, in {_TRAINED}, are taken")
+    others = [str(key) for key in value if key not in (inside, counted, kept, *average, *empty)]
     if others:
-        found.notes.append(f"what a Shardwise run keeps elsewhere or has no use for: {', '.join(others[:12])}")
+        found.notes.append(_elsewhere(others))
     return found
+
+
+def add_meta(files: OpenFiles, path: Path, found: Foreign, unsafe: bool) -> None:
+    """What Lightning keeps beside the parts of a directory of DCP: the step, and that it is Lightning's."""
+    if META not in files.names(path):
+        return
+    try:
+        value = _values(files, [path / META], unsafe)[0]
+    except CheckpointError as error:
+        found.notes.append(f"what {META} says, as the step, and whether this is Lightning's: {error}")
+        return
+    if not isinstance(value, dict) or LIGHTNING not in value:
+        return
+    found.kind = "lightning"
+    counted = next((key for key in STEP_KEYS if step_of(value.get(key)) is not None), None)
+    found.step = step_of(value.get(counted)) or found.step
+    if found.optimizer and value.get(_TRAINED):
+        found.optimizer = {}
+        found.notes.append(f"the optimizer's state: it is of the weights in {META}, and those taken are their average")
+    others = [str(key) for key in value if key != counted]
+    found.notes += [_elsewhere(others)] if others else []
+
+
+def _elsewhere(names: list[str]) -> str:
+    return f"what a Shardwise run keeps elsewhere or has no use for: {', '.join(names[:12])}"
 
 
 def _has_tensors(value: Any) -> bool:

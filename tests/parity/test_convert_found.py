@@ -1,0 +1,241 @@
+"""What real libraries write: weights in one place only, parts that look whole, averages, sharded Lightning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from shardwise.checkpoint.compare import diff
+from shardwise.checkpoint.foreign.convert import Options, convert
+from shardwise.checkpoint.foreign.export import ExportOptions, export
+from shardwise.errors import CheckpointError, UsageError
+from tests.foreign import Truth, at_home, write_lightning, write_zero3, write_zero12
+from tests.parity.test_convert import ckpt, expected_of, held, pair, same, save_dcp, stepped, trained, under_model
+
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def change(path: Path, **values: Any) -> None:
+    """Other values in a file of model states, which names no class of DeepSpeed's."""
+    torch.save(torch.load(path, weights_only=False) | values, path)
+
+
+def module_of(truth: Truth, **more: Tensor) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {n: w.half() for n, w in truth.weights.items()} | truth.buffers
+    return found | {a: found[b] for a, b in truth.ties.items()} | more
+
+
+def test_frozen_weights_that_stage_1_keeps_in_the_module_alone(tmp_path: Path) -> None:
+    truth = Truth()
+    frozen = {"frozen.weight": truth.frozen["frozen.weight"]}
+    file = write_zero12(tmp_path / "ds", truth, 2, stage=1, bf16=True) / "global_step12" / "mp_rank_00_model_states.pt"
+    for number, ties in enumerate((truth.ties, None)):  # files of old versions list no ties
+        change(
+            file, module=module_of(truth, **frozen), frozen_param_shapes=None, frozen_param_fragments=None,
+            shared_params=ties,
+        )  # fmt: skip
+        done = convert(tmp_path / "ds", tmp_path / str(number), Options())
+        same(held(done.path), truth.expected())
+        assert done.notes == (
+            "weights that were not trained, in the module's own type: frozen.weight",
+            "tied parameters, kept under one name: head.weight = embed.weight",
+        )
+
+
+def test_weights_that_stage_3_names_and_has_not_are_said(tmp_path: Path) -> None:
+    truth = Truth()
+    truth.frozen = {}
+    write_zero3(tmp_path / "ds", truth, 2)
+    for file in (tmp_path / "ds" / "global_step12").glob("*model_states.pt"):
+        empty = {name: torch.empty(0) for name in ("frozen.weight", *truth.weights, *truth.ties)}
+        change(file, module=empty | truth.buffers)
+    done = convert(tmp_path / "ds", tmp_path / "out", Options())
+    same(held(done.path), truth.expected())
+    assert done.notes[0] == "weights that the model names, and of which no rank has a part: frozen.weight"
+
+
+def test_stage_0_is_the_one_file_that_latest_leads_to(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    file = tmp_path / "ds" / "global_step7" / "mp_rank_00_model_states.pt"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "ds" / "latest").write_text("global_step7")
+    values = {"module": net.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 7, "param_shapes": None}
+    torch.save(values, file)
+    for number, (source, kind) in enumerate([(tmp_path / "ds", "auto"), (file.parent, "deepspeed"), (file, "auto")]):
+        options: Any = {"kind": kind, "in_order": True}
+        done = convert(source, tmp_path / str(number), Options(**options))
+        same(held(done.path), expected_of(net, optimizer))
+        assert done.step == 7 and done.kind == ("torch" if source == file else "deepspeed zero 0")
+    torch.save(values | {"param_shapes": [{"w": torch.Size([2])}]}, file)  # of ZeRO, whose other files were lost
+    with pytest.raises(CheckpointError, match="found 1 files of model states and 0 of optimizer states; needed both"):
+        convert(tmp_path / "ds", tmp_path / "out", Options())
+    torch.save(net.state_dict(), tmp_path / "ds" / "pytorch_model.bin")  # of a trainer: it is what is meant
+    assert convert(tmp_path / "ds", tmp_path / "out", Options()).kind == "torch"
+
+
+# ---------------------------------------------------------------- safetensors that DCP wrote
+
+PARTS = "found one rank's parts of the tensors, written by DCP's HuggingFaceStorageWriter; needed whole tensors"
+
+
+def by_dcp(path: Path, tensors: dict[str, Tensor], row: int = 0) -> None:
+    """A file as one rank writes it, that holds rows from `row` on."""
+    path.parent.mkdir(exist_ok=True)
+    offsets = {name: {"saved_offsets": [row] + [0] * (t.ndim - 1)} for name, t in tensors.items()}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    save_file(tensors, path, metadata=metadata)
+
+
+def test_parts_of_ranks_are_no_model(tmp_path: Path) -> None:
+    first, second = {"w": torch.ones(4, 2), "b": torch.ones(4)}, {"w": torch.ones(3, 2), "b": torch.ones(3)}
+    by_dcp(tmp_path / "one" / "shard-00001-model-00001-of-00001.safetensors", first)
+    by_dcp(tmp_path / "two" / "shard-00001-model-00001-of-00001.safetensors", first)
+    by_dcp(tmp_path / "two" / "shard-00002-model-00001-of-00001.safetensors", second, 4)
+    by_dcp(tmp_path / "named" / "model.safetensors", first)
+    for row, total in ((0, 80), (4, 48)):  # of two ranks that wrote one file: bytes of both, or a row of the second
+        by_dcp(tmp_path / f"lost{row}" / "model-00001-of-00001.safetensors", first, row)
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict.fromkeys(first, "model-00001-of-00001.safetensors"),
+        }
+        (tmp_path / f"lost{row}" / "model.safetensors.index.json").write_text(json.dumps(index))
+    sources = sorted(path for path in tmp_path.rglob("*") if path.is_dir() or path.suffix == ".safetensors")
+    assert len(sources) == 11
+    for source in sources:
+        with pytest.raises(CheckpointError, match=PARTS):
+            convert(source, tmp_path / "out", Options())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("files", [1, 2])
+def test_what_one_rank_saved_whole_is_a_model(files: int, tmp_path: Path) -> None:
+    weights = dict(trained()[0].state_dict())
+    numbers = {name: 1 + i % files for i, name in enumerate(weights)}
+    dcp.save(weights, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "hf"), numbers), no_dist=True)
+    first = next((tmp_path / "hf").glob("model-00001-*"))
+    with safe_open(first, "pt") as file:
+        assert "DCP_SHARDING_INFO" in file.metadata()
+    sources = [tmp_path / "hf"] + [first] * (files == 1)
+    for number, source in enumerate(sources):
+        done = convert(source, tmp_path / str(number), Options())
+        same(held(done.path), under_model(weights))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_consolidated_is_a_model(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(4, 2), "b": torch.randn(4)}
+    writer = HuggingFaceStorageWriter(str(tmp_path / "hf"), save_distributed=True, enable_consolidation=True)
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    same(held(convert(tmp_path / "hf", tmp_path / "out", Options()).path), under_model(weights))
+    with pytest.raises(CheckpointError, match=PARTS):
+        convert(tmp_path / "hf" / "sharded", tmp_path / "no", Options())
+
+
+# ---------------------------------------------------------------- Lightning
+
+
+def test_of_averaged_weights_the_trained_ones_are_taken(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    file = write_lightning(tmp_path / "x.ckpt", net, optimizer)
+    with at_home():
+        found = torch.load(file, weights_only=False)
+        found["current_model_state"] = found["state_dict"]
+        found["state_dict"] = {name: t / 2 if t.is_floating_point() else t for name, t in found["state_dict"].items()}
+        torch.save(found | {"averaging_state": {"n_averaged": torch.tensor(3)}}, file)
+    done = convert(file, tmp_path / "out", Options(in_order=True))
+    same(held(done.path), expected_of(net, optimizer))
+    said = "the weights' average, in state_dict: those that were trained, in current_model_state, are taken"
+    assert done.kind == "lightning" and said in done.notes
+    assert not any(word in note for note in done.notes if note != said for word in (" state_dict", "current_model"))
+
+
+def save_lightning(path: Path, meta: Any) -> tuple[Path, dict[str, Tensor]]:
+    """As ModelParallelStrategy saves it; and what a conversion is to hold."""
+    net, optimizer = trained()
+    state: Any = get_optimizer_state_dict(net, optimizer)
+    by_name = {f"model.{name}": keys for name, keys in state["state"].items()}
+    groups = [group | {"params": [f"model.{n}" for n in group["params"]]} for group in state["param_groups"]]
+    weights = {f"model.{name}": t for name, t in net.state_dict().items()}
+    save_dcp(path, {"state_dict": weights, "optimizer_0": {"state": by_name, "param_groups": groups}})
+    torch.save(meta, path / "meta.pt")
+    return path, expected_of(net, optimizer)
+
+
+META = {"epoch": 2, "global_step": 3, "pytorch-lightning_version": "2.6.6", "loops": {"fit_loop": {}}}
+
+
+def test_a_sharded_directory_of_lightning_is_one_of_lightning(tmp_path: Path) -> None:
+    source, expected = save_lightning(tmp_path / "lt", META)
+    for kind in ("auto", "lightning", "dcp", "fsdp"):
+        options: Any = {"kind": kind}
+        done = convert(source, tmp_path / kind, Options(**options))
+        same(held(done.path), expected)
+        assert done.step == 3 and done.kind == "lightning"
+        assert done.notes[0].endswith("has no use for: epoch, pytorch-lightning_version, loops")
+    done = convert(source, tmp_path / "unsafe", Options(unsafe=True))
+    assert done.step == 3
+    torch.save(META | {"current_model_state": {"w": torch.ones(2)}}, source / "meta.pt")
+    done = convert(source, tmp_path / "average", Options())
+    assert not done.num_parameters_with_state and "those taken are their average" in done.notes[0]
+
+
+class Runs:
+    """A pickle that would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_meta_file_is_read_by_the_restricted_reader(tmp_path: Path) -> None:
+    source, _ = save_lightning(tmp_path / "lt", META | {"hyper_parameters": Runs(tmp_path / "ran")})
+    done = convert(source, tmp_path / "a", Options())
+    assert done.step == 0 and done.notes[0].startswith("what meta.pt says") and not (tmp_path / "ran").exists()
+    torch.save({"other": 1}, source / "meta.pt")
+    assert convert(source, tmp_path / "b", Options()).kind == "dcp"
+    assert convert(source, tmp_path / "c", Options(kind="lightning")).kind == "lightning"
+    (source / "meta.pt").unlink()
+    with pytest.raises(UsageError, match="which needs no code"):
+        convert(source, tmp_path / "d", Options(unsafe=True))
+
+
+# ---------------------------------------------------------------- what is said, and what comes back
+
+
+def test_several_groups_need_names_and_no_advice_that_fails(tmp_path: Path) -> None:
+    net = pair()
+    optimizer = stepped(torch.optim.AdamW([{"params": [p]} for p in net.parameters()]))
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, tmp_path / "x.pt")
+    save_dcp(tmp_path / "x.dcp", tree)
+    for name in ("x.pt", "x.dcp"):
+        note = convert(tmp_path / name, tmp_path / f"{name}.out", Options()).notes[0]
+        assert "--params-in-order" not in note and "2 groups" in note and "named_parameters" in note
+
+
+def test_an_export_as_safetensors_brings_its_step_back(tmp_path: Path) -> None:
+    torch.save({"model": trained()[0].state_dict(), "step": 3}, tmp_path / "x.pt")
+    store = convert(tmp_path / "x.pt", tmp_path / "store", Options()).path
+    export(store, tmp_path / "one.safetensors", ExportOptions())
+    export(store, tmp_path / "many", ExportOptions(max_shard=300))
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    for name in ("one.safetensors", "many"):
+        done = convert(tmp_path / name, tmp_path / f"{name}.back", Options())
+        assert done.step == 3 and not diff(store, done.path)
+    assert ckpt("export", tmp_path / "many.back", tmp_path / "again.safetensors") == 0
+    assert load_file(tmp_path / "again.safetensors").keys() == trained()[0].state_dict().keys()
+    for text in ("-1", "x", "9" * 30):
+        save_file({"w": torch.ones(2)}, tmp_path / "odd.safetensors", metadata={"shardwise_step": text})
+        assert convert(tmp_path / "odd.safetensors", tmp_path / f"odd{len(text)}{text[0]}", Options()).step == 0
