@@ -58,7 +58,7 @@ def unreduced_parameter() -> None:
 
     def wrong(module: nn.Module, **options: Any) -> Any:
         forgotten = {p for n, p in module.named_parameters() if n.endswith("ffn_norm.weight")}
-        return shard(module, ignored_params=forgotten, **options)
+        return shard(module, **options | {"ignored_params": forgotten})
 
     data.fully_shard = wrong
 

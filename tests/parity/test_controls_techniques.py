@@ -39,7 +39,7 @@ def adapter_not_reduced() -> None:
 
     def wrong(module: nn.Module, **options: Any) -> Any:
         forgotten = {p for n, p in module.named_parameters() if n.endswith("wq.lora_B.default.weight")}
-        return shard(module, ignored_params=forgotten, **options)
+        return shard(module, **options | {"ignored_params": forgotten})
 
     data.fully_shard = wrong
 

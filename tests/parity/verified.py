@@ -123,7 +123,7 @@ def plant() -> None:
 
         def wrong(module: nn.Module, **options: Any) -> Any:
             forgotten = {p for n, p in module.named_parameters() if n.endswith("norm.weight")}
-            return shard(module, ignored_params=forgotten, **options)
+            return shard(module, **options | {"ignored_params": forgotten})
 
         data.fully_shard = wrong
     if FAULT == "clipping-per-shard":
