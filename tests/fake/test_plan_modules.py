@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -301,10 +302,10 @@ def test_where_to_trace(here: Path) -> None:
     assert "needed meta (no memory) or cpu" in str(error)
 
 
-def of_plan(verb: object, text: str, model: str, *more: str) -> tuple[int, str]:
+def of_plan(verb: Callable[..., None], text: str, model: str, *more: str) -> tuple[int, str]:
     """Exit code, and what is said: of `estimate` or `explain`, on as many cores as the plan has ranks."""
     app = Typer()
-    app.command()(verb)  # type: ignore[type-var]
+    app.command()(verb)
     where = f"cpu:{Plan.parse(text).world}"
     words = [text, "--model", f"planned_net:{model}", "--cluster", where, "--seq", "32", "--global-batch", "32"]
     result = CliRunner().invoke(app, [*words, *more, "--json"], env={"COLUMNS": "200"})

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import shardwise as sw
 from shardwise.model.recipes import recipe_for
+from shardwise.parallel import compose
 from tests.parity import grid
 
 
@@ -69,11 +70,6 @@ def reference(*arguments: object) -> grid.Trace:
     return grid.reference(*arguments)
 
 
-@functools.cache
-def truth(world, model: str) -> grid.Trace:
-    return world(1, reference, model, "fp64", 16)[0]
-
-
 @pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -94,16 +90,29 @@ def truth(world, model: str) -> grid.Trace:
 )
 def test_trained_as_in_one_process(world, model: str, plan: str) -> None:
     ranks = world(sw.Plan.parse(plan).world, run_plan, f"{plan} / fp64", model, 16)
-    worst = grid.differences(ranks, truth(world, model))
+    worst = grid.differences(ranks, grid.alone(world, reference, model, "fp64", 16))
     assert max(worst.values()) <= 1e-11, worst
+
+
+def run_unsummed(*arguments: object) -> grid.Trace:
+    with patch.object(compose, "bind_scalars", lambda placed: placed):
+        return run_plan(*arguments)
+
+
+@pytest.mark.parametrize("plan", ["fsdp2 / fp64", "pp2 dp2 / 1f1b mb2 / bf16"])
+def test_negative_control_ranks_that_keep_their_own_gradients_are_seen(world, plan: str) -> None:
+    ranks = world(sw.Plan.parse(plan).world, run_unsummed, plan, "scaled", 16)
+    with pytest.raises(AssertionError, match="ranks disagree"):  # they step to numbers of their own
+        grid.differences(ranks, grid.alone(world, reference, "scaled", "fp64", 16))
 
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2 / bf16", "fsdp2 / bf16 / recompute=blocks", "pp2 dp2 / 1f1b mb2 / bf16"])
 def test_cast_as_all_others(world, plan: str) -> None:
     """As far from one process in fp32 as one process in bf16 is."""
-    alone = grid.differences(world(1, run_plan, "dp1 / bf16", "scaled", 16), plain(world))
-    ranks = grid.differences(world(sw.Plan.parse(plan).world, run_plan, plan, "scaled", 16), plain(world))
+    plain = grid.alone(world, reference, "scaled", "fp32", 16)
+    alone = grid.differences(world(1, run_plan, "dp1 / bf16", "scaled", 16), plain)
+    ranks = grid.differences(world(sw.Plan.parse(plan).world, run_plan, plan, "scaled", 16), plain)
     assert all(ranks[key] <= 2 * alone[key] + 1e-3 for key in alone), (ranks, alone)
 
 
@@ -126,11 +135,6 @@ def compiled() -> tuple[int, str]:
 
 def test_compiled_blocks_are_one_compilation(world) -> None:
     assert world(1, compiled, timeout_s=100) == [(1, "torch.float32")]
-
-
-@functools.cache
-def plain(world) -> grid.Trace:
-    return world(1, reference, "scaled", "fp32", 16)[0]
 
 
 class Unused(Scaled):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from typer import Typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
@@ -33,15 +34,15 @@ STACK = load_stack("shardwise")
 RUNNER = CliRunner()
 
 
-def run(verb: object, *words: str) -> object:
+def run(verb: Callable[..., None], *words: str) -> Result:
     app = Typer()
-    app.command()(verb)  # type: ignore[type-var]
+    app.command()(verb)
     return RUNNER.invoke(app, list(words), env={"COLUMNS": "200"})
 
 
-def invoke(verb: object, *words: str) -> tuple[int, str, BaseException | None]:
+def invoke(verb: Callable[..., None], *words: str) -> tuple[int, str, BaseException | None]:
     result = run(verb, *words)
-    return result.exit_code, result.output, result.exception  # type: ignore[attr-defined]
+    return result.exit_code, result.output, result.exception
 
 
 @pytest.fixture
