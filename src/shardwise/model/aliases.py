@@ -8,7 +8,7 @@ from collections.abc import Collection
 _SUFFIX = re.compile(r"-(instruct|chat|base|hf|it|pt|uncased)$|(?<=b)-v0\.[12]$|(?<=instruct)-v0\.[12]$")
 """What changes no size."""
 _SAME: tuple[tuple[str, str], ...] = (
-    (r"(?:meta-)?llama-?3-(8b|70b)", r"llama-\1"),
+    (r"(?:meta-)?llama-?3-(8b|70b|405b)", r"llama-\1"),
     (r"(?:meta-)?llama-?3\.1-(8b|70b|405b)", r"llama-\1"),
     (r"(?:meta-)?llama-?3\.2-(1b|3b)", r"llama-\1"),
     (r"(?:meta-)?llama-?3\.3-(70b)", r"llama-\1"),

@@ -18,16 +18,19 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.bounds_work import Cut, Flight, RankWork, Upto, Work, rank_works, work_of
 from shardwise.plan.division import Division
+from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
-from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
+from shardwise.plan.space import Space
 from shardwise.plan.timing import STRAGGLERS, Part, Wire, loss_time
 from shardwise.plan.updating import HOST_UPDATE
 from shardwise.plan.workload import STATE_BYTES
 
 Kept = tuple[tuple[int, float, float, float], ...]
 """Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
+KeptBytes = tuple[list[Upto], list[list[float]], list[float]]
+"""Bytes per token of a micro-batch: by policy, kept up to each block, and of it; and distinct blocks in full."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Bounds:
 
     space: Space
     _works: dict[Core, Work] = field(default_factory=dict)
-    _saved: dict[Core, tuple[list[Upto], list[float]]] = field(default_factory=dict)
+    _saved: dict[Core, KeptBytes] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
     _sends: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
@@ -51,8 +54,7 @@ class Bounds:
 
     def core_time(self, core: Core, more: float = 0.0) -> float:
         """Below the step of all plans with this core: its blocks, evenly on all ranks, without a bubble; and `more`."""
-        groups = core.world // (core.tp * core.cp)
-        work = self.work(core)
+        groups, work = core.world // (core.tp * core.cp), self.work(core)
         passes = self.space.workload.global_batch / core.samples
         return ((work.busy[-1] + work.head) * passes / groups + more + self.space.stack.step) * self.stragglers
 
@@ -61,9 +63,8 @@ class Bounds:
 
         No rank holds less than a shard of everything; where that does not fit, the host updates. Without stragglers.
         """
-        key = (core.precision, core.world, count, limit)
+        space, stack, key = self.space, self.space.stack, (core.precision, core.world, count, limit)
         if key not in self._updates:
-            space, stack = self.space, self.space.stack
             plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
             division = Division(space.profile, plan, space.workload, stack.cut)
             held = sum(states_of(division, division.ranks[0], stack).values())
@@ -272,12 +273,12 @@ class Bounds:
 
         Of a flight that offloads they are on the host, but for those of the block at work and of the one ahead of it.
         """
-        (kept, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
+        (kept, steps, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
         upto, block, size = kept[policy], max([blocks[number] for number in distinct]), 0.0
         for (start, end), count in zip(stages, counts, strict=False):
             size += count * (upto[end] - upto[start])
         if offload:
-            size = min(size, 2 * max(upto[n + 1] - upto[n] for start, end in stages for n in range(start, end)))
+            size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
         return size + (block if policy else 0.0), block
 
     def logits(self, core: Core) -> float:
@@ -370,8 +371,7 @@ class Bounds:
         core, (dense, experts) = pipe.core, self._params
         return dense / core.tp / pipe.pp, experts / (core.ep if core.ep > 1 else core.tp) / pipe.pp
 
-    def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
-        """Bytes per token of a micro-batch: for each policy what is kept up to each block; distinct blocks in full."""
+    def _kept(self, core: Core) -> KeptBytes:
         if core not in self._saved:
             space, full, how = self.space, self._full(core), self.space.saving(core)
             less = {
@@ -382,12 +382,12 @@ class Bounds:
                 for mode in ("ops", "blocks")
             }
             keys = [id(block) for block in space.profile.blocks]
-            kept = []
+            steps = []
             for recompute, marks in zip(space.recomputes, self._marks, strict=True):
                 part = less["ops" if recompute.mode == "ops" else "blocks"]
-                sizes = (part[key] if on else full[key] for key, on in zip(keys, marks, strict=True))
-                kept.append(tuple(accumulate(sizes, initial=0.0)))
-            self._saved[core] = (kept, [full[id(block)] for block, _ in self._blocks])
+                steps.append([part[key] if on else full[key] for key, on in zip(keys, marks, strict=True)])
+            upto = [tuple(accumulate(sizes, initial=0.0)) for sizes in steps]
+            self._saved[core] = upto, steps, [full[id(block)] for block, _ in self._blocks]
         return self._saved[core]
 
     def _full(self, core: Core) -> dict[int, float]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from shardwise.plan.bounds import cut_as
 from shardwise.plan.bounds_shared import SharedBounds, SpreadsOf
 from shardwise.plan.bounds_work import Flight
+from shardwise.plan.families import Core, Flow, Pipe
 from shardwise.plan.plan import Schedule
 from shardwise.plan.schedule import after_warmup
-from shardwise.plan.space import Core, Flow, Pipe
 
 
 class Unit(NamedTuple):

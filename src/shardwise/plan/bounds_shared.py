@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add, le
 
-from shardwise.plan.bounds import Bounds, Kept
-from shardwise.plan.bounds_work import Upto, Work
+from shardwise.plan.bounds import Bounds, Kept, KeptBytes
+from shardwise.plan.bounds_work import Work
 from shardwise.plan.division import Division
+from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import WORKSPACE
 from shardwise.plan.plan import V_SHAPED, Axes, Plan
-from shardwise.plan.space import Core, Flow, Pipe, Spread
 from shardwise.plan.updating import OWN, matrices, newton_schulz_time
 
 SpreadsOf = Callable[[Pipe], list[Spread]]
@@ -31,7 +31,7 @@ class SharedBounds(Bounds):
     host: float = math.inf
     """Bytes of host memory per device."""
     _shared: dict[tuple[object, ...], Work] = field(default_factory=dict)
-    _shared_kept: dict[tuple[object, ...], tuple[list[Upto], list[float]]] = field(default_factory=dict)
+    _shared_kept: dict[tuple[object, ...], KeptBytes] = field(default_factory=dict)
     _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ class SharedBounds(Bounds):
         kept = self._kept(core)[0]
         return min(range(len(kept)), key=lambda policy: kept[policy][-1])
 
-    def _kept(self, core: Core) -> tuple[list[Upto], list[float]]:
+    def _kept(self, core: Core) -> KeptBytes:
         if core not in self._saved:
             key = _kept_as(core)
             if key not in self._shared_kept:

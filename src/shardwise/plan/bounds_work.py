@@ -11,7 +11,8 @@ from typing import NamedTuple
 from shardwise.model.profile import Block
 from shardwise.plan.activations import GATHERED
 from shardwise.plan.blocktime import Setting, block_time
-from shardwise.plan.space import Core, Space
+from shardwise.plan.families import Core
+from shardwise.plan.space import Space
 
 Upto = tuple[float, ...]
 """A sum over the blocks before each block, and over all of them."""

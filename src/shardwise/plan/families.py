@@ -2,10 +2,89 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.plan.plan import Plan
-from shardwise.plan.space import Core, Flow, Pipe, Spread
+from shardwise.plan.activations import compute_width
+from shardwise.plan.plan import Axes, ContextKind, Float8Kind, Plan, PrecisionKind, Schedule, Zero
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Core:
+    """What decides on the kernels of a rank: how a block is cut, how many samples it sees at once, in which type.
+
+    Equal to itself alone: each is made once, and caches of bounds know it by identity.
+    """
+
+    world: int
+    tp: int
+    cp: int
+    ep: int
+    samples: int
+    """Samples of a micro-batch on a data rank."""
+    sequence: bool = False
+    loss: bool = False
+    context: ContextKind = "ring"
+    precision: PrecisionKind = "bf16"
+    float8: Float8Kind = "none"
+
+    @property
+    def axes(self) -> Axes:
+        """Its axes, with the fewest data shards that `ep` can stand on: it divides `dp_shard x cp x tp`."""
+        shards = self.ep // math.gcd(self.ep, self.cp * self.tp)
+        return Axes(dp_shard=shards, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def width(self) -> float:
+        """Bytes of a number that it computes with."""
+        return _width(self.precision)
+
+
+@lru_cache(maxsize=16)
+def _width(precision: PrecisionKind) -> float:
+    return compute_width(Plan(precision=precision))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pipe:
+    """A core with the pipeline, and so with the number of data ranks and of micro-batches."""
+
+    core: Core
+    pp: int
+    data: int
+    micro_batches: int
+
+
+class Flow(NamedTuple):
+    """A pipe with its schedule and what it saves: a policy of `Space.recomputes`, and whether tensors are offloaded."""
+
+    pipe: Pipe
+    schedule: Schedule
+    policy: int
+    offload: bool
+    rest: tuple[int, ...] | None = None
+    """Policies that cost more, to be looked at next, as is this one with its tensors offloaded; None: nothing is."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Spread:
+    """A pipe with what its data ranks share, and where their states are."""
+
+    pipe: Pipe
+    dp_replicate: int
+    dp_shard: int
+    zero: Zero
+    offloaded: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        """As axes of a plan."""
+        core = self.pipe.core
+        return Axes(
+            pp=self.pipe.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=core.cp, tp=core.tp, ep=core.ep
+        )
 
 
 class Leaf(NamedTuple):

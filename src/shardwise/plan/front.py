@@ -11,9 +11,9 @@ import math
 from typing import get_args
 
 from shardwise.plan.bounds_shared import SharedBounds
-from shardwise.plan.families import Leaf
+from shardwise.plan.families import Core, Flow, Leaf, Pipe
 from shardwise.plan.plan import ZERO_BUBBLE, Zero
-from shardwise.plan.space import Core, Flow, Pipe, Space
+from shardwise.plan.space import Space
 from shardwise.plan.walk import ALIKE, Candidate, Node, Walk
 
 APART = 0.02
@@ -58,10 +58,10 @@ class FrontWalk(Walk):
                     found.append(node)
                     self.below = node.needs * (1 - apart) if apart else math.nextafter(node.needs, 0.0)
             elif isinstance(node, Flow) and size > self.below:
-                self._push_flow(node.pipe, node.schedule, node.offload, node.rest)
+                self._follow(node)
             elif isinstance(node, Flow) and seconds < (later := self._least_time_of(node)):
-                self._push_flow(node.pipe, node.schedule, node.offload, node.rest)
-                self._push(node._replace(rest=()), later, size, 0)
+                self._follow(node)
+                self._push(node._replace(rest=None), later, size, 0)
             elif isinstance(node, Flow):
                 self._divide_flow(node)
             elif size > self.below:

@@ -22,9 +22,10 @@ from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.bounds_shared import SharedBounds
 from shardwise.plan.constraints import refuse_frozen
+from shardwise.plan.families import Flow
 from shardwise.plan.front import front_of
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Flow, Space
+from shardwise.plan.space import Space
 from shardwise.plan.stack import load_stack
 from shardwise.plan.walk import ALIKE, EXACT, Candidate, Goal, Walk
 from shardwise.plan.workload import Workload

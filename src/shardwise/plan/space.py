@@ -7,21 +7,21 @@ Nothing here knows a good plan. Whether a plan is legal is asked of the table of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from shardwise.errors import UsageError
 from shardwise.findings import nearest
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import Saving, compute_width, saving_of
+from shardwise.plan.activations import Saving, saving_of
 from shardwise.plan.constraints import ROWS
 from shardwise.plan.division import loops_of
+from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.plan import (
     LOOPED,
     SCHEDULES,
@@ -40,7 +40,7 @@ from shardwise.plan.plan import (
     Schedule,
     Tensor,
     Zero,
-)
+)  # fmt: skip
 from shardwise.plan.repair import Case, Read, Row, divisors
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.stack import Stack, stack_of
@@ -69,87 +69,12 @@ FEATURES: tuple[str, ...] = (
 """What `forbid` may name, beside what `allow` may."""
 
 
+CORE_ROWS = {name: ROWS[name] for name in ("fp8.context", "fp8.precision")}
+"""Rows that look at nothing of a plan but its core."""
 FLOW_ROWS = {name: ROWS[name] for name in (
     "pp.micro-batches", "pp.zero-bubble-recompute-ops", "pp.zero-bubble-reshard", "recompute.ops-nested",
-    "fp8.context", "fp8.precision",
 )}  # fmt: skip
 """Rows that look at nothing of a plan but what `Space.refuses` names, so that one answer holds for all such plans."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Core:
-    """What decides on the kernels of a rank: how a block is cut, how many samples it sees at once, in which type.
-
-    Equal to itself alone: each is made once, and caches of bounds know it by identity.
-    """
-
-    world: int
-    tp: int
-    cp: int
-    ep: int
-    samples: int
-    """Samples of a micro-batch on a data rank."""
-    sequence: bool = False
-    loss: bool = False
-    context: ContextKind = "ring"
-    precision: PrecisionKind = "bf16"
-    float8: Float8Kind = "none"
-
-    @property
-    def axes(self) -> Axes:
-        """Its axes, with the fewest data shards that `ep` can stand on: it divides `dp_shard x cp x tp`."""
-        shards = self.ep // math.gcd(self.ep, self.cp * self.tp)
-        return Axes(dp_shard=shards, cp=self.cp, tp=self.tp, ep=self.ep)
-
-    @property
-    def width(self) -> float:
-        """Bytes of a number that it computes with."""
-        return _width(self.precision)
-
-
-@lru_cache(maxsize=16)
-def _width(precision: PrecisionKind) -> float:
-    return compute_width(Plan(precision=precision))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Pipe:
-    """A core with the pipeline, and so with the number of data ranks and of micro-batches."""
-
-    core: Core
-    pp: int
-    data: int
-    micro_batches: int
-
-
-class Flow(NamedTuple):
-    """A pipe with its schedule and what it saves: a policy of `Space.recomputes`, and whether tensors are offloaded."""
-
-    pipe: Pipe
-    schedule: Schedule
-    policy: int
-    offload: bool
-    rest: tuple[int, ...] = ()
-    """Policies that cost more, to be looked at next."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Spread:
-    """A pipe with what its data ranks share, and where their states are."""
-
-    pipe: Pipe
-    dp_replicate: int
-    dp_shard: int
-    zero: Zero
-    offloaded: bool = False
-
-    @property
-    def axes(self) -> Axes:
-        """As axes of a plan."""
-        core = self.pipe.core
-        return Axes(
-            pp=self.pipe.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=core.cp, tp=core.tp, ep=core.ep
-        )
 
 
 @dataclass(frozen=True)
@@ -228,8 +153,8 @@ class Space:
         """Id of a row of `FLOW_ROWS` that refuses a flow with such a `zero`; empty: none does."""
         core, pp, kind = flow.pipe.core, flow.pipe.pp, flow.schedule.kind
         zero = zero if kind in ZERO_BUBBLE else 0  # those rows alone look at it
-        facts = (core.cp > 1, core.ep > 1, core.precision, core.float8, self.recomputes[flow.policy].mode)
-        key = (*facts, pp > 1, micro_batches_fit(kind, pp, flow.pipe.micro_batches), kind, zero)
+        fits = micro_batches_fit(kind, pp, flow.pipe.micro_batches)
+        key = (core.ep > 1, self.recomputes[flow.policy].mode, pp > 1, fits, kind, zero)
         if key not in self._refused:
             spread = Spread(flow.pipe, 1, flow.pipe.data, zero) if zero else Spread(flow.pipe, flow.pipe.data, 1, 0)
             self._refused[key] = next(self._refusals(self.plan(flow, spread), FLOW_ROWS), "")
@@ -297,8 +222,14 @@ class Space:
             if row:
                 refused[row] = refused.get(row, 0) + 1
                 continue
-            samples = divisors(self.workload.global_batch)
-            for size, precision, recipe in product(samples, self.precisions, recipes):
+            types = []
+            for precision, recipe in product(self.precisions, recipes):
+                typed = plan.with_(precision=precision, float8=Float8(recipe=recipe))
+                if row := next(self._refusals(typed, CORE_ROWS), ""):
+                    refused[row] = refused.get(row, 0) + 1
+                else:
+                    types.append((precision, recipe))
+            for size, (precision, recipe) in product(divisors(self.workload.global_batch), types):
                 yield Core(world, tp, cp, ep, size, sequence, loss, context, precision, recipe)
 
     # ------------------------------------------------------------ step 2: stages
@@ -375,10 +306,11 @@ class Space:
 
     def flows(self, pipe: Pipe) -> Iterator[tuple[Schedule, bool]]:
         """Every schedule, with saved tensors on the device and (where that is allowed) offloaded."""
-        return product(self.schedules(pipe.pp), self._offloads_saved)
+        return product(self.schedules(pipe.pp), self.offloads_saved)
 
     @cached_property
-    def _offloads_saved(self) -> tuple[bool, ...]:
+    def offloads_saved(self) -> tuple[bool, ...]:
+        """Whether saved tensors are offloaded: no, and (where that is allowed) yes."""
         can = self.device != "cpu" and self.has("offload", "offload-activations")
         return (False, True) if can else (False,)
 

@@ -14,12 +14,23 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.plan.bounds import Kept
 from shardwise.plan.bounds_pipes import PipeSizes
 from shardwise.plan.bounds_shared import SharedBounds
-from shardwise.plan.families import Family, Leaf, layout_of, least_simplicity, pipe_of, simplicity
+from shardwise.plan.families import (
+    Core,
+    Family,
+    Flow,
+    Leaf,
+    Pipe,
+    Spread,
+    layout_of,
+    least_simplicity,
+    pipe_of,
+    simplicity,
+)
 from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule, Zero
 from shardwise.plan.repair import divisors
-from shardwise.plan.space import Core, Flow, Pipe, Space, Spread
+from shardwise.plan.space import Space
 from shardwise.plan.timing import StepTime, estimate_time
 
 Goal = Literal["time", "cost", "memory"]
@@ -141,9 +152,8 @@ class Walk:
 
     def _compiled(self, recipe: Float8Kind) -> Iterator[bool]:
         """Whether plans with a recipe are compiled, in all cases that decide on it."""
-        for (pp, kind), cp, recompute in product(
-            [(1, "1f1b"), *product((2,), SCHEDULES)], (1, 2), self.space.recomputes
-        ):
+        modes = {recompute.mode: recompute for recompute in self.space.recomputes}
+        for (pp, kind), cp, recompute in product([(1, "1f1b"), *product((2,), SCHEDULES)], (1, 2), modes.values()):
             plan = Plan(axes=Axes(cp=cp, pp=pp), schedule=Schedule(kind=kind), recompute=recompute)
             yield self.space.compiles(plan.with_(float8=Float8(recipe=recipe)))
 
@@ -183,19 +193,14 @@ class Walk:
 
     def _divide_pipe(self, pipe: Pipe) -> None:
         policies = self._policies(pipe)
-        for schedule, offload in self.space.flows(pipe):
-            row = self.space.refuses(Flow(pipe, schedule, 0, offload))
+        for schedule in self.space.schedules(pipe.pp):
+            row = self.space.refuses(Flow(pipe, schedule, 0, False))
             if row:
                 self.pruned[row] += len(policies)
-                continue
-            if self.goal != "memory":
-                self._push_flow(pipe, schedule, offload, policies)
-                continue
-            needs = self._least_size(pipe, schedule, offload)
-            if needs > self.limit or needs == math.inf:
-                self.pruned["bound on memory"] += len(policies)
+            elif self.goal == "memory":
+                self._push_families(pipe, schedule, policies)
             else:
-                self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, needs, pipe.core.world)
+                self._push_flow(pipe, schedule, policies)
 
     def _policies(self, pipe: Pipe) -> tuple[int, ...]:
         """Numbers of the policies from the cheapest under which a pipe could fit, by their cost."""
@@ -226,30 +231,54 @@ class Walk:
         again = self.bounds.work(core).again
         return tuple(sorted(range(len(again)), key=again.__getitem__))
 
-    def _push_flow(self, pipe: Pipe, schedule: Schedule, offload: bool, policies: tuple[int, ...]) -> None:
-        """The first of these policies under which what is kept could fit; the others follow when it is divided.
-
-        All at once where what costs more compute may take less time.
-        """
-        together = offload or self.goal == "memory"  # what is kept less is offloaded sooner
-        for place, policy in enumerate(policies):
-            flow = Flow(pipe, schedule, policy, offload, () if together else policies[place + 1 :])
-            row = self.space.refuses(flow)
-            if row:
-                self.pruned[row] += 1
-                continue
-            needs = self._size(flow)
-            if needs > min(self.limit, self.below):
-                self.pruned["bound on memory"] += 1
-            elif self.goal == "memory":
-                self._push(flow, 0.0, needs, pipe.core.world)
+    def _push_families(self, pipe: Pipe, schedule: Schedule, policies: tuple[int, ...]) -> None:
+        """All policies together: no times decide on which is first."""
+        for offload in self.space.offloads_saved:
+            needs = self._least_size(pipe, schedule, offload)
+            if needs > self.limit or needs == math.inf:
+                self.pruned["bound on memory"] += len(policies)
             else:
-                self._push(flow, self.bounds.least_time(flow, self.limit), needs, pipe.core.world)
-                if not together:
-                    return
+                self._push(Flow(pipe, schedule, ANY, offload, policies), 0.0, needs, pipe.core.world)
+
+    def _push_flow(self, pipe: Pipe, schedule: Schedule, policies: tuple[int, ...]) -> None:
+        """The first of these policies under which what is kept could fit; the others, which cost more, follow it."""
+        for place, policy in enumerate(policies):
+            flow = Flow(pipe, schedule, policy, False, policies[place + 1 :])
+            if self._push_if_fits(flow):
+                return
+            self._push_saved(flow)
+
+    def _push_saved(self, flow: Flow) -> None:
+        """The same flow with what it saves offloaded, which takes no less time."""
+        if True in self.space.offloads_saved:
+            self._push_if_fits(flow._replace(offload=True, rest=None))
+
+    def _push_if_fits(self, flow: Flow) -> bool:
+        """Put a flow where it belongs, unless it is refused or what it keeps cannot fit."""
+        row, needs = self.space.refuses(flow), math.inf
+        if not row:
+            needs = self._size(flow)
+            row = "bound on memory" if needs > min(self.limit, self.below) else ""
+        if row:
+            self.pruned[row] += 1
+            return False
+        seconds = 0.0 if self.goal == "memory" else self.bounds.least_time(flow, self.limit)
+        self._push(flow, seconds, needs, flow.pipe.core.world)
+        return True
+
+    def _follow(self, flow: Flow) -> None:
+        """Put what a flow stands for beside its own plans."""
+        if flow.rest is None:
+            return
+        if flow.policy == ANY:
+            for policy in flow.rest:
+                self._push_if_fits(flow._replace(policy=policy, rest=None))
+        else:
+            self._push_flow(flow.pipe, flow.schedule, flow.rest)
+            self._push_saved(flow)
 
     def _divide_flow(self, flow: Flow) -> None:
-        self._push_flow(flow.pipe, flow.schedule, flow.offload, flow.rest)
+        self._follow(flow)
         if flow.policy == ANY:
             return
         kept = self.bounds.flow_size(flow, every_rank=True)
