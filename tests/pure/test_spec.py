@@ -97,6 +97,9 @@ PUBLISHED = {
     "vit-b-16": 86_567_656,
     "vit-l-16": 304_326_632,
     "vit-h-14": 632_045_800,
+    "glm4-9b": 9_399_951_360,
+    "glm-4.5": 352_797_814_784,
+    "glm-4.5-air": 106_852_245_504,
 }
 
 # rounded as their authors print them, or with small parts (head norms over all heads, two rows of positions, biases of
@@ -136,6 +139,10 @@ ABOUT = {
     "opt-66b": 65.72e9,
     "opt-175b": 175e9,
     "vit-g-14": 1.0126e9,
+    "mpt-7b": 6.6493e9,
+    "mpt-30b": 29.957e9,
+    "grok-1": 315.7e9,
+    "mt-nlg-530b": 530e9,
 }
 ACTIVE = {
     "mixtral-8x22b": 39e9,
@@ -276,6 +283,12 @@ def test_sizes_from_a_file(tmp_path: Path) -> None:
         ("llama-2-70b", "llama2-70b"), ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen-7b"), ("google/gemma-2-9b-it", "gemma2-9b"), ("gpt2", "gpt2-small"),
         ("bigscience/bloom-7b1", "bloom-7b"), ("Llama-8B", "llama-8b"),
+        ("Llama-3-405B", "llama-405b"), ("meta-llama/Llama-3.1-8B-Instruct", "llama-8b"), ("Qwen/Qwen2-72B", "qwen-72b"),
+        ("vit-l/16", "vit-l-16"), ("ViT-H-14", "vit-h-14"), ("gptj-6b", "gpt-j-6b"), ("gpt3-xl", "gpt3-1.3b"),
+        ("nvidia/Nemotron-4-340B-Instruct", "nemotron-340b"), ("allenai/OLMoE-1B-7B-0924", "olmoe-7b"),
+        ("llama-4-scout", "llama4-scout"), ("mistral-nemo", "mistral-nemo-12b"), ("mistral-large", "mistral-large-123b"),
+        ("deepseek-v3.1", "deepseek-v3"), ("TinyLlama", "tinyllama-1.1b"), ("smollm2-135m", "smollm-135m"),
+        ("llama-33b", "llama-30b"), ("glm-4-9b", "glm4-9b"),
     ],
 )  # fmt: skip
 def test_usual_names_are_presets(name: str, means: str) -> None:
@@ -283,7 +296,7 @@ def test_usual_names_are_presets(name: str, means: str) -> None:
     assert spec_from_dict({"preset": name, "num_layers": 2}) == spec_from_dict({"preset": means, "num_layers": 2})
 
 
-@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.3", "llama-3.2-11b", "llama-3-405b", "bert-base-cased"])
+@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.3", "llama-3.2-11b", "llama-3-1b", "bert-base-cased"])
 def test_names_of_other_sizes_are_no_presets(name: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(name)) + ": unknown preset"):
         preset(name)

@@ -14,7 +14,10 @@ _SAME: tuple[tuple[str, str], ...] = (
     (r"(?:meta-)?llama-?3\.3-(70b)", r"llama-\1"),
     (r"llama-?2-(7b|13b)", r"llama-\1"),
     (r"llama-?2-70b", "llama2-70b"),
-    (r"llama-?4-(scout|maverick)-.*", r"llama4-\1"),
+    (r"llama-?(?:1-)?(7b|13b|30b|65b)", r"llama-\1"),
+    (r"llama-?(?:1-)?33b", "llama-30b"),
+    (r"llama-?4-(scout|maverick)(?:-.*)?", r"llama4-\1"),
+    (r"qwen-?2-(0\.5b|1\.5b|7b|72b)", r"qwen-\1"),
     (r"qwen-?2\.5-(0\.5b|1\.5b|3b|7b|14b|32b|72b)", r"qwen-\1"),
     (r"gemma-([23])-(\d+b)", r"gemma\1-\2"),
     (r"olmo-?2-(?:\d{4}-)?(\d+b)", r"olmo2-\1"),
@@ -25,7 +28,18 @@ _SAME: tuple[tuple[str, str], ...] = (
     (r"gpt-?2", "gpt2-small"),
     (r"gpt-2-(\w+)", r"gpt2-\1"),
     (r"gpt-?3", "gpt3-175b"),
+    (r"gpt-?3-xl", "gpt3-1.3b"),
+    (r"gpt-?j-6b", "gpt-j-6b"),
     (r"deepseek-llm-(7b|67b)", r"deepseek-\1"),
+    (r"deepseek-v3(?:\.1|-0324)", "deepseek-v3"),
+    (r"nemotron-?4-(15b|340b)", r"nemotron-\1"),
+    (r"olmoe-1b-7b(?:-\d+)?", "olmoe-7b"),
+    (r"mistral-nemo(?:-\d+)?", "mistral-nemo-12b"),
+    (r"mistral-large(?:-\d+)?", "mistral-large-123b"),
+    (r"mistral-small(?:-24b)?(?:-\d+)?", "mistral-small-24b"),
+    (r"smollm-?2-(135m|360m|1\.7b)", r"smollm-\1"),
+    (r"tinyllama", "tinyllama-1.1b"),
+    (r"glm-4-9b", "glm4-9b"),
 )
 """A whole name, without its repository and suffix -> the preset with the same sizes. (Llama 3 and 3.1 differ in the
 length that they were trained for.)"""
@@ -41,7 +55,8 @@ def canonical(name: str, known: Collection[str]) -> str:
     """
     if name in known:
         return name
-    short = re.sub(r"[\s_]+", "-", name.rpartition("/")[2].strip().lower())
+    name_only = re.sub(r"/(?=\d+$)", "-", name).rpartition("/")[2]  # ViT-L/16: sides of patches
+    short = re.sub(r"[\s_]+", "-", name_only.strip().lower())
     while short not in known:
         found = next((re.sub(pattern, to, short) for pattern, to in _SAME if re.fullmatch(pattern, short)), "")
         if found in known:
