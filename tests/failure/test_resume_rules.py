@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shardwise.errors import CheckpointError, ExitCode, UsageError
 from shardwise.plan.plan import Plan
@@ -215,3 +218,29 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Pat
     run.add_event("stopped", step=1, code=143)
     with pytest.raises(CheckpointError, match="found none in s3://bucket/run"):
         check_not_lost(run, "s3://bucket/run")
+
+
+def test_a_run_begins_with_the_weights_of_another(train: Train, here: Path) -> None:
+    """Under another optimizer; its own checkpoints are what it goes on from, and weights alone are no whole state."""
+    ran = train(here, "b", "--weights", "a", "--steps", "1", "--lr", "1e-9", "--optimizer", "sgd", "--seed", "7")
+    assert ran.returncode == 0, ran.stderr
+    said = re.search(r"beginning with the weights of \S*step-00000003\nresume proof: (\d+)/\1 tensors", ran.stdout)
+    assert said, ran.stdout
+    assert "continuing" not in ran.stdout
+    before, after = (loaded_tensors(here / run) for run in ("a", "b"))
+    assert before.keys() == after.keys() and all(torch.allclose(after[name], before[name]) for name in before)
+    ran = train(here, "b", "--weights", "nowhere", "--steps", "2", "--optimizer", "sgd", "--lr", "1e-9", "--seed", "7")
+    assert ran.returncode == 0, ran.stderr
+    assert "continuing from" in ran.stdout and "weights of nowhere: not read, as this run has begun" in ran.stdout
+    refused = train(here, "c", "--weights", "nowhere", "--steps", "1")
+    assert refused.returncode == ExitCode.CHECKPOINT and not (here / "c").exists()
+    assert "--weights nowhere: no such directory; needed: a run's directory" in refused.stderr
+    other = train(here, "c", "--weights", "a", "--steps", "1", "--dim", "64")
+    assert other.returncode == ExitCode.CHECKPOINT and "in the checkpoint" in other.stderr
+
+
+def loaded_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """The weights in a run's newest checkpoint."""
+    target = run.with_suffix(".safetensors")
+    subprocess.run([sys.executable, "-m", "shardwise", "ckpt", "export", str(run), str(target)], check=True)
+    return load_file(target)

@@ -42,7 +42,7 @@ def check_imported(manifest: Manifest) -> None:
     if isinstance(imported, dict) and not imported.get("optimizer"):
         raise CheckpointError(
             f"found weights without optimizer state, converted from {imported.get('from')}, needed a whole state; "
-            "begin a run with them: store.load(state, path, weights_only=True)"
+            "begin a run with them: `shardwise train --weights PATH`, or store.load(state, path, weights_only=True)"
         )
 
 

@@ -24,9 +24,10 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
         UsageError: a place that holds something else, or that would make the run begin again unasked.
         CheckpointError: a place that cannot be reached or read; nothing lies where `--resume` points.
     """
+    settings = _resolved(settings)
     check_out(run, resume=settings.resume)
     if settings.resume not in ("auto", "never"):
-        _check_resume(settings.resume)
+        _check_there(settings.resume, "--resume")
     place = settings.checkpoints
     if place is not None and place.startswith("memory:"):
         raise UsageError(
@@ -34,6 +35,8 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
             "directory, or a URL such as s3://bucket/run"
         )
     holds = has_checkpoints(run, settings)
+    if settings.weights is not None and not holds and settings.resume in ("auto", "never"):
+        _check_there(settings.weights, "--weights")
     if settings.resume == "never" and place is not None and holds:
         raise UsageError(
             f"--checkpoints {place} holds checkpoints, and --resume never would overwrite them; choose another place, "
@@ -47,6 +50,15 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
             f"{before or run.checkpoints}, and would begin again; copy them there, give --checkpoints as it was, or "
             "choose another --out"
         )
+
+
+def _resolved(settings: TrainSettings) -> TrainSettings:
+    """With stores in place of the runs that `--resume` and `--weights` name, where these keep them elsewhere."""
+    from shardwise.checkpoint.compare import kept_elsewhere
+
+    named = {"resume": None if settings.resume in ("auto", "never") else settings.resume, "weights": settings.weights}
+    places = {key: kept_elsewhere(path) for key, path in named.items() if path is not None}
+    return settings.model_copy(update={key: str(place) for key, place in places.items() if place is not None})
 
 
 def has_checkpoints(run: RunDir, settings: TrainSettings) -> bool:
@@ -69,7 +81,7 @@ def has_checkpoints(run: RunDir, settings: TrainSettings) -> bool:
     return bool(directory.listing().complete)
 
 
-def _check_resume(wanted: str) -> None:
+def _check_there(wanted: str, flag: str) -> None:
     from shardwise.checkpoint.compare import find
     from shardwise.checkpoint.remote import RemotePath, located
 
@@ -77,7 +89,7 @@ def _check_resume(wanted: str) -> None:
     if isinstance(place, RemotePath):
         find(place)
     else:
-        find_checkpoint(place)
+        find_checkpoint(place, flag)
 
 
 def _place_before(run: RunDir) -> str | None:

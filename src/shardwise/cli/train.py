@@ -51,7 +51,6 @@ from shardwise.train.rundir import RunDir, check_not_lost, write_text
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering
-    from shardwise.train.settings import TrainSettings
 
 FLAGS = {
     "preset": "model.preset", "dim": "model.dim", "layers": "model.num_layers", "heads": "model.num_heads",
@@ -62,6 +61,7 @@ FLAGS = {
     "batch": "train.global_batch", "accumulation": "train.micro_batches", "nonfinite": "train.nonfinite",
     "seed": "train.seed", "deterministic": "train.deterministic", "eval_every": "train.eval_every",
     "checkpoint_every": "train.checkpoint_every", "checkpoints": "train.checkpoints", "resume": "train.resume",
+    "weights": "train.weights",
     "out": "train.out", "sample": "train.sample", "nproc": "train.nproc", "port": "train.port",
     "device": "train.device", "name": "train.name", "tensorboard": "train.tensorboard", "grace": "train.grace_s",
     "spike": "train.spike", "oom": "train.on_oom", "check_replicas": "train.check_replicas",
@@ -74,9 +74,7 @@ _Int = Annotated[int | None, typer.Option()]
 def train(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="A run.toml; every key has a flag or `--set`.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A preset (bytes-3m, tiny, ...), `pkg.mod:factory`, or hf:NAME.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A preset, `pkg.mod:factory`, or hf:NAME.")] = None,
     dim: _Int = None,
     layers: _Int = None,
     heads: _Int = None,
@@ -105,6 +103,7 @@ def train(
     checkpoint_every: Annotated[str | None, typer.Option(help="Steps between saves; 10m, auto; 0: at the end.")] = None,
     checkpoints: Annotated[str | None, typer.Option(help="Another directory for them, or a URL: s3://...")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, never, or a run or checkpoint to start from.")] = None,
+    weights: Annotated[str | None, typer.Option(help="A run or checkpoint to begin with the weights of.")] = None,
     out: Annotated[str | None, typer.Option(help="The run's directory.")] = None,
     sample: Annotated[bool | None, typer.Option("--sample/--no-sample", help="Print text of the model.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes on this machine.")] = None,
@@ -261,17 +260,7 @@ def _check(derived: Derived, run: RunDir, configuration: Configuration, launch: 
             "run's directory; found none, needed --out; give it"
         )
     if launch is None or launch.rank == 0:
-        check_places(run, _resumed(settings.train))
-
-
-def _resumed(settings: TrainSettings) -> TrainSettings:
-    """With the store that `--resume` means where it names a run that keeps its checkpoints elsewhere."""
-    if settings.resume in ("auto", "never"):
-        return settings
-    from shardwise.checkpoint.compare import kept_elsewhere
-
-    place = kept_elsewhere(settings.resume)
-    return settings if place is None else settings.model_copy(update={"resume": str(place)})
+        check_places(run, settings.train)
 
 
 @contextmanager
@@ -313,6 +302,8 @@ def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
             manifest = found.reader().manifest
             told, before = RunDir(found.path), Before.of_checkpoint(manifest.config, manifest.plan_fields)
     changes = find_changes(before, configuration_json(derived), derived.plan)
+    if holds:  # what a run began with is in its checkpoints
+        changes = [change for change in changes if change.key != "train.weights"]
     check_allowed(told, changes, how.allow, leave_of(run, ()))
     return changes
 

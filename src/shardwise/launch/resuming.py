@@ -44,6 +44,11 @@ def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool 
     return store.load(state, place_of(wanted), convert_state=convert_state)
 
 
+def begin(store: Store, state: TrainState, weights: str) -> Loaded:
+    """Load the weights that `--weights` names: the optimizer is as new, step 0, data from its first sample."""
+    return store.load(state, place_of(weights), weights_only=True)
+
+
 def kept_at(run: RunDir, settings: TrainSettings) -> Path:
     """Where a run keeps its checkpoints.
 

@@ -10,14 +10,16 @@ import json
 import math
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint.store import Loaded
 from shardwise.launch.allowed import go_on
-from shardwise.launch.resuming import open_cadence, open_store, read_held_out, read_job, record_resume
+from shardwise.launch.resuming import begin, open_cadence, open_store, read_held_out, read_job, record_resume
 from shardwise.launch.runjob import RunJob as RunJob
 from shardwise.launch.session import Session
 from shardwise.launch.session import Summary as Summary
@@ -42,7 +44,7 @@ from shardwise.train.probe import Probe
 from shardwise.train.progress import open_progress
 from shardwise.train.rehearsal import rejoin
 from shardwise.train.rundir import RunDir, can_lack, environment_facts, write_text
-from shardwise.train.settings import RunSettings
+from shardwise.train.settings import RunSettings, TrainSettings
 from shardwise.train.state import TrainState
 from shardwise.train.step import StepOptions, TrainStep
 from shardwise.train.tokens import check_vocab
@@ -89,6 +91,7 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
     with warnings.catch_warnings():  # what was skipped is said below
         warnings.filterwarnings("ignore", ".*: loaded in place of ")
         loaded = go_on(run, train, store, state, job.allow)
+    begun = begin(store, state, train.weights) if loaded is None and train.weights is not None else None
     if loaded is not None and loaded.proof.other_rows:
         check_content(loaded.manifest.config, settings.model_dump(mode="json"), job.allow)
     mirror = rejoin(TrainStep(state, make_loss(spec), StepOptions()))  # before anything of the run is written
@@ -101,13 +104,8 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         if loaded is not None:
             record_resume(run, loaded)
     with open_progress(state.step, int(train.steps or 0), quiet=job.quiet or not mesh.is_first) as progress:
-        if weights is not None:
-            progress.note(weights)
-        if loaded is not None:
-            for item in loaded.skipped:
-                progress.note(f"skipped {item.path.name}: {item.reason}")
-            progress.note(f"step {state.step}: continuing from {loaded.path}")
-            progress.note(loaded.proof.line)
+        for line in _notes(train, state.step, weights, begun, loaded):
+            progress.note(line)
         with _open_log(run, settings, state.step, mesh) as log:
             session = Session(
                 settings=settings,
@@ -124,6 +122,23 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
                 saved_step=state.step if loaded is not None and loaded.path.parent == store.path else None,
             )
             return session.train()
+
+
+def _notes(
+    settings: TrainSettings, step: int, weights: str | None, begun: Loaded | None, loaded: Loaded | None
+) -> Iterator[str]:
+    """Where the state comes from."""
+    if weights is not None:
+        yield weights
+    if begun is not None and step == 0:
+        yield f"beginning with the weights of {begun.path}"
+        yield begun.proof.line
+    if loaded is not None:
+        yield from (f"skipped {item.path.name}: {item.reason}" for item in loaded.skipped)
+        yield f"step {step}: continuing from {loaded.path}"
+        yield loaded.proof.line
+        if settings.weights is not None:
+            yield f"weights of {settings.weights}: not read, as this run has begun"
 
 
 def _read_weights(placed: Placed, settings: RunSettings) -> str | None:

@@ -15,7 +15,9 @@ from shardwise.plan.plan import MATHS, Plan
 from shardwise.train.rundir import RunDir
 
 _MATHS = ("model.", "data.", "optimizer.", "schedule.")
-_MATHS_KEYS = [f"train.{key}" for key in ("global_batch", "clip_norm", "clip_value", "nonfinite", "spike", "seed")]
+_MATHS_KEYS = [
+    f"train.{key}" for key in ("global_batch", "clip_norm", "clip_value", "nonfinite", "spike", "seed", "weights")
+]
 _NOT_MATHS = ("data.num_workers", "model.name")
 _LAYOUT = ("plan.shorthand", "plan.file", "train.micro_batches", "train.nproc", "train.device")
 _EACH_TIME = ("train.out", "train.name", "train.resume", "train.port")

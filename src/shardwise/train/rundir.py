@@ -253,20 +253,22 @@ def check_not_lost(run: RunDir, place: str | None) -> None:
         )
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path, flag: str = "--resume") -> Path:
     """What a path means to `Store.load`: a checkpoint, or the store that it is or holds, of which the newest whole one.
 
     Raises:
         CheckpointError: there is none.
     """
-    with looking(f"--resume {path}", CheckpointError):
+    with looking(f"{flag} {path}", CheckpointError):
         if (path / "manifest.json").is_file():
             return path
         store = next((place for place in (path / "checkpoints", path) if _newest(place) is not None), None)
         found = "no complete checkpoint lies there" if path.is_dir() else "no such directory"
     if store is None:
+        also = "auto, never, " if flag == "--resume" else ""
         raise CheckpointError(
-            f"--resume {path}: {found}; needed: auto, never, a run's directory, its checkpoints/ or a checkpoint"
+            f"{flag} {path}: {found}; needed: {also}a run's directory, its checkpoints/ or a checkpoint (of files of "
+            "another library `shardwise ckpt convert` makes one)"
         )
     return store
 

@@ -126,6 +126,8 @@ class TrainSettings(Section):
     """Seconds for the step and the save after a first signal, then all ranks are killed; not said: no limit."""
     resume: str = "auto"
     """`auto`, `never`, or the directory or URL of a run, its checkpoints or one of them."""
+    weights: str | None = None
+    """The directory or URL of a run, its checkpoints or one of them, whose weights a new run begins with."""
     out: str | None = None
     """The run's directory."""
     name: str | None = None
