@@ -126,7 +126,9 @@ def test_every_setting_has_a_value_and_an_origin_after_derivation() -> None:
     derived = resolve()
     settings = derived.configuration
     optional = {"train.grace_s", "plan.file", "train.tokens", "train.clip_value", "optimizer.momentum", "model.factory"}
-    optional |= {"train.checkpoints", "train.weights"} | {key for key in KEYS if key.startswith("model.") and key != "model.preset"}
+    optional |= {"train.checkpoints", "train.weights"} | {
+        key for key in KEYS if key.startswith("model.") and key != "model.preset"
+    }
     assert {key for key in KEYS if settings.value(key) is None} == optional
     reasons = [str(settings.origin(key)) for key in KEYS if settings.origin(key).kind == "derived"]
     assert len(reasons) >= 15
