@@ -32,7 +32,7 @@ _USUAL = (
 """Parameters and width of published dense decoders."""
 
 
-_EXPERTS = r"moe|switch|\dx\d|-a\d|experts?\b|jamba|arctic"
+_EXPERTS = r"moe|switch|\b\d+x\d+(\.\d+)?b\b|-a\d|experts?\b|jamba|arctic"
 """A model whose feed-forwards are several."""
 
 
@@ -81,7 +81,7 @@ def _preset_sizes(name: str) -> dict[str, Any]:
 
 def _known(name: str, total: float | None) -> dict[str, Any] | None:
     """The first model of the table whose pattern is in the name, and whose size is the stated one, if one is."""
-    has_experts = re.search(r"moe\b|-a\d+(\.\d+)?b\b|\d+x\d", name) is not None
+    has_experts = re.search(r"moe\b|-a\d+(\.\d+)?b\b|\d+x\d+(\.\d+)?b\b", name) is not None
     for pattern, sizes in _entries():
         fits = sizes.get("kind") == "moe" or not has_experts
         if re.search(pattern, name) and fits and _is_about(sizes, total):

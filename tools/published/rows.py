@@ -176,6 +176,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
 
 
 _INFERRED = "recompute="
+_UNSAID = r"(recomput\w*|check ?pointing)( mode)?( is| was| are)? not (stated|printed|mentioned|given|said|named|known)"
 DOUBT = 1.1
 """An estimate that is so much larger than the device still leaves it open whether a job fits."""
 
@@ -184,7 +185,8 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
     """The plan; where the row says nothing of recompute and would not fit without, with the least that lets it fit."""
     plan, work = job
     is_default = NO_RECOMPUTE in cells.assumed or PER_OPERATOR in cells.assumed
-    if cells["activation_checkpoint"] or not is_default or cells.noted(r"recomput|checkpointing"):
+    said = cells.noted(r"recomput|checkpointing") and not cells.noted(_UNSAID)
+    if cells["activation_checkpoint"] or not is_default or said:
         return plan
     profile = profile_of(spec)
     tried = (plan.recompute, Recompute(mode="ops"), Recompute(mode="blocks"))

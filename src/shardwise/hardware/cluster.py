@@ -44,6 +44,11 @@ class Rates:
     def __post_init__(self) -> None:
         _refuse("rates", self, "fp32 bf16", "tf32 fp16 fp8 fp4")
 
+    @property
+    def half(self) -> float:
+        """Of the faster 16-bit type: units before bf16's have fp16 alone."""
+        return max(self.bf16, self.fp16)
+
     def of(self, dtype: str) -> float:
         """The rate of a dtype; fp64 counts as half of fp32, a missing 16-bit or tf32 unit as the next wider one.
 
@@ -77,7 +82,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernels:
-    """Share of the bf16 rate that each generation of fused attention reaches, forward, with heads of 128."""
+    """Share of the 16-bit rate that each generation of fused attention reaches, forward, with heads of 128."""
 
     flash1: float = 0.3
     flash2: float = 0.5
@@ -127,9 +132,19 @@ class Link:
     latency: float
     """Seconds of one step of a collective."""
     origin: Origin = "table"
+    wires: int = 0
+    """Of a tier without a switch: the wires of a device to others, which reach `bandwidth` together; 0: a switch."""
 
     def __post_init__(self) -> None:
-        _refuse("link", self, "bandwidth", "latency")
+        _refuse("link", self, "bandwidth", "latency wires")
+
+    def among(self, ranks: int) -> float:
+        """Bandwidth of a device in a group of so many: without a switch, over the wires to the others alone.
+
+        >>> Link(bandwidth=448e9, latency=1e-5, wires=7).among(2)
+        64000000000.0
+        """
+        return self.bandwidth * min(ranks - 1, self.wires) / self.wires if self.wires and ranks > 1 else self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,13 +88,13 @@ def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device
         scores = batch * heads * queries * keys
         flops = 2.0 * scores * (op.qk_dim + op.v_dim)
         moved = scores * 2.0 * _PASSES[attention_kernel(op, batch, tp, stack)]
-        return flops / (device.rates.of("bf16") * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
+        return flops / (device.rates.half * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
     flops = batch * queries * attention_flops(op, keys) / tp
-    return flops / (device.rates.of("bf16") * attention_rate(op, keys, device, stack)) + TAIL
+    return flops / (device.rates.half * attention_rate(op, keys, device, stack)) + TAIL
 
 
 def attention_rate(op: Attention, keys: int, device: Device, stack: Stack) -> float:
-    """Share of the bf16 rate that fused attention reaches, forward."""
+    """Share of the 16-bit rate that fused attention reaches, forward."""
     top: float = getattr(device.attention, stack.attention)
     size = min(op.qk_dim, 128)
     return top * (0.45 + 0.55 * size / 128) * keys / (keys + 512)

@@ -89,7 +89,8 @@ def _tree_latency(group: Group, cluster: Cluster) -> float:
 def collective_time(kind: str, size: float, group: Group, cluster: Cluster, share: float = 1.0) -> float:
     """Seconds of a collective of `size` bytes: the whole tensor, gathered or to be reduced, on each rank.
 
-    `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the bandwidth that it gets.
+    `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the fast tier's bandwidth that it gets: what it
+    lacks is time of the device's own copying, beside kernels that compute, and so the same per byte on a slower link.
 
     Gathers and reduce-scatters are rings, an all-reduce is a ring or a tree, whichever is faster: latency and transfer
     add up, as in NCCL's tuner. From 2.23 on it has trees for the first two as well (PAT, arXiv:2506.20252), in groups
@@ -98,19 +99,18 @@ def collective_time(kind: str, size: float, group: Group, cluster: Cluster, shar
     ranks, inside = group.size, group.inside(cluster)
     if ranks == 1 or size <= 0:
         return 0.0
-    local, network = cluster.local, cluster.network
+    local, network = cluster.local.among(inside), cluster.network
     crosses = inside < ranks
-    latency = network.latency if crosses else local.latency
-    wide = min(local.bandwidth, inside * network.bandwidth) if crosses else local.bandwidth
-    wide *= share
+    latency = network.latency if crosses else cluster.local.latency
+    copying = (1 / share - 1) / cluster.local.bandwidth
     if kind == "send":
-        one = (network.bandwidth if crosses else local.bandwidth) * share
-        return latency + size / one
+        return latency + size * (1 / (network.bandwidth if crosses else cluster.local.among(2)) + copying)
+    wide = 1 / (1 / (min(local, inside * network.bandwidth) if crosses else local) + copying)
     part = size * (ranks - 1) / ranks
     if kind == "all_to_all":
         out = size * (ranks - inside) / ranks  # leaves the domain, through one adapter
         here = size * (inside - 1) / ranks
-        seconds = max(out / (network.bandwidth * share), here / (local.bandwidth * share))
+        seconds = max(out * (1 / network.bandwidth + copying), here * (1 / local + copying))
         return seconds + latency * (1 + log2(ranks))
     ring = ring_latency(group, cluster) + part / wide
     if kind in ("all_gather", "reduce_scatter"):

@@ -120,7 +120,7 @@ class Stack:
     """Parameters that go in one message below zero 3, per data rank and for at least 40 of them (Megatron-Core's rule:
     40 million, or a million per rank); 0: a message per block, as `fully_shard` sends."""
     network: float = 1.0
-    """Share of the links' bandwidth that its collectives reach while kernels run."""
+    """Share of the fast links' bandwidth that its collectives reach while kernels run: see `links.collective_time`."""
     step: float = 0.01
     """Seconds per step outside the model: data, logging, clipping's synchronisation."""
     offloads_blocks: float = 1.0
