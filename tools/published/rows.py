@@ -147,7 +147,9 @@ def row_of(raw: Mapping[str, str]) -> Row:
     spec = model_of(cells, cells.count("seq_len"))
     cluster = cluster_of(cells)
     stack = stack_of(cells, spec, sharded=is_sharded(cells), nodes=cluster.nodes)
-    spec = split_experts(cells, spec)
+    split = split_experts(cells, spec)
+    if split is not spec:  # ranks that share an expert gather its tokens inside their node
+        stack, spec = replace(stack, once_per_node=True), split
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
     plan = recomputed(cells, spec, cluster, stack, (plan, workload))

@@ -22,13 +22,13 @@ _RULES: tuple[tuple[str, str], ...] = (
         "jax",
     ),
     (rf"bloom sizing|{_FORKS}", "megatron"),
-    (r"torchtitan|torchao|pytorch/ao\b|automodel", "torchtitan"),
+    (r"torchtitan|torchao|pytorch/ao\b", "torchtitan"),
     (r"nanotron|ultra-?scale|picotron", "nanotron"),
     (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp|fairscale|fairseq", "fsdp1"),
     (r"deepspeed|ml-engineering|colossal", "deepspeed"),
     (
         r"megatron|\bnemo\b|dgxc|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
-        r"|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai",
+        r"|automodel|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai",
         "megatron",
     ),
     (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
@@ -60,6 +60,8 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
 
 SINKS = 2026.4
 """Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
+FLEXIBLE = 2025.7
+"""Year from which Megatron-Bridge's recipes dispatch tokens by DeepEP or HybridEP."""
 OVERLAPPED_EXPERTS = 2026.4
 """Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
 DUALPIPE = 0.9
@@ -82,6 +84,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
+    flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE
+    if flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher"):
+        stack = replace(stack, once_per_node=True)
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     if name in CORE and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):

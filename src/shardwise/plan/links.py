@@ -86,11 +86,14 @@ def _tree_latency(group: Group, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=65536)
-def collective_time(kind: str, size: float, group: Group, cluster: Cluster, share: float = 1.0) -> float:
+def collective_time(
+    kind: str, size: float, group: Group, cluster: Cluster, share: float = 1.0, once: float = 1.0
+) -> float:
     """Seconds of a collective of `size` bytes: the whole tensor, gathered or to be reduced, on each rank.
 
     `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the fast tier's bandwidth that it gets: what it
     lacks is time of the device's own copying, beside kernels that compute, and so the same per byte on a slower link.
+    `once`: of what an all_to_all sends to other domains, the share that crosses; inside them it is handed on.
 
     Gathers and reduce-scatters are rings, an all-reduce is a ring or a tree, whichever is faster: latency and transfer
     add up, as in NCCL's tuner. From 2.23 on it has trees for the first two as well (PAT, arXiv:2506.20252), in groups
@@ -108,7 +111,7 @@ def collective_time(kind: str, size: float, group: Group, cluster: Cluster, shar
     wide = 1 / (1 / (min(local, inside * network.bandwidth) if crosses else local) + copying)
     part = size * (ranks - 1) / ranks
     if kind == "all_to_all":
-        out = size * (ranks - inside) / ranks  # leaves the domain, through one adapter
+        out = once * size * (ranks - inside) / ranks  # leaves the domain, through one adapter
         here = size * (inside - 1) / ranks
         seconds = max(out * (1 / network.bandwidth + copying), here * (1 / local + copying))
         return seconds + latency * (1 + log2(ranks))
