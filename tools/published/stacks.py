@@ -58,6 +58,8 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
 )
 
 
+HOPPER = 2024.5
+"""Year from which FSDP1's jobs on Hopper run FlashAttention 2, and no kernels in Triton, by what is seen."""
 SINKS = 2026.4
 """Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
 FLEXIBLE = 2025.7
@@ -92,6 +94,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in CORE and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
         stack = replace(stack, attention="flash2")
         cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
+    if name == "fsdp1" and cells.year < HOPPER and re.search(r"h[12]00|h800", cells["gpu"].lower()):
+        stack = replace(stack, attention="flash1")  # kernels in Triton, as slow there as FlashAttention's first
     kernel = _kernel(cells)
     if kernel:
         stack = replace(stack, attention=kernel)
