@@ -320,7 +320,9 @@ def _offload(cells: Cells, zero: int) -> Offload:
 
 def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
-    if accumulates and cells.noted(r"reshard_after_forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"):
+    if accumulates and cells.noted(
+        r"reshard_after_forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"
+    ):
         return Communication(reshard_after_forward=False)
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")

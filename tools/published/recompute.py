@@ -29,6 +29,8 @@ _ALL = (
 _SECOND = r"(\bac\b|check ?point\w*|recomput\w*) (on |of |in )?every[ -](2nd|other|second)"
 """How notes say that nothing, every block, or every second is recomputed."""
 NO_RECOMPUTE = "no recompute"
+EVERY_SECOND = "selective recompute is of every second block"
+TWO_OF_THREE = "recomputed modules counted as two blocks of three"
 PER_OPERATOR = "recompute per operator, torchtitan's default"
 _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
 
@@ -87,11 +89,11 @@ def _selective(cells: Cells, stack: Stack) -> Recompute:
         cells.assume("selective recompute is per operator")
         return Recompute(mode="ops")
     if stack.name in ("fsdp1", "deepspeed", "eager", "jax"):  # theirs picks blocks, or leaves the choice to the user
-        cells.assume("selective recompute is of every second block")
+        cells.assume(EVERY_SECOND)
         return Recompute(mode="every", every=2)
     modules = set(re.findall(r"[a-z_]+", _modules(cells)))
     if modules & _LARGE:
-        cells.assume("recomputed modules counted as two blocks of three")
+        cells.assume(TWO_OF_THREE)
         return Recompute(mode="ratio", ratio=2 / 3)
     if modules - {"core_attn", "none", "attn", "core", "attention"}:
         cells.assume("recomputed modules counted as recompute per operator")

@@ -28,7 +28,7 @@ from published.measured import (
     step_time_of,
 )
 from published.models import model_of
-from published.recompute import NO_RECOMPUTE, PER_OPERATOR
+from published.recompute import EVERY_SECOND, NO_RECOMPUTE, PER_OPERATOR, TWO_OF_THREE
 from published.stacks import stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
@@ -152,6 +152,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
         stack, spec = replace(stack, once_per_node=True), split
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
+    plan, workload = halved(cells, spec, cluster, stack, (plan, workload))
     plan = recomputed(cells, spec, cluster, stack, (plan, workload))
     plan = tuned(cells, spec, cluster, stack, (plan, workload))
     step_time = step_time_of(cells, spec, cluster, plan, workload, stack)
@@ -184,14 +185,15 @@ DOUBT = 1.1
 
 
 def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
-    """The plan; where the row says nothing of recompute and would not fit without, with the least that lets it fit."""
+    """The plan; where the row does not say what is recomputed, and would not fit, with the least that lets it fit."""
     plan, work = job
     is_default = NO_RECOMPUTE in cells.assumed or PER_OPERATOR in cells.assumed
     said = cells.noted(r"recomput|checkpointing") and not cells.noted(_UNSAID)
-    if cells["activation_checkpoint"] or not is_default or said:
+    is_open = is_default and not cells["activation_checkpoint"] and not said
+    if not is_open and not {EVERY_SECOND, TWO_OF_THREE} & set(cells.assumed):
         return plan
     profile = profile_of(spec)
-    tried = (plan.recompute, Recompute(mode="ops"), Recompute(mode="blocks"))
+    tried = (plan.recompute, *((Recompute(mode="ops"),) if is_open else ()), Recompute(mode="blocks"))
     for recompute in tried:
         one = replace(plan, recompute=recompute)
         memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
@@ -200,6 +202,30 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
     return plan
+
+
+def halved(
+    cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]
+) -> tuple[Plan, Workload]:
+    """The job; where a trainer's row names a 16-bit type and would not fit else, with weights and states in it.
+
+    Trainers load weights in the type of the checkpoint, and train them so unless told otherwise.
+    """
+    plan, work = job
+    if (
+        stack.name not in ("eager", "fsdp1")
+        or plan.precision not in ("bf16", "fp16")
+        or work.compute
+        or "mix" in cells["precision"].lower()
+    ):
+        return job
+    held = replace(plan, recompute=Recompute(mode="blocks"))
+    memory = estimate_memory(profile_of(spec), held, work, stack=stack, device=cluster.device)
+    if memory.device - memory.held <= DOUBT * memory.limit:
+        return job
+    cells.assume("weights and states in 16 bits, without which it would not fit")
+    states = "adamw-bf16" if work.optimizer == "adamw" else work.optimizer
+    return replace(plan, precision="bf16-pure"), replace(work, optimizer=states)
 
 
 def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:

@@ -62,6 +62,8 @@ HOPPER = 2024.5
 """Year from which FSDP1's jobs on Hopper run FlashAttention 2, and no kernels in Triton, by what is seen."""
 SINKS = 2026.4
 """Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
+WEIGHED = 2025.5
+"""Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
 """Year from which Megatron-Bridge's recipes dispatch tokens by DeepEP or HybridEP."""
 OVERLAPPED_EXPERTS = 2026.4
@@ -86,6 +88,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
+    if name in CORE and cells.year >= WEIGHED:
+        stack = replace(stack, weighs_inside=True)
     flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE
     if flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher"):
         stack = replace(stack, once_per_node=True)

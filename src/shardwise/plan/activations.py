@@ -32,6 +32,8 @@ class Saving:
     """Share of the products' outputs that per-operator recompute keeps."""
     gathered: bool = False
     """A column-sharded product keeps its gathered input (DTensor), not its shard of the sequence (Megatron)."""
+    weighs_inside: bool = False
+    """What experts give is not kept: `Stack.weighs_inside`."""
 
 
 def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "") -> Saving:
@@ -54,6 +56,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
         products=stack.keeps_products,
         gathered=stack.saves_gathered,
+        weighs_inside=stack.weighs_inside,
     )
 
 
@@ -98,6 +101,8 @@ def _saved(op: Op, how: Saving) -> float:
     shard = _shard(op, how)
     width = how.residual if op.split == "sequence" and op.name == "norm" else how.width
     kept = op.saves * width
+    if op.name == "combine" and how.weighs_inside:
+        return 0.0
     if not how.fused:
         first = max(width, 4.0) if op.upcast else width
         kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
