@@ -58,6 +58,7 @@ def test_nothing_changed_and_a_new_directory(tmp_path: Path) -> None:
         ("data", "num_workers", 2, "other"),
         ("train", "steps", 9, "other"),
         ("train", "micro_batches", 2, "layout"),
+        ("train", "weights", "runs/base", "maths"),
         ("train", "nproc", 4, "layout"),
         ("plan", "shorthand", "fsdp2", "layout"),
     ],
@@ -73,6 +74,7 @@ def test_every_setting_has_a_kind_that_somebody_chose() -> None:
         "steps", "tokens", "global_batch", "micro_batches", "clip_norm", "clip_value", "nonfinite", "spike", "on_oom",
         "check_replicas", "seed", "deterministic", "eval_every", "checkpoint_every", "keep", "keep_every", "keep_best",
         "checkpoints", "grace_s", "resume", "out", "name", "nproc", "port", "device", "sample", "tensorboard",
+        "weights",
     }  # fmt: skip
     assert {key.partition(".")[2] for key in KEYS if key.startswith("train.")} - known == set()
 

@@ -44,11 +44,6 @@ class Rates:
     def __post_init__(self) -> None:
         _refuse("rates", self, "fp32 bf16", "tf32 fp16 fp8 fp4")
 
-    @property
-    def half(self) -> float:
-        """Of the faster 16-bit type: units before bf16's have fp16 alone."""
-        return max(self.bf16, self.fp16)
-
     def of(self, dtype: str) -> float:
         """The rate of a dtype; fp64 counts as half of fp32, a missing 16-bit or tf32 unit as the next wider one.
 
@@ -137,14 +132,6 @@ class Link:
 
     def __post_init__(self) -> None:
         _refuse("link", self, "bandwidth", "latency wires")
-
-    def among(self, ranks: int) -> float:
-        """Bandwidth of a device in a group of so many: without a switch, over the wires to the others alone.
-
-        >>> Link(bandwidth=448e9, latency=1e-5, wires=7).among(2)
-        64000000000.0
-        """
-        return self.bandwidth * min(ranks - 1, self.wires) / self.wires if self.wires and ranks > 1 else self.bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +310,7 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     ("network",): Link,
     ("loading",): Loading,
 }
-_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading")
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading", "wires")
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 

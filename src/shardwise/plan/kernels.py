@@ -88,9 +88,14 @@ def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device
         scores = batch * heads * queries * keys
         flops = 2.0 * scores * (op.qk_dim + op.v_dim)
         moved = scores * 2.0 * _PASSES[attention_kernel(op, batch, tp, stack)]
-        return flops / (device.rates.half * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
+        return flops / (_half(device) * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
     flops = batch * queries * attention_flops(op, keys) / tp
-    return flops / (device.rates.half * attention_rate(op, keys, device, stack)) + TAIL
+    return flops / (_half(device) * attention_rate(op, keys, device, stack)) + TAIL
+
+
+def _half(device: Device) -> float:
+    """The rate of 16-bit types: units before bf16's have fp16 alone."""
+    return max(device.rates.bf16, device.rates.fp16)
 
 
 def attention_rate(op: Attention, keys: int, device: Device, stack: Stack) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
-from shardwise.hardware.cluster import Cluster
+from shardwise.hardware.cluster import Cluster, Link
 from shardwise.plan.plan import Axes
 
 
@@ -85,14 +85,23 @@ def _tree_latency(group: Group, cluster: Cluster) -> float:
     return 2 * (log2(ranks / inside) + HOP * (inside - 1)) * cluster.network.latency
 
 
+def _among(link: Link, ranks: int) -> float:
+    """Bandwidth of a device in a group of so many: without a switch, over its wires to the others alone.
+
+    >>> _among(Link(bandwidth=448e9, latency=1e-5, wires=7), 2)
+    64000000000.0
+    """
+    return link.bandwidth * min(ranks - 1, link.wires) / link.wires if link.wires and ranks > 1 else link.bandwidth
+
+
 @lru_cache(maxsize=65536)
 def collective_time(
     kind: str, size: float, group: Group, cluster: Cluster, share: float = 1.0, once: float = 1.0
 ) -> float:
     """Seconds of a collective of `size` bytes: the whole tensor, gathered or to be reduced, on each rank.
 
-    `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the fast tier's bandwidth that it gets: what it
-    lacks is time of the device's own copying, beside kernels that compute, and so the same per byte on a slower link.
+    `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the fast tier's bandwidth that it
+    gets; what it lacks is time of the device's own copying, beside kernels that compute: the same per byte on any link.
     `once`: of what an all_to_all sends to other domains, the share that crosses; inside them it is handed on.
 
     Gathers and reduce-scatters are rings, an all-reduce is a ring or a tree, whichever is faster: latency and transfer
@@ -102,12 +111,12 @@ def collective_time(
     ranks, inside = group.size, group.inside(cluster)
     if ranks == 1 or size <= 0:
         return 0.0
-    local, network = cluster.local.among(inside), cluster.network
+    local, network = _among(cluster.local, inside), cluster.network
     crosses = inside < ranks
     latency = network.latency if crosses else cluster.local.latency
     copying = (1 / share - 1) / cluster.local.bandwidth
     if kind == "send":
-        return latency + size * (1 / (network.bandwidth if crosses else cluster.local.among(2)) + copying)
+        return latency + size * (1 / (network.bandwidth if crosses else _among(cluster.local, 2)) + copying)
     wide = 1 / (1 / (min(local, inside * network.bandwidth) if crosses else local) + copying)
     part = size * (ranks - 1) / ranks
     if kind == "all_to_all":

@@ -115,8 +115,8 @@ class Stack:
     weighs_inside: bool = False
     """Experts weigh their inner layer by the router's shares, so that nothing keeps what they give."""
     once_per_node: bool = False
-    """A token crosses once to each node that has experts of its choice, and is handed on there (DeepEP; arXiv:2412.19437,
-    section 3.2.2); else once per choice."""
+    """A token crosses once to each node that has experts of its choice, and is handed on there (DeepEP:
+    arXiv:2412.19437, section 3.2.2); else once per choice."""
     overlap_pipeline: float = 0.5
     """Share of the sends between stages that hides, beyond the first and last micro-batch."""
     reduce_bytes: float = 0.0
