@@ -11,8 +11,8 @@ from shardwise.hardware.cluster import Link, Rates, load_cluster
 from shardwise.model.profile import Attention, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.blocktime import _passes
-from shardwise.plan.kernels import TAIL, attention_kernel, matmul_time, pointwise_time
+from shardwise.plan.blocktime import _passes, crossing
+from shardwise.plan.kernels import TAIL, attention_kernel, attention_time, matmul_time, pointwise_time
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.stack import load_stack, stack_of
@@ -37,6 +37,48 @@ def test_a_ring_through_the_network_uses_an_adapter_per_rank_of_a_node() -> None
     steps = 3 + HOP * 28  # between its four nodes, and inside them
     assert collective_time("all_gather", 32e9, Group(32, 1), SLOW) == pytest.approx(steps * 2e-5 + 31e9 / 80e9)
     assert collective_time("all_gather", 4e9, Group(4, 8), SLOW) == pytest.approx(3 * 2e-5 + 3e9 / 10e9)
+
+
+def test_a_share_is_time_of_the_devices_own_copying() -> None:
+    """Inside a node it is a share of the links; on a slow network its time per byte is the same, and so counts less."""
+    inside = [collective_time("all_gather", 8e12, Group(8, 1), SLOW, share) for share in (1.0, 0.25)]
+    assert inside[1] / inside[0] == pytest.approx(4, rel=1e-3)
+    across = [collective_time("all_gather", 32e12, Group(32, 1), SLOW, share) for share in (1.0, 0.25)]
+    assert across[1] / across[0] == pytest.approx(1 + 3 * 80 / 100, rel=1e-3)
+    poor = SLOW.with_(network=Link(bandwidth=1e9, latency=2e-5))
+    slower = [collective_time("all_gather", 32e12, Group(32, 1), poor, share) for share in (1.0, 0.25)]
+    assert slower[1] / slower[0] == pytest.approx(1 + 3 * 8 / 100, rel=1e-3)
+
+
+def test_a_group_without_a_switch_has_its_own_wires_alone() -> None:
+    meshed = SLOW.with_(local=Link(bandwidth=70e9, latency=0.0, wires=7))
+    for ranks, reached in ((2, 10e9), (4, 30e9), (8, 70e9)):
+        seconds = collective_time("all_gather", 8e9, Group(ranks, 1), meshed)
+        assert seconds == pytest.approx(8e9 * (ranks - 1) / ranks / reached), ranks
+    assert load_cluster("v100:8").local.wires == 6 and load_cluster("mi300x:8").local.wires == 7
+    assert collective_time("send", 1e9, Group(2, 1), meshed) == pytest.approx(1e9 / 10e9)
+
+
+def test_a_token_crosses_to_a_node_once_where_the_stack_hands_it_on() -> None:
+    """Of 8 choices among 4 nodes, `4 (1 - (3/4)^8) = 3.6` are expected to be other nodes than those before."""
+    assert crossing(8, 4) == pytest.approx(4 * (1 - 0.75**8) / 8)
+    assert (crossing(1, 4), 3 * crossing(3, 1)) == (1, 1)
+    work, cluster = Workload(seq_len=4096, global_batch=64), load_cluster("h100:8x4")
+    sparse, plan = profile_of(preset("qwen3-30b-a3b")), Plan.parse("fsdp32 ep32 zero1 bf16")
+    often, once = (
+        estimate_time(sparse, cluster, plan, work, stack=replace(load_stack("megatron-core"), once_per_node=once))
+        for once in (False, True)
+    )
+    assert once.terms["expert"] / often.terms["expert"] == pytest.approx(crossing(8, 4), rel=0.02)
+
+
+def test_attention_runs_in_the_16_bit_type_that_has_units() -> None:
+    """V100 have them for fp16 alone, and their rate of bf16 is that of fp32."""
+    old, attention = load_cluster("v100:8").device, Attention(32, 32, 128, 128)
+    stack = load_stack("megatron-2021")
+    with_units = replace(old, rates=replace(old.rates, bf16=old.rates.fp16))
+    shape = (1, 2048, 2048)
+    assert attention_time(attention, shape, 1, old, stack) == attention_time(attention, shape, 1, with_units, stack)
 
 
 def test_a_small_sum_through_many_nodes_is_a_tree() -> None:

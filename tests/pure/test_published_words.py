@@ -59,6 +59,29 @@ def test_a_model_has_the_size_of_its_name(name: str, least: float, most: float) 
     assert least < variant("core-8", **BARE | sizes | {"model": name, "ep": ""}).spec.num_params < most
 
 
+def test_sizes_in_a_name_are_no_experts() -> None:
+    sizes = {"n_params": "", "n_layers": "24", "d_model": "1024", "n_heads": "16", "n_kv_heads": "16", "d_ff": "4096"}
+    spec = variant("core-8", **BARE | sizes | {"model": "GPT-2 24x1024", "vocab": "50257", "ep": ""}).spec
+    assert (spec.kind, spec.num_layers, spec.dim) == ("gpt", 24, 1024)
+
+
+def test_a_trainers_type_is_that_of_weights_and_states_where_no_other_fits() -> None:
+    alone = {"dp_replicate": "1", "dp_shard": "1", "tp": "1", "pp": "1", "cp": "1", "ep": "", "n_gpus": "1",
+             "micro_batch": "4", "global_batch": "4", "precision": "bf16", "activation_checkpoint": "full"}  # fmt: skip
+    words = BARE | alone | {"notes": "Hugging Face Trainer, full fine-tuning"}
+    large = variant("core-8", **words | {"model": "Mistral 7B", "n_params": "7.2e9", "gpu": "a100-80g"})
+    assert (large.plan.precision, large.workload.optimizer) == ("bf16-pure", "adamw-bf16")
+    assert "weights and states in 16 bits, without which it would not fit" in large.assumed
+    mixed = variant("core-8", **words | {"model": "Mistral 7B", "gpu": "a100-80g", "precision": "bf16 mixed"})
+    small = variant("core-8", **words | {"model": "Llama 3.2 1B", "n_params": "1.2e9", "gpu": "a100-80g"})
+    assert {mixed.plan.precision, small.plan.precision} == {"bf16"}
+
+
+def test_who_hands_tokens_on_inside_a_node() -> None:
+    for said, once in (("dispatcher DeepEP", True), ("HybridEP", True), ("alltoall dispatcher", False)):
+        assert variant("core-8", **BARE | {"notes": f"Megatron-LM; {said}"}).stack.once_per_node == once, said
+
+
 def test_experts_of_a_model_that_no_table_has() -> None:
     sizes = {"n_params": "", "n_layers": "35", "d_model": "7168", "n_heads": "56", "n_kv_heads": "8", "vocab": ""}
     counted = variant("core-8", **BARE | sizes | {"model": "Some 480B", "d_ff": "4864", "notes": "128 experts, top-2"})

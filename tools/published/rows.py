@@ -225,7 +225,8 @@ def halved(
         return job
     cells.assume("weights and states in 16 bits, without which it would not fit")
     states = "adamw-bf16" if work.optimizer == "adamw" else work.optimizer
-    return replace(plan, precision="bf16-pure"), replace(work, optimizer=states)
+    kind = "fp16" if plan.precision == "fp16" else ""  # the type of its products
+    return replace(plan, precision="bf16-pure"), replace(work, optimizer=states, compute=kind)
 
 
 def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:

@@ -311,11 +311,11 @@ def _expert(block: Block, shape: Shape, setting: Setting) -> float:
     tokens = shape[0] * shape[1] / setting.axes.cp / setting.axes.tp
     size = tokens * routed[0].takes * setting.width
     group, stack = group_of(setting.axes, "ep"), setting.stack
-    once = _crossing(routed[0].chosen, ep / group.inside(setting.cluster)) if stack.once_per_node else 1.0
+    once = crossing(routed[0].chosen, ep / group.inside(setting.cluster)) if stack.once_per_node else 1.0
     one = collective_time("all_to_all", size, group, setting.cluster, stack.network, once)
     return 4 * one * (1 - setting.stack.overlap_expert)
 
 
-def _crossing(choices: int, nodes: float) -> float:
+def crossing(choices: int, nodes: float) -> float:
     """Distinct nodes over choices, where a token chooses evenly: `n (1 - (1 - 1/n)^k)` are expected of k choices."""
     return nodes * (1 - (1 - 1 / nodes) ** choices) / choices
