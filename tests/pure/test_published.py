@@ -200,7 +200,12 @@ def test_recompute_is_assumed_where_nothing_else_fits() -> None:
     long = variant("core-8", activation_checkpoint="", seq_len="16384", notes="")
     assert long.plan.recompute.mode != "none"
     assert any("without which it would not fit" in line for line in long.assumed)
-    unsaid = variant("core-8", seq_len="16384", notes="recompute not stated in the README; micro batch not printed")
+    unsaid = variant(
+        "core-8",
+        activation_checkpoint="",
+        seq_len="16384",
+        notes="recompute not stated in the README; micro batch not printed",
+    )
     assert any("without which it would not fit" in line for line in unsaid.assumed)
     assert long.infers_recompute and not variant("core-8", activation_checkpoint="full").infers_recompute
 
