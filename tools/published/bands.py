@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from published.score import Result, memories, spread, times
+from published.rows import read
+from published.score import Result, memories, predict_all, spread, times
 
 HEAD = """# Errors of the closed form against published measurements, as docs/planner-accuracy.md has them: absolute
 # relative errors, median and 90th percentile, and how many rows they are of. Written by `make accuracy`.
@@ -16,17 +17,23 @@ HEAD = """# Errors of the closed form against published measurements, as docs/pl
 CPU = "# Steps of two ranks on two cores that other programs used as well (bench/prediction.py, docs/planner.md)"
 KEPT = {"median": 0.50, "p90": 0.60}
 """Of `cpu-time`, where the file that is replaced does not say."""
+ELSEWHERE = Path(__file__).parent / "elsewhere.csv"
+"""Runs of sources that constants were not fitted to."""
 OF = {"time": times, "memory": memories}
 
 
 def write_bands(path: Path, results: Sequence[Result]) -> None:
-    """Replace the file; its entry for CPUs, which published rows say nothing of, stays."""
+    """Replace the file; its entry for CPUs, which published rows say nothing of, stays.
+
+    What the planner says of sources that nobody fitted is of `ELSEWHERE`, whatever the results are of.
+    """
     before = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(bands(results, before.get("cpu-time", KEPT)), encoding="utf-8")
+    others, _ = predict_all(read(ELSEWHERE)[0])
+    path.write_text(bands(results, others, before.get("cpu-time", KEPT)), encoding="utf-8")
 
 
-def bands(results: Sequence[Result], cpu: Mapping[str, float]) -> str:
-    """The file's text."""
+def bands(results: Sequence[Result], others: Sequence[Result], cpu: Mapping[str, float]) -> str:
+    """The file's text; `others`: of sources that constants were not fitted to."""
     kinds: dict[str, list[Result]] = defaultdict(list)
     devices: dict[str, list[Result]] = defaultdict(list)
     for result in results:
@@ -36,6 +43,8 @@ def bands(results: Sequence[Result], cpu: Mapping[str, float]) -> str:
     for what, errors in OF.items():
         lines += ["", f"[{what}]", *(f"{name} = {value}" for name, value in _numbers(errors(results)).items())]
     lines += ["", CPU, "[cpu-time]", *(f"{name} = {value}" for name, value in cpu.items())]
+    lines += ["", "# Of sources that constants were not fitted to (tools/published/elsewhere.csv)", "[elsewhere]"]
+    lines += [f"{what} = {_inline(_numbers(errors(others)))}" for what, errors in OF.items()]
     for kind, group in sorted(kinds.items(), key=lambda item: -len(item[1])):
         entries = {what: _numbers(errors(group)) for what, errors in OF.items()}
         lines += ["", f'[kinds."{kind}"]', *(f"{what} = {_inline(entry)}" for what, entry in entries.items() if entry)]

@@ -78,7 +78,10 @@ def kind_of(plan: Plan, *, experts: bool) -> str:
 
 
 def likeness(plan: Plan, profile: Profile) -> str:
-    """One sentence: how far the estimates of layouts of this plan's kind have been from published runs."""
+    """One sentence: how far the estimates of layouts of this plan's kind have been from published runs.
+
+    And of all runs of sources that no constant was fitted to: what to expect of a cluster that nobody has seen.
+    """
     kind = kind_of(plan, experts=profile.experts > 0)
     said = []
     for what in ("time", "memory"):
@@ -88,6 +91,11 @@ def likeness(plan: Plan, profile: Profile) -> str:
         )
         said.append(f"{what} {errors or f'fewer than {FEW}, so nobody knows'}")
     text = f"published runs laid out as this plan is ({kind}): {'; '.join(said)}"
+    other = {what: _band(entry) for what, entry in _table()["elsewhere"].items()}
+    errors = (
+        f"{what} half within {each.median:.0%}, nine of ten within {each.p90:.0%}" for what, each in other.items()
+    )
+    text += f"; of sources that constants were not fitted to: {', '.join(errors)}"
     if not any(isinstance(op, Attention) for block in profile.blocks for op in block.ops):
         text += "; none of them is of a model without attention"
     return text
