@@ -86,19 +86,18 @@ def likeness(plan: Plan, profile: Profile) -> str:
     said = []
     for what in ("time", "memory"):
         found = band_of_kind(what, kind)
-        errors = (
-            f"half within {found.median:.0%}, nine of ten within {found.p90:.0%} of {found.rows:,}" if found else ""
-        )
-        said.append(f"{what} {errors or f'fewer than {FEW}, so nobody knows'}")
+        known = f"{_halves(found)} of {found.rows:,}" if found else f"fewer than {FEW}, so nobody knows"
+        said.append(f"{what} {known}")
     text = f"published runs laid out as this plan is ({kind}): {'; '.join(said)}"
-    other = {what: _band(entry) for what, entry in _table()["elsewhere"].items()}
-    errors = (
-        f"{what} half within {each.median:.0%}, nine of ten within {each.p90:.0%}" for what, each in other.items()
-    )
-    text += f"; of sources that constants were not fitted to: {', '.join(errors)}"
+    others = ", ".join(f"{what} {_halves(_band(entry))}" for what, entry in _table()["elsewhere"].items())
+    text += f"; of sources that constants were not fitted to: {others}"
     if not any(isinstance(op, Attention) for block in profile.blocks for op in block.ops):
         text += "; none of them is of a model without attention"
     return text
+
+
+def _halves(found: Band) -> str:
+    return f"half within {found.median:.0%}, nine of ten within {found.p90:.0%}"
 
 
 def _band(entry: Mapping[str, Any]) -> Band:
