@@ -135,6 +135,9 @@ class Stack:
     """Nothing computes while they move (`torch.autograd.graph.save_on_cpu`); else as `overlap_data` of it."""
     stall: float = 0.0
     """Seconds that an exchange between nodes stalls once a job is large: see `stalls.stalled`."""
+    retry: float = 0.0
+    """Seconds per micro-batch in which its allocator gives blocks back and takes others, on a device that live tensors
+    nearly fill (`timing.CROWDED`)."""
     tensor_wait: float = 0.0
     """Seconds per block, tp rank and micro-batch that the host loses in a pipeline whose receives wait for the device:
     its queue is empty, so that each collective starts behind the slowest of the ranks' hosts."""

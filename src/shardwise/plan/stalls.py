@@ -19,6 +19,9 @@ STALLS_WITH = 16 * 2**20
 """Bytes that stages send per micro-batch."""
 RING = 32
 """Data ranks whose exchange is a ring through so many nodes that the rest of a job's exchanges wait for it."""
+SUMMED = (16, 8, 4)
+"""Micro-batches of a pipeline whose replicas (zero 0) step together, from which on its exchanges stall; and nodes, or
+replicas on several nodes. All of 28 such runs are 2 to 26 times slower, as much as others beyond `STALLS_AT`."""
 NODE = 8
 """Devices of a node, where no cluster is given."""
 BUFFERS = 3.0
@@ -42,6 +45,11 @@ def stalled(division: Division, nodes: int, domain: int) -> bool:
     """
     axes = division.plan.axes
     spread = nodes / STALLS_AT[0]
+    if axes.pp > 1 and division.plan.zero == 0 and axes.dp_replicate > 1:
+        many, crowd, few = SUMMED
+        lockstep = nodes >= crowd or (nodes > 1 and axes.dp_replicate >= few)
+        if division.plan.batch.micro_batches >= many and lockstep:
+            return True
     if axes.pp > 1:
         sent = division.tokens * division.profile.dim * compute_width(division.plan)
         gathers = division.plan.zero > 0 and axes.data >= RING

@@ -16,6 +16,7 @@ from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
 from shardwise.plan.links import collective_time, group_of, messages_time
 from shardwise.plan.loading import loading_time
+from shardwise.plan.memory import estimate_memory
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import is_replicated, reductions
 from shardwise.plan.plan import Plan
@@ -27,6 +28,9 @@ from shardwise.plan.stalls import stalled
 from shardwise.plan.updating import update_time
 from shardwise.plan.workload import Workload
 
+CROWDED = 0.86
+"""Share of a device that live tensors of the first pipeline rank fill, from which an allocator of fixed segments runs
+out of them in every micro-batch (seen with nanotron: 13 of 15 such runs, eleven of them by 1.1 to 1.5 s)."""
 STRAGGLERS = 0.007
 """Share of a step that each doubling of the nodes adds, as the slowest of them sets the pace: the slope of published
 weak scaling from 8 to 2,304 devices (NVIDIA's benchmarks of 2024 and 2025: 0.2 to 1.5 %)."""
@@ -102,8 +106,7 @@ def estimate_time(
     terms["data"] = data
     passes = count * plan.schedule.stages if plan.axes.pp > 1 else count
     terms["host"] = stack.micro_host * passes + stack.fill_host * (plan.axes.pp - 1)
-    if stack.stall and stalled(division, cluster.nodes, cluster.domain):  # in full with two neighbours, half with one
-        terms["stall"] = stack.stall * (count * (1 - 1 / plan.axes.pp) if plan.axes.pp > 1 else 0.5)
+    terms["stall"] = _stalls(profile, division, cluster, stack)
     terms |= update_time(division, cluster, stack)
     if plan.offload.activations:
         terms["offload"] = (
@@ -124,6 +127,17 @@ def estimate_time(
         rate=cluster.device.rates.of("bf16" if dtype in ("fp8", "fp4") else dtype),
         stages=tuple(rank.busy * count for rank in ranks),
     )
+
+
+def _stalls(profile: Profile, division: Division, cluster: Cluster, stack: Stack) -> float:
+    """Seconds that exchanges and a full device stop a step for, in the stacks that show it."""
+    plan, count, seconds = division.plan, division.plan.batch.micro_batches, 0.0
+    if stack.stall and stalled(division, cluster.nodes, cluster.domain):  # in full with two neighbours, half with one
+        seconds = stack.stall * (count * (1 - 1 / plan.axes.pp) if plan.axes.pp > 1 else 0.5)
+    if stack.retry:
+        memory = estimate_memory(profile, plan, division.workload, stack=stack, device=cluster.device)
+        seconds += stack.retry * count * (memory.stages[0].allocated > CROWDED * memory.limit)
+    return seconds
 
 
 def _part_imbalance(terms: dict[str, float], even: RankCosts, count: int) -> None:
