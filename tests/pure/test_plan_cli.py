@@ -24,7 +24,7 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import Attention, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.advice import advise
-from shardwise.plan.band import band, band_of_kind, likeness
+from shardwise.plan.band import band_of_kind, likeness
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Space
 from shardwise.plan.stack import load_stack
