@@ -88,11 +88,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
-    if name in CORE and cells.year >= WEIGHED:
-        stack = replace(stack, weighs_inside=True)
     flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE
-    if flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher"):
-        stack = replace(stack, once_per_node=True)
+    once = flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher") is not None
+    stack = replace(stack, once_per_node=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     if name in CORE and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
