@@ -229,14 +229,34 @@ def test_a_run_begins_with_the_weights_of_another(train: Train, here: Path) -> N
     assert "continuing" not in ran.stdout
     before, after = (loaded_tensors(here / run) for run in ("a", "b"))
     assert before.keys() == after.keys() and all(torch.allclose(after[name], before[name]) for name in before)
-    ran = train(here, "b", "--weights", "nowhere", "--steps", "2", "--optimizer", "sgd", "--lr", "1e-9", "--seed", "7")
-    assert ran.returncode == 0, ran.stderr
-    assert "continuing from" in ran.stdout and "weights of nowhere: not read, as this run has begun" in ran.stdout
+    again = ("--steps", "2", "--lr", "1e-9", "--optimizer", "sgd", "--seed", "7")
+    for words in (("--weights", "a"), ()):
+        ran = train(here, "b", *words, *again)
+        assert ran.returncode == 0, ran.stderr
+        assert "continuing from" in ran.stdout and ("weights of" in ran.stdout) == bool(words)
+    refused = train(here, "b", "--weights", "nowhere", *again)
+    assert refused.returncode == ExitCode.CHANGED and "has begun with" in refused.stderr
+    [event] = RunDir(here / "b").read_events("weights")
+    assert event["checkpoint"].endswith("step-00000003") and event["asked"] == str(here / "a")
+    moved = train(here, "d", "--resume", "b", *again)  # elsewhere: what it began with is in its checkpoints
+    assert moved.returncode == 0, moved.stderr
     refused = train(here, "c", "--weights", "nowhere", "--steps", "1")
     assert refused.returncode == ExitCode.CHECKPOINT and not (here / "c").exists()
-    assert "--weights nowhere: no such directory; needed: a run's directory" in refused.stderr
+    assert f"--weights {here / 'nowhere'}: no such directory; needed: a run's directory" in refused.stderr
+    heads = train(here, "c", "--weights", "a", "--steps", "1", "--heads", "4")  # no tensor shows them
+    assert heads.returncode == ExitCode.CHANGED and "model.num_heads: 2 -> 4" in heads.stderr
     other = train(here, "c", "--weights", "a", "--steps", "1", "--dim", "64")
-    assert other.returncode == ExitCode.CHECKPOINT and "in the checkpoint" in other.stderr
+    assert other.returncode == ExitCode.CHANGED and "model.dim: 32 -> 64" in other.stderr
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(train: Train, here: Path) -> None:
+    [newest] = here.glob("a/checkpoints/step-00000003")
+    [part] = newest.glob("rank*")
+    part.write_bytes(part.read_bytes()[:-1] + b"\1")
+    ran = train(here, "e", "--weights", "a", "--steps", "1")
+    assert ran.returncode == 0, ran.stderr
+    assert "skipped step-00000003: " in ran.stdout and "UserWarning" not in ran.stderr
+    assert "beginning with the weights of" in ran.stdout and "step-00000002" in ran.stdout
 
 
 def loaded_tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -244,3 +264,29 @@ def loaded_tensors(run: Path) -> dict[str, torch.Tensor]:
     target = run.with_suffix(".safetensors")
     subprocess.run([sys.executable, "-m", "shardwise", "ckpt", "export", str(run), str(target)], check=True)
     return load_file(target)
+
+
+DROPS = """
+from torch import nn
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(256, 8), nn.Dropout(0.5), nn.Linear(8, 256)
+
+    def forward(self, input_ids):
+        return self.head(self.drop(self.embed(input_ids)))
+"""
+
+
+def test_weights_of_a_model_that_drops_are_proven_by_the_draws_of_their_save(here: Path) -> None:
+    """Another seed and step 0 draw others; the new run's own are as without `--weights`."""
+    (here / "drops.py").write_text(DROPS)
+    words = ["train", "--data", "text.txt", "--model", "drops:Drops", "--seq", "16", "--batch", "2", "--device", "cpu",
+             "--plan", "dp1", "--no-sample", "--eval-every", "0", "--steps", "2"]  # fmt: skip
+    for more in (["--out", "x"], ["--out", "y", "--weights", "x", "--seed", "5"]):
+        python = [sys.executable, "-m", "shardwise", *words, *more]
+        path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+        ran = subprocess.run(python, capture_output=True, text=True, cwd=here, env=os.environ | {"PYTHONPATH": path})
+        assert ran.returncode == 0, ran.stderr
+    assert re.search(r"probe loss (\S+) = \1", ran.stdout), ran.stdout

@@ -333,6 +333,18 @@ def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Plac
     return replace(proof, stored_probe=stored, probe=now, tolerance=tolerance)
 
 
+def probed(probe: Any, state: Any, manifest: Manifest) -> ProbeResult:
+    """The probe's numbers with the draws of the save: a run that loads weights alone has its own step and seed."""
+    own = {name: getattr(state, name) for name in ("step", "seed") if hasattr(state, name)}
+    try:
+        for name in own:
+            setattr(state, name, manifest.scalars.get(name, own[name]))
+        return ProbeResult(*probe.measure(state))
+    finally:
+        for name, value in own.items():
+            setattr(state, name, value)
+
+
 def _tolerance(plan: Plan) -> float:
     """That of the least exact type in which a plan computes."""
     types = [plan.precision, *plan.module_types.values(), plan.communication.reduce_dtype or plan.precision]

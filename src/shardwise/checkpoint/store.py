@@ -27,6 +27,7 @@ from shardwise.checkpoint.loading import (
     check_names,
     check_probe,
     fill,
+    probed,
     processor,
     processors,
     prove,
@@ -291,11 +292,9 @@ class Store:
         place = located(path)
         directory = directory_of(place, files_for(place, self._directory.files))
         how = {"weights_only": weights_only, "convert_state": convert_state}
-        if Peers.of(state.mesh).on_first(f"loading {place}", directory.is_store):
-            loaded = self._load_newest(state, directory, **how)
-            if loaded is not None:
-                return loaded
-        return self._load(state, place, (), **how)
+        is_store = Peers.of(state.mesh).on_first(f"loading {place}", directory.is_store)
+        loaded = self._load_newest(state, directory, **how) if is_store else None
+        return loaded or self._load(state, place, (), **how)
 
     def _load(
         self,
@@ -306,8 +305,8 @@ class Store:
         weights_only: bool = False,
         convert_state: bool = False,
     ) -> Loaded:
-        start = time.perf_counter()
-        peers, doing, files = Peers.of(state.mesh), f"loading {path}", files_for(path, self._directory.files)
+        start, peers, doing = time.perf_counter(), Peers.of(state.mesh), f"loading {path}"
+        files = files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
         live = (state.placed.plan, state.scalars())
@@ -316,7 +315,7 @@ class Store:
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
         if self.probe is not None and manifest.probe is not None:
-            used, found = processors(peers.gather(processor())), ProbeResult(*self.probe.measure(state))
+            used, found = processors(peers.gather(processor())), probed(self.probe, state, manifest)
             proof = check_probe(proof, manifest, found, state.placed, used)
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run

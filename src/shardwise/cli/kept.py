@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import UsageError
+from shardwise.errors import ChangedError, CheckpointError, UsageError
+from shardwise.train.changes import Before, find_changes
 from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
 
 if TYPE_CHECKING:
+    from shardwise.plan.plan import Plan
     from shardwise.train.settings import TrainSettings
 
 
@@ -24,6 +28,8 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
         UsageError: a place that holds something else, or that would make the run begin again unasked.
         CheckpointError: a place that cannot be reached or read; nothing lies where `--resume` points.
     """
+    if settings.weights == "":
+        raise UsageError("--weights: found nothing, needed a run or a checkpoint; give one, or leave it out")
     settings = _resolved(settings)
     check_out(run, resume=settings.resume)
     if settings.resume not in ("auto", "never"):
@@ -50,6 +56,51 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
             f"{before or run.checkpoints}, and would begin again; copy them there, give --checkpoints as it was, or "
             "choose another --out"
         )
+
+
+def check_weights(run: RunDir, settings: TrainSettings, config: Mapping[str, Any], plan: Plan) -> None:
+    """Whether `--weights` are those of this model, and, where the run has begun, those that it began with.
+
+    Args:
+        run: the directory.
+        settings: of this start.
+        config: what will be written as `config.json`.
+        plan: this start's.
+
+    Raises:
+        ChangedError: a model that computes something else with the same tensors; others than the run began with.
+    """
+    wanted, holds = settings.weights, settings.resume != "never" and has_checkpoints(run, settings)
+    if wanted is None:
+        return
+    if holds:
+        began = [event["asked"] for event in run.read_events("weights")]
+        if began[-1:] != [wanted]:
+            raise ChangedError(
+                f"--weights {wanted}: the run in {run.path} has begun with {(began or ['weights of its own'])[-1]}, "
+                "and goes on from its checkpoints; leave --weights out, or begin another run with --out"
+            )
+    elif settings.resume in ("auto", "never"):
+        _check_model(wanted, config, plan)
+
+
+def _check_model(wanted: str, config: Mapping[str, Any], plan: Plan) -> None:
+    """Sizes that no tensor shows: heads, experts per token, windows. Only presets say them."""
+    from shardwise.checkpoint.compare import find, place_of
+
+    with suppress(CheckpointError):  # the load will say what is wrong with it
+        manifest = find(place_of(wanted)).reader().manifest
+        changes = find_changes(Before.of_checkpoint(manifest.config, manifest.plan_fields), config, plan)
+        sizes = [c for c in changes if c.key.startswith("model.") and c.kind == "maths" and c.key not in _OTHER]
+        if sizes:
+            raise ChangedError(
+                f"--weights {wanted}: found weights of another model: {'; '.join(map(str, sizes))}; needed: the sizes "
+                "that they were trained with; give those"
+            )
+
+
+_OTHER = ("model.preset", "model.factory", "model.max_seq_len")
+"""How a model was named, and a length beyond which no tensor reaches."""
 
 
 def _resolved(settings: TrainSettings) -> TrainSettings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
+import math
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ from shardwise.cli.config import (
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
-from shardwise.cli.kept import check_places, has_checkpoints
+from shardwise.cli.kept import check_places, check_weights, has_checkpoints
 from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import (
     configuration_json,
@@ -181,6 +183,7 @@ def _train(configuration: Configuration, how: How, *, dry_run: bool) -> ExitCode
         return ExitCode.OK
     with _held(run, derived, launch, how) if is_first else nullcontext(()) as dead:
         if is_first:
+            check_weights(run, derived.settings.train, configuration_json(derived), derived.plan)
             changes = _changes(derived, run, how)
             record = _write(derived, run)
             for change in changes:
@@ -213,6 +216,8 @@ def _given(params: dict[str, Any]) -> list[Given]:
                 value = int(value)
             if parameter == "data":
                 value = tuple(value)
+            if parameter == "weights" and value and "://" not in value:
+                value = os.path.abspath(value)  # a start elsewhere goes on with the same
             if parameter == "sample" and not value:
                 flag = "--no-sample"
             given.append(Given(key=key, value=value, origin=Origin(kind="flag", detail=flag)))
@@ -302,7 +307,7 @@ def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
             manifest = found.reader().manifest
             told, before = RunDir(found.path), Before.of_checkpoint(manifest.config, manifest.plan_fields)
     changes = find_changes(before, configuration_json(derived), derived.plan)
-    if holds:  # what a run began with is in its checkpoints
+    if holds or settings.resume != "auto":  # what a run began with is in its checkpoints
         changes = [change for change in changes if change.key != "train.weights"]
     check_allowed(told, changes, how.allow, leave_of(run, ()))
     return changes
@@ -381,8 +386,9 @@ def _finish(run: RunDir, derived: Derived, code: ExitCode, *, json: bool) -> Non
         return
     if summary["sample"]:
         typer.echo(f"\na sample of the trained model:\n\n{summary['sample']}\n")
+    loss, bits = (math.nan if (found := summary[key]) is None else found for key in ("eval_loss", "eval_bits_per_byte"))
     typer.echo(
-        f"held-out loss {summary['eval_loss']:.4f} nats per token ({summary['eval_bits_per_byte']:.4f} bits per byte); "
+        f"held-out loss {loss:.4f} nats per token ({bits:.4f} bits per byte); "
         f"unigram entropy {summary['unigram_entropy']:.4f} nats; {summary['parameters']:,} parameters, "
         f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s\nresults: {run.path}"
     )

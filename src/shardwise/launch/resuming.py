@@ -15,10 +15,14 @@ from shardwise.checkpoint.compare import place_of
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.remote import located
 from shardwise.checkpoint.store import Loaded, Prober, Store
+from shardwise.errors import CheckpointError
+from shardwise.launch.environment import recovery_place
 from shardwise.launch.runjob import RunJob
+from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
 from shardwise.records import add_record
 from shardwise.train.metrics import read_metrics
+from shardwise.train.outliving import Place
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import RunSettings, TrainSettings
 from shardwise.train.state import TrainState
@@ -44,9 +48,29 @@ def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool 
     return store.load(state, place_of(wanted), convert_state=convert_state)
 
 
-def begin(store: Store, state: TrainState, weights: str) -> Loaded:
-    """Load the weights that `--weights` names: the optimizer is as new, step 0, data from its first sample."""
-    return store.load(state, place_of(weights), weights_only=True)
+def begin(store: Store, state: TrainState, weights: str | None) -> Loaded | CheckpointError | None:
+    """Load the weights that `--weights` names: the optimizer is as new, step 0, data from its first sample.
+
+    Where this process takes the place of another one under `--recover`, what went wrong is returned: the run's own
+    memory may hold what it has reached, and then nobody needs them.
+
+    Raises:
+        CheckpointError: they cannot be read, or are not this model's.
+    """
+    text = recovery_place(variables())
+    try:
+        return store.load(state, place_of(weights), weights_only=True) if weights is not None else None
+    except CheckpointError as error:
+        if text is None or Place.parse(text).world == 1:
+            raise
+        return error
+
+
+def record_weights(run: RunDir, asked: str, begun: Loaded) -> None:
+    """What a run began with, for its record."""
+    skipped = [f"{item.path.name}: {item.reason}" for item in begun.skipped]
+    facts = {"checkpoint": str(begun.path), "step": begun.step, "skipped": skipped, "proof": begun.proof.to_dict()}
+    run.add_event("weights", asked=asked, **facts)
 
 
 def kept_at(run: RunDir, settings: TrainSettings) -> Path:

@@ -21,7 +21,7 @@ from shardwise.models.presets import training_flops_per_token
 from shardwise.train.batches import Window, eval_batches
 from shardwise.train.build import Text, make_loss, token_loss
 from shardwise.train.loop import evaluate, steps
-from shardwise.train.metrics import MetricsLog, memory_bytes, peak_flops, read_metrics
+from shardwise.train.metrics import MetricsLog, finite, memory_bytes, peak_flops, read_metrics
 from shardwise.train.picture import Curves, draw_loss
 from shardwise.train.progress import Progress, Sight
 from shardwise.train.protect import Protect
@@ -135,7 +135,7 @@ class Session:
             sample=self._sample(),
         )
         if self.log is not None:
-            write_text(self.run.summary, json.dumps(asdict(summary), indent=2) + "\n")
+            write_text(self.run.summary, json.dumps(finite(asdict(summary)), indent=2) + "\n")
             if rows:
                 with can_lack(self.run.picture):
                     self._draw(rows)

@@ -18,8 +18,17 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.store import Loaded
+from shardwise.errors import CheckpointError
 from shardwise.launch.allowed import go_on
-from shardwise.launch.resuming import begin, open_cadence, open_store, read_held_out, read_job, record_resume
+from shardwise.launch.resuming import (
+    begin,
+    open_cadence,
+    open_store,
+    read_held_out,
+    read_job,
+    record_resume,
+    record_weights,
+)
 from shardwise.launch.runjob import RunJob as RunJob
 from shardwise.launch.session import Session
 from shardwise.launch.session import Summary as Summary
@@ -91,18 +100,22 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
     with warnings.catch_warnings():  # what was skipped is said below
         warnings.filterwarnings("ignore", ".*: loaded in place of ")
         loaded = go_on(run, train, store, state, job.allow)
-    begun = begin(store, state, train.weights) if loaded is None and train.weights is not None else None
+        begun = begin(store, state, train.weights) if loaded is None else None
     if loaded is not None and loaded.proof.other_rows:
         check_content(loaded.manifest.config, settings.model_dump(mode="json"), job.allow)
     mirror = rejoin(TrainStep(state, make_loss(spec), StepOptions()))  # before anything of the run is written
     if mirror is not None and mirror.recovered_step is not None:
-        loaded = None
+        loaded = begun = None
+    if isinstance(begun, CheckpointError):
+        raise begun
     if mesh.is_first:
         run.adopt(plan)
         with can_lack(run.environment):
             write_text(run.environment, json.dumps(_environment(mesh), indent=2) + "\n")
         if loaded is not None:
             record_resume(run, loaded)
+        if begun is not None:
+            record_weights(run, str(train.weights), begun)
     with open_progress(state.step, int(train.steps or 0), quiet=job.quiet or not mesh.is_first) as progress:
         for line in _notes(train, state.step, weights, begun, loaded):
             progress.note(line)
@@ -130,7 +143,8 @@ def _notes(
     """Where the state comes from."""
     if weights is not None:
         yield weights
-    if begun is not None and step == 0:
+    if begun is not None:
+        yield from (f"skipped {item.path.name}: {item.reason}" for item in begun.skipped)
         yield f"beginning with the weights of {begun.path}"
         yield begun.proof.line
     if loaded is not None:
@@ -138,7 +152,7 @@ def _notes(
         yield f"step {step}: continuing from {loaded.path}"
         yield loaded.proof.line
         if settings.weights is not None:
-            yield f"weights of {settings.weights}: not read, as this run has begun"
+            yield f"weights of {settings.weights}: not read, as the run goes on from a checkpoint"
 
 
 def _read_weights(placed: Placed, settings: RunSettings) -> str | None:

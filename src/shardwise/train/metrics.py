@@ -67,7 +67,7 @@ class MetricsLog:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that are not finite are written as null: JSON has none."""
         try:
-            append_line(self._file, _finite(record))
+            append_line(self._file, finite(record))
         except OSError as error:
             if not self._has_failed:
                 say(
@@ -131,7 +131,8 @@ def _cut(path: Path, after_step: int) -> None:
         say(f"shardwise: records of steps after {after_step} stay in the metrics: {error}; training goes on")
 
 
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for JSON, which has no infinities and NaN: None in their place."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 

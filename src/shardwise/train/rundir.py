@@ -264,6 +264,7 @@ def find_checkpoint(path: Path, flag: str = "--resume") -> Path:
             return path
         store = next((place for place in (path / "checkpoints", path) if _newest(place) is not None), None)
         found = "no complete checkpoint lies there" if path.is_dir() else "no such directory"
+        found = "a file" if path.is_file() else found
     if store is None:
         also = "auto, never, " if flag == "--resume" else ""
         raise CheckpointError(
