@@ -139,9 +139,14 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
         entry = manifest.tensors[name]
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if (shape, dtype) != (entry.shape, entry.dtype):
+            other = (
+                ""
+                if shape != entry.shape
+                else f"; `shardwise ckpt export --dtype {dtype}`, then `convert`, cast weights"
+            )
             raise CheckpointError(
                 f"{name}: shape {entry.shape} {entry.dtype} in the checkpoint, {shape} {dtype} in this run; "
-                "load it with the model sizes and precision that it was saved with"
+                f"load it with the model sizes and precision that it was saved with{other}"
             )
 
 
