@@ -112,6 +112,11 @@ def test_a_number_below_a_header_is_found(header: str, key: str, name: str, tmp_
         ("bandwidth = 3350e9", "bandwidth = 3350", r"device.bandwidth: .*bytes per second .*GB/s: write 3350e9"),
         ("bandwidth = 3350e9", "bandwidth = 3.35", r"looks like TB/s: write 3.35e12"),
         ("bandwidth = 45e9", "bandwidth = 400", r"line 13: network.* GB/s: write 400e9, or Gbit/s: write 50e9"),
+        (
+            "latency = 14e-6",
+            "latency = 14e-6\nwires = 7",
+            r"network.wires: found 7, needed whole wires between 0 and 0",
+        ),
         ("latency = 14e-6", "latency = 5", r"network.latency: .*seconds .*looks like microseconds: write 5e-6"),
         ("nodes = 2", "nodes = 2\nhost_memory = nan", "host_memory: found nan"),
         ("nodes = 2", "nodes = 2\ndomain = -8", "domain: found -8"),

@@ -56,6 +56,9 @@ def test_a_group_without_a_switch_has_its_own_wires_alone() -> None:
         seconds = collective_time("all_gather", 8e9, Group(ranks, 1), meshed)
         assert seconds == pytest.approx(8e9 * (ranks - 1) / ranks / reached), ranks
     assert load_cluster("v100:8").local.wires == 6 and load_cluster("mi300x:8").local.wires == 7
+    short = SLOW.with_(local=Link(bandwidth=70e9, latency=0.0, wires=6))  # of eight, some have no wire to one another
+    exchange = [collective_time("all_to_all", 8e9, Group(8, 1), there) for there in (short, meshed)]
+    assert exchange[0] == pytest.approx(2 * exchange[1])
     assert collective_time("send", 1e9, Group(2, 1), meshed) == pytest.approx(1e9 / 10e9)
 
 

@@ -25,7 +25,7 @@ from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Search, Walk, every_plan, find_plan
 from shardwise.plan.space import FEATURES, OPT_IN, Space
-from shardwise.plan.stack import load_stack
+from shardwise.plan.stack import load_stack, stacks
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
 
@@ -141,6 +141,19 @@ def test_other_goals_too(goal: str) -> None:
         fits = [each for each in (estimated(space, plan) for plan in every_plan(space)) if each.memory.fits]
         best = min([best, *(each.score(goal) for each in fits)])  # type: ignore[arg-type]
     assert found.score(goal) == pytest.approx(best, rel=2 * ALIKE)  # type: ignore[arg-type]
+
+
+def test_a_stack_that_leaves_ranks_without_blocks() -> None:
+    where, workload, stack = cluster("h100:4", 13), Workload(seq_len=2048, global_batch=4), load_stack("nanotron")
+    space = Space(profile_of(SMALL), SMALL, where, workload, stack, forbid=("cp", "tp"))
+    every = [found for plan in every_plan(space) if (found := estimated(space, plan)).memory.fits]
+    best = find(SMALL, where, workload, stack=stack, forbid=("cp", "tp")).best
+    assert best and best.time.total <= min(found.time.total for found in every) * (1 + ALIKE)
+
+
+@pytest.mark.parametrize("stack", stacks())
+def test_every_stack_plans(stack: str) -> None:
+    assert find(SMALL, cluster("h100:8", 24), Workload(seq_len=2048, global_batch=8), stack=load_stack(stack)).best
 
 
 def test_no_bound_is_above_an_estimate() -> None:

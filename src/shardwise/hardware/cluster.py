@@ -295,6 +295,7 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
     **{(tier, "bandwidth"): _LINK for tier in ("local", "network")},
     **{(tier, "latency"): _LATENCY for tier in ("local", "network")},
+    **{(tier, "wires"): _Quantity("whole wires", "7", 0, most) for tier, most in (("local", 64), ("network", 0))},
     ("host_bandwidth",): _LINK,
     ("host_memory",): _Quantity("bytes", "2e12", 1e8, 1e15, zero=True, slips=_BYTES),
     ("launch",): _LATENCY,

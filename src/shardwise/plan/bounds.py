@@ -242,9 +242,9 @@ class Bounds:
     # ------------------------------------------------------------ memory
 
     def core_size(self, core: Core) -> float:
-        """Below all its plans' device memory: one rank has the largest block in full, the last one logits and one."""
+        """Below all its plans' device memory: the largest block; on the last rank logits and, unless cut greedily, a block."""
         blocks = [size * self.tokens(core) for size in self._full(core).values()]
-        return self.on_device(max(*blocks, min(blocks) + self.logits(core)))
+        return self.on_device(max(*blocks, self.logits(core) + min(blocks) * (self.space.stack.cut != "greedy")))
 
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
         """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
@@ -274,7 +274,7 @@ class Bounds:
         Of a flight that offloads they are on the host, but for those of the block at work and of the one ahead of it.
         """
         (kept, steps, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
-        upto, block, size = kept[policy], max([blocks[number] for number in distinct]), 0.0
+        upto, block, size = kept[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
         for (start, end), count in zip(stages, counts, strict=False):
             size += count * (upto[end] - upto[start])
         if offload:

@@ -122,6 +122,8 @@ def collective_time(
     if kind == "all_to_all":
         out = once * size * (ranks - inside) / ranks  # leaves the domain, through one adapter
         here = size * (inside - 1) / ranks
+        if 0 < cluster.local.wires < inside - 1:
+            local /= 2  # no wire to some of the others (a node of eight V100s): what goes there takes two
         seconds = max(out * (1 / network.bandwidth + copying), here * (1 / local + copying))
         return seconds + latency * (1 + log2(ranks))
     ring = ring_latency(group, cluster) + part / wide
