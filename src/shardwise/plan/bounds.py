@@ -242,7 +242,7 @@ class Bounds:
     # ------------------------------------------------------------ memory
 
     def core_size(self, core: Core) -> float:
-        """Below all its plans' device memory: the largest block; of the last rank, logits and (if not greedy) a block."""
+        """Below all its plans' device memory: largest block; of the last rank, logits and (if not greedy) a block."""
         blocks = [size * self.tokens(core) for size in self._full(core).values()]
         return self.on_device(max(*blocks, self.logits(core) + min(blocks) * (self.space.stack.cut != "greedy")))
 
