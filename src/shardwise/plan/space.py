@@ -40,7 +40,7 @@ from shardwise.plan.plan import (
     Schedule,
     Tensor,
     Zero,
-)  # fmt: skip
+)
 from shardwise.plan.repair import Case, Read, Row, divisors
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.stack import Stack, stack_of

@@ -21,8 +21,7 @@ RING = 32
 """Data ranks whose exchange is a ring through so many nodes that the rest of a job's exchanges wait for it."""
 SUMMED = (16, 8, 4)
 """Micro-batches of a pipeline whose replicas (zero 0) step together, from which on its exchanges stall; and nodes, or
-replicas on several nodes. 26 of 28 such runs are 2 to 26 times slower, as much as others
-beyond `STALLS_AT`."""
+replicas on several nodes. 26 of 28 such runs are 2 to 26 times slower, as much as others beyond `STALLS_AT`."""
 NODE = 8
 """Devices of a node, where no cluster is given."""
 BUFFERS = 3.0
