@@ -2,7 +2,7 @@
 
 ranks: plans of several ranks that share the devices which are there, against one process. parity: precisions against
 plain torch. speed: time and memory beside plain torch. predict: the planner's numbers beside those of real steps.
-state: checkpoints and running out of memory.
+state: checkpoints and running out of memory. runs: `shardwise train` killed and resumed, bit for bit.
 
 One process: `make gpu`. Several GPUs of one machine: `torchrun --nproc-per-node N tools/gpu.py --only parity,speed`.
 `--device cpu --size tiny` runs the same code without a GPU, to test the script itself; its speed means nothing.
@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 import shardwise as sw
 from gpu_predict import predict
 from gpu_ranks import check_ranks
+from gpu_runs import check_runs
 from gpu_state import check_state
 from shardwise.launch.environment import read_environment
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token
@@ -39,7 +40,7 @@ SAVED = replace(LARGE, num_layers=6)
 # Dense bf16 peaks in flop/s, from the vendors' data sheets (without sparsity); a name that is not here gives no MFU.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
 LR, CLIP = 3e-4, 1.0
-SECTIONS = ("ranks", "parity", "speed", "predict", "state")
+SECTIONS = ("ranks", "parity", "speed", "predict", "state", "runs")
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,8 @@ def main() -> int:
             say(predict(options.device, few=few, out=options.out))
         if "state" in options.only and world == 1:
             say(check_state(options.device, TINY if few else SAVED))
+    if "runs" in options.only and world == 1:
+        say(check_runs(options.device, few=few))
     return 1 if any(line.startswith("FAIL") for line in lines) else 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.errors import ShardwiseError
 from shardwise.hardware.bench import measure
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -89,7 +90,7 @@ def predict(device: str, *, few: bool, out: Path | None = None) -> Iterator[str]
     for case in FEW if few else CASES:
         try:
             seen = run(case, device)
-        except sw.ShardwiseError as error:
+        except ShardwiseError as error:
             yield f"none {case}: {error}"
             continue
         records.append({"case": asdict(case), "seen": asdict(seen), "told": asdict(told(case, found.cluster, device))})

@@ -176,8 +176,8 @@ def readings_of(cluster: Cluster, here: Found, dtypes: tuple[str, ...]) -> Readi
             Product(dtype, m, n, k, matmul_time(m, n, k, device, dtype))
             for dtype in dtypes for m in sizes for n in sizes[1:] for k in (64, *sizes)
         ),
-        copies=(Stream(1e9, 1e9 / device.bandwidth),),
-        streams=tuple(Stream(4.0 * count, pointwise_time(count, device, 4.0)) for count in (2**24, 2**26)),
+        copies=(Stream("copy", 1e9, 1e9 / device.bandwidth),),
+        streams=tuple(Stream("add", 4.0 * count, pointwise_time(count, device, 4.0)) for count in (2**24, 2**26)),
         heads=tuple(
             Heads(4, 16, 128, n, attention_time(Attention(16, 16, 128, 128), (4, n, n), 1, device, stack))
             for n in (512, 4096)
@@ -252,5 +252,5 @@ def test_a_low_quantile_of_few_samples_is_none_that_was_not_seen() -> None:
 
 
 def test_ranks_give_their_median_and_some_leave_readings_out() -> None:
-    ranks = [[Stream(1.0, 2.0), Stream(5.0, 1.0)], [Stream(1.0, 4.0)], [Stream(1.0, 3.0)]]
-    assert _middle(ranks) == (Stream(1.0, 3.0), Stream(5.0, 1.0))
+    ranks = [[Stream("add", 1.0, 2.0), Stream("silu", 1.0, 1.0)], [Stream("add", 1.0, 4.0)], [Stream("add", 1.0, 3.0)]]
+    assert _middle(ranks) == (Stream("add", 1.0, 3.0), Stream("silu", 1.0, 1.0))

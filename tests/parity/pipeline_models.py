@@ -121,6 +121,30 @@ class TwiceTower(nn.Module):
         return self.head(x)
 
 
+class AsideBlock(Block):
+    """Adds a number of its own to a sum, as a router adds its loss."""
+
+    def forward(self, x: torch.Tensor, aside: torch.Tensor) -> Any:  # type: ignore[override]
+        x = super().forward(x, angle=x.new_zeros(()))
+        return x, aside + x.square().mean(-1)
+
+
+class AsideTower(nn.Module):
+    """A sum goes through all stages, and no loss has it: nobody gives it a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(AsideBlock() for _ in range(8))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        aside = x.new_zeros(x.shape[:-1])
+        for layer in self.layers:
+            x, aside = layer(x, aside)
+        return self.head(x)
+
+
 class Pyramid(nn.Module):
     """A stem with running statistics and blocks of changing shapes, as a Sequential of a convolutional net."""
 
@@ -151,6 +175,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tower-awkward": lambda: Tower(4, awkward=True),
     "pair": PairTower,
     "twice": TwiceTower,
+    "aside": AsideTower,
     "pyramid": Pyramid,
 }
 

@@ -73,6 +73,11 @@ def test_shapes_of_models(world: World, case: Case) -> None:
     assert check(world, case) < FP64
 
 
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_no_loss_has(world: World, kind: str) -> None:
+    assert check(world, Case(kind=kind, model="aside")) < FP64
+
+
 def kinds(names: Iterable[str], every_change: set[str]) -> list[Any]:
     """The grid has all of them with sharded parameters too: the others run in `make soak`."""
     return [pytest.param(name, marks=() if name in every_change else pytest.mark.soak) for name in names]

@@ -163,7 +163,7 @@ def test_a_file_is_read_and_what_it_leaves_out_is_assumed(tmp_path: Path) -> Non
         "domain", "host_bandwidth", "device.context", "device.curve", "device.low_best", "device.attention",
         *(f"device.rates.{name}" for name in ("tf32", "fp16", "fp8", "fp4")),
     }  # fmt: skip
-    assert "device.curve: assumed, best=0.8, units=108, depth=384" in mine.origins
+    assert "device.curve: assumed, best=0.8, units=108, depth=384, unaligned=1" in mine.origins
     mine.save(file)
     assert load_cluster(file) == mine
     file.write_text(MINE.replace("latency = 14e-6", 'latency = 14e-6\norigin = "measured"'))

@@ -272,9 +272,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
     assert len(found.front) > 10
     for each in found.front:
         assert each in found.seen
-        assert not any(
-            other.time.total < each.time.total and other.memory.device < each.memory.device for other in found.seen
-        )
+        assert not any(other.time.total < each.time.total and other.needs < each.needs for other in found.seen)
     assert found.best is not None
     assert found.front[-1].time.total <= found.best.time.total * (1 + ALIKE)
 
@@ -514,7 +512,7 @@ def test_bounds_leave_few_plans_where_states_must_be_on_the_host_or_the_batch_is
     assert found.ranked and found.estimated < 1500
 
 
-@pytest.mark.parametrize(("where", "batch"), [("mi300x:8", 480), ("b200:8", 30)])
+@pytest.mark.parametrize(("where", "batch"), [("mi300x:8", 480), ("b200:8", 600)])
 def test_of_plans_that_wait_for_data_alike_few_are_estimated_and_the_simplest_is_first(where: str, batch: int) -> None:
     sizes = preset("vit-b-16")
     work = Workload(seq_len=196, global_batch=batch, optimizer="adamw-8bit", sample_bytes=4.0 * 3 * 16**2 * 196)

@@ -169,11 +169,14 @@ def fitted(readings: Readings) -> Measured:
     seen = {row.dtype: getattr(told.rates, row.dtype) for row in readings.products}
     rates = replace(known.rates, **seen) if known else told.rates
     device = replace(bare, rates=rates, curve=told.curve, low_best=told.low_best)
-    share, errors["attention"] = fit_attention(readings.heads, device, load_stack("shardwise"))
+    stack = load_stack("shardwise")
+    share, errors["attention"] = fit_attention(readings.heads, device, stack)
     nearest = preset or nearest_preset(device)
     like = load_cluster(f"{nearest}:{readings.per_node}x{readings.nodes}")
     kernels = (
-        replace(known.attention, flash2=share) if known else AttentionKernels(flash1=share, flash2=share, flash3=share)
+        replace(known.attention, **{stack.attention: share})
+        if known
+        else AttentionKernels(flash1=share, flash2=share, flash3=share)
     )
     if "fp8" not in seen:
         device = replace(device, low_best=like.device.low_best)

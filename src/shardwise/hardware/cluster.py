@@ -70,9 +70,11 @@ class Curve:
     """Streaming multiprocessors (or compute units): tiles run in waves of so many."""
     depth: float = 384.0
     """Inner size at which half of `best` would be reached, were the other sizes unbounded."""
+    unaligned: float = 1.0
+    """Share of all that in 16 bits with a row of a size that is no multiple of 8; half of it with an odd one."""
 
     def __post_init__(self) -> None:
-        _refuse("curve", self, "best units", "depth")
+        _refuse("curve", self, "best units unaligned", "depth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +197,8 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a .toml or .json file, atomically."""
-        write_file(
-            path,
-            {"format": 1, **as_dict(self)},
-            comment=" ".join(f"{self.name}: {self.nodes} x {self.per_node} {self.device.name}".split()),
-        )
+        comment = " ".join(f"{self.name}: {self.nodes} x {self.per_node} {self.device.name}".split())
+        write_file(path, {"format": 1, **as_dict(self)}, comment=comment)
 
 
 def load_cluster(source: str | os.PathLike[str]) -> Cluster:
@@ -290,7 +289,7 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "context"): _Quantity("bytes", "600e6", 1e6, 1e12, zero=True, slips=_CONTEXT),
     ("device", "curve", "units"): _Quantity("whole units", "132", 1, 1e6),
     ("device", "curve", "depth"): _Quantity("elements", "384", 0, 1e6),
-    **{("device", *keys.split(".")): _SHARE for keys in ("curve.best", "low_best", "stream")},
+    **{("device", *keys.split(".")): _SHARE for keys in ("curve.best", "curve.unaligned", "low_best", "stream")},
     **{("device", "attention", name): _SHARE for name in ("flash1", "flash2", "flash3")},
     ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
     **{(tier, "bandwidth"): _LINK for tier in ("local", "network")},
@@ -311,7 +310,7 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     ("network",): Link,
     ("loading",): Loading,
 }
-_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading", "wires")
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading", "unaligned", "wires")
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 

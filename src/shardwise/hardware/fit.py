@@ -34,6 +34,11 @@ class Product:
     seconds: float
 
     @property
+    def unaligned(self) -> int:
+        """0 where rows have multiples of 8 numbers; 2 where an odd one, else 1: see `kernels.unaligned_share`."""
+        return 0 if self.n % 8 == 0 and self.k % 8 == 0 else 1 + (self.n % 2 or self.k % 2)
+
+    @property
     def rate(self) -> float:
         """Operations per second."""
         return 2.0 * self.m * self.n * self.k / self.seconds
@@ -41,8 +46,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Stream:
-    """An element-wise operator over memory: bytes read and written."""
+    """An element-wise operator over memory, by name: bytes read and written."""
 
+    name: str
     size: float
     seconds: float
 
@@ -115,6 +121,8 @@ def fit_products(
     The dtype with the highest rate above 8 bits sets the curve; a rate of another dtype is such that the curve holds
     for it too, so that what is predicted is what was measured.
     """
+    apart = [p for p in products if p.unaligned]
+    products = [p for p in products if not p.unaligned]
     by_dtype = {name: [p for p in products if p.dtype == name] for name in dict.fromkeys(p.dtype for p in products)}
     wide = [name for name in by_dtype if name not in LOW]
     main = max(wide, key=lambda name: max(p.rate for p in by_dtype[name]))
@@ -140,6 +148,9 @@ def fit_products(
     curve = Curve(best=best, units=count, depth=depth)
     whole = Rates(**{"fp32": rates[main], "bf16": rates[main], **rates})
     fitted = replace(device, rates=whole, curve=curve, low_best=low_best)
+    if apart:
+        slower = [matmul_time.__wrapped__(p.m, p.n, p.k, fitted, p.dtype) / p.seconds * p.unaligned for p in apart]
+        curve = replace(curve, unaligned=min(1.0, exp(sum(map(log, slower)) / len(slower))))
     told = [matmul_time.__wrapped__(p.m, p.n, p.k, fitted, p.dtype) / p.seconds for p in products]
     return Products(whole, curve, low_best, _error(told))
 

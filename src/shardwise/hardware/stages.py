@@ -31,6 +31,8 @@ WIDE = (
     (4096, 14336, 4096), (14336, 4096, 4096), (16384, 4096, 1024), (8192, 8192, 8192),
 )  # fmt: skip
 """The same on an accelerator."""
+UNALIGNED = ((8192, 16386, 1024), (8192, 1024, 16386), (8192, 16385, 1024), (8192, 1024, 16385))
+"""Of 16 bits, there: rows that are no multiples of 8 numbers."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CORE_HEADS = ((4, 4, 32, 256), (2, 4, 64, 512), (1, 4, 128, 1024))
 WIDE_HEADS = ((4, 16, 64, 2048), (4, 16, 128, 2048), (1, 16, 128, 8192))
@@ -39,6 +41,8 @@ SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
 """Bytes of a collective; between accelerators 8 times as much."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 KERNELS = 100
+FILLED = 2**28
+"""Bytes of the copies behind which an accelerator's calls are queued."""
 # named by what they take in torch 2.13, by where they put it before
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,7 +56,7 @@ def place() -> tuple[Found, int]:
 def products(dtype: str, seconds: float) -> list[Product]:
     """Products of a dtype; shapes that would take too long are left out."""
     device = _device()
-    shapes = SHAPES if device.type == "cpu" else WIDE
+    shapes = SHAPES if device.type == "cpu" else WIDE + UNALIGNED * (dtype == "bf16")
     budget = seconds / len(shapes)
     found: list[Product] = []
     before = torch.get_float32_matmul_precision()
@@ -86,16 +90,17 @@ def memory(seconds: float) -> list[list[Stream]]:
         (2, lambda: c.copy_(a)),
         (3, lambda: torch.add(a, b, alpha=2.0, out=c)),
     ]
-    copies = [Stream(4.0 * count * moved, timed(work, device, seconds / 8)) for moved, work in plain]
+    copies = [Stream("copy", 4.0 * count * moved, timed(work, device, seconds / 8)) for moved, work in plain]
     operators = []
+    columns = 512 if device.type == "cpu" else 4096
     for size in (count // 32, count // 4):
-        x, y = a[:size].view(-1, 512), b[:size].view(-1, 512)
-        issued: list[tuple[int, Callable[[], object]]] = [
-            (3, partial(torch.add, x, y)),
-            (2, partial(F.silu, x)),
-            (2, partial(F.layer_norm, x, (512,))),
+        x, y = a[:size].view(-1, columns), b[:size].view(-1, columns)
+        issued: list[tuple[str, int, Callable[[], object]]] = [
+            ("add", 3, partial(torch.add, x, y)),
+            ("silu", 2, partial(F.silu, x)),
+            ("norm", 2, partial(F.layer_norm, x, (columns,))),
         ]
-        operators += [Stream(4.0 * size * moved, timed(work, device, seconds / 8)) for moved, work in issued]
+        operators += [Stream(name, 4.0 * size * n, timed(work, device, seconds / 8)) for name, n, work in issued]
     return [copies, operators]
 
 
@@ -224,6 +229,8 @@ def timed(work: Callable[[], object], device: torch.device, seconds: float, *, w
         seconds: for all samples.
         wait: False: the time to issue the work, not to do it.
     """
+    if device.type != "cpu" and wait:
+        return _queued(work, device, seconds)
     clock, share = time.perf_counter, 1.0
     if device.type == "cpu" and torch.get_num_threads() == 1:
         clock, share = time.process_time, max(1.0, _launch().local_world / num_cores())  # ranks that share a core
@@ -236,6 +243,34 @@ def timed(work: Callable[[], object], device: torch.device, seconds: float, *, w
     while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 100):
         samples.append(_lap(work, device, times, wait=wait, clock=clock))
     return low(samples, 4) * share
+
+
+def _queued(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The same by the device's own clock: calls are queued behind copies that last until all of them are there.
+
+    Else the pace of a host that launches slower than they run would be measured. And a device that does nothing but
+    products lowers its clock for their power, which one that trains, half of whose time is spent on memory, does not.
+    """
+    source, target = (torch.empty(FILLED, dtype=torch.uint8, device=device) for _ in range(2))
+    start, stop = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    work()
+    _wait(device)
+    times = max(1, min(50, ceil(2e-3 / _lap(work, device, 2))))
+    issued = _lap(work, device, times, wait=False) * times
+    copies = ceil((1.5 * issued + 2e-4) / _lap(lambda: target.copy_(source), device, 4))
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(samples) < 3 or (time.perf_counter() < end and len(samples) < 100):
+        for _ in range(copies):
+            target.copy_(source)
+        start.record()
+        for _ in range(times):
+            work()
+        stop.record()
+        _wait(device)
+        samples.append(start.elapsed_time(stop) / 1e3 / times)
+    return low(samples, 4)
 
 
 def low(samples: list[float], parts: int) -> float:

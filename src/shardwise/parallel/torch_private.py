@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -127,11 +127,13 @@ class Stage(PipelineStage):
             self.submod.set_requires_gradient_sync(False)
         if backward_type == "input":
             outputs, gradients, inputs = (bwd_kwargs[k] for k in ("stage_output", "output_grads", "input_values"))
-            return backward_to_inputs(outputs, gradients, inputs, weights, module.weights_at_once())
+            found, groups = backward_to_inputs(outputs, gradients, inputs, weights, module.weights_at_once())
+            return _to_send(found, inputs), groups
         if backward_type == "weight":
             backward_to_weights(weights, bwd_kwargs["param_groups"])
             return (), None
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        found, rest = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        return _to_send(found, bwd_kwargs["input_values"]), rest
 
     def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Torch 2.11 holds them against the examples; that of the loss has another type than the loss."""
@@ -139,6 +141,12 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Torch 2.11 begins with messages to neighbours; V-shaped schedules have their own rank among them."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+def _to_send(gradients: Gradients, inputs: Sequence[torch.Tensor]) -> Gradients:
+    """Zeros for an input that reaches no loss, as torch 2.13 sends them: 2.11 raises where there is no gradient."""
+    pairs = zip(gradients, inputs, strict=True)
+    return tuple(torch.zeros_like(x) if dx is None and x.requires_grad else dx for dx, x in pairs)
 
 
 SCHEDULE_CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {

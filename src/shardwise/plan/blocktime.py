@@ -17,6 +17,7 @@ from shardwise.plan.kernels import (
     fastest_matmul,
     matmul_time,
     pointwise_time,
+    unaligned_share,
 )
 from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes
@@ -162,7 +163,7 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
         return _matmul(op, tokens, setting)
     if isinstance(op, Attention):
         queries, keys = round(length // setting.axes.cp * op.rows), round(length * op.reach)
-        ahead = attention_time(op, (batch, max(queries, 1), max(keys, 1)), tp, device, stack)
+        ahead = attention_time(op, (batch, max(queries, 1), max(keys, 1)), tp, device, stack, setting.dtype)
         return ahead, attention_backward(ahead, stack)
     shard = tp if op.split == "heads" or setting.sequence and op.split == "sequence" or op.per_choice else 1
     moved = op.moved * max(op.per_choice, 1) * tokens / shard
@@ -187,7 +188,10 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
         outs = ceil(outs / axes.tp) if op.split == "column" else outs
         ins = ceil(ins / axes.tp) if op.split == "row" else ins
     dtype = setting.dtype if op.name not in ("head", "router") or setting.dtype not in ("fp8", "fp4") else "bf16"
-    scale, least = 1.0 / setting.stack.efficiency, fastest_matmul(rows, outs, ins, device, dtype, groups)
+    scale = 1.0 / setting.stack.efficiency
+    if setting.stack.unpadded and BYTES[dtype] == 2:
+        scale /= unaligned_share(outs, ins, device)
+    least = fastest_matmul(rows, outs, ins, device, dtype, groups)
     ahead = max(least, matmul_time(rows, outs, ins, device, dtype, groups) * scale)
     back = max(least, matmul_time(rows, ins, outs, device, dtype, groups) * scale)
     if op.trained and not setting.frozen:
@@ -224,7 +228,7 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in attention)
     own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower
     forward = setting.launch * kernels + own + routed + shards
-    return forward, setting.launch * 2 * kernels + own / 2 + routed + 1.2 * shards
+    return forward, setting.launch * 2 * kernels + own * stack.backward_host + routed + 1.2 * shards
 
 
 def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:
@@ -290,7 +294,12 @@ def _context(block: Block, shape: Shape, setting: Setting, idle: float) -> float
         size = tokens * cp * op.kv_heads * (op.qk_dim + op.v_dim) * setting.width / setting.axes.tp
         sent = 3 * collective_time("all_gather", size, group, setting.cluster, share)
         ahead = attention_time(
-            op, (shape[0], shape[1] // cp, shape[1]), setting.axes.tp, setting.cluster.device, setting.stack
+            op,
+            (shape[0], shape[1] // cp, shape[1]),
+            setting.axes.tp,
+            setting.cluster.device,
+            setting.stack,
+            setting.dtype,
         )
         behind = ahead + attention_backward(ahead, setting.stack)
         if setting.context == "gather":

@@ -24,7 +24,7 @@ from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recomp
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Space
 from shardwise.plan.timing import STRAGGLERS, Part, Wire, loss_time
-from shardwise.plan.updating import HOST_UPDATE
+from shardwise.plan.updating import HOST_UPDATE, update_bytes
 from shardwise.plan.workload import STATE_BYTES
 
 Kept = tuple[tuple[int, float, float, float], ...]
@@ -150,11 +150,11 @@ class Bounds:
 
     def _update_of(self, owned: float, count: int, *, offloaded: bool) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
-        cluster, workload = self.space.cluster, self.space.workload
-        traffic = owned * (2 * STATE_BYTES[workload.optimizer] + 16) * workload.trained * self.space.profile.trained
+        cluster, work, stack = self.space.cluster, self.space.workload, self.space.stack
+        traffic = owned * update_bytes(STATE_BYTES[work.optimizer], stack) * work.trained * self.space.profile.trained
         if offloaded:
-            moved = owned * 12 * count * (1 - self.space.stack.overlap_data)
-            return (traffic / HOST_UPDATE + moved) / cluster.host_bandwidth
+            sent = owned * 12 * count * (1 - stack.overlap_data)
+            return (traffic / HOST_UPDATE + sent) / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
     def work(self, core: Core) -> Work:
@@ -284,7 +284,7 @@ class Bounds:
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""
         width = core.width
-        return self._num_logits(core) * (self.space.stack.logit_bytes if width < 4 else 3 * width)
+        return self._num_logits(core) * (self.space.stack.logit_bytes if width < 4 else 4 * width)
 
     def _num_logits(self, core: Core) -> float:
         return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)

@@ -27,6 +27,7 @@ _BACKWARD_ATTENTION = 2.5
 """Backward over forward operations of fused attention: five products against two (arXiv:2205.14135)."""
 _BACKWARD_RATE = 0.78
 """Rate of that backward against the forward's (arXiv:2307.08691, figures 4 to 6)."""
+_WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
 """Times that the score matrix is read or written in a forward pass, where it is kept in memory."""
 
@@ -62,6 +63,20 @@ def fastest_matmul(m: int, n: int, k: int, device: Device, dtype: str, groups: i
     return groups * 2.0 * m * n * k / (HIGHEST * device.rates.of(dtype))
 
 
+def unaligned_share(outs: int, ins: int, device: Device) -> float:
+    """What the rows of a weight leave of the rate in 16 bits: kernels load 8 numbers at once, of other sizes fewer.
+
+    The last sizes of a product's two operands and of its result, in both passes, are the sizes of the weight.
+
+    >>> from shardwise.hardware.cluster import load_cluster
+    >>> [unaligned_share(outs, 1024, load_cluster("h100").device) for outs in (50304, 50258, 50257)]
+    [1.0, 0.36, 0.18]
+    """
+    if outs % 8 == 0 and ins % 8 == 0:
+        return 1.0
+    return device.curve.unaligned / (1 if outs % 2 == 0 and ins % 2 == 0 or device.curve.unaligned == 1 else 2)
+
+
 def pointwise_time(elements: float, device: Device, width: float) -> float:
     """Time to move so many elements of `width` bytes through memory."""
     return elements * width / (device.bandwidth * device.stream) + TAIL
@@ -76,10 +91,13 @@ def attention_kernel(op: Attention, batch: float, tp: int, stack: Stack) -> Atte
     return "unfused" if falls_back else stack.attention
 
 
-def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device: Device, stack: Stack) -> float:
+def attention_time(
+    op: Attention, shape: tuple[float, int, int], tp: int, device: Device, stack: Stack, dtype: str = "bf16"
+) -> float:
     """Forward time on one of `tp` ranks; `shape`: sequences, queries of each on this rank, keys of each.
 
-    Fused: operations over the rate that its kernel reaches; heads below 128 and short sequences reach less of it.
+    Fused: operations over the rate that its kernel reaches; heads below 128 and short sequences reach less of it. The
+    kernel of wider numbers uses no matrix units: with tf32 it took as long as without, on an H200.
     Not fused: two products and the passes over the score matrix, which is not halved by a causal mask.
     """
     batch, queries, keys = shape
@@ -90,7 +108,8 @@ def attention_time(op: Attention, shape: tuple[float, int, int], tp: int, device
         moved = scores * 2.0 * _PASSES[attention_kernel(op, batch, tp, stack)]
         return flops / (_half(device) * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
     flops = batch * queries * attention_flops(op, keys) / tp
-    return flops / (_half(device) * attention_rate(op, keys, device, stack)) + TAIL
+    rate = _half(device) if dtype not in _WIDE else min(_half(device), device.rates.of(_WIDE[dtype]))
+    return flops / (rate * attention_rate(op, keys, device, stack)) + TAIL
 
 
 def _half(device: Device) -> float:

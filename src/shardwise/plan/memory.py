@@ -161,7 +161,7 @@ def estimate_memory(
         context=context,
         limit=device.memory if device else 0.0,
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
-        held=held_ahead(division, stack, device) + held_apart(division, ranks[worst][0], stack),
+        held=held_ahead(division, stack, device) + held_apart(division, *ranks[worst], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
         host=0.0 if stack.eager else max(copied(division, stages, stack) for stages in division.ranks),
         offloaded=tuple(_offloaded(division, stack)) if plan.offload.state and not stack.eager else (),
@@ -188,12 +188,18 @@ def _with_outside(memory: Memory, division: Division, stack: Stack) -> Memory:
     return replace(whole, held=max(0.0, memory.held - beyond))
 
 
-def held_apart(division: Division, rank: RankMemory, stack: Stack) -> float:
-    """Bytes that the gradients of the step before had, where the peak is reached before there are new ones."""
+def held_apart(division: Division, rank: RankMemory, peaks: Mapping[str, float], stack: Stack) -> float:
+    """Bytes of two streams' memory beyond the peak: that of gradients, and the most that all else needs at once.
+
+    Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs).
+    """
     plan = division.plan
-    if not stack.grads_apart or plan.offload.state or not is_gathered(plan) or "gradients" in rank.terms:
+    if not stack.grads_apart or plan.offload.state or not is_gathered(plan):
         return 0.0
-    return states_of(division, division.ranks[rank.rank], stack)["gradients"]
+    gradients = states_of(division, division.ranks[rank.rank], stack)["gradients"]
+    added = gradients if plan.batch.micro_batches > 1 else 0.0
+    others = max(peaks["loss"] - added, peaks["backward"] - gradients)
+    return max(0.0, others + gradients - rank.allocated) + added
 
 
 def _rank_memory(
@@ -339,7 +345,7 @@ def _logits(division: Division, stack: Stack) -> float:
     plan, width = division.plan, compute_width(division.plan)
     sharded = plan.axes.tp > 1 and plan.tensor.loss
     vocab = division.profile.vocab / (plan.axes.tp if sharded else 1)
-    per_logit = stack.logit_bytes if width < 4 else 3 * width
+    per_logit = stack.logit_bytes if width < 4 else 4 * width  # with its log-softmax, and two gradients
     return division.tokens * (vocab * per_logit + 2 * division.profile.dim * width)
 
 

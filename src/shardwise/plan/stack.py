@@ -90,6 +90,8 @@ class Stack:
     launches nothing meanwhile, and both add up."""
     block_host: float = 0.0
     """Seconds of the host per block and forward pass outside launches: the interpreter, hooks, autograd's records."""
+    backward_host: float = 0.5
+    """Of that, what the backward pass takes."""
     softmax_host: float = 0.0
     """The same for a block whose softmax falls back to primitives: see `kernels.attention_kernel`."""
     shard_host: float = 0.0
@@ -105,6 +107,8 @@ class Stack:
     """Seconds per micro-batch outside the blocks: fetching, scheduling, synchronising with the host."""
     fill_host: float = 0.0
     """The same of a micro-batch on each rank that a pipeline fills before its last."""
+    unpadded: bool = False
+    """Sizes that are no multiples of 8 (a vocabulary of 50,257) stay as they are: see `kernels.unaligned_share`."""
     efficiency: float = 1.0
     """Matrix products against the device's curve: library, layouts, tile choice of the era."""
     overlap_data: float = 0.9
@@ -141,6 +145,11 @@ class Stack:
     tensor_wait: float = 0.0
     """Seconds per block, tp rank and micro-batch that the host loses in a pipeline whose receives wait for the device:
     its queue is empty, so that each collective starts behind the slowest of the ranks' hosts."""
+    gather_copies: float = 0.0
+    """Bytes per parameter and step that `fully_shard` moves on a device that shares no shards: casts, copies into and
+    out of buffers, and those that take the place of its collectives."""
+    scales_grads: bool = False
+    """Clipping multiplies gradients in a pass of its own."""
     adds_bytes: float = 0.0
     """Bytes per weight and micro-batch that adding its gradient to the accumulated one moves, where the product that
     makes it does not: 2 read, 4 read and 4 written for 16 bits into fp32."""

@@ -41,8 +41,8 @@ class StepTime:
     """Seconds of one optimizer step of the slowest pipeline rank, by term; the terms sum to `total`."""
 
     terms: Mapping[str, float]
-    """compute, recompute, tensor, context, expert, imbalance (of experts), pipeline (bubble and sends), data, host,
-    stall, optimizer, muon, update-sends, offload, other, loading, stragglers; communication as far as it is exposed."""
+    """compute, recompute, tensor, context, expert, imbalance (of experts), pipeline (bubble and sends), data, copies,
+    host, stall, optimizer, muon, update-sends, offload, other, loading, stragglers; what is sent as far as exposed."""
     hidden: Mapping[str, float]
     """Communication that runs behind compute, by term; and the loading of data, which runs behind the step before."""
     tokens: int
@@ -103,7 +103,7 @@ def estimate_time(
         _part_imbalance(terms, rank_costs(division, stages, cluster, stack), count)
     terms["pipeline"] = pipeline - slowest.busy * count
     data, hidden = _data(division, cluster, stack, max(ranks, key=lambda rank: rank.params))
-    terms["data"] = data
+    terms["data"], terms["copies"] = data, _copies(division, cluster, stack, max(rank.params for rank in ranks))
     passes = count * plan.schedule.stages if plan.axes.pp > 1 else count
     terms["host"] = stack.micro_host * passes + stack.fill_host * (plan.axes.pp - 1)
     terms["stall"] = _stalls(profile, division, cluster, stack)
@@ -349,8 +349,7 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) 
     plan = division.plan
     axes, count, width = plan.axes, plan.batch.micro_batches, compute_width(plan)
     wire = wire_of(division, heavy.stages, cluster, stack)
-    blocks = sum(len(stage.blocks) for stage in heavy.stages)
-    across = wire.across()
+    blocks, across = sum(len(stage.blocks) for stage in heavy.stages), wire.across()
     forward, backward = sum(heavy.forward), sum(heavy.backward)
     if plan.zero == 3 or (plan.zero and plan.reshards):
         gather, again = wire.time("all_gather", width), wire.time("all_gather", width, again=True)
@@ -381,6 +380,12 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) 
         return total * stack.reduces_late + wait, 0.0
     hides = stack.overlap_data * min(behind, total)
     return total - hides + wait, hides
+
+
+def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -> float:
+    """Seconds in which a device alone copies what `fully_shard` gathers from it and reduces on it."""
+    alone = is_gathered(division.plan) and division.shards == 1
+    return stack.gather_copies * params * alone / (cluster.device.bandwidth * cluster.device.stream)
 
 
 def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Stack) -> float:

@@ -119,6 +119,14 @@ def state_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     return STATE_BYTES["adamw"] - (STATE_BYTES["adamw"] - STATE_BYTES["muon"]) * share
 
 
+def update_bytes(state: float, stack: Stack) -> float:
+    """Bytes per parameter that an update moves through memory; `state`: bytes of optimizer state per parameter.
+
+    States and weight there and back, the gradient for its norm and for the rule, and once more each way to be scaled.
+    """
+    return 2 * state + 16 + 8 * stack.scales_grads
+
+
 def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str, float]:
     """Seconds of the optimizer by term, on the rank that takes longest.
 
@@ -130,7 +138,7 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     plan, device = division.plan, cluster.device
     owned = max(division.owned(stages) for stages in division.ranks)
     trained = division.workload.trained * division.profile.trained
-    each = (division.owned(s) * (2 * state_bytes(division, s, stack) + 4 + 2 * 4 + 4) for s in division.ranks)
+    each = (division.owned(s) * update_bytes(state_bytes(division, s, stack), stack) for s in division.ranks)
     moved = max(each) * trained
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:

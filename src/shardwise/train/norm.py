@@ -53,13 +53,16 @@ def sum_of_squares(grads: Joined) -> torch.Tensor:
     Half types are accumulated in fp32. What is joined is accumulated in fp64 and rounded to fp32: DDP orders its
     buckets anew after the first step, and a resumed run must not differ from one that went on.
     """
-    half = [grad for grad in grads.alone if grad.dtype not in _FULL]
+    half: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads.alone:
+        if grad.dtype not in _FULL:
+            half.setdefault(grad.device, []).append(grad)
     full = [grad for grad in grads.alone if grad.dtype in _FULL] if half else grads.alone
     found: list[torch.Tensor] = [torch.linalg.vector_norm(run, dtype=torch.float64).float() for run in grads.runs]
-    found += [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in half]
+    found += [torch.stack(norms(those, torch.float32)) for those in half.values()]  # a few kernels for all of them
     if full or not found:
         found.append(_norm(full) if full else torch.zeros(()))
-    first, *rest = [norm.double().square() for norm in found]
+    first, *rest = [norm.double().square().sum() for norm in found]
     for square in rest:
         first = first + square.to(first.device)
     return first

@@ -17,9 +17,9 @@ def scale_all(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The L2 norm of every tensor, shape () each: `torch._foreach_norm`."""
-    return list(torch._foreach_norm(tensors))
+def norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The L2 norm of every tensor, shape () each, accumulated in a dtype or their own: `torch._foreach_norm`."""
+    return list(torch._foreach_norm(tensors, dtype=dtype))
 
 
 def average_into(averages: list[Tensor], values: list[Tensor], weight: float) -> None:
