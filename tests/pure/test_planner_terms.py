@@ -258,3 +258,33 @@ def test_nothing_is_held_for_streams_while_a_checkpoint_is_loaded(monkeypatch: p
 def test_checkpoints_of_other_stacks_are_not_known() -> None:
     memory = estimate_memory(LLAMA, Plan.parse("fsdp8 bf16"), WORK, stack=load_stack("torchtitan"))
     assert not memory.outside and "load" not in memory.peaks and memory.host == 0.0
+
+
+# ---------------------------------------------------------------- kernels and copies that few plans have
+
+
+def test_a_rank_whose_shards_nobody_shares_copies_what_it_gathers() -> None:
+    alone = time_of("tp8 bf16", cluster=H100).terms["copies"]
+    device = H100.device
+    assert alone == pytest.approx(44 * LLAMA.num_params / 8 / (device.bandwidth * device.stream), rel=0.01)
+    for plan in ("fsdp8 bf16", "tp8", "tp8 bf16-pure"):
+        assert "copies" not in time_of(plan).terms
+
+
+def test_rows_that_are_no_multiples_of_8_are_slow_in_16_bits_on_devices_of_which_it_is_known() -> None:
+    odd, even = (profile_of(replace(preset("gpt2-medium"), vocab_size=size)) for size in (50257, 50304))
+    work, there = Workload(seq_len=1024, global_batch=8), load_cluster("h100:1")
+
+    def ratio(plan: str, cluster=there) -> float:
+        return time_of(plan, work, odd, cluster).total / time_of(plan, work, even, cluster).total
+
+    assert ratio("bf16-pure / compile") > 1.15
+    assert ratio("fp32") == pytest.approx(1.0, abs=0.01)
+    assert ratio("bf16-pure / compile", load_cluster("a100-80g:1")) == pytest.approx(1.0, abs=0.01)  # not known
+
+
+def test_attention_in_fp32_uses_no_matrix_units() -> None:
+    long, there = Workload(seq_len=65536, global_batch=1), load_cluster("h100:1")
+    profile = profile_of(preset("llama-1b"))
+    wide, narrow = (time_of(plan, long, profile, there).total for plan in ("tf32", "bf16-pure / compile"))
+    assert wide > 8 * narrow

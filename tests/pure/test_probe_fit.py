@@ -75,6 +75,17 @@ def test_without_a_data_sheet_the_best_product_is_nominal_and_times_are_told_bac
         assert matmul_time(row.m, row.n, row.k, blind, row.dtype) == pytest.approx(row.seconds, rel=0.1)
 
 
+def test_rows_that_are_no_multiples_of_8_give_their_share_and_do_not_touch_the_curve() -> None:
+    device, rows = load_cluster("h100").device, products_of("h100")
+    for sizes in ((8192, 16386, 1024), (8192, 1024, 16386), (8192, 16385, 1024), (8192, 1024, 16385)):
+        seconds = matmul_time(*sizes, device, "bf16") / (0.3 if sizes[1] % 2 == 0 and sizes[2] % 2 == 0 else 0.15)
+        rows.append(Product("bf16", *sizes, seconds * noise()))
+    found = fit_products(rows, device, units=132, nominal=device.rates)
+    assert found.curve.unaligned == pytest.approx(0.3, rel=0.05)
+    assert found.curve.best == pytest.approx(device.curve.best, rel=0.05)
+    assert fit_products(products_of("h100"), device, units=132, nominal=device.rates).curve.unaligned == 1.0
+
+
 def test_a_missing_dtype_has_no_rate() -> None:
     rows = [row for row in products_of("h100") if row.dtype == "bf16"]
     found = fit_products(rows, load_cluster("h100").device, units=132)

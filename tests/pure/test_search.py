@@ -267,6 +267,14 @@ def test_reasons() -> None:
     assert "compute" in binds(found.best, found.space)
 
 
+def test_a_vocabulary_that_kernels_dislike_is_named() -> None:
+    work = Workload(seq_len=1024, global_batch=32)
+    for model, named in (("gpt2-large", True), ("llama-1b", False)):
+        found = find(preset(model), cluster("h100:1"), work)
+        assert found.best is not None
+        assert ("the vocabulary's 50,257; 50,304 would be one" in binds(found.best, found.space)) == named
+
+
 def test_the_front_holds_what_nothing_beats() -> None:
     found = eight()
     assert len(found.front) > 10

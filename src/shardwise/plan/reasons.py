@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from shardwise.errors import ShardwiseError
 from shardwise.hardware.cluster import GIB
@@ -168,7 +169,7 @@ def why_lost(other: Candidate, search: Search) -> str:
 
 
 def binds(candidate: Candidate, space: Space) -> str:
-    """What limits this plan: the term of the step, and how near memory is to its limit."""
+    """What limits this plan: the term of the step, rows that kernels dislike, and how near memory is to its limit."""
     total = candidate.time.total
     terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
     name, seconds = terms[0]
@@ -176,4 +177,17 @@ def binds(candidate: Candidate, space: Space) -> str:
     text = f"{name} takes {seconds / total:.0%} of the step" + (f", {rest[0]} {rest[1] / total:.0%}" if rest else "")
     share = candidate.memory.device / space.cluster.device.memory
     worst = candidate.memory.peak
-    return f"{text}; memory is {share:.0%} full on pipeline rank {worst.rank} at the {worst.phase}"
+    memory = f"memory is {share:.0%} full on pipeline rank {worst.rank} at the {worst.phase}"
+    return "; ".join(part for part in (text, _unaligned(candidate, space), memory) if part)
+
+
+def _unaligned(candidate: Candidate, space: Space) -> str:
+    """What sizes that are no multiples of 8 cost (`kernels.unaligned_share`); empty below a hundredth of the step."""
+    device, vocab = space.cluster.device, space.profile.vocab
+    even = space.cluster.with_(device=replace(device, curve=replace(device.curve, unaligned=1.0)))
+    least = estimate_time(space.profile, even, candidate.plan, space.workload, stack=space.stack).total
+    lost = 1 - least / candidate.time.total
+    if lost < 0.01:
+        return ""
+    named = f" (the vocabulary's {vocab:,}; {ceil(vocab / 64) * 64:,} would be one)" if vocab % 8 else ""
+    return f"{lost:.0%} of it is lost to rows whose size is no multiple of 8{named}"
