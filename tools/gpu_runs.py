@@ -19,7 +19,7 @@ import psutil
 from shardwise.launch.environment import BACKEND, HOST
 from shardwise.testing.killer import Killer
 
-STEPS, KILLED_AT = 24, 13
+STEPS, KILLED_AT, EVERY = 12, 7, 2
 SMALL = "--model tiny --seq 32 --batch 4"
 MIDDLE = "--dim 512 --layers 6 --heads 8 --kv-heads 4 --ffn 1408 --seq 512 --batch 8"
 ALLOWED = 1e-5
@@ -37,7 +37,7 @@ class Runs:
 
     def start(self, out: str, plan: str, *more: str) -> subprocess.Popen[str]:
         """A run that two equal ones of end bit-equal; its own process group, to be killed as one."""
-        words = f"{self.words} --steps {STEPS} --checkpoint-every 4 --deterministic --no-sample".split()
+        words = f"{self.words} --steps {STEPS} --checkpoint-every {EVERY} --deterministic --no-sample".split()
         command = [sys.executable, "-m", "shardwise", "train", *words, "--device", self.device, "--plan", plan]
         command += ["--out", str(self.folder / out), *more]
         shared = {BACKEND: HOST} if self.device != "cpu" else {}
@@ -126,7 +126,7 @@ def _recovered(runs: Runs, plan: str) -> str:
     process = runs.start("struck", plan, "--recover")
     killer = Killer(process.pid, seed=3, mean_pause_s=0.05, double=0.0, standbys=0.0)
     for blows in (1, 2):
-        runs.await_step(process, "struck", 6 * blows)
+        runs.await_step(process, "struck", 4 * blows)
         killer.run(blows, while_true=lambda: process.poll() is None)
     code = process.wait(TIMEOUT_S)
     same = code == 0 and runs.same("quiet", "struck")
