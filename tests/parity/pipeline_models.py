@@ -121,28 +121,33 @@ class TwiceTower(nn.Module):
         return self.head(x)
 
 
-class AsideBlock(Block):
-    """Adds a number of its own to a sum, as a router adds its loss."""
-
-    def forward(self, x: torch.Tensor, aside: torch.Tensor) -> Any:  # type: ignore[override]
-        x = super().forward(x, angle=x.new_zeros(()))
-        return x, aside + x.square().mean(-1)
-
-
-class AsideTower(nn.Module):
-    """A sum goes through all stages, and no loss has it: nobody gives it a gradient."""
+class AsideBlock(nn.Module):
+    """Adds a number of its own to a sum, as a router adds its loss, and counts."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor, aside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.inner(x, angle=x.new_zeros(()))
+        return x, aside + (x.square().mean(-1) if aside.is_floating_point() else 1)
+
+
+class AsideTower(nn.Module):
+    """A sum goes through all stages, and no loss has it: nobody gives it a gradient. Or a whole number does."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
         self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
         self.layers = nn.ModuleList(AsideBlock() for _ in range(8))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
-        aside = x.new_zeros(x.shape[:-1])
+        aside = torch.zeros(x.shape[:-1], dtype=torch.int64 if self.whole else x.dtype, device=x.device)
         for layer in self.layers:
             x, aside = layer(x, aside)
-        return self.head(x)
+        return self.head(x * (aside[..., None] if self.whole else 1))
 
 
 class Pyramid(nn.Module):
@@ -176,6 +181,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "pair": PairTower,
     "twice": TwiceTower,
     "aside": AsideTower,
+    "counted": lambda: AsideTower(whole=True),
     "pyramid": Pyramid,
 }
 

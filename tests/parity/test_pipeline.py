@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from shardwise.errors import ModelError, PlanError, UsageError
+from shardwise.launch.forked import WorldError
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.torch_private import CARRIES_INTEGERS
 from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Plan
 from shardwise.testing.world import World
 from tests.parity import grid, points
@@ -76,6 +78,14 @@ def test_shapes_of_models(world: World, case: Case) -> None:
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_what_no_loss_has(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="aside")) < FP64
+
+
+def test_whole_numbers_cross_stages_or_are_refused(world: World) -> None:
+    if CARRIES_INTEGERS:
+        assert check(world, Case(kind="1f1b", model="counted")) < FP64
+        return
+    with pytest.raises(WorldError, match="a block hands torch.int64 on to stage 1"):
+        check(world, Case(kind="1f1b", model="counted"))
 
 
 def kinds(names: Iterable[str], every_change: set[str]) -> list[Any]:

@@ -12,6 +12,7 @@ from shardwise.hardware.cluster import Link, Loading, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.division import divide
+from shardwise.plan.hosting import assumed_of
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.loading import is_decoded, loading_time, said
 from shardwise.plan.memory import estimate_memory
@@ -288,3 +289,9 @@ def test_attention_in_fp32_uses_no_matrix_units() -> None:
     profile = profile_of(preset("llama-1b"))
     wide, narrow = (time_of(plan, long, profile, there).total for plan in ("tf32", "bf16-pure / compile"))
     assert wide > 8 * narrow
+
+
+def test_the_rate_of_hosts_that_update_is_said_to_be_assumed() -> None:
+    (said,) = assumed_of(Plan.parse("fsdp8 / offload=state"), H100)
+    assert "offloaded states are updated at 30 GB/s, 60% of a device's link" in said
+    assert not assumed_of(Plan.parse("fsdp8"), H100)

@@ -96,7 +96,7 @@ def estimate(
             out.print(_traffic_table(parsed, asked, asked.spec))
         for each in traced:
             out.print(_trace_table(each))
-        show_assumed(out, asked, found)
+        show_assumed(out, parsed, asked, found)
     if not memory.fits or host_lack(memory, parsed, asked.cluster):
         raise typer.Exit(ExitCode.REFUSED)
 

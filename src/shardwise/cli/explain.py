@@ -79,4 +79,4 @@ def explain(
     show_time(out, step, asked.cluster)
     show_likeness(out, parsed, asked.profile)
     out.print(f"what binds: {binds(chosen, space)}", markup=False)
-    show_assumed(out, asked, found)
+    show_assumed(out, parsed, asked, found)

@@ -40,7 +40,7 @@ from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
 from shardwise.plan.constraints import check, refuse
-from shardwise.plan.hosting import host_share
+from shardwise.plan.hosting import assumed_of, host_share
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
@@ -96,7 +96,7 @@ def plan(
     if html:
         from shardwise.plan.page import page
 
-        write_text(html, page(found, asked.assumed))
+        write_text(html, page(found, (*asked.assumed, *assumed_of(whole, asked.cluster))))
     with waiting("searching for what would fit"):
         advice = () if found.best else advise(found.space)
     if json:
@@ -169,7 +169,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
         out.print(_front(points))
     dropped = ", ".join(f"{number:,} by {name}" for name, number in list(found.pruned.items())[:6] if number)
     out.print(f"{found.estimated:,} plans estimated in full; families and plans dropped: {dropped}", style="dim")
-    show_assumed(out, asked, found.space.stack)
+    show_assumed(out, whole, asked, found.space.stack)
     if found.best:
         out.print(f"written: {path}", markup=False)
 

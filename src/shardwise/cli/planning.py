@@ -23,7 +23,7 @@ from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan import loading
 from shardwise.plan.band import band, likeness
-from shardwise.plan.hosting import ASSUMED_HOST, host_lack, host_share, on_host
+from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_share, on_host
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import Read
@@ -338,11 +338,11 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
 
 
-def show_assumed(out: Console, asked: Question, stack: Stack) -> None:
+def show_assumed(out: Console, plan: Plan, asked: Question, stack: Stack) -> None:
     """Every number that nobody gave."""
     out.print()
     out.print(f"software stack: {stack.name} ({stack.about})")
-    for note in asked.assumed:
+    for note in (*asked.assumed, *assumed_of(plan, asked.cluster)):
         out.print(f"assumed: {note}", style="dim", markup=False)
 
 
@@ -373,7 +373,11 @@ def estimate_json(memory: Memory, step: StepTime, plan: Plan, cluster: Cluster) 
 
 def said_json(plan: Plan, asked: Question, stack: Stack) -> dict[str, Any]:
     """What stands below the numbers: how far they have been off, for which stack they hold, what nobody gave."""
-    return {"published": likeness(plan, asked.profile), "stack": stack.name, "assumed": list(asked.assumed)}
+    return {
+        "published": likeness(plan, asked.profile),
+        "stack": stack.name,
+        "assumed": [*asked.assumed, *assumed_of(plan, asked.cluster)],
+    }
 
 
 def check_path(path: Path | None, endings: tuple[str, ...]) -> None:

@@ -104,6 +104,10 @@ def strided_shard_factor(placement: Placement) -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
+CARRIES_INTEGERS = torch.__version__ >= "2.12"
+"""Torch 2.11 asks everything that crosses stages for a gradient."""
+
+
 class Stage(PipelineStage):
     """A stage as torch 2.13 has it, on torch 2.11 too, that divides its backward right."""
 

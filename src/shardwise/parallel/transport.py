@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from shardwise.errors import PlanError
+from shardwise.errors import ModelError, PlanError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.stage import StageModule, signature_of
-from shardwise.parallel.torch_private import SCHEDULE_CLASSES, Stage, run_schedule
+from shardwise.parallel.torch_private import CARRIES_INTEGERS, SCHEDULE_CLASSES, Stage, run_schedule
 from shardwise.plan.schedule import stages_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -131,6 +131,7 @@ class Transport:
     def _make_schedule(
         self, num_micro_batches: int, boundary: dict[int, Boundary]
     ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
+        _refuse_integers(boundary)
         stages = []
         for module in self.stages:
             cut = module.cut
@@ -164,6 +165,17 @@ class Transport:
 
 def _same(output: torch.Tensor, target: Any) -> torch.Tensor:
     return output
+
+
+def _refuse_integers(boundary: dict[int, Boundary]) -> None:
+    for stage, shapes in boundary.items():
+        whole = [dtype for _, dtype in shapes if not (dtype.is_floating_point or dtype.is_complex)]
+        if whole and not CARRIES_INTEGERS:
+            raise ModelError(
+                f"pipeline.run: a block hands {whole[0]} on to stage {stage}, and torch {torch.__version__} carries "
+                "floating-point numbers only; take them as an input of the model, which every stage is given, or use "
+                "torch 2.12 or newer"
+            )
 
 
 def _examples(boundary: Boundary) -> tuple[torch.Tensor, ...]:

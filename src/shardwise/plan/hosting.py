@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.updating import HOST_UPDATE
 
 ASSUMED_HOST = 256 * GIB
 """Host memory per device where the cluster does not say."""
@@ -36,3 +37,10 @@ def host_lack(memory: Memory, plan: Plan, cluster: Cluster) -> str:
     if needed <= there:
         return ""
     return f"offloaded states need {needed / GIB:.0f} GiB of host memory per device, of {there / GIB:.0f}"
+
+
+def assumed_of(plan: Plan, cluster: Cluster) -> list[str]:
+    """What is assumed of hosts that update states, in words."""
+    rate = cluster.host_bandwidth * HOST_UPDATE / 1e9
+    share = f"{rate:.0f} GB/s, {HOST_UPDATE:.0%} of a device's link to its host"
+    return [f"offloaded states are updated at {share}"] if plan.offload.state else []

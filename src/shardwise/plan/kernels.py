@@ -28,6 +28,7 @@ _BACKWARD_ATTENTION = 2.5
 _BACKWARD_RATE = 0.78
 """Rate of that backward against the forward's (arXiv:2307.08691, figures 4 to 6)."""
 _WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
+"""Whose rate attention in a type has, of types without matrix units for it."""
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
 """Times that the score matrix is read or written in a forward pass, where it is kept in memory."""
 
