@@ -54,7 +54,7 @@ def cells() -> list[Any]:
     return [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("model", "plan"), cells())
 def test_closed_form_is_near_the_trace(model: str, plan: str) -> None:
     made, parsed, seq = factory(model), Plan.parse(plan), SEQ.get(model, 64)
@@ -116,7 +116,7 @@ def own_cells() -> list[Any]:
     return [*FAST_OWN, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("name", "plan"), own_cells())
 def test_what_a_backward_pass_needs_is_seen(name: str, plan: str) -> None:
     made, seq = OWN[name]

@@ -258,6 +258,7 @@ ZIPS: dict[str, bytes] = {
     "two roots": zipped(more=[("b/data.pkl", W)]),
     "no pickle": zipped().replace(b"data.pkl", b"data.pkx"),
     "another zip in place of the pickle": zipped(zipped()),
+    "a text with an escape that there is none of": zipped(b"S'\\)'\n."),
     "TorchScript": zipped(more=[("a/constants.pkl", b"N."), ("a/code/x.py", b"")]),
     "a big-endian machine": zipped(more=[("a/byteorder", b"big")]),
     "an encrypted record": patched(zipped(), b"PK\1\2\x14\x03\x14\0\0\0", b"PK\1\2\x14\x03\x14\0\1\0"),

@@ -8,6 +8,7 @@ record of it, or refuses it by name. Only the standard library: it runs in the r
 from __future__ import annotations
 
 import pickletools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
@@ -83,9 +84,11 @@ def run(stream: BinaryIO, calls: Calls, load: Callable[[Any], Any]) -> Any:
     """
     machine = Machine(calls, load)
     try:
-        for opcode, argument, _ in pickletools.genops(stream):
-            if machine.does(opcode.name, argument):
-                return machine.stack[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of escapes in what is no text
+            for opcode, argument, _ in pickletools.genops(stream):
+                if machine.does(opcode.name, argument):
+                    return machine.stack[0]
     except RefusedError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
