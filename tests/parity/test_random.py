@@ -112,8 +112,8 @@ def train_compiled(text: str, precision: str) -> grid.Trace:
 
 
 def test_modules_that_draw_stay_outside_of_compiled_blocks(world) -> None:
-    # torch 2.11 compiles the backward of fp64 attention on a CPU wrongly, without Shardwise too
-    precision = "fp32" if torch.__version__ < "2.12" else "fp64"
+    # torch 2.11 and 2.12 compile the backward of fp64 attention on a CPU wrongly, without Shardwise too
+    precision = "fp32" if torch.__version__ < "2.13" else "fp64"
     compiled = world(1, train_compiled, "dp1 / mb2 / compile", precision)
     worst = grid.differences(compiled, truth(world, quiet, precision))
     if precision == "fp32":  # AdamW makes of its rounding other parameters; other draws would be in the loss

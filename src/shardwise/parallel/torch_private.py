@@ -104,8 +104,8 @@ def strided_shard_factor(placement: Placement) -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
-CARRIES_INTEGERS = torch.__version__ >= "2.12"
-"""Torch 2.11 asks everything that crosses stages for a gradient."""
+CARRIES_INTEGERS = torch.__version__ >= "2.13"
+"""Torch 2.11 and 2.12 ask everything that crosses stages for a gradient."""
 
 
 class Stage(PipelineStage):

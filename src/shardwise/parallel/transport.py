@@ -174,7 +174,7 @@ def _refuse_integers(boundary: dict[int, Boundary]) -> None:
             raise ModelError(
                 f"pipeline.run: a block hands {whole[0]} on to stage {stage}, and torch {torch.__version__} carries "
                 "floating-point numbers only; take them as an input of the model, which every stage is given, or use "
-                "torch 2.12 or newer"
+                "torch 2.13 or newer"
             )
 
 
