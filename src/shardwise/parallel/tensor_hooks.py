@@ -49,13 +49,14 @@ def with_local_parameters(module: nn.Module, gradient: Placement) -> None:
             for name, parameter in module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
-        # instance attributes come before registered parameters in attribute lookup; gone again after the call
-        vars(module).update(local)
+        # not instance attributes: the compiler of torch 2.12 deletes the parameter where one of its name is deleted
+        own = cast(dict[str, Any], module._parameters)
+        kept = {name: own[name] for name in local}
+        own.update(local)
         try:
             return forward(*args, **kwargs)
         finally:
-            for name in local:
-                del vars(module)[name]
+            own.update(kept)
 
     wrap_forward(module, run)
 
