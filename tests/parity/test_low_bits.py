@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchao.optim import subclass_4bit, subclass_8bit
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_4bit import OptimState4bit
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -84,6 +85,23 @@ def test_state_is_as_small_as_it_says(world, kind: str, bytes_each: int) -> None
     large = [t for name, t in state.items() if "up.weight" in name or "down.weight" in name]
     codes = [t for t in large if t.dtype in (torch.uint8, torch.bfloat16)]
     assert sum(t.numel() * t.element_size() for t in codes) == bytes_each * 11 * WIDE
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_mean_the_same_whatever_the_default_type_is_when_they_are_first_used(bits: int) -> None:
+    library = subclass_8bit if bits == 8 else subclass_4bit
+    kept = (library.get_qmap_signed, library.get_qmap_unsigned, low_bits.table)
+    usual = torch.get_default_dtype()
+    found = []
+    for default in (torch.float32, torch.float16, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            found.append((low_bits.table(bits, True), low_bits.table(bits, False)))
+        finally:
+            torch.set_default_dtype(usual)
+            for made in kept:
+                made.cache_clear()
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def torchaos(kind: str) -> float:

@@ -50,8 +50,14 @@ def table(bits: int, signed: bool) -> Tensor:
             f"adamw: state_dtype={bits}bit, found no library with its tables ({error}); needed: torchao 0.18; "
             "run: pip install 'shardwise[fp8]', or use state_dtype='bf16'"
         ) from error
-    values = tables.get_qmap_signed() if signed else tables.get_qmap_unsigned()
-    return torch.tensor(values, dtype=torch.float32)
+    make = tables.get_qmap_signed if signed else tables.get_qmap_unsigned
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # torchao computes with it, and keeps what it has made first
+    try:
+        with torch.device("cpu"):
+            return torch.tensor(make.__wrapped__(), dtype=torch.float32)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 @dataclass(frozen=True)
