@@ -14,7 +14,7 @@ from statistics import median
 
 from shardwise.hardware.cluster import Cluster, Curve, Device, Link, Rates, device_names, load_cluster
 from shardwise.model.profile import Attention
-from shardwise.plan.kernels import TAIL, attention_time, matmul_time
+from shardwise.plan.kernels import TAIL, attention_time, matmul_time, misaligned
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.stack import Stack
 
@@ -32,11 +32,6 @@ class Product:
     n: int
     k: int
     seconds: float
-
-    @property
-    def unaligned(self) -> int:
-        """0 where rows have multiples of 8 numbers; 2 where an odd one, else 1: see `kernels.unaligned_share`."""
-        return 0 if self.n % 8 == 0 and self.k % 8 == 0 else 1 + (self.n % 2 or self.k % 2)
 
     @property
     def rate(self) -> float:
@@ -121,8 +116,8 @@ def fit_products(
     The dtype with the highest rate above 8 bits sets the curve; a rate of another dtype is such that the curve holds
     for it too, so that what is predicted is what was measured.
     """
-    apart = [p for p in products if p.unaligned]
-    products = [p for p in products if not p.unaligned]
+    apart = [p for p in products if misaligned(p.n, p.k)]
+    products = [p for p in products if not misaligned(p.n, p.k)]
     by_dtype = {name: [p for p in products if p.dtype == name] for name in dict.fromkeys(p.dtype for p in products)}
     wide = [name for name in by_dtype if name not in LOW]
     main = max(wide, key=lambda name: max(p.rate for p in by_dtype[name]))
@@ -149,7 +144,8 @@ def fit_products(
     whole = Rates(**{"fp32": rates[main], "bf16": rates[main], **rates})
     fitted = replace(device, rates=whole, curve=curve, low_best=low_best)
     if apart:
-        slower = [matmul_time.__wrapped__(p.m, p.n, p.k, fitted, p.dtype) / p.seconds * p.unaligned for p in apart]
+        even = (matmul_time.__wrapped__(p.m, p.n, p.k, fitted, p.dtype) for p in apart)
+        slower = [time / p.seconds * misaligned(p.n, p.k) for time, p in zip(even, apart, strict=True)]
         curve = replace(curve, unaligned=min(1.0, exp(sum(map(log, slower)) / len(slower))))
     told = [matmul_time.__wrapped__(p.m, p.n, p.k, fitted, p.dtype) / p.seconds for p in products]
     return Products(whole, curve, low_best, _error(told))

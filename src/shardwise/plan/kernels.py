@@ -64,18 +64,23 @@ def fastest_matmul(m: int, n: int, k: int, device: Device, dtype: str, groups: i
     return groups * 2.0 * m * n * k / (HIGHEST * device.rates.of(dtype))
 
 
+def misaligned(outs: int, ins: int) -> int:
+    """0 where rows of a product's operands and of its result have multiples of 8 numbers; 2 with an odd one, else 1.
+
+    The last sizes of all three, in both passes, are the sizes of the weight.
+    """
+    return 0 if outs % 8 == 0 and ins % 8 == 0 else 1 + (outs % 2 or ins % 2)
+
+
 def unaligned_share(outs: int, ins: int, device: Device) -> float:
     """What the rows of a weight leave of the rate in 16 bits: kernels load 8 numbers at once, of other sizes fewer.
-
-    The last sizes of a product's two operands and of its result, in both passes, are the sizes of the weight.
 
     >>> from shardwise.hardware.cluster import load_cluster
     >>> [unaligned_share(outs, 1024, load_cluster("h100").device) for outs in (50304, 50258, 50257)]
     [1.0, 0.36, 0.18]
     """
-    if outs % 8 == 0 and ins % 8 == 0:
-        return 1.0
-    return device.curve.unaligned / (1 if outs % 2 == 0 and ins % 2 == 0 or device.curve.unaligned == 1 else 2)
+    by, share = misaligned(outs, ins), device.curve.unaligned
+    return share / by if by and share < 1 else 1.0
 
 
 def pointwise_time(elements: float, device: Device, width: float) -> float:
