@@ -25,7 +25,6 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.workload import Workload
 from shardwise.train.loss import Loss, token_cross_entropy
-from shardwise.train.low_bits import table
 from shardwise.train.optim import NamedOptimizer
 from shardwise.train.optimizers import adafactor, adamw, lamb, lion, muon, sgd
 
@@ -108,7 +107,7 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
 
     >>> estimate_by_trace(preset("llama-70b"), Plan.parse("fsdp64 tp8 / bf16"), work).peak  # doctest: +SKIP
     """
-    make_ready(plan, workload)
+    check_rows(plan, workload)
     _check_whole(spec)
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
     here = _layers_here(spec, plan, rank)
@@ -131,15 +130,12 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     )
 
 
-def make_ready(plan: Plan, workload: Workload) -> None:
-    """Refuse what is not traced: rows that are not divided; make what a process keeps while there are values.
+def check_rows(plan: Plan, workload: Workload) -> None:
+    """Refuse what is not traced: rows that are not divided.
 
     Raises:
         PlanError: see `estimate_by_trace`.
     """
-    if workload.optimizer.endswith("8bit"):  # without values torchao would keep a table of other codes for good
-        for signed in (True, False):
-            table(8, signed)
     rows, rest = divmod(workload.global_batch, plan.axes.data)
     if rest or rows % plan.batch.micro_batches:
         raise PlanError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.diagnose.brought import as_batch, aside, example_length, example_of, on_meta
-from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, make_ready
+from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, check_rows
 from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
@@ -52,7 +52,7 @@ def estimate_module_by_trace(
 
     >>> estimate_module_by_trace(Transformer, Plan.parse("fsdp8 / bf16"), work).peak  # doctest: +SKIP
     """
-    make_ready(plan, workload)
+    check_rows(plan, workload)
     step = _traced(factory, training_of_module(factory, workload), plan, rank)
     num_params = sum(parameter.numel() for parameter in on_meta(factory).parameters())
     return TracedEstimate(

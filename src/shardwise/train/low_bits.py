@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.errors import ConfigError
+from shardwise.model.torch_private import with_values
 from shardwise.parallel.counter import Elements, Numbers, Stream
 from shardwise.parallel.init import local_slice
 from shardwise.train.rounding import elements_in, rounded
@@ -54,7 +55,7 @@ def table(bits: int, signed: bool) -> Tensor:
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # torchao computes with it, and keeps what it has made first
     try:
-        with torch.device("cpu"):
+        with with_values(), torch.device("cpu"):
             return torch.tensor(make.__wrapped__(), dtype=torch.float32)
     finally:
         torch.set_default_dtype(usual)
