@@ -106,6 +106,7 @@ def compare(layout: str, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pp2fsdp2"])
 def test_every_layout_makes_the_update_of_one_process(world: World, layout: str, kind: str) -> None:

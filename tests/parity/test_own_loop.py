@@ -128,6 +128,7 @@ def test_equals_plain_ddp(world) -> None:
 PLANS = ["dp2 / mb2", "fsdp2", "fsdp2 / zero1 / mb3", "tp2", "pp2 / 1f1b mb2", "dp2 tp2"]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("build", [one_group, three_groups])
 def test_own_optimizer_and_schedule(world, plan: str, build: Any) -> None:

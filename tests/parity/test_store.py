@@ -76,6 +76,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_any_layout_loads_into_any_other(world: World, tmp_path: Path, before: str, after: str) -> None:
     saved = union(world(LAYOUTS[before].world, train_and_save, before, str(tmp_path), "adamw"))
