@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from math import floor, inf, log
 from time import process_time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.constraints import check
 from shardwise.plan.families import Core, Flow, Leaf, Pipe, Spread, least_simplicity, simplicity
 from shardwise.plan.front import APART, FrontWalk, front_of
+from shardwise.plan.hosting import on_host
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
@@ -159,8 +161,18 @@ def test_every_stack_plans(stack: str) -> None:
 def test_no_bound_is_above_an_estimate() -> None:
     """And they are tight enough to be of use: some are within 5 % of the estimate."""
     tightest = 0.0
-    for spec, where, gib, seq_len, batch in [*CASES, (MIXED, "h100:4", 80, 1024, 4), (PICTURES, "b200:4", 80, 196, 30)]:
-        work = Workload(seq_len=seq_len, global_batch=batch, sample_bytes=6e7 if spec is PICTURES else 0.0)
+    pictures: dict[str, Any] = {"sample_bytes": 6e7}
+    cases = [
+        *((*case, {}) for case in CASES),
+        (MIXED, "h100:4", 80, 1024, 4, {}),
+        (PICTURES, "b200:4", 80, 196, 30, pictures),
+    ]
+    cases += [
+        (MOE, "h100:2x2", 14, 1024, 4, {"optimizer": "muon", "imbalance": 1.5}),
+        (MOE, "l4:4", 14, 1024, 4, {"optimizer": "lamb"}),
+    ]
+    for spec, where, gib, seq_len, batch, more in cases:
+        work = Workload(seq_len=seq_len, global_batch=batch, **more)
         space = space_of(spec, cluster(where, gib), work)
         space = replace(space, allow=("offload-activations",) if spec is MOE else ())
         bounds = Walk(space, "time", inf).bounds
@@ -178,8 +190,13 @@ def test_no_bound_is_above_an_estimate() -> None:
                         assert bounds.least_size(bounds.flow_size(flow)) <= size * (1 + 1e-9), plan
                         assert bounds.core_size(core) <= each.memory.device, plan
                         assert bounds.core_time(core) <= time * (1 + 1e-9), plan
-                        assert bounds.pipe_time(core, policy, pipe.pp, inf) <= each.time.total * (1 + 1e-9), plan
                         assert bounds.least_time(flow, inf) <= each.time.total * (1 + 1e-9), plan
+                        data = bounds.least_data(Flow(pipe, Schedule(), policy, False))
+                        assert bounds.pipe_time(core, policy, pipe.pp, inf, data) <= each.time.total * (1 + 1e-9), plan
+                        if space.offloads(spread):
+                            there = estimated(space, plan.with_(offload=replace(plan.offload, state=True)))
+                            host = on_host(there.memory, there.plan, space.cluster.per_node)
+                            assert bounds.hosted(flow, spread) <= host * (1 + 1e-9), plan
                         for family in (core, pipe, flow, Leaf(flow, spread)):
                             assert least_simplicity(family) <= simplicity(plan), plan
                         assert time <= each.time.total * (1 + 1e-9), plan

@@ -6,70 +6,99 @@ bounded away finds what an exhaustive one finds. They are built from the estimat
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from math import log2
-from operator import itemgetter
+from math import inf, log2
 
-from shardwise.model.profile import Block
-from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
-from shardwise.plan.bounds_work import Cut, Flight, RankWork, Upto, Work, rank_works, work_of
+from shardwise.plan.bounds_sizes import SizeBounds, cut_as
+from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
-from shardwise.plan.memory import COMMUNICATOR, gathered_of, states_of
-from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Batch, Plan, Recompute, Schedule
-from shardwise.plan.schedule import after_warmup
-from shardwise.plan.space import Space
+from shardwise.plan.loading import loading_time
+from shardwise.plan.memory import states_of
+from shardwise.plan.plan import ZERO_BUBBLE, Axes, Plan, Schedule, Zero
 from shardwise.plan.timing import STRAGGLERS, Part, Wire, loss_time
-from shardwise.plan.updating import HOST_UPDATE, update_bytes
+from shardwise.plan.updating import (
+    HOST_UPDATE,
+    OWN,
+    RULES,
+    is_muon,
+    matrices,
+    newton_schulz_time,
+    rule_time,
+    state_bytes,
+    update_bytes,
+)
 from shardwise.plan.workload import STATE_BYTES
 
-Kept = tuple[tuple[int, float, float, float], ...]
-"""Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
-KeptBytes = tuple[list[Upto], list[list[float]], list[float]]
-"""Bytes per token of a micro-batch: by policy, kept up to each block, and of it; and distinct blocks in full."""
+Sent = tuple[float, float, float]
+"""Seconds on an average rank: sent once or ahead of a forward pass, gathered for a backward pass, reduced."""
+SPLIT = 0.6
+"""The least share of a pass through all stages that a micro-batch takes where backward passes are split."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """The bounds of a question."""
+class Bounds(SizeBounds):
+    """The bounds of a question: those of time here, those of memory in `SizeBounds`."""
 
-    space: Space
-    _works: dict[Core, Work] = field(default_factory=dict)
-    _saved: dict[Core, KeptBytes] = field(default_factory=dict)
-    _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
-    _sends: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
-    _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
-    _divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
-    _sizes: dict[tuple[object, ...], Kept] = field(default_factory=dict)
-    _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
+    _sends: dict[tuple[object, ...], Sent] = field(default_factory=dict)
+    _least_sends: dict[tuple[object, ...], dict[Zero, Sent]] = field(default_factory=dict)
+    _rules: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _loads: dict[tuple[int, int], float] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], float] = field(default_factory=dict)
     _rank_works: dict[tuple[object, ...], list[RankWork]] = field(default_factory=dict)
     _agains: dict[tuple[Work, int], Upto] = field(default_factory=dict)
 
-    # ------------------------------------------------------------ time
-
     def core_time(self, core: Core, more: float = 0.0) -> float:
-        """Below the step of all plans with this core: its blocks, evenly on all ranks, without a bubble; and `more`."""
+        """Below the step of all plans with this core: its blocks, evenly on all ranks, without a bubble; and `more`.
+
+        And no less than data takes to be loaded.
+        """
         groups, work = core.world // (core.tp * core.cp), self.work(core)
         passes = self.space.workload.global_batch / core.samples
-        return ((work.busy[-1] + work.head) * passes / groups + more + self.space.stack.step) * self.stragglers
+        seconds = (work.busy[-1] + work.head) * passes / groups + self._orthogonal / core.world
+        return max((seconds + more + self.space.stack.step) * self.stragglers, self._loading(core, groups))
+
+    def pipe_time(self, core: Core, policy: int, pp: int, limit: float, data: float = 0.0) -> float:
+        """Below the step of all plans with this core and policy, and so many pipeline ranks or more.
+
+        As `core_time`, with the loss, what the policy adds, the host's part, the optimizer's in `limit` bytes per
+        device, and `data`, the seconds of data axes. Samples may be loaded behind all of that.
+        """
+        stack, again, batch = self.space.stack, self.work(core).again[policy], self.space.workload.global_batch
+        rounds = batch * core.tp * core.cp / (core.samples * core.world)
+        host = stack.micro_host * rounds * pp + stack.fill_host * (pp - 1)
+        update = self.least_update(core, -(-batch * core.tp * core.cp * pp // (core.samples * core.world)), limit)
+        loss, ends = 2 * self._loss(core), host + update + data
+        seconds = self.core_time(core, (loss + again) * rounds + ends)
+        if pp > 1:  # a micro-batch passes all stages
+            work = self.work(core)
+            through = (work.busy[-1] + work.head + loss + again) * SPLIT
+            seconds = max(seconds, (through + ends + stack.step) * self.stragglers)
+        return max(seconds, self._loading(core, core.world // (core.tp * core.cp * pp)))
+
+    def least_time(self, flow: Flow, limit: float) -> float:
+        """Below the step of all plans of a flow, with `limit` bytes per device."""
+        core, pipe = flow.pipe.core, flow.pipe
+        seconds, *passes = self.flow_time(flow)
+        seconds += self.least_update(core, pipe.micro_batches, limit) + self.least_data(flow, (passes[0], passes[1]))
+        return max(seconds * self.stragglers, self._loading(core, pipe.data))
 
     def least_update(self, core: Core, count: int, limit: float) -> float:
         """Below the optimizer's part of a step of `count` micro-batches or more, with `limit` bytes per device.
 
-        No rank holds less than a shard of everything; where that does not fit, the host updates. Without stragglers.
+        No rank holds less than a shard of everything; where that does not fit, or hosts are faster, they update.
+        Without stragglers.
         """
         space, stack, key = self.space, self.space.stack, (core.precision, core.world, count, limit)
         if key not in self._updates:
             plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
             division = Division(space.profile, plan, space.workload, stack.cut)
             held = sum(states_of(division, division.ranks[0], stack).values())
-            owned = self._params[0] + self._params[1]
-            self._updates[key] = self._update_of(owned / core.world, count, offloaded=self.on_device(held) > limit)
+            dense, experts = (params / core.world for params in self._params)
+            where = (True,) if self.on_device(held) > limit else (False, True)
+            self._updates[key] = min(self._update_of(dense, experts, count, offloaded=there) for there in where)
         return self._updates[key]
 
     @cached_property
@@ -86,6 +115,7 @@ class Bounds:
         pipe, work, stack = flow.pipe, self.work(flow.pipe.core), self.space.stack
         again, count, loss = work.again[flow.policy], pipe.micro_batches, self._loss(pipe.core)
         step = stack.step + (self._offloaded(flow) if flow.offload else 0.0) + stack.fill_host * (pipe.pp - 1)
+        step += self._orthogonal / pipe.core.world  # some rank has its share of the matrices, at least
         step += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
         if pipe.pp == 1:
             one = work.busy[-1] + work.head
@@ -104,7 +134,7 @@ class Bounds:
         # one micro-batch passes all stages, the others wait for the last of them
         start = max(start for stages, *_ in cut for start, _ in stages)
         end = work.busy[-1] - work.busy[start] + work.head + 2 * loss
-        path = max(path, (total + (count - 1) * end) * (0.6 if split else 1.0)) + step
+        path = max(path, (total + (count - 1) * end) * (SPLIT if split else 1.0)) + step
         return path, forward, backward
 
     def _loss(self, core: Core) -> float:
@@ -125,62 +155,52 @@ class Bounds:
         return most * pipe.micro_batches
 
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
-        """With what data axes send and compute cannot hide, and an offloaded update; `family`: the `flow_time`."""
-        seconds, forward, backward = family or self.flow_time(flow)
+        """With what data axes send and compute cannot hide, and the update; `family`: the `flow_time`."""
+        (seconds, forward, backward), pipe = family or self.flow_time(flow), flow.pipe
+        seconds += self._update_of(*self._owned(spread), pipe.micro_batches, offloaded=spread.offloaded)
+        seconds += self._exposed(flow, spread.zero, self._sent(spread), (forward, backward)) + self._rule(flow, spread)
+        return max(seconds * self.stragglers, self._loading(pipe.core, pipe.data))
+
+    def least_data(self, flow: Flow, passes: tuple[float, float] | None = None) -> float:
+        """Seconds of data axes, and of the optimizer's rule on them, that no spread of a flow is without.
+
+        `passes`: a rank's longest forward and backward pass; None: of all flows of the pipe.
+        """
+        found = inf
+        for zero, sent in self._least_sent(flow.pipe).items():
+            if passes is None:
+                found = min(found, self._exposed(flow, zero, sent, (inf, inf)))
+            elif not self.space.refuses(flow, zero):
+                found = min(found, self._exposed(flow, zero, sent, passes) + self._least_rule(flow, zero))
+        return found if found < inf else 0.0
+
+    def _exposed(self, flow: Flow, zero: Zero, sent: Sent, passes: tuple[float, float]) -> float:
+        """What is sent, less what hides behind the forward and the backward pass of a micro-batch."""
+        (forward, backward), (gather, again, reduce) = passes, sent
         pipe, stack = flow.pipe, self.space.stack
-        count, blocks = pipe.micro_batches, self._blocks_of(pipe.pp)
-        owned = self._owned(spread, *self._local(pipe))
-        seconds += self._update_of(owned, count, offloaded=spread.offloaded)
-        gather, again, reduce = self._sent(spread)
-        hides = stack.overlap_data
-        if spread.zero == 3 and pipe.pp > 1 and stack.keeps_shards:
+        count, blocks, hides = pipe.micro_batches, self._blocks_of(pipe.pp), stack.overlap_data
+        if zero == 3 and pipe.pp > 1 and stack.keeps_shards:
             most = max(sum(end - start for start, end in stages) for stages, *_ in self.cut(pipe.pp, flow.schedule))
             exposed = max(0.0, again - hides * backward) + stack.gather_wait * blocks + again / (most + 1)
-            seconds += exposed * count + max(0.0, reduce - hides * backward)
-        elif spread.zero == 3:
+            return exposed * count + max(0.0, reduce - hides * backward)
+        if zero == 3:
             exposed = max(0.0, gather - hides * forward) + max(0.0, again + reduce - hides * backward)
             exposed += (gather + reduce) / (len(self.space.profile.blocks) + 1)
-            seconds += (exposed + 2 * stack.gather_wait * blocks) * count
-        else:
-            times = count if spread.zero == 2 and pipe.pp == 1 else 1
-            total = gather + reduce * times
-            behind = backward * times + (forward if spread.zero else 0.0)
-            seconds += total - hides * min(behind, total) + (stack.gather_wait * blocks if spread.zero else 0.0)
-        return seconds * self.stragglers
+            return (exposed + 2 * stack.gather_wait * blocks) * count
+        times = count if zero == 2 and pipe.pp == 1 else 1
+        total = gather + reduce * times
+        behind = backward * times + (forward if zero else 0.0)
+        return total - hides * min(behind, total) + (stack.gather_wait * blocks if zero else 0.0)
 
-    def _update_of(self, owned: float, count: int, *, offloaded: bool) -> float:
+    def _update_of(self, dense: float, experts: float, count: int, *, offloaded: bool) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
         cluster, work, stack = self.space.cluster, self.space.workload, self.space.stack
-        traffic = owned * update_bytes(STATE_BYTES[work.optimizer], stack) * work.trained * self.space.profile.trained
+        each, every = (update_bytes(state, stack) for state in self._state_bytes)
+        traffic = (dense * each + experts * every) * work.trained * self.space.profile.trained
         if offloaded:
-            sent = owned * 12 * count * (1 - stack.overlap_data)
+            sent = (dense + experts) * 12 * count * (1 - stack.overlap_data)
             return (traffic / HOST_UPDATE + sent) / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
-
-    def work(self, core: Core) -> Work:
-        """What a core's kernels, and the communication inside of blocks, take."""
-        return self._works.get(core) or self._works.setdefault(core, self._work(core))
-
-    def _work(self, core: Core) -> Work:
-        return work_of(core, self.space, self._blocks, self._recomputed)
-
-    @cached_property
-    def _blocks(self) -> list[tuple[Block, int]]:
-        """Distinct blocks, with how many there are."""
-        counts = Counter(id(block) for block in self.space.profile.blocks)
-        return [(block, counts.pop(id(block))) for block in self.space.profile.blocks if id(block) in counts]
-
-    @cached_property
-    def _marks(self) -> list[list[bool]]:
-        """For each policy, which blocks it recomputes."""
-        plans = [Plan(recompute=recompute) for recompute in self.space.recomputes]
-        return [[is_recomputed(i, plan) for i in range(len(self.space.profile.blocks))] for plan in plans]
-
-    @cached_property
-    def _recomputed(self) -> list[Counter[int]]:
-        """For each policy, how often it recomputes each distinct block."""
-        blocks = self.space.profile.blocks
-        return [Counter(id(block) for block, on in zip(blocks, marks, strict=True) if on) for marks in self._marks]
 
     def _ranks(self, core: Core, pp: int, schedule: Schedule, policy: int) -> list[RankWork]:
         """What a micro-batch takes of each rank of the pipeline."""
@@ -198,30 +218,71 @@ class Bounds:
             self._agains[work, policy] = tuple(accumulate((one[id(b)] if on else 0.0 for b, on in blocks), initial=0.0))
         return self._agains[work, policy]
 
-    def cut(self, pp: int, schedule: Schedule) -> list[Cut]:
-        """For each rank the first and the end of each of its stages, whether it holds the head, and which blocks."""
-        key = (pp, *cut_as(schedule))
-        if key not in self._cuts:
-            space = self.space
-            plan = Plan(axes=Axes(pp=pp), schedule=schedule)
-            numbers = {block: number for number, (block, _) in enumerate(self._blocks)}
-            self._cuts[key] = [
-                (
-                    [(stage.start, stage.start + len(stage.blocks)) for stage in rank],
-                    any(stage.last for stage in rank),
-                    frozenset(numbers[block] for stage in rank for block, _ in stage.counts),
-                )
-                for rank in Division(space.profile, plan, space.workload, space.stack.cut).ranks
-            ]
-        return self._cuts[key]
+    def _rule(self, flow: Flow, spread: Spread) -> float:
+        """Seconds of the optimizer's rule that `flow_time` does not have."""
+        if not self._has_rule:
+            return 0.0
+        key = (_sent_as(flow.pipe), *cut_as(flow.schedule), spread.dp_replicate, spread.dp_shard, spread.zero)
+        if key not in self._rules:
+            space, core = self.space, flow.pipe.core
+            plan = Plan(axes=spread.axes, zero=spread.zero, schedule=flow.schedule, precision=core.precision)
+            division = Division(space.profile, plan, space.workload, space.stack.cut)
+            whole = sum(rule_time(division, space.cluster, space.stack))
+            self._rules[key] = max(0.0, whole - self._orthogonal / core.world)
+        return self._rules[key]
+
+    def _least_rule(self, flow: Flow, zero: Zero) -> float:
+        """The least of all spreads with such a `zero`."""
+        if not self._has_rule:
+            return 0.0
+        key = (_sent_as(flow.pipe), *cut_as(flow.schedule), flow.pipe.data, zero)
+        if key not in self._rules:
+            spreads = (spread for spread in self.space.spreads(flow.pipe) if spread.zero == zero)
+            self._rules[key] = min(self._rule(flow, spread) for spread in spreads)
+        return self._rules[key]
+
+    @cached_property
+    def _has_rule(self) -> bool:
+        return self.space.workload.optimizer in RULES and self.space.stack.name in OWN
+
+    @cached_property
+    def _orthogonal(self) -> float:
+        """Seconds of Muon's iterations of the whole model, at least; 0: another optimizer."""
+        space = self.space
+        if not is_muon(space.workload, space.stack):
+            return 0.0
+        sums = []
+        for precision in space.precisions:
+            plan = Plan(precision=precision)
+            found = ((matrix, count) for block, count in self._blocks for matrix in matrices(block))
+            sums.append(sum(newton_schulz_time(m, plan, space.cluster, space.stack) * n for m, n in found))
+        return min(sums)
+
+    def _loading(self, core: Core, data: int) -> float:
+        """Seconds in which a node's loaders make the samples of so many data ranks."""
+        if (core.world, data) not in self._loads:
+            plan, space = Plan(axes=Axes(dp_shard=data, tp=core.world // data)), self.space
+            seconds = loading_time(Division(space.profile, plan, space.workload), space.cluster)
+            self._loads[core.world, data] = seconds * self.stragglers
+        return self._loads[core.world, data]
 
     def _blocks_of(self, pp: int) -> int:  # at least, on the rank with most parameters
         return max(len(self.space.profile.blocks) // pp - (pp > 1), 0)
 
-    def _sent(self, spread: Spread) -> tuple[float, float, float]:
-        """Seconds on an average rank: (sent once or ahead of a forward pass, gathered for a backward pass, reduced)."""
+    def _least_sent(self, pipe: Pipe) -> dict[Zero, Sent]:
+        """Of each `zero` the least of all spreads, each way by itself."""
+        key = _sent_as(pipe), pipe.data
+        if key not in self._least_sends:
+            found = self._least_sends[key] = {}
+            for spread in self.space.spreads(pipe):
+                ways = zip(self._sent(spread), found.get(spread.zero, (inf, inf, inf)), strict=True)
+                gather, again, reduce = map(min, ways)
+                found[spread.zero] = gather, again, reduce
+        return self._least_sends[key]
+
+    def _sent(self, spread: Spread) -> Sent:
         pipe, core, profile = spread.pipe, spread.pipe.core, self.space.profile
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.pp, spread.dp_replicate, spread.dp_shard, spread.zero)
+        key = (_sent_as(pipe), spread.dp_replicate, spread.dp_shard, spread.zero)
         if key not in self._sends:
             plan = Plan(axes=spread.axes, zero=spread.zero, precision=core.precision)
             (dense, experts), shards = self._local(pipe), core.cp * spread.dp_shard if spread.zero else 1
@@ -239,126 +300,12 @@ class Bounds:
             self._sends[key] = once, again, sums
         return self._sends[key]
 
-    # ------------------------------------------------------------ memory
-
-    def core_size(self, core: Core) -> float:
-        """Below all its plans' device memory: largest block; of the last rank, logits and (if not greedy) a block."""
-        blocks = [size * self.tokens(core) for size in self._full(core).values()]
-        return self.on_device(max(*blocks, self.logits(core) + min(blocks) * (self.space.stack.cut != "greedy")))
-
-    def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
-        """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
-        pipe, core = flow.pipe, flow.pipe.core
-        # how context is exchanged changes no size, so its kinds share theirs
-        sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8)
-        key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload, every_rank)
-        if key not in self._sizes:
-            ranks = range(pipe.pp) if every_rank else (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
-            found = self._flow_size(flow, ranks)
-            self._sizes[key] = tuple(dict.fromkeys((found[0], max(found, key=itemgetter(1)), found[-1])))
-        return self._sizes[key]
-
-    def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float]]:
-        pipe, core, schedule = flow.pipe, flow.pipe.core, flow.schedule
-        cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
-        sizes, tokens = [], self.tokens(core)
-        for rank in ranks:
-            flight = after_warmup(schedule.kind, shape, rank), flow.offload
-            size, block = self.kept_by(core, flow.policy, cut[rank], flight)
-            sizes.append((rank, size * tokens, self.logits(core) if cut[rank][1] else 0.0, block * tokens))
-        return sizes
-
-    def kept_by(self, core: Core, policy: int, cut: Cut, flight: Flight) -> tuple[float, float]:
-        """Bytes per token of a rank with so many micro-batches in flight on each stage; of its largest block in full.
-
-        Of a flight that offloads they are on the host, but for those of the block at work and of the one ahead of it.
-        """
-        (kept, steps, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
-        upto, block, size = kept[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
-        for (start, end), count in zip(stages, counts, strict=False):
-            size += count * (upto[end] - upto[start])
-        if offload:
-            size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
-        return size + (block if policy else 0.0), block
-
-    def logits(self, core: Core) -> float:
-        """Bytes of the logits at the peak of the loss."""
-        width = core.width
-        return self._num_logits(core) * (self.space.stack.logit_bytes if width < 4 else 4 * width)
-
-    def _num_logits(self, core: Core) -> float:
-        return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)
-
-    def tokens(self, core: Core) -> float:
-        """Tokens of a micro-batch on a rank."""
-        return core.samples * self.space.workload.seq_len / core.cp
-
-    def plan_size(self, flow: Flow, spread: Spread, kept: Kept) -> float:
-        """Device memory in the loss or in a backward pass, on the ranks of `kept`, which is the `flow_size`."""
-        return self._plan_size(flow, spread, kept, [self.states(flow, spread, rank) for rank, *_ in kept])
-
-    def plan_sizes(self, flow: Flow, spreads: Sequence[Spread], kept: Kept) -> Iterator[tuple[float, float]]:
-        """For each spread of the flow's pipe: `plan_size`, and bytes of the states of the rank that has fewest."""
-        core, pipe = flow.pipe.core, flow.pipe
-        several = pipe.micro_batches > 1
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *cut_as(flow.schedule))
-        for rank, *_ in kept:
-            if (*key, rank) not in self._spread_states:
-                self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
-        tables = [self._spread_states[*key, rank] for rank, *_ in kept]
-        for spread, *states in zip(spreads, *tables, strict=True):
-            yield self._plan_size(flow, spread, kept, states), min(held + grads for held, grads, _ in states)
-
-    def _plan_size(self, flow: Flow, spread: Spread, kept: Kept, states: Sequence[tuple[float, float, float]]) -> float:
-        pipe, core = flow.pipe, flow.pipe.core
-        accumulates = pipe.micro_batches > 1 or self.space.stack.master
-        most = 0.0
-        for (_, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
-            if spread.offloaded:
-                held = 0.0
-                once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
-                gradients *= once and self.space.stack.keeps_shards
-            both = gradients + size if accumulates else gradients + block
-            loss = size + logits + gradients if accumulates else size + logits
-            most = max(most, held + gathered + max(loss, both))
-        groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
-        return self.on_device(most) + COMMUNICATOR * (groups + (core.ep > 1) + (core.world > 1))
-
-    def on_device(self, allocated: float) -> float:
-        """Device memory for so many bytes of live tensors, were they in the allocator without holes."""
-        return self.space.cluster.device.context + allocated
-
-    def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
-        """(weights and optimizer state, gradients, gathered parameters): bytes on a rank."""
-        core, cut = flow.pipe.core, (flow.pipe.pp, flow.pipe.micro_batches > 1, *cut_as(flow.schedule))
-        shards = spread.dp_shard * core.cp if spread.zero else 1
-        key = (core.tp, core.ep, core.precision, shards, spread.zero, *cut)
-        found = self._states.get((key, rank))
-        if found is None:
-            division, stack = self._division(flow, spread, key), self.space.stack
-            stages = division.ranks[rank]
-            terms = dict(states_of(division, stages, stack))
-            gradients = terms.pop("gradients")
-            found = sum(terms.values()), gradients, gathered_of(division, stages, stack)
-            self._states[key, rank] = found
-        return found
-
-    def _division(self, flow: Flow, spread: Spread, key: tuple[object, ...]) -> Division:
-        """Of all flows and spreads with one key: what decides on their states."""
-        if key not in self._divisions:
-            plan = Plan(
-                axes=spread.axes, zero=spread.zero, batch=Batch(micro_batches=flow.pipe.micro_batches),
-                schedule=flow.schedule, precision=flow.pipe.core.precision,
-            )  # fmt: skip
-            self._divisions[key] = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
-        return self._divisions[key]
-
-    def _owned(self, spread: Spread, dense: float, experts: float) -> float:
-        """Parameters that a rank updates, of so many."""
-        core = spread.pipe.core
+    def _owned(self, spread: Spread) -> tuple[float, float]:
+        """(dense, expert) parameters that an average rank updates."""
+        core, (dense, experts) = spread.pipe.core, self._local(spread.pipe)
         shards = spread.dp_shard * core.cp if spread.zero else 1
         pool = max(1, shards * core.tp // core.ep) if core.ep > 1 and spread.zero else shards
-        return dense / shards + experts / pool
+        return dense / shards, experts / pool
 
     @cached_property
     def _params(self) -> tuple[float, float]:
@@ -366,35 +313,22 @@ class Bounds:
         experts = float(sum(block.expert_params * count for block, count in self._blocks))
         return self.space.profile.num_params - experts, experts
 
+    @cached_property
+    def _state_bytes(self) -> tuple[float, float]:
+        """Bytes of optimizer state per (dense, expert) parameter of the whole model, on average."""
+        (dense, experts), stack = self._params, self.space.stack
+        division = Division(self.space.profile, Plan(), self.space.workload)
+        every = STATE_BYTES["adamw" if is_muon(division.workload, stack) else division.workload.optimizer]
+        mean = state_bytes(division, division.ranks[0], stack)
+        return ((dense + experts) * mean - experts * every) / max(dense, 1.0), every
+
     def _local(self, pipe: Pipe) -> tuple[float, float]:
         """(dense, expert) parameters of an average rank, before data axes shard them."""
         core, (dense, experts) = pipe.core, self._params
         return dense / core.tp / pipe.pp, experts / (core.ep if core.ep > 1 else core.tp) / pipe.pp
 
-    def _kept(self, core: Core) -> KeptBytes:
-        if core not in self._saved:
-            space, full, how = self.space, self._full(core), self.space.saving(core)
-            less = {
-                mode: {
-                    id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how)
-                    for block, _ in self._blocks
-                }
-                for mode in ("ops", "blocks")
-            }
-            keys = [id(block) for block in space.profile.blocks]
-            steps = []
-            for recompute, marks in zip(space.recomputes, self._marks, strict=True):
-                part = less["ops" if recompute.mode == "ops" else "blocks"]
-                steps.append([part[key] if on else full[key] for key, on in zip(keys, marks, strict=True)])
-            upto = [tuple(accumulate(sizes, initial=0.0)) for sizes in steps]
-            self._saved[core] = upto, steps, [full[id(block)] for block, _ in self._blocks]
-        return self._saved[core]
 
-    def _full(self, core: Core) -> dict[int, float]:
-        """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
-        return {id(block): saved_bytes(block, self.space.saving(core)) for block, _ in self._blocks}
-
-
-def cut_as(schedule: Schedule) -> tuple[int, bool]:
-    """What a schedule decides of where stages lie."""
-    return schedule.stages, schedule.kind in V_SHAPED
+def _sent_as(pipe: Pipe) -> tuple[object, ...]:
+    """What of a pipe decides on what data axes send."""
+    core = pipe.core
+    return core.tp, core.cp, core.ep, core.precision, pipe.pp

@@ -6,8 +6,8 @@ import math
 from itertools import product
 from typing import NamedTuple
 
-from shardwise.plan.bounds import cut_as
-from shardwise.plan.bounds_shared import SharedBounds, SpreadsOf
+from shardwise.plan.bounds import Bounds
+from shardwise.plan.bounds_sizes import SpreadsOf, cut_as
 from shardwise.plan.bounds_work import Flight
 from shardwise.plan.families import Core, Flow, Pipe
 from shardwise.plan.plan import Schedule
@@ -38,7 +38,7 @@ class PipeSizes:
     is kept grows with the tokens of a micro-batch, so that one table serves all sizes of it.
     """
 
-    def __init__(self, bounds: SharedBounds, spreads: SpreadsOf) -> None:
+    def __init__(self, bounds: Bounds, spreads: SpreadsOf) -> None:
         self.bounds, self.spreads = bounds, spreads
         self._flights: dict[tuple[int, int], list[Flights]] = {}
         self._units: dict[tuple[object, ...], list[Unit]] = {}

@@ -12,6 +12,7 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import GATHERED
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.families import Core
+from shardwise.plan.imbalance import busiest_block, factor_of
 from shardwise.plan.space import Space
 
 Upto = tuple[float, ...]
@@ -58,7 +59,8 @@ def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recompute
     seen = (dtype, core.sequence, core.context, space.workload.trained < 1, core.precision in GATHERED)
     setting = Setting(space.cluster, space.stack_for(core), core.axes, *seen)
     shape = (core.samples, space.workload.seq_len)
-    times = {id(block): block_time(block, shape, setting) for block, _ in blocks}
+    factor = factor_of(space.workload, core.ep)
+    times = {id(block): block_time(busiest_block(block, factor), shape, setting) for block, _ in blocks}
     one = {key: time.forward + time.backward for key, time in times.items()}
     end = block_time(space.profile.head, shape, setting)
     again = tuple(

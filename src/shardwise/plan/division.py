@@ -95,8 +95,7 @@ class Division:
 
     def dense(self, block: Block) -> float:
         """Parameters of a block outside experts."""
-        whole = block.params - block.expert_params - block.split_params
-        return whole + block.split_params / self.plan.axes.tp
+        return _dense(block, self.plan.axes.tp)
 
     def experts(self, block: Block) -> float:
         """Expert parameters of a block."""
@@ -107,14 +106,7 @@ class Division:
         shards, axes = self.expert_shards, self.plan.axes
         if not self.fills_up or shards == 1:
             return self.experts(block)
-        inner = 1 if axes.ep > 1 else axes.tp
-        total = 0.0
-        for op in (op for op in block.matmuls if op.experts):
-            here = op.experts // axes.ep
-            halves = {"column": (op.outs // inner, op.ins), "row": (op.outs, op.ins // inner)}
-            cut_inside = sharded_dim((here, *halves.get(op.split, (op.outs, op.ins))), shards) > 0
-            total += op.params if cut_inside else op.params * -(-here // shards) * shards / here
-        return total / self.expert_split
+        return _filled(block, shards, axes.ep, 1 if axes.ep > 1 else axes.tp) / self.expert_split
 
     def whole(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages, before data axes shard them."""
@@ -170,6 +162,24 @@ class Division:
         """Token table and positions."""
         rest = self.profile.embedding - self.profile.vocab * self.profile.dim
         return self.embedding_table + max(rest, 0)
+
+
+@lru_cache(maxsize=4096)
+def _dense(block: Block, tp: int) -> float:
+    whole = block.params - block.expert_params - block.split_params
+    return whole + block.split_params / tp
+
+
+@lru_cache(maxsize=4096)
+def _filled(block: Block, shards: int, ep: int, inner: int) -> float:
+    """Expert parameters, filled up; `inner`: ranks that divide an expert itself."""
+    total = 0.0
+    for op in (op for op in block.matmuls if op.experts):
+        here = op.experts // ep
+        halves = {"column": (op.outs // inner, op.ins), "row": (op.outs, op.ins // inner)}
+        cut_inside = sharded_dim((here, *halves.get(op.split, (op.outs, op.ins))), shards) > 0
+        total += op.params if cut_inside else op.params * -(-here // shards) * shards / here
+    return total
 
 
 @lru_cache(maxsize=4096)

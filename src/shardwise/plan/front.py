@@ -10,7 +10,7 @@ import heapq
 import math
 from typing import get_args
 
-from shardwise.plan.bounds_shared import SharedBounds
+from shardwise.plan.bounds import Bounds
 from shardwise.plan.families import Core, Flow, Leaf, Pipe
 from shardwise.plan.plan import ZERO_BUBBLE, Zero
 from shardwise.plan.space import Space
@@ -20,7 +20,7 @@ APART = 0.02
 """Neighbours of a front differ by at least this share of their memory, so that it has some hundred points at most."""
 
 
-def front_of(space: Space, limit: float, apart: float = APART, bounds: SharedBounds | None = None) -> list[Candidate]:
+def front_of(space: Space, limit: float, apart: float = APART, bounds: Bounds | None = None) -> list[Candidate]:
     """Plans that no other beats in both memory and time, the fastest first.
 
     Every plan that fits `limit` is beaten by one of them in time, and in memory but for the share `apart`; the last is

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
@@ -17,18 +19,17 @@ def host_share(cluster: Cluster) -> float:
 
 
 def on_host(memory: Memory, plan: Plan, per_node: int) -> float:
-    """Bytes of offloaded states for each device of a node, on the node that holds most; 0 where nothing is offloaded.
+    """Bytes of offloaded states for each device of a node, on the node that holds most; 0: nothing is offloaded."""
+    return on_node(memory.offloaded, plan.world, per_node) if any(memory.offloaded) else 0.0
 
-    Stages hold unlike states, and a node has ranks of one stage, or of several.
-    """
-    if not any(memory.offloaded):
-        return 0.0
-    world, alike = plan.world, plan.world // plan.axes.pp
-    here = min(per_node, world)
+
+def on_node(offloaded: Sequence[float], world: int, per_node: int) -> float:
+    """The same of the bytes of each pipeline rank: stages hold unlike states, a node has ranks of one or several."""
+    alike, here = world // len(offloaded), min(per_node, world)
     if alike % here == 0:
-        return max(memory.offloaded)
+        return max(offloaded)
     nodes = (range(start, min(start + here, world)) for start in range(0, world, here))
-    return max(sum(memory.offloaded[rank // alike] for rank in ranks) for ranks in nodes) / here
+    return max(sum(offloaded[rank // alike] for rank in ranks) for ranks in nodes) / here
 
 
 def host_lack(memory: Memory, plan: Plan, cluster: Cluster) -> str:

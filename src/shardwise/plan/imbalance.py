@@ -23,18 +23,24 @@ def busiest(profile: Profile, plan: Plan, workload: Workload) -> Profile:
     Source: the load imbalance of arXiv:2101.03961 (Switch Transformers), section 2.2: its capacity factor bounds the
     same ratio.
     """
-    factor = min(workload.imbalance, float(plan.axes.ep))
+    factor = factor_of(workload, plan.axes.ep)
     return profile if factor <= 1 else _busiest(profile, factor)
+
+
+def factor_of(workload: Workload, ep: int) -> float:
+    """Tokens of the busiest of `ep` ranks, over the mean."""
+    return min(workload.imbalance, float(ep))
 
 
 @lru_cache(maxsize=256)
 def _busiest(profile: Profile, factor: float) -> Profile:
-    return replace(profile, blocks=tuple(_block(block, factor) for block in profile.blocks))
+    return replace(profile, blocks=tuple(busiest_block(block, factor) for block in profile.blocks))
 
 
 @lru_cache(maxsize=1024)
-def _block(block: Block, factor: float) -> Block:
-    if not block.expert_params:
+def busiest_block(block: Block, factor: float) -> Block:
+    """The same of a block, by `factor_of`."""
+    if factor <= 1 or not block.expert_params:
         return block
     return replace(block, ops=tuple(_met(op, factor) for op in block.ops))
 

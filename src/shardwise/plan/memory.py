@@ -6,7 +6,7 @@ Three numbers, as people print three: `allocated` is live tensors, `reserved` wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import mul
@@ -164,7 +164,7 @@ def estimate_memory(
         held=held_ahead(division, stack, device) + held_apart(division, *ranks[worst], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
         host=0.0 if stack.eager else max(copied(division, stages, stack) for stages in division.ranks),
-        offloaded=tuple(_offloaded(division, stack)) if plan.offload.state and not stack.eager else (),
+        offloaded=offloaded_of(division, stack) if plan.offload.state and not stack.eager else (),
     )
     memory = _with_outside(memory, division, stack)
     if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
@@ -236,11 +236,10 @@ def _rank_memory(
     return _largest(rank, phases)
 
 
-def _offloaded(division: Division, stack: Stack) -> Iterator[float]:
-    """Bytes of the states that each rank has on its host."""
-    for stages in division.ranks:
-        states = states_of(division, stages, stack)
-        yield sum(states.values()) - sum(_without_states(states, stack).values())
+def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
+    """Bytes of the states that each pipeline rank has on its host, where the plan offloads them."""
+    states = [states_of(division, stages, stack) for stages in division.ranks]
+    return tuple(sum(each.values()) - sum(_without_states(each, stack).values()) for each in states)
 
 
 def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:

@@ -20,7 +20,7 @@ from shardwise.findings import nearest
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.bounds_shared import SharedBounds
+from shardwise.plan.bounds import Bounds
 from shardwise.plan.constraints import refuse_frozen
 from shardwise.plan.families import Flow
 from shardwise.plan.front import front_of
@@ -57,7 +57,7 @@ class Search:
     """Families and plans that were dropped: id of a constraint, or `memory`, or a bound -> how many."""
     nearest: Candidate | None = None
     """Where nothing fits: the plan that needs the least memory."""
-    bounds: SharedBounds | None = field(default=None, repr=False, compare=False)
+    bounds: Bounds | None = field(default=None, repr=False, compare=False)
     """What the search has worked out, for the front."""
 
     @property

@@ -6,18 +6,20 @@ whole of it on one rank: `train.update_rules.Muon`, of which all that is said he
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from math import ceil
 from typing import NamedTuple
 
-from shardwise.hardware.cluster import Cluster
+from shardwise.hardware.cluster import Cluster, Device
 from shardwise.model.profile import Attention, Block, Matmul, Pointwise
 from shardwise.plan.division import Division, Stage
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
-from shardwise.plan.workload import STATE_BYTES
+from shardwise.plan.workload import STATE_BYTES, Workload
 
 HOST_UPDATE = 0.6
 """Share of a device's link to the host at which the host's cores update its states: all ranks share that memory."""
@@ -25,6 +27,8 @@ OWN = ("shardwise", "shardwise-cpu")
 """Stacks whose checkpoints and optimizers are this library's: how others save, load and orthogonalize is not known."""
 NOT_ORTHOGONAL = ("embed", "positions", "head")
 """Matrices of the reference models that Muon gives to AdamW, as `train.optimizers.NOT_MUON` names them."""
+RULES = ("muon", "adafactor", "lamb")
+"""Optimizers whose rule is not element-wise: ranks that share a parameter exchange parts or sums of it."""
 TEMPORARIES = {"adamw-bf16": 3, "lion": 1, "lamb": 1, "adafactor": 1}
 """Tensors of the size of a parameter's local part that a rule makes and drops again, where it is not one kernel."""
 ITERATIONS = 5
@@ -104,14 +108,18 @@ def _apart(op: Matmul, heads: Attention | None, gated: bool) -> tuple[int, ...]:
     return (op.outs,)
 
 
+def is_muon(workload: Workload, stack: Stack) -> bool:
+    """Whether matrices are made orthogonal as this library does it: how others do is not known."""
+    return workload.optimizer == "muon" and stack.name in OWN
+
+
 def state_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes of optimizer state per parameter that a rank with these stages updates, in fp32.
 
     Muon keeps one average of a matrix, and AdamW's two of everything else: tables, heads, norms, experts.
     """
-    optimizer = division.workload.optimizer
-    if optimizer != "muon" or stack.name not in OWN:
-        return STATE_BYTES[optimizer]
+    if not is_muon(division.workload, stack):
+        return STATE_BYTES[division.workload.optimizer]
     tp, shards = division.plan.axes.tp, division.shards
     counts = [pair for stage in stages for pair in stage.counts]
     kept = sum(m.num_params / (tp if m.split else 1) * n for block, n in counts for m in matrices(block)) / shards
@@ -146,21 +154,40 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
         sent = owned * (2 * 4 + 4) * plan.batch.micro_batches
         terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
     if stack.name in OWN:
-        ranks = [_rule_time(division, stages, cluster, stack) for stages in division.ranks]
-        terms["muon"], terms["update-sends"] = max(ranks, key=sum)
+        terms["muon"], terms["update-sends"] = rule_time(division, cluster, stack)
     return terms
 
 
-def _rule_time(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> tuple[float, float]:
-    """(seconds of Muon's iterations, of what the rule sends) of some stages."""
-    optimizer, axes = division.workload.optimizer, division.plan.axes
-    if optimizer == "muon":
-        counts = [(matrix, n) for stage in stages for block, n in stage.counts for matrix in matrices(block)]
-        kinds = ([each for each in counts if (each[0].split and axes.tp > 1) == split] for split in (True, False))
-        both = [_muon_time(some, division, cluster, stack) for some in kinds if some]
-        return sum(busy for busy, _ in both), sum(sent for _, sent in both)
-    if optimizer not in ("adafactor", "lamb"):
+def rule_time(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, float]:
+    """(seconds of Muon's iterations, of what the rule sends), on the rank that takes longest; of an `OWN` stack."""
+    optimizer = division.workload.optimizer
+    if optimizer not in RULES:
         return 0.0, 0.0
+    if optimizer == "muon":  # many ranks have as many of the same matrices
+        alike = dict.fromkeys(frozenset(_matrices_of(stages).items()) for stages in division.ranks)
+        return max((_muon_rank(dict(counts), division, cluster, stack) for counts in alike), key=sum)
+    return 0.0, max(_sums_time(division, stages, cluster, stack) for stages in division.ranks)
+
+
+def _matrices_of(stages: tuple[Stage, ...]) -> Counter[Matrix]:
+    found: Counter[Matrix] = Counter()
+    for block, n in (each for stage in stages for each in stage.counts):
+        for matrix in matrices(block):
+            found[matrix] += n
+    return found
+
+
+def _muon_rank(counts: Mapping[Matrix, int], division: Division, cluster: Cluster, stack: Stack) -> tuple[float, float]:
+    """(seconds of the iterations, of what is sent) for the matrices of a rank."""
+    tp = division.plan.axes.tp > 1
+    kinds = ([each for each in counts.items() if (each[0].split and tp) == split] for split in (True, False))
+    both = [_muon_time(some, division, cluster, stack) for some in kinds if some]
+    return sum(busy for busy, _ in both), sum(sent for _, sent in both)
+
+
+def _sums_time(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> float:
+    """Seconds of what the rules of LAMB and Adafactor send for some stages."""
+    optimizer, axes = division.workload.optimizer, division.plan.axes
     tensors = sum(len([*block.matmuls]) * n for stage in stages for block, n in stage.counts)
     width, elements, seconds = _width(division.plan), division.whole(stages), 0.0
     for axis in ["data"] * (division.shards > 1) + ["tp"] * (axes.tp > 1):
@@ -170,7 +197,7 @@ def _rule_time(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
         else:  # each gradient is gathered, and a square summed
             elements *= axes.tp if axis == "tp" else 1
             seconds += send("all_gather", elements * width, tensors) + send("all_reduce", tensors * width, tensors)
-    return 0.0, seconds
+    return seconds
 
 
 def _muon_time(
@@ -210,14 +237,18 @@ def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stac
     `train.update_rules.orthogonalize` computes it. Products by `matmul_time`; each iteration's sums and scalings pass
     `7 r^2 + 5 r c` elements through memory, r the shorter side.
     """
-    device, short, long = cluster.device, matrix.short, max(matrix.rows, matrix.columns)
     dtype = "fp64" if plan.precision == "fp64" else "tf32" if plan.tf32 else "fp32"
-    width = _width(plan)
+    seconds = _iterations(matrix, cluster.device, dtype, _width(plan), stack.efficiency)
+    return max(seconds, KERNELS * (cluster.launch or stack.launch))
+
+
+@lru_cache(maxsize=4096)
+def _iterations(matrix: Matrix, device: Device, dtype: str, width: float, efficiency: float) -> float:
+    short, long = matrix.short, max(matrix.rows, matrix.columns)
     shapes = ((short, short, long), (short, short, short), (short, long, short))
-    products = sum(matmul_time(m, n, k, device, dtype) for m, n, k in shapes) / stack.efficiency
+    products = sum(matmul_time(m, n, k, device, dtype) for m, n, k in shapes) / efficiency
     sums = pointwise_time(7 * short**2 + 5 * matrix.num_params, device, width) + 5 * TAIL
-    ends = pointwise_time(10 * matrix.num_params, device, width)
-    return max(ITERATIONS * (products + sums) + ends, KERNELS * (cluster.launch or stack.launch))
+    return ITERATIONS * (products + sums) + pointwise_time(10 * matrix.num_params, device, width)
 
 
 def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:

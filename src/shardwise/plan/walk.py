@@ -11,9 +11,9 @@ from itertools import count, product
 from typing import Any, Literal, get_args
 
 from shardwise.hardware.cluster import Cluster
-from shardwise.plan.bounds import Kept
+from shardwise.plan.bounds import Bounds
 from shardwise.plan.bounds_pipes import PipeSizes
-from shardwise.plan.bounds_shared import SharedBounds
+from shardwise.plan.bounds_sizes import Kept
 from shardwise.plan.families import (
     Core,
     Family,
@@ -82,7 +82,7 @@ class Walk:
     saves = False
     """Whether plans that save memory are looked at where their relatives fit without."""
 
-    def __init__(self, space: Space, goal: Goal, limit: float, bounds: SharedBounds | None = None) -> None:
+    def __init__(self, space: Space, goal: Goal, limit: float, bounds: Bounds | None = None) -> None:
         self.space, self.goal, self.limit = space, goal, limit
         self.below = math.inf
         """Plans that show more memory are not looked at."""
@@ -98,7 +98,7 @@ class Walk:
         """Of each layout the least bucket of a candidate, and its `simplicity`."""
         cluster = space.cluster
         self._host = host_share(cluster)
-        self.bounds = bounds or SharedBounds(space, host=self._host)
+        self.bounds = bounds or Bounds(space, host=self._host)
         self.least = PipeSizes(self.bounds, self._spreads_of)
 
     def run(self, top: int) -> list[Candidate]:
@@ -132,7 +132,8 @@ class Walk:
             cores = list(self.space.cores(world, refused))
             cores = self._one_recipe(cores) if self.space.has("fp8") else cores
             for core in self._undominated(cores) if world > EXACT else filter(self._fits, cores):
-                self._push(core, self._least_time(core, 0, 1), self.bounds.core_size(core), world)
+                seconds = 0.0 if self.goal == "memory" else self.bounds.pipe_time(core, 0, 1, self.limit)
+                self._push(core, seconds, self.bounds.core_size(core), world)
         self.pruned.update(refused)
 
     def _fits(self, core: Core) -> bool:
@@ -178,8 +179,11 @@ class Walk:
         least = size if self.goal == "memory" else seconds * (world if self.goal == "cost" else 1)
         heapq.heappush(self._heap, (_bucket(least), False, least_simplicity(node), next(self._order), node))
 
-    def _least_time(self, core: Core, policy: int, pp: int) -> float:
-        return 0.0 if self.goal == "memory" else self.bounds.pipe_time(core, policy, pp, self.limit)
+    def _least_time(self, pipe: Pipe, policy: int) -> float:
+        if self.goal == "memory":
+            return 0.0
+        data = self.bounds.least_data(Flow(pipe, Schedule(), policy, False))
+        return self.bounds.pipe_time(pipe.core, policy, pipe.pp, self.limit, data)
 
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
@@ -187,7 +191,7 @@ class Walk:
                 continue
             policies = self._policies(pipe)
             if policies:
-                self._push(pipe, self._least_time(core, policies[0], pipe.pp), self.least.of_pipe(pipe), core.world)
+                self._push(pipe, self._least_time(pipe, policies[0]), self.least.of_pipe(pipe), core.world)
             else:
                 self.pruned["bound on memory"] += 1
 
@@ -288,7 +292,7 @@ class Walk:
             return
         spreads = self._spreads_of(pipe)
         family = self.bounds.flow_time(flow) if self.goal != "memory" else None
-        for spread, (size, least) in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
+        for spread, size in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
             leaf, row = Leaf(flow, spread), self.space.refuses(flow, spread.zero)
             if row:
                 self.pruned[row] += 1
@@ -298,19 +302,19 @@ class Walk:
             else:
                 self.pruned["bound on memory"] += 1
             if size > self.limit or self.goal == "memory" or self.saves:
-                self._push_offloaded(leaf, kept, least)
+                self._push_offloaded(leaf, kept)
 
     def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
         flow, spread = leaf
         seconds = 0.0 if self.goal == "memory" else self.bounds.plan_time(flow, spread, family)
         self._push(leaf, seconds, size, flow.pipe.core.world)
 
-    def _push_offloaded(self, leaf: Leaf, kept: Kept, least: float) -> None:
-        """The same plan with its states on the host, unless it cannot fit. `least`: what any rank would have there."""
+    def _push_offloaded(self, leaf: Leaf, kept: Kept) -> None:
+        """The same plan with its states on the host, unless it cannot fit."""
         flow, spread = leaf
         if not self.space.offloads(spread):
             return
-        if least > self._host:
+        if self.bounds.hosted(flow, spread) > self._host:
             self.pruned["host memory"] += 1
             return
         there = replace(spread, offloaded=True)
@@ -337,9 +341,7 @@ class Walk:
         if not memory.fits_in(self.limit):
             self.pruned["memory"] += 1
             if self.goal != "memory" and not self.saves and not spread.offloaded:
-                kept = self.bounds.flow_size(flow, every_rank=True)
-                states = (self.bounds.states(flow, spread, rank) for rank, *_ in kept)
-                self._push_offloaded(leaf, kept, min(held + gradients for held, gradients, _ in states))
+                self._push_offloaded(leaf, self.bounds.flow_size(flow, every_rank=True))
             return
         if on_host(memory, plan, space.cluster.per_node) > self._host:
             self.pruned["host memory"] += 1

@@ -1,0 +1,341 @@
+"""Bounds of memory: what no plan of a family needs less of, on a device and on its host."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from operator import add, itemgetter, le
+
+from shardwise.model.profile import Block
+from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
+from shardwise.plan.bounds_work import Cut, Flight, Upto, Work, work_of
+from shardwise.plan.division import Division
+from shardwise.plan.families import Core, Flow, Pipe, Spread
+from shardwise.plan.hosting import on_node
+from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of, offloaded_of, states_of
+from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
+from shardwise.plan.schedule import after_warmup
+from shardwise.plan.space import Space
+
+Kept = tuple[tuple[int, float, float, float], ...]
+"""Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
+SpreadsOf = Callable[[Pipe], list[Spread]]
+Floor = tuple[float, ...]
+"""States of a spread: bytes of each rank of a `Kept`, with gradients where they are there before the first backward."""
+KeptBytes = tuple[list[Upto], list[list[float]], list[float]]
+"""Bytes per token of a micro-batch: by policy, kept up to each block, and of it; and distinct blocks in full."""
+
+
+@dataclass(frozen=True)
+class SizeBounds:
+    """Bounds of memory of a question, and what bounds of time share with them.
+
+    Caches are by what kernels see: loss parallelism and the number of devices are not in it.
+    """
+
+    space: Space
+    host: float = math.inf
+    """Bytes of host memory per device."""
+    _works: dict[Core, Work] = field(default_factory=dict)
+    _saved: dict[Core, KeptBytes] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
+    _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
+    _divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], Kept] = field(default_factory=dict)
+    _shared: dict[tuple[object, ...], Work] = field(default_factory=dict)
+    _shared_kept: dict[tuple[object, ...], KeptBytes] = field(default_factory=dict)
+    _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
+    _hosted: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
+
+    def work(self, core: Core) -> Work:
+        """What a core's kernels, and the communication inside of blocks, take."""
+        found = self._works.get(core)
+        if found is None:
+            context = core.context if core.cp > 1 else ""
+            key = (core.tp, core.cp, core.ep, core.samples, core.sequence, context, core.precision, core.float8)
+            found = self._shared.get(key)
+            if found is None:
+                found = self._shared[key] = self._work(core)
+            self._works[core] = found
+        return found
+
+    def _work(self, core: Core) -> Work:
+        return work_of(core, self.space, self._blocks, self._recomputed)
+
+    @cached_property
+    def _blocks(self) -> list[tuple[Block, int]]:
+        """Distinct blocks, with how many there are."""
+        counts = Counter(id(block) for block in self.space.profile.blocks)
+        return [(block, counts.pop(id(block))) for block in self.space.profile.blocks if id(block) in counts]
+
+    @cached_property
+    def _marks(self) -> list[list[bool]]:
+        """For each policy, which blocks it recomputes."""
+        plans = [Plan(recompute=recompute) for recompute in self.space.recomputes]
+        return [[is_recomputed(i, plan) for i in range(len(self.space.profile.blocks))] for plan in plans]
+
+    @cached_property
+    def _recomputed(self) -> list[Counter[int]]:
+        """For each policy, how often it recomputes each distinct block."""
+        blocks = self.space.profile.blocks
+        return [Counter(id(block) for block, on in zip(blocks, marks, strict=True) if on) for marks in self._marks]
+
+    def cut(self, pp: int, schedule: Schedule) -> list[Cut]:
+        """For each rank the first and the end of each of its stages, whether it holds the head, and which blocks."""
+        key = (pp, *cut_as(schedule))
+        if key not in self._cuts:
+            space = self.space
+            plan = Plan(axes=Axes(pp=pp), schedule=schedule)
+            numbers = {block: number for number, (block, _) in enumerate(self._blocks)}
+            self._cuts[key] = [
+                (
+                    [(stage.start, stage.start + len(stage.blocks)) for stage in rank],
+                    any(stage.last for stage in rank),
+                    frozenset(numbers[block] for stage in rank for block, _ in stage.counts),
+                )
+                for rank in Division(space.profile, plan, space.workload, space.stack.cut).ranks
+            ]
+        return self._cuts[key]
+
+    def core_size(self, core: Core) -> float:
+        """Below all its plans' device memory: largest block; of the last rank, logits and (if not greedy) a block."""
+        key = (core.loss, core.samples, core.cp, *_kept_as(core))
+        if key not in self._core_sizes:
+            blocks = [size * self.tokens(core) for size in self._full(core).values()]
+            most = max(*blocks, self.logits(core) + min(blocks) * (self.space.stack.cut != "greedy"))
+            self._core_sizes[key] = self.on_device(most)
+        return self._core_sizes[key]
+
+    def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
+        """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
+        pipe, core = flow.pipe, flow.pipe.core
+        # how context is exchanged changes no size, so its kinds share theirs
+        sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8)
+        key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload, every_rank)
+        if key not in self._sizes:
+            ranks = range(pipe.pp) if every_rank else (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
+            found = self._flow_size(flow, ranks)
+            self._sizes[key] = tuple(dict.fromkeys((found[0], max(found, key=itemgetter(1)), found[-1])))
+        return self._sizes[key]
+
+    def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float]]:
+        pipe, core, schedule = flow.pipe, flow.pipe.core, flow.schedule
+        cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
+        sizes, tokens = [], self.tokens(core)
+        for rank in ranks:
+            flight = after_warmup(schedule.kind, shape, rank), flow.offload
+            size, block = self.kept_by(core, flow.policy, cut[rank], flight)
+            sizes.append((rank, size * tokens, self.logits(core) if cut[rank][1] else 0.0, block * tokens))
+        return sizes
+
+    def kept_by(self, core: Core, policy: int, cut: Cut, flight: Flight) -> tuple[float, float]:
+        """Bytes per token of a rank with so many micro-batches in flight on each stage; of its largest block in full.
+
+        Of a flight that offloads they are on the host, but for those of the block at work and of the one ahead of it.
+        """
+        (kept, steps, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
+        upto, block, size = kept[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
+        for (start, end), count in zip(stages, counts, strict=False):
+            size += count * (upto[end] - upto[start])
+        if offload:
+            size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
+        return size + (block if policy else 0.0), block
+
+    def logits(self, core: Core) -> float:
+        """Bytes of the logits at the peak of the loss."""
+        width = core.width
+        return self._num_logits(core) * (self.space.stack.logit_bytes if width < 4 else 4 * width)
+
+    def _num_logits(self, core: Core) -> float:
+        return self.tokens(core) * self.space.profile.vocab / (core.tp if core.loss else 1)
+
+    def tokens(self, core: Core) -> float:
+        """Tokens of a micro-batch on a rank."""
+        return core.samples * self.space.workload.seq_len / core.cp
+
+    def plan_size(self, flow: Flow, spread: Spread, kept: Kept) -> float:
+        """Device memory in the loss or in a backward pass, on the ranks of `kept`, which is the `flow_size`."""
+        return self._plan_size(flow, spread, kept, [self.states(flow, spread, rank) for rank, *_ in kept])
+
+    def plan_sizes(self, flow: Flow, spreads: Sequence[Spread], kept: Kept) -> Iterator[float]:
+        """`plan_size` for each spread of the flow's pipe."""
+        core, pipe = flow.pipe.core, flow.pipe
+        several = pipe.micro_batches > 1
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *cut_as(flow.schedule))
+        for rank, *_ in kept:
+            if (*key, rank) not in self._spread_states:
+                self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
+        tables = [self._spread_states[*key, rank] for rank, *_ in kept]
+        for spread, *states in zip(spreads, *tables, strict=True):
+            yield self._plan_size(flow, spread, kept, states)
+
+    def _plan_size(self, flow: Flow, spread: Spread, kept: Kept, states: Sequence[tuple[float, float, float]]) -> float:
+        pipe, core = flow.pipe, flow.pipe.core
+        accumulates = pipe.micro_batches > 1 or self.space.stack.master
+        most = 0.0
+        for (_, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
+            if spread.offloaded:
+                held = 0.0
+                once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
+                gradients *= once and self.space.stack.keeps_shards
+            both = gradients + size if accumulates else gradients + block
+            loss = size + logits + gradients if accumulates else size + logits
+            most = max(most, held + gathered + max(loss, both))
+        groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
+        return self.on_device(most) + COMMUNICATOR * (groups + (core.ep > 1) + (core.world > 1))
+
+    def on_device(self, allocated: float) -> float:
+        """Device memory for so many bytes of live tensors, were they in the allocator without holes."""
+        stack, device = self.space.stack, self.space.cluster.device
+        return device.context + allocated + stack.context + (0.0 if stack.eager else WORKSPACE)
+
+    def least_size(self, kept: Kept) -> float:
+        """Device memory of a family: what it keeps, with no states."""
+        return self.on_device(max(size + logits for _, size, logits, _ in kept))
+
+    def family_size(
+        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept, *, offloads: bool = True
+    ) -> float:
+        """Device memory that a flow's plans need at least, over all its spreads.
+
+        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`; `offloads`:
+        with states on the host too, where they may be there.
+        """
+        sizes, ranks = [size + logits for _, size, logits, _ in kept], tuple(rank for rank, *_ in kept)
+        floors = self.floors_of(flow, spreads, refused, ranks, offloads=offloads)
+        return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))
+
+    def floors_of(
+        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...], *, offloads: bool = True
+    ) -> list[Floor]:
+        """Of each `zero`, the spread with most shards, which keeps least; on the device, and where it may be offloaded.
+
+        And the one with fewest: a single shard is not gathered. Of them, those that no other is below.
+        """
+        core, pipe, schedule = flow.pipe.core, flow.pipe, flow.schedule
+        several = pipe.micro_batches > 1
+        cut = (pipe.pp, several, schedule.stages, schedule.kind in V_SHAPED)
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, *cut, ranks, refused, offloads)
+        if key not in self._floors:
+            ends: dict[int, tuple[Spread, Spread]] = {}
+            for spread in (each for each in spreads(pipe) if each.zero not in refused):
+                few, many = ends.get(spread.zero, (spread, spread))
+                ends[spread.zero] = (
+                    min(few, spread, key=lambda each: each.dp_shard),
+                    max(many, spread, key=lambda each: each.dp_shard),
+                )
+            self._floors[key] = _lowest(
+                floor
+                for few, many in ends.values()
+                for spread in dict.fromkeys((few, many))
+                for floor in self._floor(flow, spread, ranks)[: 1 + offloads]
+            )
+        return self._floors[key]
+
+    def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> list[Floor]:
+        accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
+        tables = [self.states(flow, spread, rank) for rank in ranks]
+        floors = [tuple(held + grads * accumulates + ahead for held, grads, ahead in tables)]
+        if self.space.offloads(spread) and self.hosted(flow, spread) <= self.host:
+            several, pp = flow.pipe.micro_batches > 1, flow.pipe.pp
+            once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pp > 1)  # `accumulates_whole`
+            floors.append(tuple(grads * once + ahead for _, grads, ahead in tables))
+        return floors
+
+    def hosted(self, flow: Flow, spread: Spread) -> float:
+        """Below the bytes of host memory for each device that the states of such plans take, where they are there."""
+        cluster, key = self.space.cluster, (flow.pipe.core.world, states_as(flow, spread))
+        if key not in self._hosted:
+            offloaded = offloaded_of(self.division(flow, spread), self.space.stack)
+            self._hosted[key] = on_node(offloaded, flow.pipe.core.world, cluster.per_node)
+        return self._hosted[key]
+
+    def leanest(self, core: Core) -> int:
+        """Number of the recompute policy that keeps least."""
+        kept = self._kept(core)[0]
+        return min(range(len(kept)), key=lambda policy: kept[policy][-1])
+
+    def states(self, flow: Flow, spread: Spread, rank: int = 0) -> tuple[float, float, float]:
+        """(weights and optimizer state, gradients, gathered parameters): bytes on a rank."""
+        key = states_as(flow, spread)
+        found = self._states.get((key, rank))
+        if found is None:
+            division, stack = self.division(flow, spread), self.space.stack
+            stages = division.ranks[rank]
+            terms = dict(states_of(division, stages, stack))
+            gradients = terms.pop("gradients")
+            found = sum(terms.values()), gradients, gathered_of(division, stages, stack)
+            self._states[key, rank] = found
+        return found
+
+    def division(self, flow: Flow, spread: Spread) -> Division:
+        """Of all flows and spreads that have the same states."""
+        key = states_as(flow, spread)
+        if key not in self._divisions:
+            plan = Plan(
+                axes=spread.axes, zero=spread.zero, batch=Batch(micro_batches=flow.pipe.micro_batches),
+                schedule=flow.schedule, precision=flow.pipe.core.precision,
+            )  # fmt: skip
+            self._divisions[key] = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
+        return self._divisions[key]
+
+    def _kept(self, core: Core) -> KeptBytes:
+        if core not in self._saved:
+            key = _kept_as(core)
+            if key not in self._shared_kept:
+                self._shared_kept[key] = self._bytes_kept(core)
+            self._saved[core] = self._shared_kept[key]
+        return self._saved[core]
+
+    def _bytes_kept(self, core: Core) -> KeptBytes:
+        space, full, how = self.space, self._full(core), self.space.saving(core)
+        less = {
+            mode: {
+                id(block): kept_bytes(block, 0, Plan(recompute=Recompute(mode=mode)), how) for block, _ in self._blocks
+            }
+            for mode in ("ops", "blocks")
+        }
+        keys = [id(block) for block in space.profile.blocks]
+        steps = []
+        for recompute, marks in zip(space.recomputes, self._marks, strict=True):
+            part = less["ops" if recompute.mode == "ops" else "blocks"]
+            steps.append([part[key] if on else full[key] for key, on in zip(keys, marks, strict=True)])
+        upto = [tuple(accumulate(sizes, initial=0.0)) for sizes in steps]
+        return upto, steps, [full[id(block)] for block, _ in self._blocks]
+
+    def _full(self, core: Core) -> dict[int, float]:
+        """Bytes per token that each distinct block keeps of a micro-batch, by its `id`."""
+        return {id(block): saved_bytes(block, self.space.saving(core)) for block, _ in self._blocks}
+
+
+def states_as(flow: Flow, spread: Spread) -> tuple[object, ...]:
+    """What decides on the states of a spread."""
+    pipe, core = flow.pipe, flow.pipe.core
+    shards = spread.dp_shard * core.cp if spread.zero else 1
+    kinds = core.tp, core.ep, core.precision, shards, spread.zero
+    return *kinds, pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule)
+
+
+def cut_as(schedule: Schedule) -> tuple[int, bool]:
+    """What a schedule decides of where stages lie."""
+    return schedule.stages, schedule.kind in V_SHAPED
+
+
+def _lowest(floors: Iterable[Floor]) -> list[Floor]:
+    """Without those that another is nowhere above."""
+    found: list[Floor] = []
+    for floor in dict.fromkeys(floors):
+        if not any(all(map(le, other, floor)) for other in found):
+            found = [other for other in found if not all(map(le, floor, other))] + [floor]
+    return found
+
+
+def _kept_as(core: Core) -> tuple[object, ...]:
+    """What decides on the bytes per token that a core's blocks keep."""
+    return core.tp, core.cp > 1, core.sequence, core.precision, core.float8
