@@ -182,6 +182,9 @@ DRAWN = {
     "norms in fp32 go backward beside all that waits": (
         "pp2 / zero-bubble mb4 / bf16", {"num_kv_heads": 4, "max_seq_len": 512}, "adamw",
     ),
+    "a tied table on both ends of a V: two weights, two gradients, one state": (
+        "pp2 dp2 / dualpipe-v mb4", TIED | {"num_layers": 8}, "adamw",
+    ),
     "what is reduced takes the place of what was given": ("pp2 fsdp2 / 1f1b mb4 / bf16-pure", WIDE, "adamw"),
 }  # fmt: skip
 

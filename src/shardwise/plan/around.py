@@ -68,7 +68,7 @@ def copied(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float
     pure = plan.precision == "bf16-pure"
     wide = 8.0 if plan.precision == "fp64" else 4.0
     each = (2.0 + 4.0 if pure else wide) + state_bytes(division, stages, stack) * wide / 4 * workload.trained
-    whole = sum(_params(division, stage) for stage in stages)
+    whole = sum(_params(division, stage) for stage in stages) - division.second_table(stages) * plan.axes.tp
     return whole * each / (plan.world // plan.axes.pp)
 
 

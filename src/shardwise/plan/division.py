@@ -152,6 +152,12 @@ class Division:
             outside += self.profile.head.params - (self.embedding_table if tied else 0.0)
         return 1 - frozen / (whole + outside)
 
+    def second_table(self, stages: Sequence[Stage]) -> float:
+        """Elements of a tied table that a rank has twice, in its first stage and in its last: the copy has no state."""
+        apart = any(stage.first != stage.last for stage in stages)
+        both = any(stage.first for stage in stages) and any(stage.last for stage in stages)
+        return self.embedding_table if self.profile.tied and apart and both else 0.0
+
     @property
     def embedding_table(self) -> float:
         """The token table (or what patches are multiplied by), sharded by `tp`."""

@@ -258,6 +258,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     """Weights, master weights, gradients and optimizer state."""
     plan, workload = division.plan, division.workload
     whole, owned = division.whole(stages), division.owned(stages)
+    stepped = owned - division.second_table(stages) / division.shards
     summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
@@ -266,7 +267,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         trained = whole * workload.trained
         return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
-    summed, updated = summed * share, owned * share
+    summed, updated = summed * share, stepped * share
     low = width < 4
     pure = plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
