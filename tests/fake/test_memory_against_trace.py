@@ -185,6 +185,9 @@ DRAWN = {
     "a tied table on both ends of a V: two weights, two gradients, one state": (
         "pp2 dp2 / dualpipe-v mb4", TIED | {"num_layers": 8}, "adamw",
     ),
+    "what is offloaded is given back behind a split backward pass": (
+        "pp2 / zero-bubble mb4 / offload=activations", {}, "adamw",
+    ),
     "what is reduced takes the place of what was given": ("pp2 fsdp2 / 1f1b mb4 / bf16-pure", WIDE, "adamw"),
 }  # fmt: skip
 

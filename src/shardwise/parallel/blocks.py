@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
@@ -110,9 +110,18 @@ def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _offloaded(forward: Callable[..., Any], pin_memory: bool, *args: Any, **kwargs: Any) -> Any:
-    with save_on_cpu(pin_memory=pin_memory):
+def _offloaded(forward: Callable[..., Any], away: bool, *args: Any, **kwargs: Any) -> Any:
+    """`away`: the host's memory is another than the device's.
+
+    Else `save_on_cpu` would keep what an operation gave as it is, which keeps the operation: nobody frees the two where
+    no backward pass runs through it for the last time, as in one that is split.
+    """
+    with save_on_cpu(pin_memory=True) if away else saved_tensors_hooks(Tensor.detach, _as_it_is):
         return forward(*args, **kwargs)
+
+
+def _as_it_is(kept: Tensor) -> Tensor:
+    return kept
 
 
 def compile_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
