@@ -82,7 +82,7 @@ class PipeRank(RankSizes):
         if stage.last:
             kept += self.head()
             at_once += self.logit() * max(self.width, 4.0)
-            deferred += self.logit() * self.width + self.whole_stream
+            deferred += self.own_logit() * self.width + self.whole_stream
         kept += self.sent(stage) - self.received(stage)
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
@@ -97,6 +97,12 @@ class PipeRank(RankSizes):
             fresh_at_once=inside_at_once * self.width,
             unit=max(self.ends_of(stage), *(self.trained(block) for block in stage.blocks)),
         )
+
+    def own_logit(self) -> float:
+        """Number of logits of one micro-batch that the head's weights on this rank give."""
+        axes, head = self.plan.axes, self.division.profile.head
+        whole = axes.tp == 1 or self.plan.tensor.loss or all(op.split != "column" for op in head.matmuls)
+        return self.logit() / (1 if whole else axes.tp)
 
     def received(self, stage: Stage) -> float:
         """Bytes of a micro-batch that its first block is counted to keep, which lie in a buffer of the schedule's."""
@@ -123,7 +129,7 @@ class PipeRank(RankSizes):
         others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
         blocks = self.stages[moment.turn].blocks
         some = min(self.largest * self.width * min(ahead, len(blocks) + (moment.work == "F")), whole[moment.turn])
-        return self.gathered(0) + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
+        return self.outside * self.width + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
 
     def in_action(self, moment: Moment, deferred: float) -> list[tuple[str, Terms]]:
         """What an action of a stage needs beside what is kept: at the loss, and in its last block."""
@@ -131,9 +137,7 @@ class PipeRank(RankSizes):
         index, block = stage.start + len(stage.blocks) - 1, stage.blocks[-1]
         wide, row = max(self.width, 4.0), self.row(block) * self.width
         if work == "F":
-            gathers = self.engine and self.division.shards > 1 and self.plan.reshards
-            own = self.kept_of(stage, stage.blocks[:-1])
-            return [("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own})] if gathers else []
+            return self.forward(moment, stage)
         if work == "W":
             return [("weights", {"gathered": self.gathered_in(moment, 1), "gradients": row})]
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
@@ -143,6 +147,9 @@ class PipeRank(RankSizes):
             streams = 20.0 / self.width if self.width < 4 and upcast_norms(block) else 3.0  # of a norm, five in fp32
             working = streams * self.stream(block) + deferred + self.again(index, block)
         found: list[tuple[str, Terms]] = []
+        if self.engine and self.division.shards > 1 and self.plan.reshards and not moment.whole[moment.turn]:
+            came = self.gathered_in(moment, 1) + self.params(block) * self.width  # as sent, and cut up
+            found.append(("gathering", {"gathered": came}))
         if stage.last:
             copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2
             found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
@@ -159,11 +166,12 @@ class PipeRank(RankSizes):
         found.append(("last block", last))
         exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
         if exchanged:
-            over = exchanged.held - (exchanged.used_up if work == "B" else -exchanged.waiting)
+            waits = work == "I" and not is_recomputed(index, self.plan)
+            over = exchanged.held - (-exchanged.waiting if waits else exchanged.used_up)
             over = over * self.tokens + self.again(index, block)
             if stage.last and work == "B":
                 over -= self.head() + self.logit() * wide
-            done = 0.0 if work == "I" else row if self.adds_up else exchanged.done * self.width
+            done = 0.0 if waits else row if self.adds_up else exchanged.done * self.width
             found.append(("attention of the last block", {**last, "working": over, "gradients": done}))
         if work == "B":
             found += self.whole_backward(moment, stage, last)
@@ -172,6 +180,18 @@ class PipeRank(RankSizes):
             over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
             terms = {**last, "gradients": row + fresh, "working": working + over}
             found.append(("experts of the last block", terms))
+        return found
+
+    def forward(self, moment: Moment, stage: Stage) -> list[tuple[str, Terms]]:
+        """Of a forward pass: when its last block's weights have come; and its loss, where that is in fp32 besides."""
+        found: list[tuple[str, Terms]] = []
+        if self.engine and self.division.shards > 1 and self.plan.reshards:
+            own = self.kept_of(stage, stage.blocks[:-1])
+            found.append(("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own}))
+        if stage.last and self.width < 4 and self.plan.tensor.loss and self.plan.axes.tp > 1:
+            own = self.kept_of(stage, stage.blocks) + self.head()
+            terms = {"gathered": self.gathered_in(moment, 1), "activations": own, "logits": self.logits()}
+            found.append(("forward", terms))
         return found
 
     def seen(self, course: Course, block: Block, last: Terms, around: float) -> Terms:
