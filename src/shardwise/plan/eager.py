@@ -197,6 +197,8 @@ def outputs_of(block: Block, local: Local) -> tuple[float, float]:
             share = op.gives * width / (tp if op.split == "column" else 1)
             kept += share
             used += share if op.name != "down" else 0.0
+            if sequence and op.split == "row" and not op.experts:  # what is summed up and cut is kept besides
+                kept += share / tp
     return kept, used
 
 

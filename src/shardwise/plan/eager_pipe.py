@@ -128,7 +128,9 @@ class PipeRank(RankSizes):
         whole = [sum(self.params(block) for block in stage.blocks) * self.width for stage in self.stages]
         others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
         blocks = self.stages[moment.turn].blocks
-        some = min(self.largest * self.width * min(ahead, len(blocks) + (moment.work == "F")), whole[moment.turn])
+        twice = moment.work == "F"  # the last one's: as sent, and cut up
+        most = whole[moment.turn] + self.largest * self.width * twice
+        some = min(self.largest * self.width * min(ahead, len(blocks) + twice), most)
         return self.outside * self.width + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
 
     def in_action(self, moment: Moment, deferred: float) -> list[tuple[str, Terms]]:
