@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.diagnose.read_module import read_module
 from shardwise.diagnose.trace_module import estimate_module_by_trace
@@ -62,6 +63,23 @@ def test_closed_form_is_near_the_trace(model: str, plan: str) -> None:
     traced = estimate_module_by_trace(made, parsed, work)
     closed = of_a_step(read_module(model, made, seq, "meta"), parsed, work)
     assert abs(closed / traced.peak - 1) <= BOUND, (closed, traced)
+
+
+def repeated() -> nn.Module:
+    """With a checkpoint of its own in each block."""
+    model = factory("llama")()
+    for block in next(module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        object.__setattr__(block, "forward", partial(checkpoint, block.forward, use_reentrant=False))
+    return model
+
+
+@pytest.mark.parametrize("plan", ["pp2 / zero-bubble-v mb4", pytest.param("pp2 / 1f1b mb4", marks=pytest.mark.soak)])
+def test_so_it_is_where_blocks_recompute_themselves(plan: str) -> None:
+    parsed, work = Plan.parse(plan), Workload(seq_len=64, global_batch=16)
+    found = estimate_memory(read_module("llama", repeated, 64, "meta"), parsed, work, stack=stack_on("cpu"))
+    for rank, stage in enumerate(found.stages):
+        traced = estimate_module_by_trace(repeated, parsed, work, rank=rank)
+        assert abs(stage.allocated / traced.peak - 1) <= BOUND, rank
 
 
 def of_a_step(profile: Profile, plan: Plan, work: Workload) -> float:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.parallel.blocks import own_blocks, recompute_blocks
 from shardwise.parallel.mesh import Mesh, open_mesh
@@ -64,6 +65,22 @@ class Tower(nn.Module):
             assert layer.kind == "full"
             x = layer(x, None if mask is None else mask[:, None, :].to(x.dtype), angle=angle)
         return self.head(self.norm(x))
+
+
+class RepeatedBlock(Block):
+    """Computes itself again in its backward pass."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, angle: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().forward, x, mask, angle=angle, use_reentrant=False)
+        return result
+
+
+class RepeatedTower(Tower):
+    """Of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(RepeatedBlock() for _ in range(8))
 
 
 class PairBlock(Block):
@@ -177,6 +194,7 @@ class Stretch(nn.Conv1d):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tower": Tower,
     "tower8": lambda: Tower(8),
+    "tower8-repeated": RepeatedTower,
     "tower-awkward": lambda: Tower(4, awkward=True),
     "pair": PairTower,
     "twice": TwiceTower,

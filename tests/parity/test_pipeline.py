@@ -317,9 +317,10 @@ def forwards_per_block(case: Case) -> dict[str, int]:
         return runs
 
 
+@pytest.mark.parametrize("model", ["tower8", "tower8-repeated"])
 @pytest.mark.parametrize("kind", ZERO_BUBBLE)
-def test_a_divided_backward_recomputes_a_block_once(world: World, kind: str) -> None:
-    case = Case(kind=kind, model="tower8", recompute=True)
+def test_a_divided_backward_recomputes_a_block_once(world: World, kind: str, model: str) -> None:
+    case = Case(kind=kind, model=model, recompute=model == "tower8")
     for runs in world(2, forwards_per_block, case):
         assert runs and set(runs.values()) == {2 * 4}, runs
     assert check(world, case) < FP64

@@ -27,7 +27,7 @@ from shardwise.parallel.precision import compute_type
 from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
 from shardwise.parallel.transport import Transport
 from shardwise.plan.division import split_evenly
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.schedule import stages_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -183,6 +183,8 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     for stage in stages_of(plan.schedule.kind, mesh.index("pp"), plan.axes.pp, plan.schedule.stages):
         cut, wiring = layout.cut(stage), Wiring(chain=chain)
         stages.append(StageModule(prune(root, cut, wiring, mesh.device, types), cut, wiring, placed.randomness))
+        if plan.schedule.kind in ZERO_BUBBLE:
+            stages[-1].watch_repeats()
     pipeline = Pipeline(stages, layout, blueprint, placed)
     parts = tuple(Part(root=stage.root, run=stage, stage=stage.cut.stage) for stage in stages)
     names = [name for name, _ in root.named_parameters()]

@@ -22,6 +22,7 @@ from shardwise.errors import ModelError
 from shardwise.model.nested import at, put
 from shardwise.model.tracer import Chain, copy_module, tensors_in, without_gradients
 from shardwise.parallel.placed import RandomKeys
+from shardwise.parallel.torch_private import in_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +123,22 @@ class StageModule(nn.Module):
         self.cut, self.wiring, self.feed = cut, wiring, Feed()
         self.recomputed: tuple[str, ...] = ()
         """Names of the blocks whose activations are recomputed."""
+        self._repeated: dict[nn.Module, None] = {}
+
+    def watch_repeats(self) -> None:
+        """Learn, when modules run, which of them run inside of a checkpoint of the user's own."""
+        for module in self.root.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self._watch)
+
+    def _watch(self, module: nn.Module, args: object) -> None:
+        if in_checkpoint():
+            self._repeated[module] = None
 
     def weights_at_once(self) -> list[nn.Parameter]:
-        """Those of recomputed blocks: a backward in two parts would recompute a block anew for each of its weights."""
-        return [weight for name in self.recomputed for weight in self.root.get_submodule(name).parameters()]
+        """Those of what is recomputed: a backward in two parts would recompute it anew for each of its weights."""
+        found = [weight for name in self.recomputed for weight in self.root.get_submodule(name).parameters()]
+        return found + [weight for module in self._repeated for weight in module.parameters(recurse=False)]
 
     def forward(self, *received: torch.Tensor, index: int, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Run the user's forward on micro-batch `index`, as far as this stage goes.

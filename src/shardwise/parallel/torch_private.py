@@ -99,6 +99,12 @@ def hook_first(module: nn.Module, hook: Callable[..., Any]) -> None:
     module._forward_pre_hooks.update(hooks)
 
 
+def in_checkpoint() -> bool:
+    """Whether what runs is in `torch.utils.checkpoint`, by the hooks for saved tensors: a reentrant one has none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def strided_shard_factor(placement: Placement) -> int | None:
     """`split_factor` of a `_StridedShard` (sharded after the placements to its right), None for any other placement."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None

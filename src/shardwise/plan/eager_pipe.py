@@ -9,7 +9,15 @@ from shardwise.model.course import Course
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Stage
-from shardwise.plan.eager import attention_in, course_ahead, course_of, deferred_in, upcast_norms, working_in
+from shardwise.plan.eager import (
+    attention_in,
+    course_ahead,
+    course_of,
+    deferred_in,
+    kept_by,
+    upcast_norms,
+    working_in,
+)  # fmt: skip
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import Moment
 
@@ -73,7 +81,7 @@ class PipeRank(RankSizes):
         """What a stage keeps of a micro-batch, and the gradients of its weights."""
         kept = deferred = at_once = inside_at_once = 0.0
         for index, block in enumerate(stage.blocks, stage.start):
-            if is_recomputed(index, self.plan):
+            if self.at_once(index, block):
                 at_once += self.kept(index, block)
                 inside_at_once += self.trained(block)
             else:
@@ -97,6 +105,15 @@ class PipeRank(RankSizes):
             fresh_at_once=inside_at_once * self.width,
             unit=max(self.ends_of(stage), *(self.trained(block) for block in stage.blocks)),
         )
+
+    def at_once(self, index: int, block: Block) -> bool:
+        """Whether its weights get gradients when its inputs do: as it is recomputed."""
+        return is_recomputed(index, self.plan) or self.repeats(block)
+
+    def repeats(self, block: Block) -> bool:
+        """Whether it was seen to recompute itself, as a checkpoint of the user's own: it keeps less than half."""
+        course = course_of(block, self.local)
+        return course is not None and course.kept.size(self.tokens) < kept_by(block, self.local) * self.tokens / 2
 
     def own_logit(self) -> float:
         """Number of logits of one micro-batch that the head's weights on this rank give."""
@@ -143,9 +160,9 @@ class PipeRank(RankSizes):
         if work == "W":
             return [("weights", {"gathered": self.gathered_in(moment, 1), "gradients": row})]
         working = working_in(block, self.local) * self.tokens + self.again(index, block)
-        if work == "I" and stage.last and is_recomputed(index, self.plan):  # the gradient of the logits waits
+        if work == "I" and stage.last and self.at_once(index, block):  # the gradient of the logits waits
             working += self.logit() * self.width
-        if work == "I" and not is_recomputed(index, self.plan):  # at its end, when all gradients that wait are there
+        if work == "I" and not self.at_once(index, block):  # at its end, when all gradients that wait are there
             streams = 20.0 / self.width if self.width < 4 and upcast_norms(block) else 3.0  # of a norm, five in fp32
             working = streams * self.stream(block) + deferred + self.again(index, block)
         found: list[tuple[str, Terms]] = []
@@ -159,16 +176,16 @@ class PipeRank(RankSizes):
                 working -= self.head() + self.logit() * wide
         last = {"gathered": self.gathered_in(moment, 2), "gradients": row, "working": working}
         if work == "I":  # what recomputed blocks give is added up behind all of them
-            behind = [b for i, b in enumerate(stage.blocks, stage.start) if is_recomputed(i, self.plan)][1:]
+            behind = [b for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)][1:]
             last["gradients"] += sum(map(self.trained, behind)) * self.width
             last["activations"] = -sum(map(self.stream, behind))
         course = course_of(block, self.local)
-        if course and work == "B":
+        if course and (work == "B" or self.repeats(block)):
             last = self.seen(course, block, last, working - working_in(block, self.local) * self.tokens)
         found.append(("last block", last))
         exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
         if exchanged:
-            waits = work == "I" and not is_recomputed(index, self.plan)
+            waits = work == "I" and not self.at_once(index, block)
             over = exchanged.held - (-exchanged.waiting if waits else exchanged.used_up)
             over = over * self.tokens + self.again(index, block)
             if stage.last and work == "B":
