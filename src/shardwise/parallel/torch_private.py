@@ -102,7 +102,7 @@ def hook_first(module: nn.Module, hook: Callable[..., Any]) -> None:
 def in_checkpoint() -> bool:
     """Whether what runs is in `torch.utils.checkpoint`, by the hooks for saved tensors: a reentrant one has none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def strided_shard_factor(placement: Placement) -> int | None:

@@ -34,6 +34,8 @@ from shardwise.plan.workload import STATE_BYTES
 
 Sent = tuple[float, float, float]
 """Seconds on an average rank: sent once or ahead of a forward pass, gathered for a backward pass, reduced."""
+ENDLESS = 1e18
+"""Seconds of a pass behind which all hides that can."""
 SPLIT = 0.6
 """The least share of a pass through all stages that a micro-batch takes where backward passes are split."""
 
@@ -169,7 +171,7 @@ class Bounds(SizeBounds):
         found = inf
         for zero, sent in self._least_sent(flow.pipe).items():
             if passes is None:
-                found = min(found, self._exposed(flow, zero, sent, (inf, inf)))
+                found = min(found, self._exposed(flow, zero, sent, (ENDLESS, ENDLESS)))
             elif not self.space.refuses(flow, zero):
                 found = min(found, self._exposed(flow, zero, sent, passes) + self._least_rule(flow, zero))
         return found if found < inf else 0.0

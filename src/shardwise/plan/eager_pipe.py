@@ -17,7 +17,7 @@ from shardwise.plan.eager import (
     kept_by,
     upcast_norms,
     working_in,
-)  # fmt: skip
+)
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import Moment
 
