@@ -152,7 +152,7 @@ def cells(plans: list[str], soak: set[str]) -> list[Any]:
     return [pytest.param(plan, id=plan, marks=pytest.mark.soak if plan in soak else ()) for plan in plans]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", cells(PLANS, SOAK))
 def test_decoder_fp64(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
