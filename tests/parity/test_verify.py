@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from shardwise.cli import verify as verify_verb
 from shardwise.cli.main import main
 from shardwise.cli.subjects import subject_for
 from shardwise.diagnose.faults import FAULTS
-from shardwise.diagnose.subject import Subject
+from shardwise.diagnose.subject import Run, Subject, record
 from shardwise.diagnose.verify import Options, Report, Verifier
+from shardwise.launch.forked import WorldError
 from shardwise.train.torch_private import in_backward
+from shardwise.train.witness import Request
 
 SCRIPT = Path(__file__).with_name("verified.py")
 PLANTED = {
@@ -250,6 +253,42 @@ def test_a_process_that_dies_is_named(verify, tmp_path) -> None:
     report = verify(script, "dp2")
     assert report.findings[0].id == "verify.died" and "exit code 3" in report.findings[0].what
     assert "before the end" in report.findings[0].what
+
+
+LOST = {"rank": 1, "type": "RuntimeError", "message": "Connection closed by peer", "known": False, "traceback": "..."}
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "rank"),
+    [
+        ("rank 0:\nno answer: hung\nrank 1:\nno answer: hung", "hang", None),  # it lost rank 0 when that was ended
+        ("rank 0:\nthe process died (exit code -11)\nrank 1:\nTraceback\nLaunchError: ended with 6", "died", 0),
+        ("rank 0:\nTraceback\nLaunchError: ended with 4\nrank 1:\nTraceback\nLaunchError: ended with 6", "ended", 0),
+        ("rank 1:\nTraceback\nLaunchError: ended with 6", "RuntimeError", 1),
+    ],
+)
+def test_who_has_lost_another_is_not_the_cause(tmp_path, said: str, kind: str, rank: int | None) -> None:
+    def world(*_: object, **__: object) -> None:
+        Path(tmp_path, "run", "error1.json").write_text(json.dumps(LOST | {"time_s": 1.0}))
+        raise WorldError(said)
+
+    run = Run(plan=sw.Plan.parse("dp2"), request=Request(steps=1))
+    failed = record(Subject(target=str(SCRIPT)), run, tmp_path / "run", world)
+    assert (failed.kind, failed.rank) == (kind, rank)
+
+
+def test_a_crash_in_native_code_says_where_in_python_it_was(verify, world, tmp_path) -> None:
+    script = tmp_path / "crashes.py"
+    script.write_text("import faulthandler\n\ndef inner() -> None:\n    faulthandler._sigsegv()\n\ninner()\n")
+    report = verify(script, "dp2")
+    assert report.findings[0].id == "verify.died" and "exit code -11" in report.findings[0].what
+    assert 'crashes.py", line 4 in inner' in report.findings[0].what
+    with pytest.raises(WorldError, match=r"the process died \(exit code -11\)(?s:.*) in crashing"):
+        world(2, crashing)
+
+
+def crashing() -> None:
+    faulthandler._sigsegv()
 
 
 def test_a_script_that_exits_with_a_code_is_refused(verify, tmp_path) -> None:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -180,20 +181,22 @@ def _called(call: _Call, rank: int) -> int:
 def _failure(directory: Path, run: Run, text: str) -> Failed:
     """The first rank's error that is not an echo of another's."""
     errors = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("error*.json"))]
-    errors.sort(key=lambda e: (bool(_ECHO.search(e["message"])) and not e["known"], e["time_s"]))
-    if errors:
-        first = errors[0]
-        text = "" if first["known"] else first["traceback"]
-        return Failed(kind=first["type"], message=first["message"], rank=first["rank"], traceback=text)
+    errors.sort(key=lambda e: e["time_s"])
+    echoes = [e for e in errors if _ECHO.search(e["message"]) and not e["known"]]
+    own = [e for e in errors if e not in echoes]
+    if own:
+        return _raised(own[0])
     died = re.search(r"rank (\d+):\nthe process died \(exit code (.*)\)", text)
     if died:
         rank = int(died[1])
         said = f"the process ended with exit code {died[2]} (-9: killed, often out of memory); its output:\n"
         return Failed(kind="died", message=said + _tail(directory, rank), rank=rank)
-    ended = re.search(r"rank (\d+):\n(?:(?!\nrank ).)*?LaunchError: (ended with .*)", text, re.DOTALL)
-    if ended:
-        rank = int(ended[1])
-        return Failed(kind="ended", message=f"it {ended[2].strip()}; its output:\n{_tail(directory, rank)}", rank=rank)
+    for number, how in re.findall(r"rank (\d+):\n(?:(?!\nrank ).)*?LaunchError: (ended with .*)", text, re.DOTALL):
+        rank = int(number)
+        if not any(rank == e["rank"] for e in echoes):
+            return Failed(kind="ended", message=f"it {how.strip()}; its output:\n{_tail(directory, rank)}", rank=rank)
+    if echoes and "Traceback" in text:  # else it hung, and who was ended last has lost the others
+        return _raised(echoes[0])
     waiting = [rank for rank in range(run.plan.world) if f"rank {rank}:\n" in text]
     return Failed(
         kind="hang",
@@ -203,7 +206,14 @@ def _failure(directory: Path, run: Run, text: str) -> Failed:
     )
 
 
+def _raised(error: dict[str, Any]) -> Failed:
+    trace = "" if error["known"] else error["traceback"]
+    return Failed(kind=error["type"], message=error["message"], rank=error["rank"], traceback=trace)
+
+
 def _tail(directory: Path, rank: int, lines: int = 12) -> str:
     path = directory / f"output{rank}.txt"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (none)"
+    crash = text.find("Current thread 0x") if "Fatal Python error" in text else -1  # its frames, the innermost first
+    shown = text.splitlines()[-lines:] if crash < 0 else text[crash:].splitlines()[:lines]
+    return "\n".join(f"    {line}" for line in shown) or "    (none)"

@@ -8,6 +8,7 @@ Imports no torch: the script does, or does not.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import io
 import json
 import os
@@ -66,6 +67,7 @@ def _prepare(reporting: Reporting) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal
+    faulthandler.enable(2)  # a crash in native code says where in Python it was
     die_with_parent(reporting.launcher_pid, signal.SIGTERM)
 
 

@@ -7,6 +7,7 @@ again. Workers are not kept: DTensor caches meshes by value, and a later call wo
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing as mp
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,9 +133,10 @@ def _nursery(parent: Connection, parents_end: Connection) -> None:
             continue
         gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with this process
         crew = [_start_worker(rank, job) for rank in range(job.world)]
-        results = _collect(crew, job.timeout_s)
-        for process, pipe in crew:
+        results = _collect(crew, job)
+        for process, _ in crew:  # all, before the first is waited for: the others would say that they have lost it
             process.kill()
+        for process, pipe in crew:
             process.join()
             pipe.close()
         try:
@@ -162,13 +165,13 @@ def _start_worker(rank: int, job: _Job) -> tuple[mp.process.BaseProcess, Connect
     return process, here
 
 
-def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], timeout_s: float) -> list[tuple[bool, bytes]]:
+def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], job: _Job) -> list[tuple[bool, bytes]]:
     """One (ok, data) per rank. After a first failure the others get 5 s: they may wait for it in a collective."""
     results: list[tuple[bool, bytes]] = [
         (False, b"no answer: hung until the time limit, or ended with the others")
     ] * len(crew)
     open_ranks = dict(enumerate(crew))
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + job.timeout_s
     while open_ranks and time.monotonic() < deadline:
         pipes = {pipe: rank for rank, (_, pipe) in open_ranks.items()}
         for pipe in wait(list(pipes), timeout=0.5):
@@ -179,13 +182,20 @@ def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], timeout_s: f
                 results[rank] = pipe.recv()
             except (EOFError, OSError):
                 process.join(timeout=2)
-                results[rank] = (False, f"the process died (exit code {process.exitcode})".encode())
+                crash = _crash(rank, job).read_text(errors="replace")
+                results[rank] = (False, f"the process died (exit code {process.exitcode})\n{crash}".rstrip().encode())
             if not results[rank][0]:
                 deadline = min(deadline, time.monotonic() + 5)
     return results
 
 
+def _crash(rank: int, job: _Job) -> Path:
+    """Where a rank leaves its threads' Python frames when native code ends it (SIGSEGV, SIGABRT, ...)."""
+    return Path(job.directory, f"crash{rank}.txt")
+
+
 def _worker(pipe: Connection, rank: int, job: _Job) -> None:
+    faulthandler.enable(_crash(rank, job).open("w"))
     torch.set_num_threads(1)
     os.environ.update(_environment(rank, job))
     sys.path[:] = list(job.path)

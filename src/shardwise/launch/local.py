@@ -291,6 +291,8 @@ def _records(files: Mapping[int, Path]) -> Iterator[dict[str, Any]]:
             yield json.loads(path.read_text(encoding="utf-8"))
 
 
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_CRASHED = " (a crash in native code: the rank's output has its Python frames)"
 _LEFT = "the script ended with status 0 while the others were still training"
 
 
@@ -299,5 +301,5 @@ def death(code: int) -> str:
     if code >= 0:
         return f"the script ended with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = {"SIGKILL": " (often the kernel, out of memory: see `dmesg`)", "SIGSEGV": " (a crash in native code)"}
+    hint = {"SIGKILL": " (often the kernel, out of memory: see `dmesg`)", **dict.fromkeys(_CRASHES, _CRASHED)}
     return f"the process was killed by {name}{hint.get(name, '')}"
