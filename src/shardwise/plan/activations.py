@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -163,19 +165,34 @@ def working_bytes(block: Block, how: Saving) -> float:
 
 def kept_bytes(block: Block, index: int, plan: Plan, how: Saving) -> float:
     """Bytes per token that block `index` of the chain keeps under the plan's recompute."""
+    return _kept(block, plan.recompute.mode if is_recomputed(index, plan) else "none", how)
+
+
+def _kept(block: Block, mode: str, how: Saving) -> float:
     ahead = saved_ahead(block, how) if block.ahead else 0.0
-    if is_recomputed(index, plan):
-        if plan.recompute.mode == "ops":
-            return ahead + kept_outputs(block, how)
-        return ahead + block.width * how.residual / (how.tp if how.sequence else 1)
-    return ahead + saved_bytes(block, how)
+    if mode == "none":
+        return ahead + saved_bytes(block, how)
+    if mode == "ops":
+        return ahead + kept_outputs(block, how)
+    return ahead + block.width * how.residual / (how.tp if how.sequence else 1)
 
 
 def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:
     """Bytes per token that a stage keeps under the plan's recompute."""
+    total = 0.0
+    for block, count, repeats in recomputed_in(stage, plan):
+        total += _kept(block, plan.recompute.mode, how) * repeats if repeats else 0.0
+        total += _kept(block, "none", how) * (count - repeats) if count > repeats else 0.0
+    return total
+
+
+def recomputed_in(stage: Stage, plan: Plan) -> Iterator[tuple[Block, int, int]]:
+    """Distinct blocks of a stage, how many there are of each, and how many of them the plan recomputes."""
     if plan.recompute.mode in ("every", "ratio"):
-        return sum(kept_bytes(block, stage.start + i, plan, how) for i, block in enumerate(stage.blocks))
-    return sum(kept_bytes(block, stage.start, plan, how) * count for block, count in stage.counts)
+        on = Counter(block for i, block in enumerate(stage.blocks, start=stage.start) if is_recomputed(i, plan))
+        yield from ((block, count, on[block]) for block, count in stage.counts)
+    else:
+        yield from ((block, count, count * (plan.recompute.mode != "none")) for block, count in stage.counts)
 
 
 def is_recomputed(index: int, plan: Plan) -> bool:

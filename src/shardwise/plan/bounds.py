@@ -49,6 +49,7 @@ class Bounds(SizeBounds):
     _rules: dict[tuple[object, ...], float] = field(default_factory=dict)
     _loads: dict[tuple[int, int], float] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _shards: dict[tuple[object, ...], float] = field(default_factory=dict)
     _rank_works: dict[tuple[object, ...], list[RankWork]] = field(default_factory=dict)
     _agains: dict[tuple[Work, int], Upto] = field(default_factory=dict)
 
@@ -62,16 +63,34 @@ class Bounds(SizeBounds):
         seconds = (work.busy[-1] + work.head) * passes / groups + self._orthogonal / core.world
         return max((seconds + more + self.space.stack.step) * self.stragglers, self._loading(core, groups))
 
-    def pipe_time(self, core: Core, policy: int, pp: int, limit: float, data: float = 0.0) -> float:
-        """Below the step of all plans with this core and policy, and so many pipeline ranks or more.
+    def fitting_time(self, core: Core, limit: float) -> float:
+        """Below the step of all plans with this core in `limit` bytes per device, by where states have room."""
+        here, there = (Pipe(core, 1, 0, 0, offloaded) for offloaded in (False, True))
+        where = [here] if self._held(core) <= limit else []
+        is_faster = not where or self._least_update(there, 1) < self._least_update(here, 1)
+        where += [there] if self.space.can_offload and is_faster else []
+        return min((self.pipe_time(pipe, 0) for pipe in where), default=inf)
 
-        As `core_time`, with the loss, what the policy adds, the host's part, the optimizer's in `limit` bytes per
-        device, and `data`, the seconds of data axes. Samples may be loaded behind all of that.
+    def _held(self, core: Core) -> float:
+        """Device memory without which no rank has: a shard of all states, on the device."""
+        key = core.precision, core.world
+        if key not in self._shards:
+            plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
+            division = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
+            self._shards[key] = self.on_device(sum(states_of(division, division.ranks[0], self.space.stack).values()))
+        return self._shards[key]
+
+    def pipe_time(self, pipe: Pipe, policy: int, data: float = 0.0) -> float:
+        """Below the step of all plans with this pipe's core, where its states are, so many pipeline ranks or more.
+
+        As `core_time`, with the loss, what the policy adds, the host's part, the optimizer's, and `data`, the seconds
+        of data axes. Samples may be loaded behind all of that.
         """
+        core, pp = pipe.core, pipe.pp
         stack, again, batch = self.space.stack, self.work(core).again[policy], self.space.workload.global_batch
         rounds = batch * core.tp * core.cp / (core.samples * core.world)
         host = stack.micro_host * rounds * pp + stack.fill_host * (pp - 1)
-        update = self.least_update(core, -(-batch * core.tp * core.cp * pp // (core.samples * core.world)), limit)
+        update = self._least_update(pipe, -(-batch * core.tp * core.cp * pp // (core.samples * core.world)))
         loss, ends = 2 * self._loss(core), host + update + data
         seconds = self.core_time(core, (loss + again) * rounds + ends)
         if pp > 1:  # a micro-batch passes all stages
@@ -80,27 +99,22 @@ class Bounds(SizeBounds):
             seconds = max(seconds, (through + ends + stack.step) * self.stragglers)
         return max(seconds, self._loading(core, core.world // (core.tp * core.cp * pp)))
 
-    def least_time(self, flow: Flow, limit: float) -> float:
-        """Below the step of all plans of a flow, with `limit` bytes per device."""
+    def least_time(self, flow: Flow) -> float:
+        """Below the step of all plans of a flow."""
         core, pipe = flow.pipe.core, flow.pipe
         seconds, *passes = self.flow_time(flow)
-        seconds += self.least_update(core, pipe.micro_batches, limit) + self.least_data(flow, (passes[0], passes[1]))
+        seconds += self._least_update(pipe, pipe.micro_batches) + self.least_data(flow, (passes[0], passes[1]))
         return max(seconds * self.stragglers, self._loading(core, pipe.data))
 
-    def least_update(self, core: Core, count: int, limit: float) -> float:
-        """Below the optimizer's part of a step of `count` micro-batches or more, with `limit` bytes per device.
+    def _least_update(self, pipe: Pipe, count: int) -> float:
+        """Below the optimizer's part of a step of `count` micro-batches or more; without stragglers.
 
-        No rank holds less than a shard of everything; where that does not fit, or hosts are faster, they update.
-        Without stragglers.
+        No rank holds less than a shard of everything.
         """
-        space, stack, key = self.space, self.space.stack, (core.precision, core.world, count, limit)
+        key = (pipe.core.world, count, pipe.offloaded)
         if key not in self._updates:
-            plan = Plan(axes=Axes(dp_shard=core.world), zero=3 if core.world > 1 else 0, precision=core.precision)
-            division = Division(space.profile, plan, space.workload, stack.cut)
-            held = sum(states_of(division, division.ranks[0], stack).values())
-            dense, experts = (params / core.world for params in self._params)
-            where = (True,) if self.on_device(held) > limit else (False, True)
-            self._updates[key] = min(self._update_of(dense, experts, count, offloaded=there) for there in where)
+            dense, experts = (params / pipe.core.world for params in self._params)
+            self._updates[key] = self._update_of(dense, experts, count, offloaded=pipe.offloaded)
         return self._updates[key]
 
     @cached_property
@@ -159,7 +173,7 @@ class Bounds(SizeBounds):
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
         """With what data axes send and compute cannot hide, and the update; `family`: the `flow_time`."""
         (seconds, forward, backward), pipe = family or self.flow_time(flow), flow.pipe
-        seconds += self._update_of(*self._owned(spread), pipe.micro_batches, offloaded=spread.offloaded)
+        seconds += self._update_of(*self._owned(spread), pipe.micro_batches, offloaded=pipe.offloaded)
         seconds += self._exposed(flow, spread.zero, self._sent(spread), (forward, backward)) + self._rule(flow, spread)
         return max(seconds * self.stragglers, self._loading(pipe.core, pipe.data))
 
@@ -273,7 +287,7 @@ class Bounds(SizeBounds):
 
     def _least_sent(self, pipe: Pipe) -> dict[Zero, Sent]:
         """Of each `zero` the least of all spreads, each way by itself."""
-        key = _sent_as(pipe), pipe.data
+        key = _sent_as(pipe), pipe.data, pipe.offloaded
         if key not in self._least_sends:
             found = self._least_sends[key] = {}
             for spread in self.space.spreads(pipe):

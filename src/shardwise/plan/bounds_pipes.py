@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from operator import add
 from typing import NamedTuple
 
 from shardwise.plan.bounds import Bounds
@@ -44,6 +45,7 @@ class PipeSizes:
         self._units: dict[tuple[object, ...], list[Unit]] = {}
         self._pipes: dict[tuple[object, ...], float] = {}
         self._fits: dict[tuple[object, ...], bool] = {}
+        self._bare: dict[tuple[object, ...], float] = {}
 
     def fits(self, core: Core, limit: float) -> bool:
         """Whether some pipe of a core may need no more than `limit`; what the core alone needs is looked at first."""
@@ -51,13 +53,26 @@ class PipeSizes:
         if key not in self._fits:
             pipes = reversed(list(self.bounds.space.pipes(core)))  # long pipelines hold few states
             self._fits[key] = self.bounds.core_size(core) <= limit and any(
-                self.of_pipe(pipe) <= limit for pipe in pipes
+                self.bare(pipe) <= limit and self.of_pipe(pipe) <= limit for pipe in pipes
             )
         return self._fits[key]
 
+    def bare(self, pipe: Pipe) -> float:
+        """Below `of_pipe`, and the same for all sizes of a micro-batch: states alone."""
+        core, bounds = pipe.core, self.bounds
+        key = (pipe.pp, pipe.data, pipe.offloaded, pipe.micro_batches > 1, core.tp, core.cp, core.ep, core.precision)
+        if key not in self._bare:
+            least = math.inf
+            for schedule, _ in self._flights_of(pipe):
+                ranks = bounds.telling(pipe, schedule)
+                floors = bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks)
+                least = min([least, *map(max, floors)])
+            self._bare[key] = bounds.on_device(least) * (1 - 1e-12)
+        return self._bare[key]
+
     def of_pipe(self, pipe: Pipe, policy: int | None = None) -> float:
         """The same of a pipe: on its first or its last rank, whichever needs more; `policy`: under this one alone."""
-        key = (pipe.pp, pipe.data, policy, *_sizes_of(pipe.core))
+        key = (pipe.pp, pipe.data, pipe.offloaded, policy, *_sizes_of(pipe.core))
         if key not in self._pipes:
             self._pipes[key] = self._of_pipe(pipe, policy)
         return self._pipes[key]
@@ -65,12 +80,12 @@ class PipeSizes:
     def _of_pipe(self, pipe: Pipe, policy: int | None) -> float:
         bounds, core, least = self.bounds, pipe.core, math.inf
         tokens, logits = bounds.tokens(core), bounds.logits(core)
-        ranks = (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
         for schedule, first, last, heads in self._units_of(pipe, policy):
-            ahead, behind = first * tokens + logits * heads[0], last * tokens + logits * heads[1]
+            kept = {0: first * tokens + logits * heads[0], pipe.pp - 1: last * tokens + logits * heads[1]}
+            ranks = bounds.telling(pipe, schedule)
+            sizes = [kept.get(rank, 0.0) for rank in ranks] + [0.0] * len(ranks)
             for floor in bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks):
-                needs = max(ahead + floor[0], behind + floor[-1])
-                least = min(least, needs)
+                least = min(least, max(map(add, sizes, floor)))
         return bounds.on_device(least) * (1 - 1e-12)  # rounding: sums are taken in another order than a flow's
 
     def _units_of(self, pipe: Pipe, policy: int | None) -> list[Unit]:

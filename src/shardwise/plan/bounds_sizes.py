@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add, itemgetter, le
@@ -25,7 +25,8 @@ Kept = tuple[tuple[int, float, float, float], ...]
 """Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
 SpreadsOf = Callable[[Pipe], list[Spread]]
 Floor = tuple[float, ...]
-"""States of a spread: bytes of each rank of a `Kept`, with gradients where they are there before the first backward."""
+"""States of a spread: bytes of each rank of a `Kept` in the loss, with what gradients are there before the first
+backward pass; then of each in that pass."""
 KeptBytes = tuple[list[Upto], list[list[float]], list[float]]
 """Bytes per token of a micro-batch: by policy, kept up to each block, and of it; and distinct blocks in full."""
 
@@ -51,6 +52,7 @@ class SizeBounds:
     _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
     _hosted: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _telling: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
 
     def work(self, core: Core) -> Work:
@@ -112,16 +114,29 @@ class SizeBounds:
             self._core_sizes[key] = self.on_device(most)
         return self._core_sizes[key]
 
+    def telling(self, pipe: Pipe, schedule: Schedule) -> tuple[int, ...]:
+        """Ranks of a pipeline of which one needs most, often: the first, the one with most parameters, the last."""
+        core, cut = pipe.core, cut_as(schedule)
+        key = (core.tp, core.cp, core.ep, pipe.pp, *cut)
+        if key not in self._telling:
+            plan = Plan(axes=replace(core.axes, pp=pipe.pp), schedule=schedule)
+            division = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
+            most = max(range(pipe.pp), key=lambda rank: division.whole(division.ranks[rank]))
+            self._telling[key] = tuple(dict.fromkeys((0, most, pipe.pp - 1)))
+        return self._telling[key]
+
     def flow_size(self, flow: Flow, every_rank: bool = False) -> Kept:
-        """Bytes of micro-batches in flight on the first and the last rank; `every_rank`: also on the one with most."""
+        """Bytes of micro-batches in flight on the `telling` ranks; `every_rank`: also where they are most of all."""
         pipe, core = flow.pipe, flow.pipe.core
         # how context is exchanged changes no size, so its kinds share theirs
         sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8)
         key = (*sizes, pipe.pp, pipe.micro_batches, flow.schedule, flow.policy, flow.offload, every_rank)
         if key not in self._sizes:
-            ranks = range(pipe.pp) if every_rank else (0, pipe.pp - 1) if pipe.pp > 1 else (0,)
-            found = self._flow_size(flow, ranks)
-            self._sizes[key] = tuple(dict.fromkeys((found[0], max(found, key=itemgetter(1)), found[-1])))
+            ranks = self.telling(pipe, flow.schedule)
+            found = self._flow_size(flow, range(pipe.pp) if every_rank else ranks)
+            if every_rank:
+                found = list(dict.fromkeys((max(found, key=itemgetter(1)), *(found[rank] for rank in ranks))))
+            self._sizes[key] = tuple(found)
         return self._sizes[key]
 
     def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float]]:
@@ -167,7 +182,8 @@ class SizeBounds:
         """`plan_size` for each spread of the flow's pipe."""
         core, pipe = flow.pipe.core, flow.pipe
         several = pipe.micro_batches > 1
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.pp, several, *cut_as(flow.schedule))
+        cut = (pipe.pp, several, *cut_as(flow.schedule))
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.offloaded, *cut)
         for rank, *_ in kept:
             if (*key, rank) not in self._spread_states:
                 self._spread_states[*key, rank] = [self.states(flow, spread, rank) for spread in spreads]
@@ -180,7 +196,7 @@ class SizeBounds:
         accumulates = pipe.micro_batches > 1 or self.space.stack.master
         most = 0.0
         for (_, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
-            if spread.offloaded:
+            if pipe.offloaded:
                 held = 0.0
                 once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
                 gradients *= once and self.space.stack.keeps_shards
@@ -199,29 +215,27 @@ class SizeBounds:
         """Device memory of a family: what it keeps, with no states."""
         return self.on_device(max(size + logits for _, size, logits, _ in kept))
 
-    def family_size(
-        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept, *, offloads: bool = True
-    ) -> float:
+    def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> float:
         """Device memory that a flow's plans need at least, over all its spreads.
 
-        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`; `offloads`:
-        with states on the host too, where they may be there.
+        `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`.
         """
-        sizes, ranks = [size + logits for _, size, logits, _ in kept], tuple(rank for rank, *_ in kept)
-        floors = self.floors_of(flow, spreads, refused, ranks, offloads=offloads)
+        sizes = [size + logits for _, size, logits, _ in kept] + [block for *_, block in kept]
+        ranks = tuple(rank for rank, *_ in kept)
+        floors = self.floors_of(flow, spreads, refused, ranks)
         return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))
 
     def floors_of(
-        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...], *, offloads: bool = True
+        self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], ranks: tuple[int, ...]
     ) -> list[Floor]:
-        """Of each `zero`, the spread with most shards, which keeps least; on the device, and where it may be offloaded.
+        """Of each `zero`, the spread with most shards, which keeps least; none that the host has no room for.
 
         And the one with fewest: a single shard is not gathered. Of them, those that no other is below.
         """
         core, pipe, schedule = flow.pipe.core, flow.pipe, flow.schedule
         several = pipe.micro_batches > 1
         cut = (pipe.pp, several, schedule.stages, schedule.kind in V_SHAPED)
-        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, *cut, ranks, refused, offloads)
+        key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.offloaded, *cut, ranks, refused)
         if key not in self._floors:
             ends: dict[int, tuple[Spread, Spread]] = {}
             for spread in (each for each in spreads(pipe) if each.zero not in refused):
@@ -231,22 +245,21 @@ class SizeBounds:
                     max(many, spread, key=lambda each: each.dp_shard),
                 )
             self._floors[key] = _lowest(
-                floor
+                self._floor(flow, spread, ranks)
                 for few, many in ends.values()
                 for spread in dict.fromkeys((few, many))
-                for floor in self._floor(flow, spread, ranks)[: 1 + offloads]
+                if not pipe.offloaded or self.hosted(flow, spread) <= self.host
             )
         return self._floors[key]
 
-    def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> list[Floor]:
-        accumulates = flow.pipe.micro_batches > 1 or self.space.stack.master
-        tables = [self.states(flow, spread, rank) for rank in ranks]
-        floors = [tuple(held + grads * accumulates + ahead for held, grads, ahead in tables)]
-        if self.space.offloads(spread) and self.hosted(flow, spread) <= self.host:
-            several, pp = flow.pipe.micro_batches > 1, flow.pipe.pp
-            once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pp > 1)  # `accumulates_whole`
-            floors.append(tuple(grads * once + ahead for _, grads, ahead in tables))
-        return floors
+    def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> Floor:
+        pipe, tables = flow.pipe, [self.states(flow, spread, rank) for rank in ranks]
+        several = pipe.micro_batches > 1
+        if pipe.offloaded:
+            once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pipe.pp > 1)  # `accumulates_whole`
+            return tuple(grads * once + ahead for _, grads, ahead in tables) * 2
+        accumulates = several or self.space.stack.master
+        return tuple(held + grads * part + ahead for part in (accumulates, 1) for held, grads, ahead in tables)
 
     def hosted(self, flow: Flow, spread: Spread) -> float:
         """Below the bytes of host memory for each device that the states of such plans take, where they are there."""

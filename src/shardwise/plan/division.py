@@ -110,13 +110,25 @@ class Division:
 
     def whole(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages, before data axes shard them."""
-        return sum(self.stage_dense(stage) + self.stage_experts(stage) for stage in stages)
+        dense, experts, _ = self._rank_params.get(id(stages)) or self._params(stages)
+        return dense + experts
 
     def owned(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages that one rank updates: `zero` >= 1 shards them over the data axes."""
+        dense, _, filled = self._rank_params.get(id(stages)) or self._params(stages)
+        return dense / self.shards + filled / self.expert_shards
+
+    @cached_property
+    def _rank_params(self) -> dict[int, tuple[float, float, float]]:
+        """`_params` of each of `ranks`, by its `id`: they are asked for many times."""
+        return {id(stages): self._params(stages) for stages in self.ranks}
+
+    def _params(self, stages: Sequence[Stage]) -> tuple[float, float, float]:
+        """(outside experts, in experts, in experts filled up) of some stages."""
+        counts = [each for stage in stages for each in stage.counts]
         dense = sum(self.stage_dense(stage) for stage in stages)
-        experts = sum(self.filled(block) * count for stage in stages for block, count in stage.counts)
-        return dense / self.shards + experts / self.expert_shards
+        experts = sum(self.experts(block) * count for block, count in counts)
+        return dense, experts, sum(self.filled(block) * count for block, count in counts)
 
     def stage_dense(self, stage: Stage) -> float:
         """Parameters of a stage outside experts, with embedding and head."""

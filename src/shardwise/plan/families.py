@@ -49,12 +49,14 @@ def _width(precision: PrecisionKind) -> float:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pipe:
-    """A core with the pipeline, and so with the number of data ranks and of micro-batches."""
+    """A core with the pipeline, and so with the number of data ranks and of micro-batches; and where states are."""
 
     core: Core
     pp: int
     data: int
     micro_batches: int
+    offloaded: bool = False
+    """Whether optimizer states are on the host."""
 
 
 class Flow(NamedTuple):
@@ -70,13 +72,12 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Spread:
-    """A pipe with what its data ranks share, and where their states are."""
+    """A pipe with what its data ranks share."""
 
     pipe: Pipe
     dp_replicate: int
     dp_shard: int
     zero: Zero
-    offloaded: bool = False
 
     @property
     def axes(self) -> Axes:
@@ -135,12 +136,13 @@ def least_simplicity(node: Family) -> tuple[int, ...]:
     if isinstance(node, Core):
         return degrees + (core.world > core.tp * core.cp), features
     pipe, shard = pipe_of(node), 1
+    features += pipe.offloaded
     flow = node.flow if isinstance(node, Leaf) else node
     if isinstance(flow, Flow):
         features += (flow.policy > 0) + flow.offload + (pipe.pp > 1 and flow.schedule.kind != "1f1b")
     if isinstance(node, Leaf):
         shard = node.spread.dp_shard
-        features += node.spread.zero + node.spread.offloaded
+        features += node.spread.zero
     replicate = pipe.data // shard
     degrees += (pipe.pp > 1) + (shard > 1) + (replicate > 1)
     return degrees, features, core.tp, pipe.pp, core.cp, core.ep, shard, replicate, pipe.micro_batches

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import get_args
 
 from shardwise.plan.bounds import Bounds
 from shardwise.plan.families import Core, Flow, Leaf, Pipe
-from shardwise.plan.plan import ZERO_BUBBLE, Zero
 from shardwise.plan.space import Space
 from shardwise.plan.walk import ALIKE, Candidate, Node, Walk
 
@@ -52,16 +50,13 @@ class FrontWalk(Walk):
         found: list[Candidate] = []
         self.start()
         while self._heap and self.below >= least:
-            seconds, _, (size, *_), _, node = heapq.heappop(self._heap)
+            _, _, (size, *_), _, node = heapq.heappop(self._heap)
             if isinstance(node, Candidate):
                 if node.needs <= self.below:
                     found.append(node)
                     self.below = node.needs * (1 - apart) if apart else math.nextafter(node.needs, 0.0)
             elif isinstance(node, Flow) and size > self.below:
                 self._follow(node)
-            elif isinstance(node, Flow) and seconds < (later := self._least_time_of(node)):
-                self._follow(node)
-                self._push(node._replace(rest=None), later, size, 0)
             elif isinstance(node, Flow):
                 self._divide_flow(node)
             elif size > self.below:
@@ -77,21 +72,10 @@ class FrontWalk(Walk):
     def _push(self, node: Node, seconds: float, size: float, world: int) -> None:
         heapq.heappush(self._heap, (seconds, isinstance(node, Candidate), (size,), next(self._order), node))
 
-    def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
+    def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None) -> None:
         if size <= self.below:
             super()._push_leaf(leaf, size, family)
 
     def _keep(self, found: Candidate) -> None:
         if found.needs <= self.below:
             self._push(found, found.time.total, found.needs, 0)
-
-    def _least_time_of(self, flow: Flow) -> float:
-        """Below the step of the flow's plans where none fits but those with offloaded states; 0: others may, too.
-
-        By the time it is reached leaner plans have come out, and most such flows need not be divided.
-        """
-        split = flow.schedule.kind in ZERO_BUBBLE
-        refused = tuple(zero for zero in get_args(Zero) if self.space.refuses(flow, zero)) if split else ()
-        kept = self.bounds.flow_size(flow)
-        needs = self.bounds.family_size(flow, self._spreads_of, refused, kept, offloads=False)
-        return self.bounds.least_time(flow, 0.0) if needs > self.below else 0.0

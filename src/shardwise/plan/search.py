@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any, get_args
@@ -172,5 +172,5 @@ def every_plan(space: Space) -> Iterator[Plan]:
             for (schedule, offload), policy in product(space.flows(pipe), range(len(space.recomputes))):
                 flow = Flow(pipe, schedule, policy, offload)
                 for spread in space.spreads(pipe):
-                    both = [spread, replace(spread, offloaded=True)] if space.offloads(spread) else [spread]
-                    yield from (plan for each in both if not space.broken(plan := space.plan(flow, each)))
+                    if not space.broken(plan := space.plan(flow, spread)):
+                        yield plan

@@ -8,7 +8,7 @@ Nothing here knows a good plan. Whether a plan is legal is asked of the table of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import get_args
@@ -156,7 +156,8 @@ class Space:
         fits = micro_batches_fit(kind, pp, flow.pipe.micro_batches)
         key = (core.ep > 1, self.recomputes[flow.policy].mode, pp > 1, fits, kind, zero)
         if key not in self._refused:
-            spread = Spread(flow.pipe, 1, flow.pipe.data, zero) if zero else Spread(flow.pipe, flow.pipe.data, 1, 0)
+            pipe = replace(flow.pipe, offloaded=False)  # none of them looks at it
+            spread = Spread(pipe, 1, pipe.data, zero) if zero else Spread(pipe, pipe.data, 1, 0)
             self._refused[key] = next(self._refusals(self.plan(flow, spread), FLOW_ROWS), "")
         return self._refused[key]
 
@@ -235,14 +236,15 @@ class Space:
     # ------------------------------------------------------------ step 2: stages
 
     def pipes(self, core: Core) -> Iterator[Pipe]:
-        """Every number of pipeline ranks for which the global batch divides."""
+        """Every number of pipeline ranks for which the global batch divides, and both places for states."""
         rest = core.world // (core.tp * core.cp)
         for pp in divisors(rest) if self.has("pp") else [1]:
             if pp > len(self.profile.blocks):
                 return
             count, left = divmod(self.workload.global_batch, core.samples * (rest // pp))
             if not left and (count == 1 or pp > 1 or self.has("accumulation")):
-                yield Pipe(core, pp, rest // pp, count)
+                for offloaded in (False, True) if self.can_offload else (False,):
+                    yield Pipe(core, pp, rest // pp, count, offloaded)
 
     # ------------------------------------------------------------ step 3: schedules
 
@@ -274,18 +276,15 @@ class Space:
                 continue
             if shard * pipe.core.cp * pipe.core.tp % pipe.core.ep:
                 continue  # `ep` re-uses ranks of these axes
-            if shard == 1:
+            if shard == 1 and not pipe.offloaded:  # the engine that shards offloads
                 yield Spread(pipe, replicas, shard, 0)
             if shard > 1 or replicas == 1:
                 kinds = (zero for zero in get_args(Zero) if zero and self.has(f"zero{zero}"))
                 yield from (Spread(pipe, replicas, shard, zero) for zero in kinds)
 
-    def offloads(self, spread: Spread) -> bool:
-        """Whether the spread's states may be on the host."""
-        return spread.zero > 0 and self._can_offload
-
     @cached_property
-    def _can_offload(self) -> bool:
+    def can_offload(self) -> bool:
+        """Whether optimizer states may be on the host."""
         return self.device != "cpu" and self.has("offload", "offload-state")  # a CPU's memory is its host's
 
     # ------------------------------------------------------------ step 5: savings
@@ -325,7 +324,7 @@ class Space:
             precision=core.precision,
             float8=Float8(recipe=core.float8),
             recompute=self.recomputes[flow.policy],
-            offload=Offload(state=spread.offloaded, activations=flow.offload),
+            offload=Offload(state=spread.pipe.offloaded, activations=flow.offload),
             tensor=Tensor(sequence=core.sequence, loss=core.loss),
             context=Context(kind=core.context),
         )

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_gathered, is_recomputed, kept_bytes, saving_of
-from shardwise.plan.blocktime import BlockTime, Setting, block_time
+from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, recomputed_in, saving_of
+from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
@@ -190,22 +190,19 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
         cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held
     )
     shape = (division.micro_batch, division.workload.seq_len)
-    times: dict[int, BlockTime] = {}
     forward, backward, weight = [], [], []
     sums = dict.fromkeys(("compute", "recompute", "tensor", "context", "expert", "hidden"), 0.0)
     for stage in stages:
         ahead = back = grads = 0.0
-        for index, block in enumerate(stage.blocks, start=stage.start):
-            time = times.get(id(block)) or times.setdefault(id(block), block_time(block, shape, setting))
-            repeats = is_recomputed(index, plan)
-            again = time.again(plan.recompute.mode) if repeats else 0.0
-            ahead += time.forward
-            back += time.backward + again
-            grads += 0.0 if repeats else time.weight  # with those of its input, for one recompute serves both
-            sums["compute"] += time.compute
+        for block, number, repeats in recomputed_in(stage, plan):
+            time = block_time(block, shape, setting)
+            again = time.again(plan.recompute.mode) * repeats if repeats else 0.0
+            ahead += time.forward * number
+            back += time.backward * number + again
+            grads += time.weight * (number - repeats)  # else with those of its input: one recompute serves both
             sums["recompute"] += again
-            for term in ("tensor", "context", "expert", "hidden"):
-                sums[term] += getattr(time, term)
+            for term in ("compute", "tensor", "context", "expert", "hidden"):
+                sums[term] += getattr(time, term) * number
         if stage.last:
             time = block_time(division.profile.head, shape, setting)
             loss = _loss(division, cluster, stack)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, product
 from typing import Any, Literal, get_args
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.bounds import Bounds
 from shardwise.plan.bounds_pipes import PipeSizes
-from shardwise.plan.bounds_sizes import Kept
 from shardwise.plan.families import (
     Core,
     Family,
@@ -132,7 +132,7 @@ class Walk:
             cores = list(self.space.cores(world, refused))
             cores = self._one_recipe(cores) if self.space.has("fp8") else cores
             for core in self._undominated(cores) if world > EXACT else filter(self._fits, cores):
-                seconds = 0.0 if self.goal == "memory" else self.bounds.pipe_time(core, 0, 1, self.limit)
+                seconds = 0.0 if self.goal == "memory" else self.bounds.fitting_time(core, self.limit)
                 self._push(core, seconds, self.bounds.core_size(core), world)
         self.pruned.update(refused)
 
@@ -183,7 +183,7 @@ class Walk:
         if self.goal == "memory":
             return 0.0
         data = self.bounds.least_data(Flow(pipe, Schedule(), policy, False))
-        return self.bounds.pipe_time(pipe.core, policy, pipe.pp, self.limit, data)
+        return self.bounds.pipe_time(pipe, policy, data)
 
     def _divide_core(self, core: Core, done: set[tuple[int, ...]]) -> None:
         for pipe in self.space.pipes(core):
@@ -208,9 +208,12 @@ class Walk:
 
     def _policies(self, pipe: Pipe) -> tuple[int, ...]:
         """Numbers of the policies from the cheapest under which a pipe could fit, by their cost."""
-        policies, room = self._by_cost(pipe.core), min(self.limit, self.below)
+        room = min(self.limit, self.below, sys.float_info.max)  # no host has room for what is infinite
+        if self.least.bare(pipe) > room:
+            return ()
+        policies = self._by_cost(pipe.core)
         sizes = ((place, self.least.of_pipe(pipe, policy)) for place, policy in enumerate(policies))
-        return policies[next((place for place, size in sizes if size <= room and size < math.inf), len(policies)) :]
+        return policies[next((place for place, size in sizes if size <= room), len(policies)) :]
 
     def _least_size(self, pipe: Pipe, schedule: Schedule, offload: bool) -> float:
         """The least of all policies: of the one that keeps least, or of none, which holds no block in full."""
@@ -266,7 +269,7 @@ class Walk:
         if row:
             self.pruned[row] += 1
             return False
-        seconds = 0.0 if self.goal == "memory" else self.bounds.least_time(flow, self.limit)
+        seconds = 0.0 if self.goal == "memory" else self.bounds.least_time(flow)
         self._push(flow, seconds, needs, flow.pipe.core.world)
         return True
 
@@ -297,37 +300,22 @@ class Walk:
             if row:
                 self.pruned[row] += 1
                 continue
-            if size <= self.limit:
-                self._push_leaf(leaf, size, family)
-            else:
+            if size > self.limit:
                 self.pruned["bound on memory"] += 1
-            if size > self.limit or self.goal == "memory" or self.saves:
-                self._push_offloaded(leaf, kept)
+            elif pipe.offloaded and self.bounds.hosted(flow, spread) > self._host:
+                self.pruned["host memory"] += 1
+            else:
+                self._push_leaf(leaf, size, family)
 
-    def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None = None) -> None:
+    def _push_leaf(self, leaf: Leaf, size: float, family: tuple[float, float, float] | None) -> None:
         flow, spread = leaf
         seconds = 0.0 if self.goal == "memory" else self.bounds.plan_time(flow, spread, family)
         self._push(leaf, seconds, size, flow.pipe.core.world)
 
-    def _push_offloaded(self, leaf: Leaf, kept: Kept) -> None:
-        """The same plan with its states on the host, unless it cannot fit."""
-        flow, spread = leaf
-        if not self.space.offloads(spread):
-            return
-        if self.bounds.hosted(flow, spread) > self._host:
-            self.pruned["host memory"] += 1
-            return
-        there = replace(spread, offloaded=True)
-        size = self.bounds.plan_size(flow, there, kept)
-        if size > self.limit:
-            self.pruned["bound on memory"] += 1
-        else:
-            self._push_leaf(Leaf(flow, there), size)
-
     def _estimate(self, leaf: Leaf) -> None:
         """The full estimate of a plan, unless one of its family fits that saves less: savings only cost time."""
         space, (flow, spread) = self.space, leaf
-        family = (flow.pipe.core, flow.pipe.pp, flow.schedule, spread.dp_shard, spread.zero)
+        family = (flow.pipe, flow.schedule, spread.dp_shard, spread.zero)
         if self.goal != "memory" and not self.saves and family in self._fitted:
             self.pruned["saves what is not needed"] += 1
             return
@@ -340,8 +328,6 @@ class Walk:
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=space.cluster.device)
         if not memory.fits_in(self.limit):
             self.pruned["memory"] += 1
-            if self.goal != "memory" and not self.saves and not spread.offloaded:
-                self._push_offloaded(leaf, self.bounds.flow_size(flow, every_rank=True))
             return
         if on_host(memory, plan, space.cluster.per_node) > self._host:
             self.pruned["host memory"] += 1
@@ -351,7 +337,7 @@ class Walk:
         time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
         found = Candidate(plan=plan, memory=memory, time=time)
         self.seen.append(found)
-        if not flow.policy and not flow.offload and not spread.offloaded:
+        if not flow.policy and not flow.offload:
             self._fitted.add(family)
         self._keep(found)
 
