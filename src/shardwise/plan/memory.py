@@ -149,7 +149,8 @@ def estimate_memory(
     stack = stack_of(plan, stack)
     division = divide(busiest(profile, plan, workload), plan, workload, stack.cut)
     division = replace(division, splits_experts=stack.splits_experts, fills_up=stack.name in OWN)
-    ranks = [_rank_memory(division, rank, stages, stack) for rank, stages in enumerate(division.ranks)]
+    states = [states_of(division, stages, stack) for stages in division.ranks]
+    ranks = [_rank_memory(division, rank, each, stack) for rank, each in enumerate(states)]
     worst = max(range(len(ranks)), key=lambda rank: ranks[rank][0].allocated)
     axes = plan.axes
     groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
@@ -161,23 +162,23 @@ def estimate_memory(
         context=context,
         limit=device.memory if device else 0.0,
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
-        held=held_ahead(division, stack, device) + held_apart(division, *ranks[worst], stack),
+        held=held_ahead(division, stack, device) + held_apart(division, *ranks[worst], states[worst], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
         host=0.0 if stack.eager else max(copied(division, stages, stack) for stages in division.ranks),
         offloaded=offloaded_of(division, stack) if plan.offload.state and not stack.eager else (),
     )
-    memory = _with_outside(memory, division, stack)
+    memory = _with_outside(memory, division, states, stack)
     if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
         return replace(memory, held=0.0)
     return memory
 
 
-def _with_outside(memory: Memory, division: Division, stack: Stack) -> Memory:
+def _with_outside(memory: Memory, division: Division, states: Sequence[Mapping[str, float]], stack: Stack) -> Memory:
     """The same with what ranks need outside of steps.
 
     Nothing is held for streams then: what is needed beyond a step takes the place of what is held within one.
     """
-    phases = [outside_step(division, stages, stack, states_of(division, stages, stack)) for stages in division.ranks]
+    phases = [outside_step(division, stages, stack, kept) for stages, kept in zip(division.ranks, states, strict=True)]
     found = [_largest(rank, each) for rank, each in enumerate(phases) if each]
     if not found:
         return memory
@@ -188,7 +189,9 @@ def _with_outside(memory: Memory, division: Division, stack: Stack) -> Memory:
     return replace(whole, held=max(0.0, memory.held - beyond))
 
 
-def held_apart(division: Division, rank: RankMemory, peaks: Mapping[str, float], stack: Stack) -> float:
+def held_apart(
+    division: Division, rank: RankMemory, peaks: Mapping[str, float], states: Mapping[str, float], stack: Stack
+) -> float:
     """Bytes of two streams' memory beyond the peak: that of gradients, and the most that all else needs at once.
 
     Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs).
@@ -196,18 +199,17 @@ def held_apart(division: Division, rank: RankMemory, peaks: Mapping[str, float],
     plan = division.plan
     if not stack.grads_apart or plan.offload.state or not is_gathered(plan):
         return 0.0
-    gradients = states_of(division, division.ranks[rank.rank], stack)["gradients"]
+    gradients = states["gradients"]
     added = gradients if plan.batch.micro_batches > 1 else 0.0
     others = max(peaks["loss"] - added, peaks["backward"] - gradients)
     return max(0.0, others + gradients - rank.allocated) + added
 
 
 def _rank_memory(
-    division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack
+    division: Division, rank: int, kept: Mapping[str, float], stack: Stack
 ) -> tuple[RankMemory, dict[str, float]]:
-    """The peak of one rank, and its allocated bytes in each phase."""
-    plan = division.plan
-    states = states_of(division, stages, stack)
+    """The peak of one rank with these states, and its allocated bytes in each phase."""
+    plan, stages, states = division.plan, division.ranks[rank], dict(kept)
     if division.profile.buffers:
         states["constants"] = division.profile.buffers
     spike = update_spike(division, stages) if stack.name in OWN else 0.0
