@@ -285,6 +285,26 @@ def test_reductions_behind_the_last_backward_pass_hide_behind_nothing() -> None:
     assert step.total > estimate_time(EIGHT, SLOW, plan, WORK).total
 
 
+def test_what_stays_gathered_is_not_gathered_again() -> None:
+    def data(plan: str) -> float:
+        step = estimate_time(EIGHT, SLOW, Plan.parse(plan), WORK)
+        return step.terms["data"] + step.hidden["data"]
+
+    once, neighbours, again = (data(f"fsdp32 / bf16 / reshard={dial}") for dial in ("false", "8", "true"))
+    assert once == data("fsdp32 zero2 / bf16") < neighbours < again
+    gather = data("fsdp32 zero2 / mb2 / bf16")  # before the first micro-batch, and not before the second
+    assert gather < data("fsdp32 / mb2 / bf16 / reshard=false") < data("fsdp32 / mb2 / bf16")
+    assert data("pp2 fsdp16 / gpipe mb2 / bf16 / reshard=false") == data("pp2 fsdp16 zero1 / gpipe mb2 / bf16")
+
+
+def test_long_passes_hide_all_but_the_first_gather_and_the_last_reduction() -> None:
+    """As torch's engine gathers and reduces one way, whether it frees weights between or not."""
+    quick = load_cluster("h100:8x4")
+    for plan in ("fsdp32 zero1 / bf16", "fsdp32 zero2 / mb2 / bf16", "fsdp32 / bf16", "dp32 / bf16"):
+        step = estimate_time(EIGHT, quick, Plan.parse(plan), replace(WORK, global_batch=32 * 32))
+        assert step.terms["data"] < 0.25 * step.hidden["data"], plan
+
+
 def test_collectives_of_tp_run_while_a_slow_host_launches() -> None:
     stack = replace(load_stack("shardwise"), launch=1e-3, fused=True, compiles=False)  # the host binds by far
     work, plan = Workload(seq_len=2048, global_batch=8), Plan.parse("dp4 tp8 / mb2 / bf16")

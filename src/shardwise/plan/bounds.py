@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, repeat
 from math import inf, log2
 
 from shardwise.plan.bounds_sizes import SizeBounds, cut_as
 from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works
+from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
 from shardwise.plan.plan import ZERO_BUBBLE, Axes, Plan, Schedule, Zero
-from shardwise.plan.timing import STRAGGLERS, Part, Wire, loss_time
+from shardwise.plan.timing import STRAGGLERS, loss_time
 from shardwise.plan.updating import (
     HOST_UPDATE,
     OWN,
@@ -32,8 +33,6 @@ from shardwise.plan.updating import (
 )
 from shardwise.plan.workload import STATE_BYTES
 
-Sent = tuple[float, float, float]
-"""Seconds on an average rank: sent once or ahead of a forward pass, gathered for a backward pass, reduced."""
 ENDLESS = 1e18
 """Seconds of a pass behind which all hides that can."""
 SPLIT = 0.6
@@ -44,8 +43,8 @@ SPLIT = 0.6
 class Bounds(SizeBounds):
     """The bounds of a question: those of time here, those of memory in `SizeBounds`."""
 
-    _sends: dict[tuple[object, ...], Sent] = field(default_factory=dict)
-    _least_sends: dict[tuple[object, ...], dict[Zero, Sent]] = field(default_factory=dict)
+    _sends: dict[tuple[object, ...], Sends] = field(default_factory=dict)
+    _least_sends: dict[tuple[object, ...], dict[Zero, Sends]] = field(default_factory=dict)
     _rules: dict[tuple[object, ...], float] = field(default_factory=dict)
     _loads: dict[tuple[int, int], float] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -190,23 +189,12 @@ class Bounds(SizeBounds):
                 found = min(found, self._exposed(flow, zero, sent, passes) + self._least_rule(flow, zero))
         return found if found < inf else 0.0
 
-    def _exposed(self, flow: Flow, zero: Zero, sent: Sent, passes: tuple[float, float]) -> float:
+    def _exposed(self, flow: Flow, zero: Zero, sends: Sends, passes: tuple[float, float]) -> float:
         """What is sent, less what hides behind the forward and the backward pass of a micro-batch."""
-        (forward, backward), (gather, again, reduce) = passes, sent
-        pipe, stack = flow.pipe, self.space.stack
-        count, blocks, hides = pipe.micro_batches, self._blocks_of(pipe.pp), stack.overlap_data
-        if zero == 3 and pipe.pp > 1 and stack.keeps_shards:
-            most = max(sum(end - start for start, end in stages) for stages, *_ in self.cut(pipe.pp, flow.schedule))
-            exposed = max(0.0, again - hides * backward) + stack.gather_wait * blocks + again / (most + 1)
-            return exposed * count + max(0.0, reduce - hides * backward)
-        if zero == 3:
-            exposed = max(0.0, gather - hides * forward) + max(0.0, again + reduce - hides * backward)
-            exposed += (gather + reduce) / (len(self.space.profile.blocks) + 1)
-            return (exposed + 2 * stack.gather_wait * blocks) * count
-        times = count if zero == 2 and pipe.pp == 1 else 1
-        total = gather + reduce * times
-        behind = backward * times + (forward if zero else 0.0)
-        return total - hides * min(behind, total) + (stack.gather_wait * blocks if zero else 0.0)
+        pipe, stages = flow.pipe, self.cut(flow.pipe.pp, flow.schedule)
+        rounds = Rounds(zero, zero == 3, pipe.micro_batches, pipe.pp)
+        most = max([sum([end - start for start, end in held]) for held, *_ in stages])
+        return exposed_time(rounds, sends, passes, self.space.stack, waits=self._blocks_of(pipe.pp), groups=most + 1)[0]
 
     def _update_of(self, dense: float, experts: float, count: int, *, offloaded: bool) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
@@ -285,18 +273,17 @@ class Bounds(SizeBounds):
     def _blocks_of(self, pp: int) -> int:  # at least, on the rank with most parameters
         return max(len(self.space.profile.blocks) // pp - (pp > 1), 0)
 
-    def _least_sent(self, pipe: Pipe) -> dict[Zero, Sent]:
+    def _least_sent(self, pipe: Pipe) -> dict[Zero, Sends]:
         """Of each `zero` the least of all spreads, each way by itself."""
         key = _sent_as(pipe), pipe.data, pipe.offloaded
         if key not in self._least_sends:
             found = self._least_sends[key] = {}
             for spread in self.space.spreads(pipe):
-                ways = zip(self._sent(spread), found.get(spread.zero, (inf, inf, inf)), strict=True)
-                gather, again, reduce = map(min, ways)
-                found[spread.zero] = gather, again, reduce
+                found[spread.zero] = Sends(*map(min, self._sent(spread), found.get(spread.zero, repeat(inf))))
         return self._least_sends[key]
 
-    def _sent(self, spread: Spread) -> Sent:
+    def _sent(self, spread: Spread) -> Sends:
+        """Of an average rank."""
         pipe, core, profile = spread.pipe, spread.pipe.core, self.space.profile
         key = (_sent_as(pipe), spread.dp_replicate, spread.dp_shard, spread.zero)
         if key not in self._sends:
@@ -309,11 +296,7 @@ class Bounds(SizeBounds):
                 Part("data", ends, 1, 1, shards, True),
                 Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep)),
             )
-            wire = Wire(plan, self.space.stack, self.space.cluster, parts)
-            sums = wire.time("reduce_scatter" if spread.zero else "all_reduce", wire.gradient)
-            ahead, again = (wire.time("all_gather", core.width, again=each) for each in (False, True))
-            once = (ahead if spread.zero else 0.0) + (wire.across() if spread.zero < 3 else 0.0)
-            self._sends[key] = once, again, sums
+            self._sends[key] = sends_of(Wire(plan, self.space.stack, self.space.cluster, parts))
         return self._sends[key]
 
     def _owned(self, spread: Spread) -> tuple[float, float]:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.activations import compute_width
+from shardwise.plan.datatime import rounds_of, sends_of, wire_of
 from shardwise.plan.division import Division, divide
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.links import collective_time, group_of
-from shardwise.plan.messages_data import reductions
 from shardwise.plan.plan import V_SHAPED, Plan
 from shardwise.plan.repair import change
 from shardwise.plan.schedule import table_of
@@ -23,7 +23,7 @@ from shardwise.plan.search import Candidate
 from shardwise.plan.simulate import Costs, simulate
 from shardwise.plan.space import Space
 from shardwise.plan.stack import Stack, stack_of
-from shardwise.plan.timing import RankCosts, StepTime, rank_costs, wire_of
+from shardwise.plan.timing import RankCosts, StepTime, rank_costs
 
 MOST_SLICES = 16
 """Micro-batches that are drawn one by one; of more, several are one slice."""
@@ -129,28 +129,19 @@ def _data_of(division: Division, cluster: Cluster, stack: Stack, rank: RankCosts
     plan, exposed, hidden = division.plan, step.terms.get("data", 0.0), step.hidden.get("data", 0.0)
     if not plan.zero:
         return _Data(0.0, 0.0, hidden, exposed, (False, False))
-    gather, scatter = _collectives(division, cluster, stack, rank)
-    times = reductions(plan)
-    if not plan.reshards:  # gathered once, behind the next step's first forward
-        share = gather / max(gather + scatter * times, 1e-12)
-        return _Data(0.0, hidden * share, hidden * (1 - share), exposed, (False, times > 1))
+    gather, again, reduce, across = sends_of(wire_of(division, rank.stages, cluster, stack))
+    scatter, rounds = reduce + across, rounds_of(plan)
+    if not rounds.frees:  # gathered once, behind the next step's first forward
+        share = gather / max(gather + scatter * rounds.reductions, 1e-12)
+        return _Data(0.0, hidden * share, hidden * (1 - share), exposed, (False, rounds.reductions > 1))
     blocks = sum(len(stage.blocks) for stage in rank.stages)
-    first, last = gather / (blocks + 1), scatter / (blocks + 1)
-    ahead = first + max(0.0, gather - stack.overlap_data * sum(rank.forward)) + stack.gather_wait * blocks
-    after = last + max(0.0, gather + scatter - stack.overlap_data * sum(rank.backward)) + stack.gather_wait * blocks
+    first, last, wait = gather / (blocks + 1), scatter / (blocks + 1), stack.gather_wait * blocks
+    ahead = first + max(0.0, gather - stack.overlap_data * sum(rank.forward)) + wait
+    after = last + max(0.0, again + scatter - stack.overlap_data * sum(rank.backward)) + wait * plan.reshards
     share = ahead / max(ahead + after, 1e-12)
-    forward, backward = max(0.0, gather - ahead), max(0.0, gather + scatter - after)
+    forward, backward = max(0.0, gather - ahead), max(0.0, again + scatter - after)
     part = forward / max(forward + backward, 1e-12)
     return _Data(exposed * share, hidden * part, hidden * (1 - part), exposed * (1 - share), (True, True))
-
-
-def _collectives(division: Division, cluster: Cluster, stack: Stack, rank: RankCosts) -> tuple[float, float]:
-    """Seconds that one gather of a rank's parameters takes, and one reduction of their gradients."""
-    wire = wire_of(division, rank.stages, cluster, stack)
-    return (
-        wire.time("all_gather", compute_width(division.plan)),
-        wire.time("reduce_scatter", wire.gradient) + wire.across(),
-    )
 
 
 def _draw_passes(lane: Lane, one: _Passes, data: _Data, count: int) -> float:

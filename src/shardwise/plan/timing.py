@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, log2
-from typing import NamedTuple
+from math import log2
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, recomputed_in, saving_of
 from shardwise.plan.blocktime import Setting, block_time
+from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
-from shardwise.plan.links import collective_time, group_of, messages_time
+from shardwise.plan.links import collective_time, group_of
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import estimate_memory
-from shardwise.plan.messages import WIDTH
-from shardwise.plan.messages_data import is_replicated, reductions
 from shardwise.plan.plan import Plan
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
@@ -260,123 +258,13 @@ def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stac
     return time + (count - few) * steady
 
 
-class Part(NamedTuple):
-    """Parameters of a rank that data axes gather and reduce alike."""
-
-    axis: str
-    """data or expert_data: whose ranks share them."""
-    params: float
-    groups: int
-    """Groups of `fully_shard` that they are in: blocks, or what is outside of them."""
-    tensors: int
-    """Products that they belong to, at most as many as parameters."""
-    shards: int = 1
-    """Ranks that share the optimizer state."""
-    outside: bool = False
-    """Embedding and head: gathered once for both passes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What data axes send for a rank, message by message: each pays the latency of its collective."""
-
-    plan: Plan
-    stack: Stack
-    cluster: Cluster
-    parts: Sequence[Part]
-
-    @property
-    def gradient(self) -> float:
-        """Bytes of a gradient on the wire."""
-        given = self.plan.communication.reduce_dtype
-        return WIDTH[given] if given else self.stack.reduce_bytes or compute_width(self.plan)
-
-    def time(self, kind: str, width: float, *, again: bool = False) -> float:
-        """Seconds of a collective over the shards for all parameters; `again`: of those gathered for each pass."""
-        axes, share = self.plan.axes, self.stack.network
-        return sum(
-            messages_time(kind, part.params * width, self._count(part), group_of(axes, part.axis), self.cluster, share)
-            for part in self.parts
-            if not (again and part.outside)
-        )
-
-    def across(self) -> float:
-        """Seconds of adding gradients over replicas."""
-        group, share = group_of(self.plan.axes, "dp_replicate"), self.stack.network
-        return sum(
-            messages_time(
-                "all_reduce", part.params * self.gradient / part.shards, self._count(part), group, self.cluster, share
-            )
-            for part in self.parts
-        )
-
-    def _count(self, part: Part) -> int:
-        """Messages: a group of `fully_shard` each; below zero 3 the stack's buckets, or those of DDP."""
-        plan, stack = self.plan, self.stack
-        if plan.zero == 3 or plan.reshards or not part.params:
-            return part.groups
-        if stack.bucket:
-            return ceil(part.params / (stack.bucket * max(plan.axes.data, 40)))
-        if is_replicated(plan):
-            size = part.params * compute_width(plan)
-            return min(ceil(size / (plan.communication.bucket_mb * 2**20)), part.tensors)
-        return part.groups
-
-
-def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> Wire:
-    """Of the stages of a rank; experts that `ep` does not divide go with the rest of their block."""
-    counts = [pair for stage in stages for pair in stage.counts]
-    inner = sum(division.dense(block) * count for block, count in counts)
-    experts = sum(division.stage_experts(stage) for stage in stages)
-    ends = sum(division.stage_dense(stage) for stage in stages) - inner
-    products = sum(len(tuple(block.matmuls)) * count for block, count in counts)
-    blocks, routed = sum(count for _, count in counts), sum(count for block, count in counts if block.expert_params)
-    apart = division.plan.axes.ep > 1
-    parts = [
-        Part("data", inner if apart else inner + experts, blocks, products, division.shards),
-        Part("data", ends, sum(stage.first or stage.last for stage in stages), 2, division.shards, outside=True),
-    ]
-    if apart:
-        parts.append(Part("expert_data", experts, routed, routed, division.expert_shards))
-    return Wire(division.plan, stack, cluster, [part for part in parts if part.params > 0 and part.groups])
-
-
 def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) -> tuple[float, float]:
     """(exposed, hidden) seconds of gradient reduction and parameter gathering."""
-    plan = division.plan
-    axes, count, width = plan.axes, plan.batch.micro_batches, compute_width(plan)
-    wire = wire_of(division, heavy.stages, cluster, stack)
-    blocks, across = sum(len(stage.blocks) for stage in heavy.stages), wire.across()
-    forward, backward = sum(heavy.forward), sum(heavy.backward)
-    if plan.zero == 3 or (plan.zero and plan.reshards):
-        gather, again = wire.time("all_gather", width), wire.time("all_gather", width, again=True)
-        scatter = wire.time("reduce_scatter", wire.gradient)
-        wait = 2 * stack.gather_wait * blocks
-        first = gather / (blocks + 1)  # nothing runs ahead of the first gather, nor behind the last reduction
-        last = scatter / (blocks + 1)
-        ahead = max(0.0, gather - stack.overlap_data * forward)
-        back = max(0.0, again + scatter + across / count - stack.overlap_data * backward)
-        exposed = (ahead + back + wait + first + last) * count
-        sent = (gather + again + scatter) * count + across
-        if axes.pp > 1 and stack.keeps_shards:  # backward passes leave weights for the forward passes between them
-            early = min(count, axes.pp)
-            exposed = (max(0.0, again - stack.overlap_data * backward) + wait / 2 + first) * count
-            exposed += (ahead + wait / 2 + first) * early
-            exposed += max(0.0, scatter + across - stack.overlap_data * backward) + last
-            sent = again * count + gather * early + scatter + across
-        return exposed, max(0.0, sent - exposed)
-    if plan.zero:
-        times = reductions(plan)
-        total = wire.time("reduce_scatter", wire.gradient) * times + across + wire.time("all_gather", width)
-        wait = stack.gather_wait * (1 + blocks)
-        behind = backward * times + forward  # the gather hides behind the next forward pass
-    else:
-        total = wire.time("all_reduce", wire.gradient) + across
-        wait, behind = 0.0, backward
-    if plan.zero and stack.reduces_late:
-        return total * stack.reduces_late + wait, 0.0
-    hides = stack.overlap_data * min(behind, total)
-    return total - hides + wait, hides
+    plan, blocks = division.plan, sum(len(stage.blocks) for stage in heavy.stages)
+    sends = sends_of(wire_of(division, heavy.stages, cluster, stack))
+    passes = sum(heavy.forward), sum(heavy.backward)
+    exposed, sent = exposed_time(rounds_of(plan), sends, passes, stack, waits=blocks, groups=blocks + 1)
+    return exposed, sent - exposed
 
 
 def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -> float:

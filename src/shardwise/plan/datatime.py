@@ -1,0 +1,201 @@
+"""Seconds that data axes send, message by message, and what of it no compute hides. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from shardwise.hardware.cluster import Cluster
+from shardwise.plan.activations import compute_width
+from shardwise.plan.division import Division, Stage
+from shardwise.plan.links import group_of, messages_time
+from shardwise.plan.messages import WIDTH
+from shardwise.plan.messages_data import is_replicated
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import Stack
+
+
+class Part(NamedTuple):
+    """Parameters of a rank that data axes gather and reduce alike."""
+
+    axis: str
+    """data or expert_data: whose ranks share them."""
+    params: float
+    groups: int
+    """Groups of `fully_shard` that they are in: blocks, or what is outside of them."""
+    tensors: int
+    """Products that they belong to, at most as many as parameters."""
+    shards: int = 1
+    """Ranks that share the optimizer state."""
+    outside: bool = False
+    """Embedding and head: gathered once for both passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What data axes send for a rank, message by message: each pays the latency of its collective."""
+
+    plan: Plan
+    stack: Stack
+    cluster: Cluster
+    parts: Sequence[Part]
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of a gradient on the wire."""
+        given = self.plan.communication.reduce_dtype
+        return WIDTH[given] if given else self.stack.reduce_bytes or compute_width(self.plan)
+
+    def time(self, kind: str, width: float, *, again: bool = False) -> float:
+        """Seconds of a collective over the shards for all parameters; `again`: of those gathered for a backward pass.
+
+        With `reshard=n` these come from n neighbours, with `reshard=false` they are there.
+        """
+        plan, share, seconds = self.plan, self.stack.network, 0.0
+        if again and not plan.reshards:
+            return seconds
+        dial = plan.communication.reshard_after_forward
+        for part in (part for part in self.parts if not (again and part.outside)):
+            group = group_of(plan.axes, part.axis)
+            if again and type(dial) is int:
+                group = replace(group, size=min(dial, group.size))
+            seconds += messages_time(kind, part.params * width, self._count(part), group, self.cluster, share)
+        return seconds
+
+    def across(self) -> float:
+        """Seconds of adding gradients over replicas."""
+        group, share = group_of(self.plan.axes, "dp_replicate"), self.stack.network
+        return sum(
+            messages_time(
+                "all_reduce", part.params * self.gradient / part.shards, self._count(part), group, self.cluster, share
+            )
+            for part in self.parts
+        )
+
+    def _count(self, part: Part) -> int:
+        """Messages: a group of `fully_shard` each; below zero 3 the stack's buckets, or those of DDP."""
+        plan, stack = self.plan, self.stack
+        if plan.zero == 3 or plan.reshards or not part.params:
+            return part.groups
+        if stack.bucket:
+            return ceil(part.params / (stack.bucket * max(plan.axes.data, 40)))
+        if is_replicated(plan):
+            size = part.params * compute_width(plan)
+            return min(ceil(size / (plan.communication.bucket_mb * 2**20)), part.tensors)
+        return part.groups
+
+
+def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> Wire:
+    """Of the stages of a rank; experts that `ep` does not divide go with the rest of their block."""
+    counts = [pair for stage in stages for pair in stage.counts]
+    inner = sum(division.dense(block) * count for block, count in counts)
+    experts = sum(division.stage_experts(stage) for stage in stages)
+    ends = sum(division.stage_dense(stage) for stage in stages) - inner
+    products = sum(len(tuple(block.matmuls)) * count for block, count in counts)
+    blocks, routed = sum(count for _, count in counts), sum(count for block, count in counts if block.expert_params)
+    apart = division.plan.axes.ep > 1
+    parts = [
+        Part("data", inner if apart else inner + experts, blocks, products, division.shards),
+        Part("data", ends, sum(stage.first or stage.last for stage in stages), 2, division.shards, outside=True),
+    ]
+    if apart:
+        parts.append(Part("expert_data", experts, routed, routed, division.expert_shards))
+    return Wire(division.plan, stack, cluster, [part for part in parts if part.params > 0 and part.groups])
+
+
+class Sends(NamedTuple):
+    """Seconds that data axes send for a rank, each time."""
+
+    gather: float
+    """Parameters, ahead of a forward pass; 0: they are there."""
+    again: float
+    """For a backward pass, of what was freed after the forward pass."""
+    reduce: float
+    """Gradients, over their shards; without shards over all data ranks."""
+    across: float
+    """Gradients over replicas, once per step."""
+
+
+def sends_of(wire: Wire) -> Sends:
+    """What is sent for the parameters of a rank."""
+    width, sharded = compute_width(wire.plan), wire.plan.zero > 0
+    return Sends(
+        gather=wire.time("all_gather", width) if sharded else 0.0,
+        again=wire.time("all_gather", width, again=True) if sharded else 0.0,
+        reduce=wire.time("reduce_scatter" if sharded else "all_reduce", wire.gradient),
+        across=wire.across(),
+    )
+
+
+class Rounds(NamedTuple):
+    """How often data axes send in a step."""
+
+    zero: int
+    reshards: bool
+    """Parameters are freed after a forward pass, and gathered again."""
+    micro_batches: int
+    pp: int
+
+    @property
+    def frees(self) -> bool:
+        """Whether parameters are gathered for each micro-batch, and not once."""
+        return self.reshards or (self.zero == 3 and self.pp == 1)
+
+    @property
+    def reductions(self) -> int:
+        """How often a gradient is reduced over its shards: as `messages_data.reductions`."""
+        return self.micro_batches if self.zero >= 2 and self.pp == 1 else 1
+
+
+def rounds_of(plan: Plan) -> Rounds:
+    """Of a plan."""
+    return Rounds(plan.zero, plan.reshards, plan.batch.micro_batches, plan.axes.pp)
+
+
+def exposed_time(
+    rounds: Rounds, sends: Sends, passes: tuple[float, float], stack: Stack, *, waits: int, groups: int
+) -> tuple[float, float]:
+    """(exposed, sent): seconds per step that no compute hides, and all that are sent.
+
+    What an engine that keeps shards sends (FSDP2, DDP) hides behind as much compute as `overlap_data` says, the first
+    gather and the last reduction apart: nothing runs ahead of the one, nor behind the other. Of other stacks, and on a
+    CPU, where the processor sends, that share of all that is sent at most is hidden.
+
+    Args:
+        rounds: how often.
+        sends: each time.
+        passes: a forward and a backward pass of a micro-batch.
+        stack: what of it overlaps.
+        waits: blocks whose gather the host waits for.
+        groups: what is gathered and reduced one after the other.
+    """
+    (gather, again, reduce, across), (forward, backward) = sends, passes
+    count, hides = rounds.micro_batches, stack.overlap_data
+    first, last = gather / groups, reduce / groups
+    if rounds.frees:
+        wait = stack.gather_wait * waits
+        ahead, back = max(0.0, gather - hides * forward), max(0.0, again + reduce + across / count - hides * backward)
+        exposed = (ahead + back + (1 + rounds.reshards) * wait + first + last) * count
+        sent = (gather + again + reduce) * count + across
+        if rounds.pp > 1 and stack.keeps_shards:  # backward passes leave weights for the forward passes between them
+            early = min(count, rounds.pp)
+            exposed = (max(0.0, again - hides * backward) + wait + first) * count
+            exposed += (ahead + wait + first) * early
+            exposed += max(0.0, reduce + across - hides * backward) + last
+            sent = again * count + gather * early + reduce + across
+        return exposed, max(sent, exposed)
+    times, wait = rounds.reductions, stack.gather_wait * (1 + waits) * (rounds.zero > 0)
+    sent = gather + reduce * times + across
+    if rounds.zero and stack.reduces_late:
+        exposed = sent * stack.reduces_late + wait
+        return exposed, exposed
+    if stack.keeps_shards and not stack.eager:
+        added = reduce + across / times
+        ahead, back = max(0.0, gather - hides * forward), max(0.0, added - hides * backward)
+        exposed = ahead + first + wait + (back + added / groups) * times
+        return exposed, max(sent, exposed)
+    behind = backward * times + forward * (rounds.zero > 0)  # the gather hides behind the next forward pass
+    hidden = hides * min(behind, sent)
+    return sent - hidden + wait, sent + wait
