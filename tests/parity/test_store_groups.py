@@ -161,12 +161,12 @@ def test_what_steps_keep_in_groups_goes_on(tmp_path: Path) -> None:
             third.load_scalars(json.loads(json.dumps(first.scalars())))
 
 
-def test_what_a_scheduler_of_torch_keeps_there_is_its_own() -> None:
+def test_of_a_scheduler_of_torch_the_rate_that_it_set_is_kept() -> None:
     with sw.open_mesh(sw.Plan()) as mesh:
         state = counting(mesh)
         torch.optim.lr_scheduler.OneCycleLR(state.optimizer.torch, 1.0, total_steps=9, cycle_momentum=False)
         assert {"initial_lr", "max_lr", "min_lr"} <= state.optimizer.param_groups[0].keys()
-        assert "groups" not in state.scalars()
+        assert [*state.scalars()["groups"][0]] == ["lr"]
 
 
 def test_a_moving_average_that_one_of_two_runs_has_is_named(tmp_path: Path) -> None:
@@ -248,7 +248,8 @@ def test_a_metric_that_is_no_number(metric: Any) -> None:
 def test_a_setting_that_is_nan_does_not_move() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     groups = [{"params": [parameter], "d": float("nan"), "betas": (0.9, 0.95)}]
-    values = GroupValues(SimpleNamespace(param_groups=groups, kind="AdamW"))  # type: ignore[arg-type]  # it asks no more of one
+    optimizer = SimpleNamespace(param_groups=groups, kind="AdamW")
+    values = GroupValues(optimizer, scheduled=True)  # type: ignore[arg-type]  # it asks no more of one
     assert values.moved() == [{}]
     groups[0]["d"] = 0.5
     assert values.moved() == [{"d": 0.5}]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -16,6 +17,8 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh
 
 T = TypeVar("T")
+LATE_S = 30.0
+"""Seconds that a rank waits for others before it says so."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +115,25 @@ _TO_DO = {
     errno.EROFS: "; choose a directory that can be written to",
     errno.EACCES: "; have this user write there, or choose another directory",
 }
+
+
+@contextmanager
+def late_told(doing: str, peers: Peers) -> Iterator[None]:
+    """A warning where the other ranks do not come within `LATE_S`: some script has one rank save alone."""
+
+    def tell() -> None:
+        with suppress(Warning):
+            warnings.warn(
+                f"{doing}: rank {peers.rank} has waited {LATE_S:g} s for the other ranks; every rank must call it "
+                "(no `if rank == 0`: each writes or reads its part)",
+                stacklevel=2,
+            )
+
+    timer = threading.Timer(LATE_S, tell)
+    timer.daemon = True
+    if peers.world > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
@@ -151,11 +152,29 @@ def with_converted(proof: Proof, manifest: Manifest, converted: tuple[Converted,
 
 
 class Templated(Protocol):
-    """A state that says what it would read; `shardwise.checkpoint.store.Saveable` is one."""
+    """A state that says what it would read; `shardwise.checkpoint.saveable.Saveable` is one."""
 
-    def template(self, names: Collection[str]) -> dict[str, Tensor]:
+    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
         """Fresh tensors of what a checkpoint holding `names` would load."""
         ...
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything that is not a tensor, as JSON."""
+        ...
+
+
+def _late(manifest: Manifest, scalars: Mapping[str, Any]) -> frozenset[str]:
+    """State of an optimizer of the kind that is here, like its parameter: it may have been made in a later step."""
+    own, saved = (each.get("optimizer") or {} for each in (scalars, manifest.scalars))
+    if not own or own.get("name") != saved.get("name"):
+        return frozenset()
+    found = []
+    for name, entry in manifest.tensors.items():
+        parameter = manifest.tensors.get(f"model.{name.removeprefix('optim.').rpartition('.')[0]}")
+        is_like = parameter is not None and entry.shape == parameter.shape
+        if name.startswith("optim.") and is_like and getattr(torch, entry.dtype).is_floating_point:
+            found.append(name)
+    return frozenset(found)
 
 
 def wanted(state: Templated, manifest: Manifest, *, weights_only: bool) -> tuple[Manifest, Reading, set[str]]:
@@ -164,6 +183,7 @@ def wanted(state: Templated, manifest: Manifest, *, weights_only: bool) -> tuple
         known, template = weights(manifest, state.template(()))
     else:
         check_imported(manifest)
-        known, template = manifest, state.template(manifest.tensors.keys())
+        late = _late(manifest, state.scalars())
+        known, template = manifest, state.template(manifest.tensors.keys(), **({"late": late} if late else {}))
     reading = Reading.of(state, known, template)
     return known, reading, as_stored(known, reading.template) - reading.sources

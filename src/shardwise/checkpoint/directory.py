@@ -348,12 +348,14 @@ class Directory(StoreDirectory):
         """Remove what crashed saves left; put back a checkpoint whose replacement did not arrive."""
         for step, kind, entry in self._entries():
             if kind == "partial":
-                self.files.remove_tree(entry)
+                with suppress(OSError):  # what cannot go is in nobody's way: it is no checkpoint
+                    self.files.remove_tree(entry)
             elif kind == "old" and self.files.identity(self.path / name_of(step)) is None:
                 self.files.rename(entry, self.path / name_of(step))
         for name in self.files.names(self.path):
             if _SCRATCH.fullmatch(name):
-                self.files.remove(self.path / name)
+                with suppress(OSError):
+                    self.files.remove(self.path / name)
 
     def _publish(self, partial: Path, step: int) -> Path:
         self.files.sync_directory(partial)

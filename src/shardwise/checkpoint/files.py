@@ -271,9 +271,12 @@ class LocalFiles:
         self.call("rename", path, lambda: os.rename(path, target))
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory of files, each with a call of its own."""
+        """Remove a directory and all in it, each with a call of its own; a link is removed, and not followed."""
         for name in self.names(path):
-            self.remove(path / name)
+            if self.is_directory(path / name):
+                self.remove_tree(path / name)
+            else:
+                self.remove(path / name)
         self.call("rmdir", path, lambda: os.rmdir(path))
 
     def remove(self, path: Path) -> None:

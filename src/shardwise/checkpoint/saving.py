@@ -50,6 +50,8 @@ class Save:
     size_bytes: int
     seconds: float
     """From the call to the complete checkpoint."""
+    left: str = ""
+    """Why older checkpoints, which need not stay, are still there."""
 
     def wait(self) -> Save:
         """Itself: it is complete."""
@@ -101,12 +103,15 @@ class SaveJob:
                     self.directory.discard(partial)
             raise
         seconds = time.perf_counter() - self.start
-        doomed = peers.on_first(self.doing, lambda: self.directory.doomed(self.retention))
+        doomed, left = peers.on_first(self.doing, lambda: self.directory.doomed(self.retention)), ""
         if doomed:
             peers.together(self.doing, lambda: self._read_back(final, identity, written[peers.rank][0]))
-            peers.on_first(self.doing, lambda: self.directory.remove_all(doomed))
+            try:
+                peers.on_first(self.doing, lambda: self.directory.remove_all(doomed))
+            except CheckpointError as error:  # this save is complete whatever becomes of others
+                left = str(error)
         size = sum(entry.size_bytes for entry, _ in written)
-        return Save(path=final, step=self.step, size_bytes=size, seconds=seconds)
+        return Save(path=final, step=self.step, size_bytes=size, seconds=seconds, left=left)
 
     def _finish_copy(self) -> None:
         failure = self.copy.finish() or self.failure
@@ -152,7 +157,7 @@ class SaveJob:
                 "cpu": self.processors,
             },
             config=self.config,
-            scalars=self.scalars,
+            scalars={**self.scalars, "ties": dict(self.placed.ties)} if self.placed.ties else self.scalars,
             metric=self.metric,
             probe=self.probe,
             files=tuple(entry for entry, _ in written),
@@ -265,6 +270,17 @@ def _union(key: str, values: list[Any]) -> Any:
     return found
 
 
+def left_over(save: Save) -> Finding:
+    """What is said of older checkpoints that could not be removed."""
+    return Finding(
+        id="checkpoint.prune",
+        severity="warning",
+        what=f"step {save.step} was saved; an older checkpoint, which need not stay, could not be removed",
+        evidence=save.left,
+        fix="make it removable, or remove it by hand: `.partial-` in its name says that it is no checkpoint any more",
+    )
+
+
 @dataclass(kw_only=True)
 class Saving:
     """A save that goes on in the background."""
@@ -321,7 +337,7 @@ class Saving:
         """Return when it has ended; what went wrong, if anything."""
         self._join()
         if not self._error:
-            return None
+            return None if not self._result[0].left else left_over(self._result[0])
         return Finding(
             id="checkpoint.save",
             severity="warning",

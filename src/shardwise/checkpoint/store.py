@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
-from functools import reduce
+from collections.abc import Mapping
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
@@ -37,54 +35,11 @@ from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, number_of
+from shardwise.checkpoint.saveable import Prober, Saveable
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, number_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
-from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.placed import Placed
-
-
-class Saveable(Protocol):
-    """What a store saves and loads; `TrainState` is one."""
-
-    @property
-    def placed(self) -> Placed:
-        """The placed model: its plan goes into the manifest."""
-        ...
-
-    @property
-    def mesh(self) -> Mesh:
-        """All ranks that take part."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """This rank's tensors by name, sharded ones as DTensors; a name has one global value over all ranks."""
-        ...
-
-    def scalars(self) -> dict[str, Any]:
-        """Everything else as JSON, the same on every rank; `step` is in it."""
-        ...
-
-    def template(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Fresh tensors, of the names, layouts and types that a checkpoint holding `names` would load here."""
-        ...
-
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the filled template."""
-        ...
-
-    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Take over what `scalars` gave at the save."""
-        ...
-
-
-class Prober(Protocol):
-    """What measures a state on rows that are kept; `shardwise.Probe` is one."""
-
-    def measure(self, state: Any) -> tuple[float, float, str]:
-        """Loss, gradient norm and a digest of the rows; every rank takes part, the state is as before."""
-        ...
 
 
 class Store:
@@ -153,11 +108,14 @@ class Store:
             CheckpointError: on all ranks, when any of them failed; older checkpoints are untouched.
             LockedError: another run holds the store.
         """
-        job = self._prepare(state, metric)
+        job, peers = self._prepare(state, metric), Peers.of(state.mesh)
         try:
-            return job.execute(Peers.of(state.mesh))
+            saved = job.execute(peers)
         finally:
             self._run = job.run
+        if saved.left:
+            peers.warn(str(left_over(saved)))
+        return saved
 
     def save_async(self, state: Saveable, *, metric: float | None = None) -> Saving:
         """Copy this rank's part to host memory and write it in the background; every rank takes part.
@@ -177,7 +135,7 @@ class Store:
         """
         if self._apart is None:
             self._apart = Peers.of(state.mesh).apart()
-            state.mesh.at_exit.append(self.wait)
+            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
         job = self._prepare(state, metric, beside=True)
         stalled = time.perf_counter() - job.start
         saving = Saving(
@@ -201,6 +159,12 @@ class Store:
             self._findings += [finding] if finding is not None else []
             self._run, self._last_s = going_on.job.run, going_on.seconds
 
+    def _end(self, peers: Peers) -> None:
+        """Wait for the last save, and say what nobody has asked for since."""
+        self.wait()
+        for finding in self.take_findings():
+            peers.warn(str(finding))
+
     def take_findings(self) -> list[Finding]:
         """What went wrong in saves that have ended in the background, each once; cheap enough for every step."""
         if self._going_on is not None and self._going_on.has_ended:
@@ -222,7 +186,9 @@ class Store:
         """
         self.wait()
         peers = Peers.of(state.mesh)
-        held, mended = peers.on_first(f"loading from {self.path}", lambda: self._begin(state))
+        doing = f"loading from {self.path}"
+        with late_told(doing, peers):
+            held, mended = peers.on_first(doing, lambda: self._begin(state))
         self._findings += held.check()
         if mended is not None:
             what = f"{mended}: it was written anew, from a checkpoint that is whole"
@@ -292,7 +258,9 @@ class Store:
         place = located(path)
         directory = directory_of(place, files_for(place, self._directory.files))
         how = {"weights_only": weights_only, "convert_state": convert_state}
-        is_store = Peers.of(state.mesh).on_first(f"loading {place}", directory.is_store)
+        peers, doing = Peers.of(state.mesh), f"loading {place}"
+        with late_told(doing, peers):
+            is_store = peers.on_first(doing, directory.is_store)
         loaded = self._load_newest(state, directory, **how) if is_store else None
         return loaded or self._load(state, place, (), **how)
 
@@ -364,7 +332,8 @@ class Store:
         doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
         self._directory.check_shared(peers.world)
         own = dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")
-        told = peers.gather((own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh)))
+        with late_told(doing, peers):
+            told = peers.gather((own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh)))
         self._findings += told[0][3].check()
         scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))
         if not all(each[1] for each in told):

@@ -39,6 +39,7 @@ from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.messages import Collective
 from shardwise.plan.plan import Plan
+from shardwise.plan.repair import change
 from shardwise.plan.stack import Stack
 from shardwise.plan.timing import StepTime, estimate_time
 from shardwise.plan.traffic import collectives_of
@@ -71,7 +72,7 @@ def estimate(
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
     more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
     asked, name = question_of("estimate", plan, parsed, imbalance=expert_imbalance, **given, **more)
-    parsed = parsed.with_(blocks=asked.blocks or "auto") if asked.factory else parsed
+    parsed = as_asked(parsed, asked)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
     if traffic and asked.spec is None:  # of a module nothing is predicted
@@ -99,6 +100,12 @@ def estimate(
         show_assumed(out, parsed, asked, found)
     if not memory.fits or host_lack(memory, parsed, asked.cluster):
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def as_asked(plan: Plan, asked: Question) -> Plan:
+    """The plan with the blocks and the batch that its numbers are of: options win over what it says."""
+    plan = plan.with_(blocks=asked.blocks or "auto") if asked.factory else plan
+    return change(plan, batch__global_size=asked.workload.global_batch) if plan.batch.global_size else plan
 
 
 def _messages(plan: Plan, asked: Question, spec: ModelSpec) -> list[tuple[Collective, int]]:

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shardwise.cli.estimate import estimates
+from shardwise.cli.estimate import as_asked, estimates
 from shardwise.cli.made_for import load_made_for, question_of
 from shardwise.cli.output import console, plan_json, print_json, show_likeness
 from shardwise.cli.plan import load_plan
 from shardwise.cli.planning import (
     BatchOption,
+    BlocksOption,
     ClusterOption,
     JsonOption,
     ModelOption,
@@ -28,6 +29,7 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
+from shardwise.cli.uneven import ImbalanceOption
 from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture
 from shardwise.plan.search import Candidate
@@ -44,7 +46,9 @@ def explain(
     optimizer: OptimizerOption = "",
     stack: StackOption = "",
     price: PriceOption = None,
+    expert_imbalance: ImbalanceOption = None,
     trace_on: TraceOnOption = "meta",
+    blocks: BlocksOption = "",
     json: JsonOption = False,
 ) -> None:
     """Explain a plan: what each decision's nearest alternatives would do.
@@ -53,8 +57,9 @@ def explain(
     """
     parsed = load_plan(plan)
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
-    more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on}
-    asked, name = question_of("explain", plan, parsed, **given, **more)
+    more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
+    asked, name = question_of("explain", plan, parsed, imbalance=expert_imbalance, **given, **more)
+    parsed = as_asked(parsed, asked)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
     forbid = load_made_for(plan).forbid  # neighbours are what the search would have made of them

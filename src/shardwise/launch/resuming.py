@@ -14,7 +14,8 @@ from shardwise.checkpoint.cadence import Cadence, Every
 from shardwise.checkpoint.compare import place_of
 from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.remote import located
-from shardwise.checkpoint.store import Loaded, Prober, Store
+from shardwise.checkpoint.saveable import Prober
+from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.runjob import RunJob

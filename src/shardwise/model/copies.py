@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise.errors import ModelError
 from shardwise.model.nested import Path, leaves
@@ -16,6 +17,26 @@ from shardwise.model.standin import stand_in_experts
 def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
     """The tensors of nested tuples, lists, dicts and dataclasses with their paths."""
     return [(path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def refuse_parameters(module: nn.Module) -> None:
+    """What no plan can place.
+
+    Raises:
+        ModelError: a parameter that has no shape yet, or is complex; by its name.
+    """
+    for whole, parameter in module.named_parameters():
+        name = whole.removeprefix("whole.")  # of what stands around a model without blocks
+        if isinstance(parameter, UninitializedParameter):
+            raise ModelError(
+                f"parameter {name} has no shape yet (a lazy module); needed: its sizes; give them, or call the model "
+                "once on a sample where it is made"
+            )
+        if parameter.is_complex():
+            raise ModelError(
+                f"parameter {name} is complex, which fully_shard and the norm of gradients do not take; hold "
+                "torch.view_as_real of it, and take torch.view_as_complex of that in forward"
+            )
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -49,6 +70,7 @@ def _without_values(module: nn.Module, device: str) -> dict[int, Any]:
     On a CPU for the other tensors that it holds too. Those that were computed (the weight that the hooks of
     `torch.nn.utils.weight_norm` leave) cannot be copied, on meta either.
     """
+    refuse_parameters(module)
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = _empty(tensor, device, tensor.dtype)

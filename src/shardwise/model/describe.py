@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.errors import ModelError
+from shardwise.model.copies import refuse_parameters
 from shardwise.model.course import Course
 from shardwise.model.experts import keep_rows
 from shardwise.model.known import Known
@@ -89,6 +90,7 @@ def describe(
 def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype, steps: bool) -> Profile:
     """The profile of a module that is computed with in a type, as mixed precision does: its parameters are cast."""
     blocks, device, name = how
+    refuse_parameters(module)
     _cast(module, dtype)
     names = find_blocks(module, blocks)
     args, kwargs = _inputs(module, sample, device, dtype)

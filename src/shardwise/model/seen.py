@@ -63,13 +63,7 @@ def why_not(module: nn.Module, error: Exception) -> str:
     sparse = next((name for name, inner in module.named_modules() if getattr(inner, "sparse", False) is True), None)
     if sparse is not None:
         return f"{sparse} gives sparse gradients (sparse=True), which no plan is estimated with: make them dense"
-    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    numbers = next((name for name, held in module.named_parameters() if held.is_complex()), None)
-    if numbers is not None:
-        said += (
-            f" ({numbers} is complex, which fully_shard and the norm of gradients do not take: hold view_as_real of it)"
-        )
-    return said
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _of_blocks(

@@ -29,6 +29,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _FROM_ONE = ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "max_seq_len", "block_norms", "moe_every")
 _MOST = 10**12
+_MOST_LAYERS = 1000
+"""The deepest published decoders have some 150; each is one in a search for a plan."""
 """Of any size: beyond it digits too many were typed, and a product of sizes is no float."""
 _PLAIN = {"ffn": "plain", "norm": "layer", "positions": "learned"}
 _GATED = {"ffn": "gated", "norm": "rms", "positions": "rotary"}
@@ -105,6 +107,10 @@ class ModelSpec:
     """Name pattern of the blocks; empty: `layers.*`, or `h.*` for gpt."""
 
     def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ConfigError(
+                f"model: name: found {self.name!r}, needed a name in one line, of letters that can be shown"
+            )
         for key, known in _CHOICES.items():
             found = getattr(self, key)
             if found not in known and (found or key == "kind"):
@@ -113,6 +119,8 @@ class ModelSpec:
             least, size = int(key in _FROM_ONE), getattr(self, key)
             if size < least:
                 raise ConfigError(f"model {self.name}: {key}: found {size}, needed at least {least}")
+            if key == "num_layers" and size > _MOST_LAYERS:
+                raise ConfigError(f"model {self.name[:80]}: num_layers: found {size}, needed at most {_MOST_LAYERS}")
             if size > _MOST:
                 raise ConfigError(f"model {self.name}: {key}: found {len(str(size))} digits, needed at most {_MOST}")
         if not self.head_dim and self.dim % self.num_heads:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.errors import ModelError, PlanError, UsageError
+from shardwise.model.copies import refuse_parameters
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks
@@ -110,6 +111,7 @@ def place(
         ModelError: see `apply`.
     """
     root = blueprint.module
+    refuse_parameters(root)
     check_declared(root, plan)
     prepare(root, _blocks(root, plan))
     placed = Placed(

@@ -182,9 +182,12 @@ def open_mesh(
         _join(launch, backend or _backend(here), init, timeout_s)
     try:
         mesh = _arrange(plan, here)
-        yield mesh
-        for finish in reversed(mesh.at_exit):
-            finish()
+        try:
+            yield mesh
+        except BaseException as error:  # a save that has begun is still a save
+            _finish(mesh, error)
+            raise
+        _finish(mesh, None)
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             mesh.groups.clear()
             for part in (mesh.device_mesh, mesh.expert_mesh):
@@ -193,6 +196,17 @@ def open_mesh(
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _finish(mesh: Mesh, error: BaseException | None) -> None:
+    """What waits for the end of the block; `error`: that with which it ends, `SystemExit` among them."""
+    for finish in reversed(mesh.at_exit):
+        try:
+            finish()
+        except Exception as failed:
+            if error is None or isinstance(error, SystemExit):
+                raise
+            error.add_note(f"at the end of open_mesh, besides: {failed}")
 
 
 def _check_arguments(plan: object, backend: str | None, timeout_s: object) -> None:

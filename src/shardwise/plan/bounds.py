@@ -16,9 +16,11 @@ from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works
 from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
+from shardwise.plan.links import Group, collective_time
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
-from shardwise.plan.plan import ZERO_BUBBLE, Axes, Plan, Schedule, Zero
+from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule, Zero
+from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.timing import STRAGGLERS, loss_time
 from shardwise.plan.updating import (
     HOST_UPDATE,
@@ -137,20 +139,31 @@ class Bounds(SizeBounds):
             forward, backward = one * work.most + loss, one * (1 - work.least) + again + loss
             return (one + 2 * loss + again) * count + step, forward, backward
         path = before = total = forward = backward = 0.0
-        split = flow.schedule.kind in ZERO_BUBBLE
+        split, send = flow.schedule.kind in ZERO_BUBBLE, self._send(flow)
         cut = self.cut(pipe.pp, flow.schedule)
         for rank, (_, last, _) in zip(self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy), cut, strict=True):
             own = loss if last else 0.0
             path = max(path, (rank.busy + rank.again + 2 * own) * count + before)
             before += rank.first * min(work.least, 0.33) if split else rank.first + rank.first_again
+            before += send if split else 2 * send
             total += rank.busy + rank.again + 2 * own
             forward = max(forward, rank.busy * work.most + own)
             backward = max(backward, rank.busy * (1 - work.least) + rank.again + own)
         # one micro-batch passes all stages, the others wait for the last of them
         start = max(start for stages, *_ in cut for start, _ in stages)
         end = work.busy[-1] - work.busy[start] + work.head + 2 * loss
-        path = max(path, (total + (count - 1) * end) * (SPLIT if split else 1.0)) + step
+        hops = pipe.pp * flow.schedule.stages - 1 - (flow.schedule.kind in V_SHAPED)  # where a V turns, nothing is sent
+        path = max(path, (total + (count - 1) * end) * (SPLIT if split else 1.0) + 2 * hops * send) + step
         return path, forward, backward
+
+    def _send(self, flow: Flow) -> float:
+        """Seconds of what a stage gives the next one for a micro-batch, and compute does not hide."""
+        pipe, core, stack = flow.pipe, flow.pipe.core, self.space.stack
+        if not micro_batches_fit(flow.schedule.kind, pipe.pp, pipe.micro_batches):
+            return 0.0  # these are priced by another rule
+        size = self.tokens(core) * self.space.profile.dim * core.width / (core.tp if core.sequence else 1)
+        group = Group(pipe.pp, core.world // pipe.pp)
+        return collective_time("send", size, group, self.space.cluster, stack.network) * (1 - stack.overlap_pipeline)
 
     def _loss(self, core: Core) -> float:
         """Seconds of the cross entropy of a micro-batch, each way."""

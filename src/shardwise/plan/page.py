@@ -7,7 +7,7 @@ from html import escape
 
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.band import band
-from shardwise.plan.pictures import front_picture, memory_picture, mesh_on_nodes, step_picture, swatch
+from shardwise.plan.pictures import front_picture, memory_picture, mesh_on_nodes, shown_of, step_picture, swatch
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import Candidate, Search
 
@@ -95,6 +95,8 @@ def _memory(found: Search, chosen: Candidate) -> str:
         f"Live tensors. With holes of the allocator, libraries and communicators the worst rank takes "
         f"{memory.device / GIB:.1f} GiB of the device."
     )
+    if (drawn := len(shown_of(memory))) < len(memory.stages):
+        note += f" Drawn are {drawn} of {len(memory.stages)} ranks: the first, the last, and the fullest between them."
     return memory_picture(memory, names) + _legend(names) + f'<p class="dim">{note}</p>'
 
 

@@ -8,7 +8,7 @@ from math import log
 
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.band import likeness
-from shardwise.plan.memory import Memory
+from shardwise.plan.memory import Memory, RankMemory
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.search import Candidate, Search
 from shardwise.plan.timeline import Timeline, timeline_of
@@ -56,9 +56,18 @@ def _text(x: float, y: float, text: str, anchor: str = "start", soft: bool = Fal
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
 
 
+def shown_of(memory: Memory) -> tuple[RankMemory, ...]:
+    """The ranks of a pipeline that are drawn: all, or the first, the last, and the fullest ones."""
+    ranks, ends = memory.stages, MOST_RANKS // 2 - 1
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    fullest = sorted(ranks[ends:-ends], key=lambda rank: -rank.allocated)[:2]
+    return (*ranks[:ends], *sorted(fullest, key=lambda rank: rank.rank), *ranks[-ends:])
+
+
 def memory_picture(memory: Memory, names: Sequence[str]) -> str:
     """A stacked bar per pipeline rank, with the device's memory as a line."""
-    shown = memory.stages if len(memory.stages) <= MOST_RANKS else (*memory.stages[:8], *memory.stages[-8:])
+    shown = shown_of(memory)
     left, right = 90.0, WIDTH - 150.0
     top = max(memory.limit, max(rank.allocated for rank in shown)) * 1.02
     scale = (right - left) / top

@@ -48,14 +48,15 @@ def _zero_axis(case: Case) -> Hit | None:
     return None
 
 
-@_data_row("zero.single", "Note: with one data rank `zero` shards nothing.")
+@_data_row("zero.single", "Note: with one data rank, and no `cp`, `zero` shards nothing.")
 def _zero_single(case: Case) -> Hit | None:
-    if not (case.plan.zero and case.plan.axes.data == 1 and not case.plan.offload.state):
+    axes = case.plan.axes
+    if not (case.plan.zero and axes.data * axes.cp == 1 and not case.plan.offload.state):
         return None
     return Hit(
         severity="note",
         what="with one data rank there is nothing to shard over",
-        found=f"zero={case.plan.zero}, dp=1, fsdp=1",
+        found=f"zero={case.plan.zero}, dp=1, fsdp=1, cp=1",
         fix="drop zero, or add fsdp ranks",
     )
 

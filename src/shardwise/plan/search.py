@@ -26,7 +26,7 @@ from shardwise.plan.families import Flow
 from shardwise.plan.front import front_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Space
-from shardwise.plan.stack import load_stack
+from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.walk import ALIKE, EXACT, Candidate, Goal, Walk
 from shardwise.plan.workload import Workload
 
@@ -118,12 +118,13 @@ def find_plan(
     if goal not in get_args(Goal):
         raise UsageError(f"goal: found {goal!r}; {nearest(goal, get_args(Goal))}")
     top, stack = options.pop("top", 10), options.pop("stack", None) or load_stack("shardwise")
-    headroom = float(options.pop("headroom", HEADROOM))
-    words = {name: tuple(options.pop(name, ())) for name in ("allow", "forbid", "left_out")}
+    headroom = options.pop("headroom", HEADROOM)
+    words = {name: options.pop(name, ()) for name in ("allow", "forbid", "left_out")}
     for found in options:
         raise UsageError(f"find_plan: found option {found!r}; needed allow, forbid, left_out, top, stack or headroom")
+    _check_options(cluster, workload, stack, top, headroom, words)
     refuse_frozen(profile)
-    space = Space(profile, spec, cluster, workload, stack, **words)
+    space = Space(profile, spec, cluster, workload, stack, **{name: tuple(each) for name, each in words.items()})
     aim: Goal = "cost" if goal == "cost" else "memory" if goal == "memory" else "time"
     walk = Walk(space, aim, cluster.device.memory * (1 - headroom))
     ranked = walk.run(top)
@@ -138,6 +139,25 @@ def find_plan(
         goal=aim, space=space, ranked=tuple(ranked), met=tuple(walk.seen), nearest=least, limit=walk.limit,
         bounds=walk.bounds, **counts,
     )  # fmt: skip
+
+
+def _check_options(
+    cluster: object, workload: object, stack: object, top: object, headroom: object, words: Mapping[str, Any]
+) -> None:
+    for name, value, kind, write in (
+        ("cluster", cluster, Cluster, 'load_cluster("h100:8")'),
+        ("workload", workload, Workload, "Workload(seq_len=4096, global_batch=64)"),
+        ("stack", stack, Stack, 'load_stack("shardwise")'),
+    ):
+        if not isinstance(value, kind):
+            raise UsageError(f"find_plan: {name}: found {value!r}, needed a {kind.__name__}; write {write}")
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise UsageError(f"find_plan: top: found {top!r}, needed a number of layouts of at least 1")
+    if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom < 1:
+        raise UsageError(f"find_plan: headroom: found {headroom!r}, needed a share of at least 0 and below 1")
+    for name, found in words.items():
+        if isinstance(found, str):
+            raise UsageError(f"find_plan: {name}: found the text {found!r}, needed a list of words, as [{found!r}]")
 
 
 def _no_plan(space: Space, walk: Walk) -> str:

@@ -46,7 +46,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"workload: {name}: found {value!r}, needed an integer of at least 1")
         if self.optimizer not in STATE_BYTES:
             hint = nearest(self.optimizer, list(STATE_BYTES))

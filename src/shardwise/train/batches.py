@@ -159,7 +159,8 @@ class Batches:
                 kind: type[DataError] | type[ConfigError] = DataError if key in ("size", "kind") else ConfigError
                 raise kind(
                     f"loader: cannot resume the data position of step {state['step']}: {_REASONS[key]}: saved {key}="
-                    f"{state.get(key)!r}, now {own!r}; use the saved value, or start without the saved data position"
+                    f"{state.get(key)!r}, now {own!r}; use the saved value, or begin anew with the weights alone: "
+                    "store.load(state, path, weights_only=True)"
                 )
         if "sharded" in self._identity() and self.options.sharded and state["global_size"] != self.spec.global_size:
             raise ConfigError(

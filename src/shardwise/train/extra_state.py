@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.parallel.placed import Placed
+from shardwise.train.values import from_json, to_json
 
 MOST_BYTES = 1 << 16
 """Of one module, as JSON: more belongs into buffers, which are stored in parts and compared."""
-_TENSOR = "shardwise.tensor"
-"""The key that tells a tensor from a dict of the module's own."""
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-                  torch.int8, torch.uint8, torch.bool)
-}  # fmt: skip
 
 
 class ExtraState:
@@ -58,7 +50,7 @@ class ExtraState:
             if value is None:
                 continue
             try:
-                found[name] = _as_json(value)
+                found[name] = to_json(value)
                 size = len(json.dumps(found[name], allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise ModelError(
@@ -84,40 +76,11 @@ class ExtraState:
             where = "this model has it, and the checkpoint does not" if name in own else "the checkpoint alone has it"
             raise CheckpointError(f"get_extra_state of {name}: {where}; needed: the modules that were saved")
         for name in stored:
-            self._modules[name].set_extra_state(_as_value(stored[name]))
+            self._modules[name].set_extra_state(from_json(stored[name]))
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Make them what they were when `to_json` gave `kept`; modules that kept nothing then are left alone."""
         now = self.to_json()
         for name, value in kept.items():
             if now.get(name) != value:
-                self._modules[name].set_extra_state(_as_value(value))
-
-
-def _as_json(value: Any) -> Any:
-    """The same as JSON, so that `_as_value` gives it back exactly; a tensor is its bytes."""
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is list:
-        return [_as_json(item) for item in value]
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {key: _as_json(item) for key, item in value.items()}
-    if type(value) is torch.Tensor and str(value.dtype).removeprefix("torch.") in _DTYPES:
-        plain = value.detach().cpu().contiguous().reshape(-1)
-        data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        name = str(value.dtype).removeprefix("torch.")
-        return {_TENSOR: [name, list(value.shape), base64.b64encode(data).decode()]}
-    raise TypeError(f"found {'a dict whose keys are no strings' if type(value) is dict else type(value).__name__}")
-
-
-def _as_value(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_as_value(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() != {_TENSOR}:
-        return {key: _as_value(item) for key, item in value.items()}
-    dtype, shape, data = value[_TENSOR]
-    if not data:
-        return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8).view(_DTYPES[dtype]).reshape(shape)
+                self._modules[name].set_extra_state(from_json(value))

@@ -1,43 +1,90 @@
-"""`GroupValues`: what an optimizer's groups hold beside parameters, and which of it steps change."""
+"""`GroupValues`: what an optimizer holds beside parameters and their state, and which of it steps change."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, cast
+
+from torch import Tensor
 
 from shardwise.checkpoint.format import same
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ModelError
 from shardwise.train.optim import NamedOptimizer
+from shardwise.train.values import from_json, to_json
 
-_HOW = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Keys that are no state: how a step is made. Nor are learning rates, and what torch's schedulers keep of them."""
+_HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "max_lr", "min_lr")
+"""Keys that are no state: how a step is made, and what torch's schedulers begin with."""
+MOST_BYTES = 1 << 16
+"""Of one value, as JSON: more belongs into the state of parameters, which is stored in parts and compared."""
 
 
 class GroupValues:
-    """The plain values of an optimizer's groups: numbers, texts, nothing, and lists of such.
+    """The values of an optimizer's groups, and of its state under keys that are no parameters.
 
-    Most are settings. But optimizers that need no schedule (Prodigy, schedule-free ones) keep their averages there, and
-    a script may change what it gave: those are part of the state of a run.
+    Numbers, texts, nothing, small tensors, and lists and dicts of such. Most are settings. But optimizers that need no
+    schedule (Prodigy, schedule-free ones) keep their averages there, and a script or one of torch's schedulers may
+    change what it gave: those are part of the state of a run.
+
+    Args:
+        optimizer: of the run.
+        scheduled: the run has a schedule, which sets learning rates anew for each step: they are no state.
     """
 
-    def __init__(self, optimizer: NamedOptimizer) -> None:
+    def __init__(self, optimizer: NamedOptimizer, *, scheduled: bool) -> None:
         """They are now as they are at the beginning of a run."""
-        self._optimizer = optimizer
+        self._optimizer, self._scheduled = optimizer, scheduled
         self._first = self._now()
 
     def _now(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups
         return [
-            {k: v for k, v in group.items() if k not in _HOW and not k.endswith("lr") and _is_plain(v)}
-            for group in groups
+            {
+                key: held
+                for key, value in group.items()
+                if self._is_state(key) and (held := _held(key, value)) is not _NO
+            }
+            for group in self._optimizer.param_groups
         ]
 
+    def _is_state(self, key: str) -> bool:
+        return key not in _HOW and not (self._scheduled and key.endswith("lr"))
+
     def moved(self) -> list[dict[str, Any]]:
-        """Of each group, those that are not what they were at first; as JSON."""
+        """Of each group, those that are not what they were at first; as JSON.
+
+        Raises:
+            ModelError: a tensor or a text that is too large.
+        """
         now = self._now()
         first = [*self._first, *[{}] * (len(now) - len(self._first))]  # of groups that were added later
         pairs = zip(first, now, strict=True)
         return [{k: v for k, v in here.items() if k not in before or not same(v, before[k])} for before, here in pairs]
+
+    def apart(self) -> list[dict[str, Any]]:
+        """Of each torch optimizer, its state that is of no parameter; as JSON.
+
+        Raises:
+            ModelError: no checkpoint can hold it.
+        """
+        return [
+            {key: self._told(key, value) for key, value in state.items() if not isinstance(key, Tensor)}
+            for state in self._states
+        ]
+
+    def _told(self, key: object, value: object) -> Any:
+        held = _held(key, value) if isinstance(key, str) else _NO
+        if held is _NO:
+            raise ModelError(
+                f"{self._optimizer.kind}: state under {key!r}, which is no parameter, is a {type(value).__name__}; a "
+                "checkpoint holds numbers, texts and small tensors there, under texts; keep it in a parameter's state"
+            )
+        return held
+
+    @property
+    def _states(self) -> list[dict[Any, Any]]:
+        owners = {id(owner): owner for owner in map(self._optimizer.owner, self._optimizer.params)}
+        return [cast(dict[Any, Any], owner.state) for owner in owners.values()]  # by parameter, says torch's type
 
     def settings(self) -> list[dict[str, Any]]:
         """Of each group the others, and how it steps: what a later start is compared with; as JSON."""
@@ -50,22 +97,53 @@ class GroupValues:
             for group, moved in zip(self._optimizer.param_groups, self.moved(), strict=True)
         ]
 
-    def load(self, moved: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from what `moved` gave.
+    def load(self, moved: Sequence[Mapping[str, Any]], apart: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from what `moved` and `apart` gave.
 
         Raises:
             CheckpointError: it is of another number of groups.
         """
         groups = self._optimizer.param_groups
-        if len(moved) != len(groups):
+        if moved and len(moved) != len(groups):
             keys = sorted({key for values in moved for key in values})
             raise CheckpointError(
                 f"the optimizer's groups hold values that steps change ({', '.join(keys)}): found {len(moved)} groups "
                 f"in the checkpoint and {len(groups)} in this {self._optimizer.kind}; needed as many; make the same"
             )
-        for group, values in zip(groups, moved, strict=True):
+        for group, values in zip(groups, moved, strict=False):
             for key, value in values.items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                if self._is_state(key):
+                    group[key] = _like(group.get(key), from_json(value))
+        none: dict[Any, Any] = {}
+        for state, values in zip_longest(self._states, apart, fillvalue=none):
+            for key in [key for key in state if not isinstance(key, Tensor) and key not in values]:
+                del state[key]  # left by a look at what a step makes
+            for key, value in values.items():
+                state[key] = _like(state.get(key), from_json(value))
+
+
+_NO = object()
+"""What is no value for a checkpoint: a function, a module."""
+
+
+def _held(key: str, value: object) -> Any:
+    try:
+        held = to_json(list(value) if isinstance(value, tuple) else value)
+    except TypeError:
+        return _NO
+    if isinstance(value, Tensor | str | dict | list | tuple) and (size := len(json.dumps(held))) > MOST_BYTES:
+        raise ModelError(
+            f"optimizer: value {key!r} is {size} bytes as JSON, needed at most {MOST_BYTES}; keep it in the state of a "
+            "parameter, which is stored in parts"
+        )
+    return held
+
+
+def _like(old: object, value: Any) -> Any:
+    """A value in place of an old one: in the same tensor, of the same kind of list."""
+    if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+        return old.copy_(value)
+    return tuple(value) if isinstance(old, tuple) else value
 
 
 def _is_plain(value: object) -> bool:

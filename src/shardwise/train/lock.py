@@ -112,9 +112,10 @@ class RunLock:
                 if old < lock.generation:
                     _path(folder, old).unlink(missing_ok=True)
         except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
             raise UsageError(
-                f"cannot lock {folder.parent}: {error.strerror or error} ({error.filename}); needed: a directory that "
-                "this user can write, on a file system with hard links; choose another --out or --checkpoints"
+                f"cannot lock {folder.parent}: {error.strerror or error}{where}; needed: a directory that this user "
+                "can write, on a file system with hard links; choose another --out or --checkpoints"
             ) from error
         return lock
 

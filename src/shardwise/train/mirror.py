@@ -58,7 +58,7 @@ class State(Protocol):
         """Everything else, as JSON."""
         ...
 
-    def template(self, names: Collection[str]) -> dict[str, Tensor]:
+    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
         """Fresh tensors of those names, as they would be here."""
         ...
 
@@ -163,7 +163,7 @@ class Mirror:
                     if slot.header() == before:
                         names |= {str(name) for name, *_ in json.loads(text)["parts"]}
                         break
-        template = state.template(names)
+        template = state.template(names, late=names)
         self._template = (signature(template), held_by(template))
         with torch.no_grad():
             state.load_tensors(template)
@@ -233,7 +233,7 @@ class Mirror:
             for part in map(Part.from_json, description["parts"]):
                 found.setdefault(part.key[0], []).append((part, memory))
             own = description if rank == self.place.rank % ranks else own
-        template = state.template(found)
+        template = state.template(found, late=found)
         layout, boxes = self._template
         with torch.no_grad():
             for held in boxes if signature(template) == layout else held_by(template):

@@ -121,22 +121,30 @@ class NamedOptimizer:
         return tensors
 
     @torch.no_grad()
-    def state_template(self, names: Collection[str]) -> dict[str, Tensor]:
+    def state_template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
         """Fresh tensors for the state that a checkpoint holding `names` would load; values unspecified.
 
         The optimizer is left as it is. Every rank calls it: a rule that gathers does so here.
         Cost: one step of those parameters that have no state yet, and the memory of the state.
+
+        Args:
+            names: of tensors of a checkpoint.
+            late: those of them that come though a first step does not make them (slow weights, a mean that begins
+                later): each as its parameter is.
         """
-        wanted = {
-            param
-            for param, key in (_split(name, self.params) for name in names)
-            if key != MASTER or param not in self._masters
-        }
+        wanted: dict[str, set[str]] = {}
+        for param, key in (_split(name, self.params) for name in names):
+            if key != MASTER or param not in self._masters:
+                wanted.setdefault(param, set()).add(key)
         tensors: dict[str, dict[str, Tensor]] = {}
         # the largest first, whose step takes most: what is made for a look is gone before there is much of the rest
         for name in sorted(self.params, key=lambda name: -self.params[name].numel()):
             state = (self.torch.state.get(self.params[name]) or self._state_after_step(name)) if name in wanted else {}
             self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
+            made = {key for key, value in state.items() if value is not None}
+            if late and made and made <= wanted[name]:
+                came = sorted(key for key in wanted[name] - made if f"{PREFIX}{name}.{key}" in late)
+                state = {**state, **dict.fromkeys(came, self.params[name].detach())}
             tensors[name] = {key: empty_as(tensor) for key, tensor in self._named_state(name, state).items()}
         return {key: tensor for name in self.params for key, tensor in tensors[name].items()}
 

@@ -73,9 +73,9 @@ class SeveralOptimizers(NamedOptimizer):
         """The same, as plain tensors."""
         return {name: tensor for part in self.parts.values() for name, tensor in part.local_state().items()}
 
-    def state_template(self, names: Collection[str]) -> dict[str, Tensor]:
+    def state_template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
         """Templates of all parts; see `NamedOptimizer.state_template`."""
-        return {name: t for part in self.parts.values() for name, t in part.state_template(names).items()}
+        return {name: t for part in self.parts.values() for name, t in part.state_template(names, late=late).items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Give each part the state of its parameters."""

@@ -98,7 +98,7 @@ class TrainState:
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
         self._extra = ExtraState(placed)
-        self._group_values = GroupValues(self.optimizer)
+        self._group_values = GroupValues(self.optimizer, scheduled=schedule is not None)
         self.mirror: Mirror | None = None
         """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
         self.is_joined = False
@@ -135,12 +135,15 @@ class TrainState:
         model = {name: local_of(tensor) for name, tensor in self._live_model().items()}
         return model | self.optimizer.local_state() | (self.ema.local_tensors() if self.ema else {})
 
-    def template(self, names: Collection[str]) -> Tensors:
-        """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here."""
+    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> Tensors:
+        """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here.
+
+        `late`: see `NamedOptimizer.state_template`.
+        """
         model = {name: empty_as(tensor) for name, tensor in self._model_tensors().items()}
         if self.ema is not None:
             model |= {name: empty_as(tensor) for name, tensor in self.ema.tensors().items()}
-        return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)])
+        return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)], late=late)
 
     def conversion(self, stored: Mapping[str, Kind], template: Tensors) -> Conversion | None:
         """How averages that are `stored` in another type become those of a `template`; None: none are.
@@ -173,6 +176,8 @@ class TrainState:
             rare["extra_state"] = extra
         if any(moved := self._group_values.moved()):
             rare["groups"] = moved
+        if any(apart := self._group_values.apart()):
+            rare["optimizer_state"] = apart
         return rare | {
             "step": self.step,
             "skipped": self.skipped,
@@ -211,11 +216,21 @@ class TrainState:
         self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith(PREFIX)})
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Continue where `scalars()` was taken.
+        """Continue where `scalars()` was taken; what is refused leaves everything as it was.
 
         Raises:
-            CheckpointError: modules keep more, or less, beside their parameters than those that were saved.
+            CheckpointError: modules keep more, or less, beside their parameters than those that were saved; the data
+                is other data.
         """
+        before, updates = self.scalars(), self._ema_updates
+        try:
+            self._load_scalars(scalars)
+        except Exception:
+            self._load_scalars(before)
+            self._ema_updates = updates
+            raise
+
+    def _load_scalars(self, scalars: Mapping[str, Any]) -> None:
         self._extra.load(scalars.get("extra_state", {}))
         self.step = int(scalars["step"])
         self.skipped = int(scalars["skipped"])
@@ -224,8 +239,7 @@ class TrainState:
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(scalars["data"])
-        if moved := scalars.get("groups"):
-            self._group_values.load(moved)
+        self._group_values.load(scalars.get("groups") or (), scalars.get("optimizer_state") or ())
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:

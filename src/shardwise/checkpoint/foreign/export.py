@@ -147,12 +147,18 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
         }
         if not weights:
             raise CheckpointError(f"{found.path}: found no weights, needed tensors under `{MODEL}`; give another one")
+        notes = [f"{item.path}: newer, and damaged: {item.reason}" for item in found.damaged]
+        ties = {name: first for name, first in (reader.manifest.scalars.get("ties") or {}).items() if first in weights}
+        if options.to == "safetensors":
+            notes += [f"{name}, which is {first}: these files hold a tied weight once" for name, first in ties.items()]
+        else:
+            weights |= {name: weights[first] for name, first in ties.items()}
         states: dict[str, dict[str, Source]] = {}
         for name in names if options.optimizer else ():
             if name.startswith(OPTIM):
                 parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
                 states.setdefault(parameter, {})[key] = Stored(reader, name)
-        notes = [f"{item.path}: newer, and damaged: {item.reason}" for item in found.damaged]
+        notes += _beside(reader.manifest.scalars, options)
         if any(name.startswith(EMA) for name in names):
             notes.append("the moving average of the weights, which has no place in these files")
         if not options.optimizer and any(name.startswith(OPTIM) for name in names):
@@ -162,6 +168,16 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
         yield Content(
             weights=weights, optimizer=states, step=reader.manifest.step, notes=tuple(note for note in notes if note)
         )
+
+
+def _beside(scalars: Mapping[str, Any], options: ExportOptions) -> list[str]:
+    """What is no tensor, and has no place in these files."""
+    notes = [f"what {name} keeps beside tensors (get_extra_state)" for name in scalars.get("extra_state") or {}]
+    values = [*(scalars.get("groups") or ()), *(scalars.get("optimizer_state") or ())]
+    keys = sorted({key for group in values for key in group})
+    if keys and options.optimizer:
+        notes.append(f"what steps changed of the optimizer's groups, or it keeps beside parameters: {', '.join(keys)}")
+    return notes
 
 
 def _typed(source: Source, dtype: str | None) -> Source:

@@ -20,6 +20,8 @@ ALIGNMENT = 64
 _ROOT = "archive"
 _TYPES = {dtype: name for name, dtype in STORAGES.items()}
 _LOCAL = 30
+Storages = dict[int, tuple[int, Source]]
+"""By the `id` of a source: its number, and itself."""
 
 
 def write_torch(path: Path, tree: Mapping[str, Any]) -> None:
@@ -30,7 +32,7 @@ def write_torch(path: Path, tree: Mapping[str, Any]) -> None:
     Raises:
         OSError: as the disk said.
     """
-    sources: list[Source] = []
+    sources: Storages = {}
     pickled = b"\x80\x02" + _encoded(tree, sources) + b"."
     with path.open("xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -41,7 +43,7 @@ def write_torch(path: Path, tree: Mapping[str, Any]) -> None:
                 ("byteorder", b"little"),
             ):
                 archive.writestr(f"{_ROOT}/{name}", data)
-            for index, source in enumerate(sources):
+            for index, source in sources.values():
                 _write_storage(archive, file, index, source)
             archive.writestr(f"{_ROOT}/version", b"3\n")
         file.flush()
@@ -61,7 +63,7 @@ def _write_storage(archive: zipfile.ZipFile, file: BinaryIO, index: int, source:
             record.write(data.data)
 
 
-def _encoded(value: Any, sources: list[Source]) -> bytes:
+def _encoded(value: Any, sources: Storages) -> bytes:
     if isinstance(value, Mapping):
         items = b"".join(_encoded(k, sources) + _encoded(v, sources) for k, v in value.items())
         return _global("collections", "OrderedDict") + b")R(" + items + b"u"
@@ -85,7 +87,7 @@ def _global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-def _tensor(source: Source, sources: list[Source]) -> bytes:
+def _tensor(source: Source, sources: Storages) -> bytes:
     """A call of torch's own rebuilding function; v3 for types that have no storage class."""
     typed = source.dtype in _TYPES
     kind = _global("torch", _TYPES[source.dtype]) if typed else _global("torch.storage", _TYPES[UNTYPED])
@@ -94,8 +96,8 @@ def _tensor(source: Source, sources: list[Source]) -> bytes:
     def plain(value: Any) -> bytes:
         return _encoded(value, sources)
 
-    storage = b"(" + plain("storage") + kind + plain(str(len(sources))) + plain("cpu") + plain(count) + b"tQ"
-    sources.append(source)
+    index, _ = sources.setdefault(id(source), (len(sources), source))  # a tied weight has one storage
+    storage = b"(" + plain("storage") + kind + plain(str(index)) + plain("cpu") + plain(count) + b"tQ"
     rest = plain(0) + plain(tuple(source.shape)) + plain(row_major(source.shape)) + b"\x89" + plain({})
     last = b"" if typed else _global("torch", source.dtype)
     function = _global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")

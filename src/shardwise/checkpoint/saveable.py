@@ -1,0 +1,57 @@
+"""What a store takes: a state that it saves and loads, and what measures one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Placed
+
+
+class Saveable(Protocol):
+    """What a store saves and loads; `TrainState` is one."""
+
+    @property
+    def placed(self) -> Placed:
+        """The placed model: its plan goes into the manifest."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """All ranks that take part."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's tensors by name, sharded ones as DTensors; a name has one global value over all ranks."""
+        ...
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything else as JSON, the same on every rank; `step` is in it."""
+        ...
+
+    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
+        """Fresh tensors, of the names, layouts and types that a checkpoint holding `names` would load here.
+
+        `late`: those of them that an optimizer of the same kind may have made after its first step, each like its
+        parameter. A state without an optimizer in its scalars is given none.
+        """
+        ...
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over the filled template."""
+        ...
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Take over what `scalars` gave at the save."""
+        ...
+
+
+class Prober(Protocol):
+    """What measures a state on rows that are kept; `shardwise.Probe` is one."""
+
+    def measure(self, state: Any) -> tuple[float, float, str]:
+        """Loss, gradient norm and a digest of the rows; every rank takes part, the state is as before."""
+        ...
