@@ -23,6 +23,7 @@ from shardwise.errors import ModelError
 from shardwise.findings import nearest
 from shardwise.model.copies import copy_module as copy_module
 from shardwise.model.copies import meta_copy as meta_copy
+from shardwise.model.copies import refuse_parameters as refuse_parameters
 from shardwise.model.copies import tensors_in as tensors_in
 from shardwise.model.known import Known as Known
 from shardwise.model.nested import Path, put

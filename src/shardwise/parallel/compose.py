@@ -10,10 +10,9 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.errors import ModelError, PlanError, UsageError
-from shardwise.model.copies import refuse_parameters
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
-from shardwise.model.tracer import find_blocks
+from shardwise.model.tracer import find_blocks, refuse_parameters
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
 from shardwise.parallel.context import shard_context

@@ -182,12 +182,8 @@ def open_mesh(
         _join(launch, backend or _backend(here), init, timeout_s)
     try:
         mesh = _arrange(plan, here)
-        try:
+        with _finishing(mesh):
             yield mesh
-        except BaseException as error:  # a save that has begun is still a save
-            _finish(mesh, error)
-            raise
-        _finish(mesh, None)
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             mesh.groups.clear()
             for part in (mesh.device_mesh, mesh.expert_mesh):
@@ -198,8 +194,18 @@ def open_mesh(
             dist.destroy_process_group()
 
 
+@contextmanager
+def _finishing(mesh: Mesh) -> Iterator[None]:
+    """What waits for the end of the block is done however that comes: a save that has begun is a save."""
+    try:
+        yield
+    except BaseException as error:
+        _finish(mesh, error)
+        raise
+    _finish(mesh, None)
+
+
 def _finish(mesh: Mesh, error: BaseException | None) -> None:
-    """What waits for the end of the block; `error`: that with which it ends, `SystemExit` among them."""
     for finish in reversed(mesh.at_exit):
         try:
             finish()
