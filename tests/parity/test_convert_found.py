@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import shardwise as sw
 from shardwise.checkpoint.compare import diff
 from shardwise.checkpoint.foreign.convert import Options, convert
+from shardwise.checkpoint.foreign.dcp_out import export_dcp
 from shardwise.checkpoint.foreign.export import ExportOptions, export
 from shardwise.errors import CheckpointError, UsageError
 from tests.foreign import Truth, at_home, write_lightning, write_zero3, write_zero12
@@ -223,6 +226,44 @@ def test_several_groups_need_names_and_no_advice_that_fails(tmp_path: Path) -> N
     for name in ("x.pt", "x.dcp"):
         note = convert(tmp_path / name, tmp_path / f"{name}.out", Options()).notes[0]
         assert "--params-in-order" not in note and "2 groups" in note and "named_parameters" in note
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(10, 4)
+        self.h = nn.Linear(4, 10, bias=False)
+        self.h.weight = self.e.weight
+        self.seen = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.h(self.e(x))
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: int) -> None:
+        self.seen = state
+
+
+def test_an_export_has_all_names_of_a_tied_weight(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(Tied, sw.Plan(), mesh, seed=0)
+        sw.Store(tmp_path / "store").save(sw.TrainState(placed, sw.adamw(placed, lr=1e-3)))
+    notes = {}
+    for name, to in (("x.pt", "torch"), ("x.ckpt", "lightning"), ("x.safetensors", "safetensors")):
+        notes[to] = export(tmp_path / "store", tmp_path / name, ExportOptions(to=to)).notes
+    export_dcp(tmp_path / "store", tmp_path / "dcp", ExportOptions(to="dcp"))
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found.keys() == {"e.weight", "h.weight"} and found["e.weight"].data_ptr() == found["h.weight"].data_ptr()
+    assert "model.h.weight" in torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
+    net = {"model": {name: torch.empty(10, 4) for name in found}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is one process
+        dcp.load(net, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in net["model"].items())
+    assert any("h.weight, which is e.weight" in note for note in notes["safetensors"])
+    assert all(any("get_extra_state" in note for note in each) for each in notes.values())
 
 
 def test_an_export_as_safetensors_brings_its_step_back(tmp_path: Path) -> None:

@@ -51,6 +51,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_the_plan_is_shown_with_the_batch_that_was_asked(here: Path) -> None:
+    words = ["--model=llama-8b", "--cluster=h100:8", "--global-batch=32", "--seq=512", "--json"]
+    for verb in (estimate, explain):
+        found = json.loads(invoke(verb, "fsdp8 / gbs64 / bf16", *words)[1])
+        assert found["plan"]["shorthand"] == "fsdp8 / gbs32 / bf16" and found["time"]["tokens"] == 32 * 512
+
+
+def test_explain_takes_what_estimate_takes(here: Path) -> None:
+    words = ("fsdp8 ep4 / gbs64 / bf16", "--model", "tiny-moe", "--cluster", "h100:8", "--seq", "128", "--json")
+    even, uneven = (json.loads(invoke(explain, *words, *more)[1]) for more in ((), ("--expert-imbalance", "2")))
+    assert uneven["time"] != even["time"] and "imbalance" in json.dumps(uneven["time"])
+
+
 def test_plan_prints_and_writes(here: Path) -> None:
     code, text, error = invoke(plan, "llama-1b", "h100:8", "--seq", "4096", "--global-batch", "64", "--price", "2.5")
     assert (code, error) == (ExitCode.OK, None)

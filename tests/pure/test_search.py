@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import ModelError, PlanError, UsageError
+from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
@@ -410,6 +410,32 @@ def test_unknown_words_are_refused(option: str, word: str) -> None:
             Workload(seq_len=128, global_batch=1),
             **{option: word if option == "goal" else (word,)},
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"top": 0}, "top: found 0"),
+        ({"headroom": float("nan")}, "headroom: found nan"),
+        ({"headroom": 1.5}, "headroom: found 1.5"),
+        ({"forbid": "pp"}, r"needed a list of words, as \['pp'\]"),
+        ({"stack": "shardwise"}, "needed a Stack"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        find(SMALL, cluster("h100:1"), Workload(seq_len=128, global_batch=1), **options)
+    with pytest.raises(UsageError, match="needed a Cluster"):
+        find(SMALL, "h100:1", Workload(seq_len=128, global_batch=1))  # type: ignore[arg-type]  # as a user may
+    with pytest.raises(ConfigError, match="found True"):
+        Workload(seq_len=True, global_batch=1)
+
+
+def test_what_fits_nowhere_on_a_cpu_is_found_soon() -> None:
+    """Gradients, which are there in the backward pass alone, are in the bounds: 22 plans are estimated, not 1,400."""
+    sizes = preset("tiny-moe")
+    walk = Walk(space_of(sizes, load_cluster("cpu:4"), Workload(seq_len=128, global_batch=64)), "memory", inf)
+    assert walk.run(1) and walk.estimated < 100
 
 
 def test_every_feature_can_be_forbidden() -> None:

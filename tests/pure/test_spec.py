@@ -250,6 +250,9 @@ def test_unknown_preset_names_the_nearest() -> None:
         ({"preset": "tiny-moe", "moe_every": 0}, "moe_every: found 0, needed at least 1"),
         ({"preset": "tiny", "block_norms": 0}, "block_norms: found 0, needed at least 1"),
         ({"preset": "tiny", "vocab_size": 10**400}, "vocab_size: found 401 digits, needed at most"),
+        ({"preset": "tiny", "num_layers": 10**6}, "num_layers: found 1000000, needed at most 1000"),
+        ({"preset": "tiny", "name": "a\x1b[31m"}, "needed a name in one line"),
+        ({"num_layers": 2, "dim": 8}, "missing num_heads, ffn_dim, vocab_size, max_seq_len; .* preset"),
     ],
 )
 def test_bad_sizes_are_refused(sizes: dict[str, object], says: str) -> None:

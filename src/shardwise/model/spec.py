@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_args
@@ -319,7 +319,13 @@ def spec_from_dict(data: Mapping[str, Any], *, name: str = "custom") -> ModelSpe
         if known not in _table():
             raise RecordError(("preset",), f"unknown preset {known!r}; {nearest(known, presets())}")
         base = {"name": known, **_table()[known]}
-    return from_dict(ModelSpec, {"name": name, **base, **sizes})
+    found = {"name": name, **base, **sizes}
+    missing = [f.name for f in fields(ModelSpec) if f.default is MISSING and f.name not in found]
+    if missing:
+        raise RecordError(
+            (), f"missing {', '.join(missing)}; needed: numbers; or begin with a known model: preset = 'tiny'"
+        )
+    return from_dict(ModelSpec, found)
 
 
 def load_spec(source: str | os.PathLike[str]) -> ModelSpec:
