@@ -164,6 +164,25 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(value: object, key: obje
             state.scalars()
 
 
+class KeepsList(Base):
+    def of(self, parameter: torch.Tensor) -> float:
+        self.state[parameter].setdefault("l", []).append(1)
+        return 1.0
+
+
+def test_state_that_cannot_be_stored_is_told_at_the_first_step(tmp_path: Path) -> None:
+    plan = sw.Plan()
+    with sw.open_mesh(plan) as mesh:
+        state = started(mesh, plan, KeepsList)
+        with pytest.warns(UserWarning, match="no checkpoint will hold this run: KeepsList: state 'l' of '0.weight'"):
+            go(state, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            go(state, 2)
+        with pytest.raises(ModelError, match="only tensors and numbers"):
+            sw.Store(tmp_path / "s").save(state)
+
+
 def test_another_optimizer_is_still_refused(tmp_path: Path) -> None:
     plan = sw.Plan()
     with sw.open_mesh(plan) as mesh:

@@ -7,6 +7,7 @@ The step function hands gradients over by name (`take_grads`), the store reads a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -52,6 +53,7 @@ class NamedOptimizer:
         self._holders = list({id(p): p for p in (*self.params.values(), *self.live.values())}.values())
         """Every tensor that may hold a gradient, once."""
         self._numbers: dict[str, type] = {}
+        self._has_stepped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -99,10 +101,20 @@ class NamedOptimizer:
     def step(self) -> None:
         """Update the parameters from the gradients that were handed over."""
         self.torch.step()
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._tell_unstorable()
         if self._masters:
             with torch.no_grad():
                 for name, master in self._masters.items():
                     local_shard(self.live[name]).copy_(local_shard(master))
+
+    def _tell_unstorable(self) -> None:
+        """At the first step, and not at a save hours later."""
+        try:
+            self.local_state()
+        except ModelError as error:
+            warnings.warn(f"no checkpoint will hold this run: {error}", stacklevel=5)
 
     def zero_grad(self) -> None:
         """Forget the gradients, here and on the model's parameters."""
