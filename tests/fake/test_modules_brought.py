@@ -17,7 +17,7 @@ from shardwise.errors import ModelError
 from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
-from shardwise.model.seen import taken_by_loss, why_not
+from shardwise.model.seen import taken_by_loss
 from shardwise.model.stacks import blocks_of
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
@@ -132,16 +132,6 @@ def test_what_cannot_be_seen_is_said() -> None:
         estimate_module_by_trace(Sparse, Plan(), Workload(seq_len=16, global_batch=2))
     with pytest.raises(ModelError, match="some parameters have no gradient .* add find-unused to the plan"):
         estimate_module_by_trace(Unused, Plan.parse("dp2"), Workload(seq_len=16, global_batch=2))
-
-
-def test_complex_parameters_are_named() -> None:
-    class Waves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.cfloat))
-
-    assert why_not(Waves(), ValueError("no")).startswith("ValueError: no (weight is complex, which fully_shard")
-    assert why_not(Words(), ValueError("no")) == "ValueError: no"
 
 
 def test_a_module_that_asks_for_values_is_seen_all_the_same_where_it_is_read_with_them() -> None:

@@ -184,7 +184,7 @@ def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) ->
         origin = "as the cluster says" if cluster.host_memory else "assumed"
         hosts = f", or offloads more than the {host_share(cluster) / GIB:.0f} GiB of host memory per device ({origin})"
     out.print(
-        f"nothing fits: every legal plan needs more than the {device.memory / GIB:.0f} GiB of {device.name}, of which "
+        f"nothing fits: every legal plan needs more than the {device.memory / GIB:.3g} GiB of {device.name}, of which "
         f"{HEADROOM:.0%} stay free{hosts}; the one that needs the least needs {least.memory.device / GIB:.1f} GiB",
         style="red",
         markup=False,

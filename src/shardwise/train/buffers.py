@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 
 from shardwise.parallel.placed import Placed
@@ -26,7 +28,7 @@ class Buffers:
     def keep(self) -> None:
         """Remember them as they are; they are this rank's own, so nothing is communicated."""
         live = [held[key] for held, key in self._places]
-        self._kept = [None if buffer is None else buffer.detach().clone() for buffer in live]
+        self._kept = [_copy(buffer, before) for buffer, before in zip_longest(live, self._kept)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -35,3 +37,12 @@ class Buffers:
             live = held[key]
             if live is not None and before is not None:
                 live.copy_(before)
+
+
+def _copy(buffer: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of a buffer, in the memory of the last one where it has room."""
+    if buffer is None:
+        return None
+    if before is None or (before.shape, before.dtype, before.device) != (buffer.shape, buffer.dtype, buffer.device):
+        return buffer.detach().clone()
+    return before.copy_(buffer)
