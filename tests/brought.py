@@ -32,6 +32,18 @@ class Words(nn.Module):
         return self.head(self.hidden(ids))
 
 
+class Masked(Words):
+    """A table that is no parameter, and large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(256, 256).tril())
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        x = super().hidden(ids)
+        return x + self.mask[-1, : x.shape[1], None].to(x.dtype)
+
+
 class Recurrent(nn.Module):
     """A residual LSTM: one kernel of a CPU, and on meta several for each token."""
 

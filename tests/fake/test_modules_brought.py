@@ -28,6 +28,7 @@ from shardwise.plan.workload import Workload
 from tests.brought import (
     Asks,
     Checkpointed,
+    Masked,
     OwnLoss,
     Recurrent,
     Routed,
@@ -51,6 +52,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "routed": partial(Words, Routed, 2),
     "checkpointed": partial(Words, Checkpointed),
     "staged": Staged,
+    "masked": Masked,
     "weight norm": WeightNormed,
     "weight norm by hooks": partial(WeightNormed, old=True),
     "unused": Unused,
@@ -65,6 +67,7 @@ FAST = [
     ("routed", "dp1"),
     ("checkpointed", "dp1"),
     ("staged", "fsdp2 / bf16"),
+    ("masked", "fsdp4 / mb2"),
     ("weight norm", "fsdp4 / mb2"),
     ("weight norm by hooks", "dp1"),
     ("unused", "fsdp4 / mb2"),
