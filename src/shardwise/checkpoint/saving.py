@@ -157,7 +157,7 @@ class SaveJob:
                 "cpu": self.processors,
             },
             config=self.config,
-            scalars={**self.scalars, "ties": dict(self.placed.ties)} if self.placed.ties else self.scalars,
+            scalars=self.scalars,
             metric=self.metric,
             probe=self.probe,
             files=tuple(entry for entry, _ in written),

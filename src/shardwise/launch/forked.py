@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -182,7 +183,9 @@ def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], job: _Job) -
                 results[rank] = pipe.recv()
             except (EOFError, OSError):
                 process.join(timeout=2)
-                crash = _crash(rank, job).read_text(errors="replace")
+                crash = ""
+                with suppress(OSError):  # who asked has been interrupted, and has taken the directory away
+                    crash = _crash(rank, job).read_text(errors="replace")
                 results[rank] = (False, f"the process died (exit code {process.exitcode})\n{crash}".rstrip().encode())
             if not results[rank][0]:
                 deadline = min(deadline, time.monotonic() + 5)
@@ -195,7 +198,8 @@ def _crash(rank: int, job: _Job) -> Path:
 
 
 def _worker(pipe: Connection, rank: int, job: _Job) -> None:
-    faulthandler.enable(_crash(rank, job).open("w"))
+    with suppress(OSError):
+        faulthandler.enable(_crash(rank, job).open("w"))
     torch.set_num_threads(1)
     os.environ.update(_environment(rank, job))
     sys.path[:] = list(job.path)

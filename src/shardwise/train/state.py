@@ -176,6 +176,8 @@ class TrainState:
             rare["extra_state"] = extra
         if any(moved := self._group_values.moved()):
             rare["groups"] = moved
+        if self.placed.ties:  # for exports: other programs want all names
+            rare["ties"] = dict(self.placed.ties)
         if any(apart := self._group_values.apart()):
             rare["optimizer_state"] = apart
         return rare | {
