@@ -8,7 +8,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from shardwise.checkpoint.saving import agreed, number_of
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.testing import World
 from shardwise.train.group_values import GroupValues
+from shardwise.train.optim import NamedOptimizer
 from shardwise.train.protect import Kept
 from tests.checkpoints import SPLITS, write_checkpoint
 
@@ -248,8 +249,8 @@ def test_a_metric_that_is_no_number(metric: Any) -> None:
 def test_a_setting_that_is_nan_does_not_move() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     groups = [{"params": [parameter], "d": float("nan"), "betas": (0.9, 0.95)}]
-    optimizer = SimpleNamespace(param_groups=groups, kind="AdamW")
-    values = GroupValues(optimizer, scheduled=True)  # type: ignore[arg-type]  # it asks no more of one
+    optimizer = cast(NamedOptimizer, SimpleNamespace(param_groups=groups, kind="AdamW"))  # it asks no more of one
+    values = GroupValues(optimizer, scheduled=True)
     assert values.moved() == [{}]
     groups[0]["d"] = 0.5
     assert values.moved() == [{"d": 0.5}]

@@ -7,8 +7,9 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.files import LocalFiles
 from shardwise.errors import CheckpointError, DataError, ModelError
 from shardwise.launch.forked import WorldError
+from shardwise.parallel.mesh import _finish
 from shardwise.testing import World
 
 ROWS = [(torch.randn(8, generator=torch.Generator().manual_seed(i)), torch.ones(1)) for i in range(64)]
@@ -71,6 +73,13 @@ class KeepsDict(Base):
         return 1 / float(group["d"]["k"][0])
 
 
+class KeepsTuples(Base):
+    def remember(self, group: dict[str, Any]) -> float:
+        group["d"] = {"pair": (group.get("d", {"pair": (0,)})["pair"][0] + 1, np.float64(2.0))}
+        group["n"] = np.float64(group.get("n", 0.0) + 1)
+        return float(1 / (group["d"]["pair"][0] + group["n"]))
+
+
 class LowersItsRate(Base):
     def remember(self, group: dict[str, Any]) -> float:
         group["lr"] *= 0.8
@@ -101,7 +110,7 @@ class LateMean(Base):  # None until it is made
         return 1.0 if state["mean"] is None else 0.5
 
 
-OPTIMIZERS = (Counts, KeepsTensor, KeepsDict, LowersItsRate, SlowWeights, LateMean)
+OPTIMIZERS = (Counts, KeepsTensor, KeepsDict, KeepsTuples, LowersItsRate, SlowWeights, LateMean)
 
 
 def started(mesh: sw.Mesh, plan: sw.Plan, kind: Callable[..., Any], seed: int = 5) -> sw.TrainState:
@@ -159,7 +168,7 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(value: object, key: obje
     plan = sw.Plan()
     with sw.open_mesh(plan) as mesh:
         state = started(mesh, plan, Base)
-        state.optimizer.torch.state[key] = value  # type: ignore[index]
+        cast(dict[object, object], state.optimizer.torch.state)[key] = value
         with pytest.raises(ModelError, match=says):
             state.scalars()
 
@@ -228,6 +237,22 @@ def test_a_save_that_has_begun_is_complete_however_the_block_is_left(world: Worl
             world(2, leaving, how, str(tmp_path / "s"))
     (found,) = sw.Store(tmp_path / "s")._directory.listing().complete
     assert found[1].step == 2
+
+
+def test_a_store_is_held_until_its_last_save_is_complete(tmp_path: Path) -> None:
+    plan, order = sw.Plan(), list[str]()
+    with sw.open_mesh(plan) as mesh:
+        state, store = started(mesh, plan, torch.optim.SGD), sw.Store(tmp_path / "s")
+        go(state, 1)
+        store.save_async(state)
+        names = [getattr(finish, "func", finish).__name__ for finish in mesh.at_exit]
+        assert names.index("release") < names.index("_end"), "the last is done first"
+        mesh.at_exit.insert(0, lambda: order.append("all"))
+        mesh.at_exit.append(lambda: 1 / 0)  # what fails keeps nothing else from its end
+        with pytest.raises(ZeroDivisionError):
+            _finish(mesh, None)
+        mesh.at_exit.pop()
+    assert order == ["all", "all"]
 
 
 def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,10 @@ def test_is_remarked_and_legal(row: str, severity: str, text: str, facts: dict[s
     refuse(findings)
 
 
+def test_zero_shards_over_ranks_of_a_sequence_too() -> None:
+    assert check(Plan.parse("cp2 zero3 / bf16")) == []
+
+
 @pytest.mark.parametrize(("text", "facts"), LEGAL)
 def test_is_legal(text: str, facts: dict[str, Any]) -> None:
     assert errors_in(check(Plan.parse(text), **facts)) == []

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from typer import Typer
@@ -25,6 +27,8 @@ from shardwise.model.profile import Attention, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.advice import advise
 from shardwise.plan.band import band_of_kind, likeness
+from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.pictures import shown_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Space
 from shardwise.plan.stack import load_stack
@@ -56,6 +60,13 @@ def test_the_plan_is_shown_with_the_batch_that_was_asked(here: Path) -> None:
     for verb in (estimate, explain):
         found = json.loads(invoke(verb, "fsdp8 / gbs64 / bf16", *words)[1])
         assert found["plan"]["shorthand"] == "fsdp8 / gbs32 / bf16" and found["time"]["tokens"] == 32 * 512
+
+
+def test_the_fullest_rank_of_a_long_pipeline_is_drawn() -> None:
+    one = estimate_memory(profile_of(preset("tiny")), Plan(), Workload(seq_len=64, global_batch=1)).stages[0]
+    ranks = tuple(replace(one, rank=i, terms={"weights": 9.0 if i == 15 else 1.0}) for i in range(32))
+    drawn = [rank.rank for rank in shown_of(cast(Memory, SimpleNamespace(stages=ranks)))]
+    assert 15 in drawn and len(drawn) == 16 and drawn == sorted(drawn)
 
 
 def test_explain_takes_what_estimate_takes(here: Path) -> None:

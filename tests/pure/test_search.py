@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 from math import floor, inf, log
 from time import process_time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -426,7 +426,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: st
     with pytest.raises(UsageError, match=says):
         find(SMALL, cluster("h100:1"), Workload(seq_len=128, global_batch=1), **options)
     with pytest.raises(UsageError, match="needed a Cluster"):
-        find(SMALL, "h100:1", Workload(seq_len=128, global_batch=1))  # type: ignore[arg-type]  # as a user may
+        find(SMALL, cast(Cluster, "h100:1"), Workload(seq_len=128, global_batch=1))  # as a user may
     with pytest.raises(ConfigError, match="found True"):
         Workload(seq_len=True, global_batch=1)
 

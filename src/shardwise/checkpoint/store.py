@@ -133,10 +133,12 @@ class Store:
         Raises:
             CheckpointError: ranks disagree on what they save, or a tensor cannot be stored.
         """
+        is_first = self._apart is None
         if self._apart is None:
             self._apart = Peers.of(state.mesh).apart()
-            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
         job = self._prepare(state, metric, beside=True)
+        if is_first:  # after the lock, which is given back in the reverse order: when the last save is complete
+            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
         stalled = time.perf_counter() - job.start
         saving = Saving(
             job=job,

@@ -206,13 +206,17 @@ def _finishing(mesh: Mesh) -> Iterator[None]:
 
 
 def _finish(mesh: Mesh, error: BaseException | None) -> None:
-    for finish in reversed(mesh.at_exit):
+    failed: list[Exception] = []
+    for finish in reversed(mesh.at_exit):  # all of them, whatever becomes of one
         try:
             finish()
-        except Exception as failed:
-            if error is None or isinstance(error, SystemExit):
-                raise
-            error.add_note(f"at the end of open_mesh, besides: {failed}")
+        except Exception as raised:
+            failed.append(raised)
+    if failed and (error is None or isinstance(error, SystemExit)):
+        raise failed[0]
+    for other in failed:
+        assert error is not None
+        error.add_note(f"at the end of open_mesh, besides: {other}")
 
 
 def _check_arguments(plan: object, backend: str | None, timeout_s: object) -> None:

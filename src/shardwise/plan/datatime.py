@@ -12,7 +12,7 @@ from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division, Stage
 from shardwise.plan.links import group_of, messages_time
 from shardwise.plan.messages import WIDTH
-from shardwise.plan.messages_data import is_replicated
+from shardwise.plan.messages_data import is_replicated, reductions_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 
@@ -145,8 +145,8 @@ class Rounds(NamedTuple):
 
     @property
     def reductions(self) -> int:
-        """How often a gradient is reduced over its shards: as `messages_data.reductions`."""
-        return self.micro_batches if self.zero >= 2 and self.pp == 1 else 1
+        """How often a gradient is reduced over its shards."""
+        return reductions_of(self.zero, self.pp, self.micro_batches)
 
 
 def rounds_of(plan: Plan) -> Rounds:
@@ -162,6 +162,8 @@ def exposed_time(
     What an engine that keeps shards sends (FSDP2, DDP) hides behind as much compute as `overlap_data` says, the first
     gather and the last reduction apart: nothing runs ahead of the one, nor behind the other. Of other stacks, and on a
     CPU, where the processor sends, that share of all that is sent at most is hidden.
+    Source: what `fully_shard` prefetches and when it reduces (arXiv:2304.11277, section 3.3); shares are fitted to
+    published runs (docs/planner-accuracy.md).
 
     Args:
         rounds: how often.

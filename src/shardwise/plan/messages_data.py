@@ -145,7 +145,12 @@ def reduce_width(plan: Plan) -> int:
 
 def reductions(plan: Plan) -> int:
     """How often a gradient is reduced over its shards in a step."""
-    return plan.batch.micro_batches if plan.zero >= 2 and plan.axes.pp == 1 else 1
+    return reductions_of(plan.zero, plan.axes.pp, plan.batch.micro_batches)
+
+
+def reductions_of(zero: int, pp: int, micro_batches: int) -> int:
+    """The same, by what decides on it."""
+    return micro_batches if zero >= 2 and pp == 1 else 1
 
 
 def _gathers(scene: Scene, stage: Stage, reshards: bool, ranks: int) -> dict[str, int]:

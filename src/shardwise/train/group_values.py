@@ -128,7 +128,7 @@ _NO = object()
 
 def _held(key: str, value: object) -> Any:
     try:
-        held = to_json(list(value) if isinstance(value, tuple) else value)
+        held = value if _is_plain(value) and not isinstance(value, list | tuple) else to_json(_listed(value))
     except TypeError:
         return _NO
     if isinstance(value, Tensor | str | dict | list | tuple) and (size := len(json.dumps(held))) > MOST_BYTES:
@@ -137,6 +137,15 @@ def _held(key: str, value: object) -> Any:
             "parameter, which is stored in parts"
         )
     return held
+
+
+def _listed(value: Any) -> Any:
+    """With lists in place of tuples, and numbers of Python's in place of their subclasses (NumPy's)."""
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return float(value) if isinstance(value, float) else value
 
 
 def _like(old: object, value: Any) -> Any:
