@@ -197,11 +197,23 @@ def test_batches_in_the_words_of_trainers() -> None:
 
 
 @pytest.mark.parametrize(
-    "notes", ["deepspeed z3 offload", "deepspeed_stage_3_offload", "ZeRO-3, CPU offload", "ZeRO-3; adam offload"]
+    "notes",
+    [
+        "deepspeed z3 offload",
+        "deepspeed_stage_3_offload",
+        "ZeRO-3, CPU offload",
+        "ZeRO-3; adam offload",
+        "ZeRO-3 with CPU offload of params",
+    ],
 )
 def test_states_on_the_host_in_words(notes: str) -> None:
     assert variant("core-8", **ONE_NODE | {"notes": notes}).plan.offload.state
-    assert not variant("core-8", **ONE_NODE | {"notes": "ZeRO-3, CPU offload not used"}).plan.offload.state
+    for notes in (
+        "ZeRO-3, CPU offload not used",
+        "ZeRO-3 without CPU offload of params",
+        "ZeRO-3, no offload of the optimizer",
+    ):
+        assert not variant("core-8", **ONE_NODE | {"notes": notes}).plan.offload.state, notes
 
 
 def test_the_network_that_notes_name() -> None:

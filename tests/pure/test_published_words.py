@@ -41,6 +41,18 @@ def test_no_flash_attention_is_none() -> None:
     assert variant("core-8", **BARE | {"notes": "FlashAttention"}).stack.attention == "flash2"
 
 
+def test_a_graph_of_the_whole_step_takes_the_host_out() -> None:
+    row = variant("fsdp-1", **BARE | {"notes": "torchtitan; CUDA graph of the whole step"})
+    assert row.stack.block_host == row.stack.micro_host == 0 and 0 < row.stack.launch <= 1e-6
+    for said in ("torchtitan, no CUDA graph of the whole step", "torchtitan, TE CUDA graphs"):
+        assert variant("fsdp-1", **BARE | {"notes": said}).stack.launch > 1e-6, said
+
+
+def test_a_loss_in_chunks_holds_few_logits() -> None:
+    for said in ("loss in 8 chunks", "loss computed in chunks", "chunked loss"):
+        assert variant("fsdp-1", **BARE | {"notes": f"torchtitan, {said}"}).stack.logit_bytes == 0.5, said
+
+
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [

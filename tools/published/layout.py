@@ -310,7 +310,8 @@ def _offload(cells: Cells, zero: int) -> Offload:
     )
     noted = cells.noted(
         rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of|used? |not|off))"
-        r"|offload(ed|ing)?[ _](of )?(the )?optimizer|zero-(offload|infinity)"
+        r"|(?<!no )(?<!without )(?<!no cpu )(?<!without cpu )offload(ed|ing)?[ _](of )?(the )?"
+        r"(optimizer|param(eter)?s|gradients|grads)\b|zero-(offload|infinity)"
     )
     saved = cells.noted(r"activations? (check ?point\w* )?(cpu )?offload") is not None
     if saved and cells.noted(r"offload of \d+ layers"):

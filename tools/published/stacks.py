@@ -116,12 +116,24 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if _chunks(cells):
         stack = replace(stack, logit_bytes=CHUNKED)
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
-    elif cells.noted(r"liger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross"):
+    elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=0.5, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
+    if cells.noted(r"(?<!no )cuda graphs? of the (whole|entire|full) (step|iteration)"):
+        stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0)
+        stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
+        cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+_SLICED = (
+    r"liger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|loss (works |computed )?in (\d+ )?chunks"
+)
+"""Words for a loss that never holds all logits."""
+GRAPHED = 1e-6
+"""Seconds from a kernel to the next in a CUDA graph, which the device starts by itself."""
 
 
 def _chunks(cells: Cells) -> bool:
