@@ -235,6 +235,13 @@ def test_a_bound_of_a_pipeline_takes_its_first_stages_as_they_are() -> None:
     assert 0.95 * total < least <= total
 
 
+def test_passes_shorter_than_their_launches_need_few_full_estimates() -> None:
+    """Bounds know which gradients a zero-bubble schedule can move: of such passes hardly any."""
+    sizes = preset("bert-large")
+    found = find_plan(profile_of(sizes), sizes, load_cluster("h100:8"), Workload(seq_len=512, global_batch=8))
+    assert len(found.ranked) == 10 and found.estimated < 100
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "where", "batch", "seconds"),

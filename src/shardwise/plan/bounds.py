@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate, repeat
 from math import inf, log2
 
+from shardwise.plan.activations import GATHERED
 from shardwise.plan.bounds_sizes import SizeBounds, cut_as
 from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works
 from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
@@ -37,8 +38,6 @@ from shardwise.plan.workload import STATE_BYTES
 
 ENDLESS = 1e18
 """Seconds of a pass behind which all hides that can."""
-SPLIT = 0.6
-"""The least share of a pass through all stages that a micro-batch takes where backward passes are split."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Bounds(SizeBounds):
     _updates: dict[tuple[object, ...], float] = field(default_factory=dict)
     _shards: dict[tuple[object, ...], float] = field(default_factory=dict)
     _rank_works: dict[tuple[object, ...], list[RankWork]] = field(default_factory=dict)
+    _groups: dict[tuple[int, int, bool], int] = field(default_factory=dict)
     _agains: dict[tuple[Work, int], Upto] = field(default_factory=dict)
 
     def core_time(self, core: Core, more: float = 0.0) -> float:
@@ -96,7 +96,7 @@ class Bounds(SizeBounds):
         seconds = self.core_time(core, (loss + again) * rounds + ends)
         if pp > 1:  # a micro-batch passes all stages
             work = self.work(core)
-            through = (work.busy[-1] + work.head + loss + again) * SPLIT
+            through = work.busy[-1] + work.head + loss + again - work.weights[-1] - work.head_weight
             seconds = max(seconds, (through + ends + stack.step) * self.stragglers)
         return max(seconds, self._loading(core, core.world // (core.tp * core.cp * pp)))
 
@@ -144,7 +144,7 @@ class Bounds(SizeBounds):
         for rank, (_, last, _) in zip(self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy), cut, strict=True):
             own = loss if last else 0.0
             path = max(path, (rank.busy + rank.again + 2 * own) * count + before)
-            before += rank.first * min(work.least, 0.33) if split else rank.first + rank.first_again
+            before += rank.first_forward if split else rank.first + rank.first_again
             before += send if split else 2 * send
             total += rank.busy + rank.again + 2 * own
             forward = max(forward, rank.busy * work.most + own)
@@ -152,8 +152,11 @@ class Bounds(SizeBounds):
         # one micro-batch passes all stages, the others wait for the last of them
         start = max(start for stages, *_ in cut for start, _ in stages)
         end = work.busy[-1] - work.busy[start] + work.head + 2 * loss
+        if split:  # gradients of weights can wait
+            total -= work.weights[-1] + work.head_weight
+            end -= work.weights[-1] - work.weights[start] + work.head_weight
         hops = pipe.pp * flow.schedule.stages - 1 - (flow.schedule.kind in V_SHAPED)  # where a V turns, nothing is sent
-        path = max(path, (total + (count - 1) * end) * (SPLIT if split else 1.0) + 2 * hops * send) + step
+        path = max(path, total + (count - 1) * end + 2 * hops * send) + step
         return path, forward, backward
 
     def _send(self, flow: Flow) -> float:
@@ -187,6 +190,7 @@ class Bounds(SizeBounds):
         (seconds, forward, backward), pipe = family or self.flow_time(flow), flow.pipe
         seconds += self._update_of(*self._owned(spread), pipe.micro_batches, offloaded=pipe.offloaded)
         seconds += self._exposed(flow, spread.zero, self._sent(spread), (forward, backward)) + self._rule(flow, spread)
+        seconds += self._copied(pipe, spread.zero, spread.dp_shard)
         return max(seconds * self.stragglers, self._loading(pipe.core, pipe.data))
 
     def least_data(self, flow: Flow, passes: tuple[float, float] | None = None) -> float:
@@ -196,18 +200,33 @@ class Bounds(SizeBounds):
         """
         found = inf
         for zero, sent in self._least_sent(flow.pipe).items():
+            copied = self._copied(flow.pipe, zero, flow.pipe.data)
             if passes is None:
-                found = min(found, self._exposed(flow, zero, sent, (ENDLESS, ENDLESS)))
+                found = min(found, self._exposed(flow, zero, sent, (ENDLESS, ENDLESS)) + copied)
             elif not self.space.refuses(flow, zero):
-                found = min(found, self._exposed(flow, zero, sent, passes) + self._least_rule(flow, zero))
+                found = min(found, self._exposed(flow, zero, sent, passes) + self._least_rule(flow, zero) + copied)
         return found if found < inf else 0.0
+
+    def _copied(self, pipe: Pipe, zero: Zero, shards: int) -> float:
+        """Seconds in which an average rank without a peer copies what `fully_shard` gathers, if so many shard it."""
+        core, device = pipe.core, self.space.cluster.device
+        if (zero and shards * core.cp > 1) or not (zero or core.precision in GATHERED):
+            return 0.0
+        return self.space.stack.gather_copies * sum(self._local(pipe)) / (device.bandwidth * device.stream)
 
     def _exposed(self, flow: Flow, zero: Zero, sends: Sends, passes: tuple[float, float]) -> float:
         """What is sent, less what hides behind the forward and the backward pass of a micro-batch."""
-        pipe, stages = flow.pipe, self.cut(flow.pipe.pp, flow.schedule)
-        rounds = Rounds(zero, zero == 3, pipe.micro_batches, pipe.pp)
-        most = max([sum([end - start for start, end in held]) for held, *_ in stages])
-        return exposed_time(rounds, sends, passes, self.space.stack, waits=self._blocks_of(pipe.pp), groups=most + 1)[0]
+        pipe = flow.pipe
+        rounds, groups = Rounds(zero, zero == 3, pipe.micro_batches, pipe.pp), self._most_groups(pipe.pp, flow.schedule)
+        return exposed_time(rounds, sends, passes, self.space.stack, waits=self._blocks_of(pipe.pp), groups=groups)[0]
+
+    def _most_groups(self, pp: int, schedule: Schedule) -> int:
+        """Groups of `fully_shard` on the rank that has most blocks."""
+        key = (pp, *cut_as(schedule))
+        if key not in self._groups:
+            held = (stages for stages, *_ in self.cut(pp, schedule))
+            self._groups[key] = 1 + max(sum(end - start for start, end in stages) for stages in held)
+        return self._groups[key]
 
     def _update_of(self, dense: float, experts: float, count: int, *, offloaded: bool) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""

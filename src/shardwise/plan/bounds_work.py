@@ -29,10 +29,15 @@ class Work:
 
     busy: Upto
     """Seconds."""
+    forwards: Upto
+    """Those of forward passes."""
     head: float
     least: float
     """The least share of a block's time, or of the head's, that is its forward pass; and the most."""
     most: float
+    weights: Upto
+    """Seconds of the backward passes that make gradients of weights, where no block is recomputed."""
+    head_weight: float
     again: tuple[float, ...]
     """Seconds that each policy of `Space.recomputes` adds."""
     repeats: tuple[Mapping[int, float], Mapping[int, float]]
@@ -47,6 +52,7 @@ class RankWork(NamedTuple):
     first: float
     """Those of its first stage."""
     first_again: float
+    first_forward: float
 
 
 def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recomputed: list[Counter[int]]) -> Work:
@@ -70,9 +76,12 @@ def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recompute
     shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end) if time.forward]
     return Work(
         busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
+        forwards=tuple(accumulate((times[id(block)].forward for block in space.profile.blocks), initial=0.0)),
         head=end.forward + end.backward,
         least=min(shares),
         most=max(shares),
+        weights=tuple(accumulate((times[id(block)].weight for block in space.profile.blocks), initial=0.0)),
+        head_weight=end.weight,
         again=again,
         repeats=({key: time.whole for key, time in times.items()}, {key: time.light for key, time in times.items()}),
     )
@@ -89,6 +98,7 @@ def rank_works(work: Work, again: Upto, cut: Iterable[Cut]) -> list[RankWork]:
                 sum([again[end] - again[start] for start, end in stages]),
                 busy[end] - busy[start],
                 again[end] - again[start],
+                work.forwards[end] - work.forwards[start],
             )
         )
     return found

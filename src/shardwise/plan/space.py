@@ -69,6 +69,8 @@ FEATURES: tuple[str, ...] = (
 """What `forbid` may name, beside what `allow` may."""
 
 
+Way = tuple[bool, bool, ContextKind, list[tuple[PrecisionKind, Float8Kind]]]
+"""Sequences and loss in parallel or not, how context is exchanged, and types to compute in."""
 CORE_ROWS = {name: ROWS[name] for name in ("fp8.context", "fp8.precision")}
 """Rows that look at nothing of a plan but its core."""
 FLOW_ROWS = {name: ROWS[name] for name in (
@@ -191,11 +193,14 @@ class Space:
 
     def cores(self, world: int, refused: dict[str, int]) -> Iterator[Core]:
         """Every way to cut a block, with every size of a micro-batch; `refused` counts by constraint."""
+        parts = divisors(self.profile.experts) if self.profile.experts and self.has("ep") else [1]
         for tp in self._degrees("tp", world, refused):
             for cp in self._degrees("cp", world // tp, refused):
-                for ep in divisors(self.profile.experts) if self.profile.experts and self.has("ep") else [1]:
-                    if world % ep == 0:
-                        yield from self._cores(world, (tp, cp, ep), refused)
+                ways = list(self._ways(tp, cp, refused))  # whatever `ep`
+                for ep in (each for each in parts if world % each == 0):
+                    for (sequence, loss, context, types), size in product(ways, divisors(self.workload.global_batch)):
+                        for precision, recipe in types:
+                            yield Core(world, tp, cp, ep, size, sequence, loss, context, precision, recipe)
 
     def _degrees(self, axis: str, most: int, refused: dict[str, int]) -> list[int]:
         """Degrees that the axis may have by itself."""
@@ -210,8 +215,8 @@ class Space:
                 fits.append(degree)
         return fits
 
-    def _cores(self, world: int, degrees: tuple[int, int, int], refused: dict[str, int]) -> Iterator[Core]:
-        tp, cp, ep = degrees
+    def _ways(self, tp: int, cp: int, refused: dict[str, int]) -> Iterator[Way]:
+        """Every way to have sequences, the loss and context in parallel, with every pair of types."""
         sequences = [False, True] if tp > 1 and self.has("sequence") else [False]
         losses = [False, True] if tp > 1 and self.has("loss-parallel") else [False]
         kinds: tuple[ContextKind, ...] = ("ring", "gather", "ulysses")
@@ -230,8 +235,7 @@ class Space:
                     refused[row] = refused.get(row, 0) + 1
                 else:
                     types.append((precision, recipe))
-            for size, (precision, recipe) in product(divisors(self.workload.global_batch), types):
-                yield Core(world, tp, cp, ep, size, sequence, loss, context, precision, recipe)
+            yield sequence, loss, context, types
 
     # ------------------------------------------------------------ step 2: stages
 
