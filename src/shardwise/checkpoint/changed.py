@@ -29,6 +29,9 @@ def changed(manifest: Manifest, plan: Plan, scalars: Mapping[str, Any], *, conve
     found = [f"plan.{key}: {then} -> {now}" for key, (then, now) in _plans(manifest, plan)]
     for key in _KEYS:
         found += _differing(key, _at(manifest.scalars, key), _at(scalars, key))
+    stored, live = (each.get("stateful") or {} for each in (manifest.scalars, scalars))
+    found += [f"stateful.{name}: kept -> not there" for name in stored if name not in live]
+    found += [f"stateful.{name}: not there -> begins anew" for name in live if name not in stored]
     return tuple(line for line in found if not (converts and line.startswith("optimizer.name")))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -46,6 +46,15 @@ class Saveable(Protocol):
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Take over what `scalars` gave at the save."""
+        ...
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """A state that knows what no checkpoint of it will have."""
+
+    def forgets(self) -> str:
+        """What that is, and what to do; empty: nothing that is known."""
         ...
 
 

@@ -35,7 +35,7 @@ from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
-from shardwise.checkpoint.saveable import Prober, Saveable
+from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable
 from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, number_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
@@ -83,6 +83,7 @@ class Store:
         self._going_on: Saving | None = None
         self._last_s = self._held_up_s = 0.0
         self._findings: list[Finding] = []
+        self._forgotten = ""
         self._holder = Holder(self.path)
         self._directory.check_is_store()
 
@@ -337,6 +338,9 @@ class Store:
         with late_told(doing, peers):
             told = peers.gather((own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh)))
         self._findings += told[0][3].check()
+        if isinstance(state, Forgetful) and self._forgotten != (forgotten := state.forgets()):
+            self._forgotten = forgotten
+            peers.warn(f"{self.path}: {forgotten}")
         scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))
         if not all(each[1] for each in told):
             self._copy.lay_out(peers, tensors, doing)

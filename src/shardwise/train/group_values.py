@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.checkpoint.format import same
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.train.optim import NamedOptimizer
-from shardwise.train.values import from_json, to_json
+from shardwise.train.values import from_json, like, plain, to_json
 
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "max_lr", "min_lr")
 """Keys that are no state: how a step is made, and what torch's schedulers begin with."""
@@ -110,16 +110,21 @@ class GroupValues:
                 f"the optimizer's groups hold values that steps change ({', '.join(keys)}): found {len(moved)} groups "
                 f"in the checkpoint and {len(groups)} in this {self._optimizer.kind}; needed as many; make the same"
             )
-        for group, values in zip(groups, moved, strict=False):
+        none: dict[Any, Any] = {}
+        for group, values, now, first in zip_longest(groups, moved, self.moved(), self._first, fillvalue=none):
+            for key in now.keys() - values.keys():  # they had not changed then
+                if key in first:
+                    group[key] = like(group[key], from_json(first[key]))
+                else:
+                    del group[key]
             for key, value in values.items():
                 if self._is_state(key):
-                    group[key] = _like(group.get(key), from_json(value))
-        none: dict[Any, Any] = {}
+                    group[key] = like(group.get(key), from_json(value))
         for state, values in zip_longest(self._states, apart, fillvalue=none):
             for key in [key for key in state if not isinstance(key, Tensor) and key not in values]:
                 del state[key]  # left by a look at what a step makes
             for key, value in values.items():
-                state[key] = _like(state.get(key), from_json(value))
+                state[key] = like(state.get(key), from_json(value))
 
 
 _NO = object()
@@ -128,7 +133,7 @@ _NO = object()
 
 def _held(key: str, value: object) -> Any:
     try:
-        held = value if _is_plain(value) and not isinstance(value, list | tuple) else to_json(_listed(value))
+        held = value if _is_plain(value) and not isinstance(value, list | tuple) else to_json(plain(value))
     except TypeError:
         return _NO
     if isinstance(value, Tensor | str | dict | list | tuple) and (size := len(json.dumps(held))) > MOST_BYTES:
@@ -137,22 +142,6 @@ def _held(key: str, value: object) -> Any:
             "parameter, which is stored in parts"
         )
     return held
-
-
-def _listed(value: Any) -> Any:
-    """With lists in place of tuples, and numbers of Python's in place of their subclasses (NumPy's)."""
-    if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _listed(item) for key, item in value.items()}
-    return float(value) if isinstance(value, float) else value
-
-
-def _like(old: object, value: Any) -> Any:
-    """A value in place of an old one: in the same tensor, of the same kind of list."""
-    if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
-        return old.copy_(value)
-    return tuple(value) if isinstance(old, tuple) else value
 
 
 def _is_plain(value: object) -> bool:

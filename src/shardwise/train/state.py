@@ -21,6 +21,7 @@ from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
+from shardwise.train.stateful import StatefulObjects
 from shardwise.train.torch_private import local_of
 
 Tensors = dict[str, torch.Tensor]
@@ -98,6 +99,7 @@ class TrainState:
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
         self._extra = ExtraState(placed)
+        self._stateful = StatefulObjects()
         self._group_values = GroupValues(self.optimizer, scheduled=schedule is not None)
         self.mirror: Mirror | None = None
         """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
@@ -174,6 +176,8 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
+        if kept := self._stateful.to_json():
+            rare["stateful"] = kept
         if any(moved := self._group_values.moved()):
             rare["groups"] = moved
         if self.placed.ties:  # for exports: other programs want all names
@@ -217,6 +221,30 @@ class TrainState:
             self._ema_updates = 0  # of those scalars alone: weights that are loaded by themselves begin an average
         self.optimizer.load_state_tensors({k: v for k, v in tensors.items() if k.startswith(PREFIX)})
 
+    def keep(self, **objects: Any) -> None:
+        """Make other objects of the script part of the state, before it is loaded or trained.
+
+        Args:
+            **objects: by name, what has `state_dict` and `load_state_dict`, with the same state on every rank: torch's
+                schedulers, meters, curricula. Numbers, texts, lists, dicts, arrays and small tensors, at most 256 KiB.
+
+        Raises:
+            UsageError: an object without these two, one whose tensors ranks divide, or a name that is taken.
+            ModelError: its state is something else, or too large.
+
+        >>> state.keep(scheduler=scheduler)  # doctest: +SKIP
+        """
+        self._stateful.add(objects)
+
+    def forgets(self) -> str:
+        """What a checkpoint of this state will not have, and what to do; empty: nothing that is known."""
+        return "" if self.schedule is not None else self._stateful.forgets(self.optimizer.param_groups)
+
+    def load_beside(self, scalars: Mapping[str, Any]) -> None:
+        """Take over from `scalars()` what the body of a training loop may change: values of groups, other objects."""
+        self._stateful.load(scalars.get("stateful") or {})
+        self._group_values.load(scalars.get("groups") or (), scalars.get("optimizer_state") or ())
+
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Continue where `scalars()` was taken; what is refused leaves everything as it was.
 
@@ -234,6 +262,7 @@ class TrainState:
 
     def _load_scalars(self, scalars: Mapping[str, Any]) -> None:
         self._extra.load(scalars.get("extra_state", {}))
+        self.load_beside(scalars)
         self.step = int(scalars["step"])
         self.skipped = int(scalars["skipped"])
         self.weight = float(scalars["weight"])
@@ -241,7 +270,6 @@ class TrainState:
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(scalars["data"])
-        self._group_values.load(scalars.get("groups") or (), scalars.get("optimizer_state") or ())
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:

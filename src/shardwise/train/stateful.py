@@ -1,0 +1,101 @@
+"""`StatefulObjects`: what a script keeps beside model, optimizer and data, and goes on with: schedulers, meters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwise.errors import ModelError, UsageError
+from shardwise.train.values import from_json, like, plain, to_json
+
+MOST_BYTES = 1 << 18
+"""Of one object, as JSON: it is copied after every step of a run that recovers."""
+
+
+class StatefulObjects:
+    """Objects of a script with `state_dict` and `load_state_dict`, by name; their state is the same on every rank."""
+
+    def __init__(self) -> None:
+        """None, at first."""
+        self._objects: dict[str, Any] = {}
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """See `TrainState.keep`: what no checkpoint would hold is refused at the start."""
+        for name, held in objects.items():
+            if name in self._objects:
+                raise UsageError(f"keep: {name!r} is kept already, needed another name")
+            if isinstance(held, nn.Module | Optimizer):
+                raise UsageError(
+                    f"keep: {name!r}: found a {type(held).__name__}, whose tensors ranks divide; give models to apply, "
+                    "and optimizers to TrainState, several as one (sw.several)"
+                )
+            lacks = [word for word in ("state_dict", "load_state_dict") if not callable(getattr(held, word, None))]
+            if lacks:
+                raise UsageError(
+                    f"keep: {name!r}: a {type(held).__name__} has no {' and no '.join(lacks)}; needed: an object that "
+                    "has both, as torch's schedulers have"
+                )
+            _told(name, held)
+        self._objects |= objects
+
+    def to_json(self) -> dict[str, Any]:
+        """By name, what each object's `state_dict` gives.
+
+        Raises:
+            ModelError: it holds something else than numbers, texts, lists, dicts, arrays and tensors, or too much.
+        """
+        return {name: _told(name, held) for name, held in self._objects.items()}
+
+    def load(self, stored: Mapping[str, Any]) -> None:
+        """Give each object that is in both what `to_json` gave for it; those of one side alone are left as they are."""
+        for name, held in self._objects.items():
+            if name in stored:
+                held.load_state_dict(like(held.state_dict(), from_json(stored[name])))
+
+    def forgets(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """What a checkpoint lacks, and what to do: one of torch's schedulers of these groups; empty: nothing."""
+        if any(isinstance(held, LRScheduler) for held in self._objects.values()):
+            return ""
+        if not any("initial_lr" in group for group in groups):
+            return ""
+        return (
+            "a scheduler of torch sets learning rates, and checkpoints do not hold where it is: a resumed run would "
+            "begin its schedule anew; call state.keep(scheduler=scheduler), or give TrainState a schedule="
+        )
+
+
+def _told(name: str, held: Any) -> Any:
+    state = held.state_dict()
+    try:
+        found = to_json(plain(state))
+    except TypeError as error:
+        raise ModelError(
+            f"keep: {name!r}: a checkpoint cannot hold its state{_where(state)}: {error}; needed: numbers, texts, "
+            "lists, dicts, arrays and tensors; leave the rest out of its state_dict"
+        ) from None
+    if (size := len(json.dumps(found))) > MOST_BYTES:
+        raise ModelError(
+            f"keep: {name!r}: its state is {size} bytes as JSON, needed at most {MOST_BYTES}; keep large tensors as "
+            "buffers of the model (register_buffer), which are stored in parts"
+        )
+    return found
+
+
+def _where(state: Any, path: str = "") -> str:
+    """`.a[0]`: the place of the first value that is none for a checkpoint."""
+    items: list[tuple[str, Any]] = []
+    if isinstance(state, dict):
+        items = [(f".{key}", item) for key, item in state.items()]
+    elif isinstance(state, list | tuple):
+        items = [(f"[{place}]", item) for place, item in enumerate(state)]
+    for step, item in items:
+        try:
+            to_json(plain(item))
+        except TypeError:
+            return _where(item, path + step)
+    return f" at {path}" if path else ""
