@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.plan import SCHEDULES
-from shardwise.plan.search import HEADROOM, Candidate, Walk
+from shardwise.plan.search import HEADROOM, Candidate, Goal, Walk
 from shardwise.plan.space import OPT_IN, Space
 
 SECONDS = 4.0
@@ -66,13 +66,20 @@ class _Tries:
     deadline: float
 
     def fit(self, **changes: Any) -> Candidate | None:
-        """A plan that fits when some of cluster, workload, allow and forbid are others; None: none was found."""
+        """The fastest plan when some of cluster, workload, allow and forbid are others; None: none was found."""
+        return self._first("time", changes)
+
+    def fits(self, **changes: Any) -> bool:
+        """Whether there is one: what needs least is found in half the time."""
+        return self._first("memory", changes) is not None
+
+    def _first(self, goal: Goal, changes: dict[str, Any]) -> Candidate | None:
         if time.process_time() > self.deadline:
             return None
         try:
             asked = replace(self.space, **changes)
             space = replace(asked, forbid=(*asked.forbid, *USUAL))
-            return next(iter(Walk(space, "time", space.cluster.device.memory * (1 - HEADROOM)).run(1)), None)
+            return next(iter(Walk(space, goal, space.cluster.device.memory * (1 - HEADROOM)).run(1)), None)
         except ShardwiseError:  # the device has no such unit, or the batch no such division
             return None
 
@@ -80,15 +87,14 @@ class _Tries:
 def _nodes(tries: _Tries) -> Iterator[Advice]:
     """The fewest nodes that were found: doubled until a plan fits, then halved between the two."""
     cluster = tries.space.cluster
-    least, most, found = cluster.nodes, cluster.nodes * 2, None
-    while most * cluster.per_node <= DEVICES and not found:
-        found = tries.fit(cluster=cluster.with_(nodes=most))
-        least, most = (least, most) if found else (most, 2 * most)
-    while found and most - least > 1:
+    least, most, fits = cluster.nodes, cluster.nodes * 2, False
+    while most * cluster.per_node <= DEVICES and not fits:
+        fits = tries.fits(cluster=cluster.with_(nodes=most))
+        least, most = (least, most) if fits else (most, 2 * most)
+    while fits and most - least > 1:
         middle = (least + most) // 2
-        fits = tries.fit(cluster=cluster.with_(nodes=middle))
-        least, most, found = (least, middle, fits) if fits else (middle, most, found)
-    if found:
+        least, most = (least, middle) if tries.fits(cluster=cluster.with_(nodes=middle)) else (middle, most)
+    if fits and (found := tries.fit(cluster=cluster.with_(nodes=most))):
         words = f"{cluster.device.name}:{cluster.per_node}x{most}" + "".join(cluster.name.partition("@")[1:])
         word = f" ({words})" if _is_preset(words, cluster.with_(nodes=most)) else ""
         yield Advice(f"{most} nodes in place of {cluster.nodes}{word}", found)
@@ -133,7 +139,7 @@ def _seq(tries: _Tries) -> Iterator[Advice]:
     workload = tries.space.workload
     lengths = [workload.seq_len >> n for n in range(1, 24) if workload.seq_len >> n >= LEAST_SEQ]
     spec = tries.space.spec
-    if not spec or spec.patch or not lengths or not tries.fit(workload=replace(workload, seq_len=lengths[-1])):
+    if not spec or spec.patch or not lengths or not tries.fits(workload=replace(workload, seq_len=lengths[-1])):
         return
     for length in lengths:
         found = tries.fit(workload=replace(workload, seq_len=length))
