@@ -13,6 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ExitCode
+from shardwise.launch.stopping import Stopping
 from shardwise.testing.world import World, WorldError
 from shardwise.train.signals import SAME_SIGNAL_S, STOP_SIGTERM, STOPS, listening, stop_name
 from shardwise.train.sums import _gathered, _spread
@@ -146,3 +147,13 @@ def test_requests_of_many_ranks_stay_apart_even_where_they_ride_as_fp32() -> Non
                 total += torch.tensor(_spread([0.5, 3.0, stop, 1.0, 1.0, 0.0]), dtype=torch.float32)
             assert stop_name(_gathered(total.tolist())[2]) == number.name
     assert stop_name(STOP_SIGTERM + 99_999) == "SIGTERM" and stop_name(99_999) == "SIGINT"
+
+
+def test_the_first_ctrl_c_is_no_second_signal_of_another_kind() -> None:
+    for first, then, count in (
+        (signal.SIGTERM, signal.SIGINT, 1), (signal.SIGINT, signal.SIGTERM, 1), (signal.SIGINT, signal.SIGINT, 2),
+    ):  # fmt: skip
+        stopping = Stopping()
+        stopping.on_signal(first, None)
+        stopping.on_signal(then, None)
+        assert (stopping.first, stopping.count) == (first, count)

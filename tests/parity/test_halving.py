@@ -170,3 +170,36 @@ def test_where_layers_communicate_it_is_refused(world: World) -> None:
         (text, _) = world(2, refused, plan)
         assert found in text and "start with --recover" in text
     assert "batch norm" in world(1, refused, "dp1 / fp64", True)[0]
+
+
+class Sometimes(torch.nn.Module):
+    """In every second step, by the rows, it uses a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.some = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.some(x) if x[0, 0] > 0 else y
+
+
+def steps_of(text: str, options: sw.StepOptions) -> tuple[list[float], dict[str, torch.Tensor]]:
+    rows = [torch.randn(4, generator=torch.Generator().manual_seed(i)).abs() * (-1) ** (i // 4) for i in range(24)]
+    with sw.open_mesh(sw.Plan.parse(text)) as mesh:
+        placed = sw.apply(Sometimes, sw.Plan.parse(text), mesh, seed=1)
+        optimizer = torch.optim.AdamW(placed.parameters(), lr=0.1, weight_decay=0.1)
+        state = sw.TrainState(placed, optimizer, sw.loader(rows, 4, mesh, shuffle=False))
+        losses = [
+            m.loss for m in sw.steps(state, lambda y, _: sw.mean_over((y - 1).square()), until=6, options=options)
+        ]
+        return losses, {name: tensor.clone() for name, tensor in state.local_tensors().items()}
+
+
+def test_a_layer_that_no_rank_used_is_not_stepped(world: World) -> None:
+    [(losses, truth)] = world(1, steps_of, "dp1 / fp64", sw.StepOptions())
+    for found, tensors in world(2, steps_of, "dp2 / fp64 find-unused", sw.StepOptions(on_oom="halve")):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert tensors.keys() == truth.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, truth[name], rtol=1e-11, atol=1e-12, msg=name)

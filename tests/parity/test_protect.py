@@ -11,6 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ExitCode, SpikeError, UsageError
+from shardwise.launch.allowed import quarantined
 from shardwise.testing import World, WorldError
 from shardwise.train.loader_options import LoaderOptions
 from shardwise.train.protect import Protection, z_score
@@ -220,3 +221,44 @@ def excluding(bad: list[int]) -> tuple[list[int], list[int]]:
 def test_when_nothing_is_left_it_says_so(world: World) -> None:
     with pytest.raises(WorldError, match="all 64 samples of the data set are in quarantine"):
         world(1, excluding, list(range(64)))
+
+
+def refed(text: str, policy: Any, bad: list[int]) -> tuple[list[list[int]], list[tuple[int, int]], list[list[int]]]:
+    rows = [torch.full((4,), float("nan") if index in bad else index / 24) for index in range(24)]
+    with sw.open_mesh(sw.Plan.parse(text)) as mesh:
+        placed = sw.apply(lambda: torch.nn.Linear(4, 1), sw.Plan.parse(text), mesh, seed=1)
+        data = sw.loader(rows, 4, mesh, shuffle=False)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3), data)
+        seen = []
+
+        def loss_fn(out: torch.Tensor, batch: Any) -> sw.Loss:
+            fed.append([round(float(row[0]) * 24) if row[0].isfinite() else -1 for row in batch])
+            return sw.mean_over(out.square())
+
+        fed: list[list[int]] = []
+        for m in sw.steps(state, loss_fn, until=12, options=options(policy)):
+            seen += [] if m.skipped else [fed[-1]]
+        resumed = sw.loader(rows, 4, mesh, shuffle=False)
+        resumed.load_state_dict(data.state_dict())
+        assert resumed.quarantined == data.quarantined
+        again = [next(resumed).indices for _ in range(3)]
+        assert again == [next(data).indices for _ in range(3)]
+        return seen, data.quarantined, again
+
+
+@pytest.mark.parametrize("policy", ["rewind", "skip"])
+def test_stand_ins_that_are_bad_too_are_left_out_as_well(world: World, policy: str) -> None:
+    """12 to 15 stand in for 8 to 11, where 8 is bad; of them 13 is."""
+    for seen, left_out, _ in world(2, refed, "dp2", policy, [8, 13]):
+        assert len(left_out) == 2 and len(set(left_out)) == (1 if policy == "rewind" else 2)
+        assert len(seen) >= 10 and all(-1 not in rows for rows in seen)
+
+
+def test_quarantine_by_the_record_of_a_run() -> None:
+    told = [
+        {"rows": [0, 4]}, {"rows": [8, 12]}, {"rows": [8, 12]}, {"rows": None},  # of an older version
+        {"rows": [8, 12], "nth": 3}, {"rows": [8, 12], "nth": 3}, {"rows": [4, 8], "nth": 4},
+    ]  # fmt: skip
+    assert quarantined(told) == [(0, 4), (8, 12), (8, 12), (4, 8)]
+    anew = [*told, {"rows": None, "nth": 0}]
+    assert quarantined(anew) == [] and quarantined([*anew, {"rows": [2, 3], "nth": 1}]) == [(2, 3)]

@@ -63,6 +63,7 @@ def run(
     devices: Annotated[Path | None, typer.Option(help="Under --elastic: the file that lists the slots.")] = None,
     slot_failures: FailuresOption = None,
     elastic_wait: WaitOption = None,
+    grace: Annotated[float | None, typer.Option(min=0.1, help="Seconds to finish and save after a signal.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
@@ -88,10 +89,18 @@ def run(
     refuse(check(plan, world=world) if plan is not None else [])
     if asked is not None:
         asked.check(world, plan)
-    job = Job(target=script, args=(*given, *after), nproc=ranks_per_host(nodes, world), nodes=nodes, port=port)
+    job = Job(
+        target=script, args=(*given, *after), nproc=ranks_per_host(nodes, world), nodes=nodes, port=port,
+        signal_grace_s=grace,
+    )  # fmt: skip
     tell = partial(_append, events, "recovery") if events is not None else None
     is_ours = recover or (asked is not None and launch is None)
     recovering = recovery(port=port, limit=max_recoveries or 1000, tell=tell) if is_ours else None
+    if grace is not None and launch is not None and not recover:
+        raise UsageError(
+            f"--grace: found ranks that {launch.launcher} started and ends, needed ranks that are started here; leave "
+            "it out, and give that launcher the time"
+        )
     _check_record(recovering, max_recoveries=max_recoveries, events=None if nodes.index else events)
     if asked is not None and plan is not None and recovering is not None and launch is None:
         recovering = _elastic(asked, recovering, plan, job, events=events)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.store import Loaded, Store
@@ -37,11 +38,32 @@ def go_on(
     if "seed" in batches.accept:
         state.seed = settings.seed
     ended, batches.is_other_order = batches.is_other_order, False
-    if loaded is not None and not ended:
-        for rows in (event["rows"] for event in run.read_events("quarantine")):
-            if rows is not None:
-                batches.quarantine(*rows)
+    if loaded is not None and ended:
+        Peers.of(state.mesh).on_first(f"writing {run.events}", lambda: _end_quarantine(run))
+    elif loaded is not None:
+        batches.keep_in_quarantine(quarantined(run.read_events("quarantine")))
     return loaded
+
+
+def _end_quarantine(run: RunDir) -> None:
+    if run.read_events("quarantine"):
+        run.add_event("quarantine", rows=None, nth=0, cause="the order of samples is another one")
+
+
+def quarantined(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Positions by the record: the n-th of a run stands there once more where its step was tried again.
+
+    >>> quarantined([{"rows": [0, 4], "nth": 1}, {"rows": [8, 12], "nth": 2}, {"rows": [8, 12], "nth": 2}])
+    [(0, 4), (8, 12)]
+    """
+    found: list[tuple[int, int]] = []
+    for event in events:
+        nth, rows = event.get("nth"), event["rows"]
+        if nth is None:  # of an older version, which told each once
+            found += [] if rows is None or tuple(rows) in found else [(rows[0], rows[1])]
+        else:  # 0: of another order of samples from here on
+            found[max(nth - 1, 0) :] = [(rows[0], rows[1])] if rows else []
+    return found
 
 
 def _of_order(leave: Collection[str]) -> frozenset[str]:

@@ -42,7 +42,8 @@ class Stopping:
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal; a second Ctrl-C is meant, however soon it comes."""
-        if self.first is None or number == signal.SIGINT or time.monotonic() - self.at > SAME_SIGNAL_S:
+        again = number == signal.SIGINT == self.first
+        if self.first is None or again or time.monotonic() - self.at > SAME_SIGNAL_S:
             self.hear(signal.Signals(number), self.count + 1)
 
 

@@ -7,7 +7,7 @@ union is the same on 1 and on 1,024 ranks, with any number of workers, before an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self, Unpack
 
@@ -63,7 +63,7 @@ class Batches:
         self.last_rows = (0, 0)
         """Positions of the window that was handed out last, over all ranks: its first, and after its last."""
         self.quarantined: list[tuple[int, int]] = []
-        """Positions whose samples are not fed again; see `quarantine`."""
+        """Positions whose samples are not fed again, in the order in which they were left out; see `quarantine`."""
         self.accept: frozenset[str] = frozenset()
         """What may differ from a saved position: `seed`, `size`. The order is another one then."""
         self.is_other_order = False
@@ -92,19 +92,34 @@ class Batches:
         return window
 
     def quarantine(self, start: int, stop: int) -> None:
-        """Never feed the samples at these positions again, in this epoch or a later one, before or after a resume.
+        """Never feed again what is fed at these positions now, in this epoch or a later one, before or after a resume.
 
-        Other samples take their places, the same ones on every mesh. Of a stream,
-        windows that hold such a position are passed over. Every rank calls it with the same positions.
+        Other samples take their places, the same ones on every mesh; where one of those is bad, a second call leaves it
+        out too. Of a stream, windows that hold such a position are passed over. Every rank calls it with the same
+        positions.
 
         Raises:
             DataError: nothing is left to feed.
         """
-        self.quarantined = sorted({*self.quarantined, (start, stop)})
+        if isinstance(self._source, SampleWindows):
+            self._source.exclude(self._source.take(np.arange(start, stop, dtype=np.int64)))
+        self.quarantined.append((start, stop))
         self._windows = None
-        if self.order is not None:
-            assert isinstance(self._source, SampleWindows)
-            self._source.exclude(np.concatenate([self.order.slice(*rows) for rows in self.quarantined]))
+
+    def keep_in_quarantine(self, known: Sequence[tuple[int, int]]) -> None:
+        """Have what was quarantined before, in that order, and then what this run has quarantined itself.
+
+        Raises:
+            DataError: nothing is left to feed.
+        """
+        own = self.quarantined
+        if own[: len(known)] == list(known):
+            return
+        self.quarantined = []
+        if isinstance(self._source, SampleWindows):
+            self._source.include_all()
+        for rows in (*known, *(rows for rows in own if rows not in known)):
+            self.quarantine(*rows)
 
     def state_before(self) -> dict[str, Any]:
         """What `state_dict` gave before the last window was handed out."""
@@ -171,8 +186,8 @@ class Batches:
         regular = self._position == self.step * self.spec.global_size
         self._origin = (0, 0) if regular else (self.step, self._position)
         self._windows = None
-        for start, stop in state.get("quarantine", ()) if not self.is_other_order else ():  # it says nothing
-            self.quarantine(int(start), int(stop))
+        if not self.is_other_order:  # else it says nothing
+            self.keep_in_quarantine([(int(start), int(stop)) for start, stop in state.get("quarantine", ())])
 
     def ids_at(self, step: int) -> NDArray[np.int64]:
         """The samples of a step over all ranks, in the order of their positions: int64, shape (rows,).

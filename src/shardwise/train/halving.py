@@ -69,7 +69,8 @@ class Halving:
         state: what is trained; it holds how often rows were halved.
         limit: halvings of the run before it gives up.
 
-    Cost: gradients are reduced after the backward and not behind it, one by one; an all-reduce of one number per step.
+    Cost: gradients are reduced after the backward and not behind it, one by one; an all-reduce of one number per step,
+    and one of a byte per parameter.
     """
 
     def __init__(self, state: TrainState, limit: int = LIMIT) -> None:
@@ -112,12 +113,20 @@ class Halving:
         return notes
 
     def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients over the data ranks, in place: no memory is needed. One that a rank lacks is zero there."""
+        """Sum the gradients over the data ranks, in place: no memory is needed.
+
+        One that a rank lacks is zero there; one that all lack stays absent, so that no optimizer steps its parameter.
+        """
         if self._placed.mesh.num_gradient_ranks == 1:
             return
         group = self._placed.mesh.group(*GRADIENT_AXES)
+        mask = [parameter.grad is not None for parameter in parameters.values()]
+        there = torch.tensor(mask, dtype=torch.uint8, device=self._placed.mesh.device)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
         works = []
-        for parameter in parameters.values():
+        for parameter, is_there in zip(parameters.values(), there.tolist(), strict=True):
+            if not is_there:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))

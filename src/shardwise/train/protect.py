@@ -228,7 +228,7 @@ class Protection:
             SpikeError: more windows were left out than the limit, on all ranks.
         """
         state, protect, number = self._state, self._protect, self._state.step
-        rows = self._quarantine()
+        rows, nth = self._quarantine()
         state.guard.hits = [step for step in state.guard.hits if step > number - protect.window] + [number]
         if len(state.guard.hits) > protect.limit:
             raise SpikeError(
@@ -237,6 +237,7 @@ class Protection:
                 "older checkpoint, lower the learning rate, or look at the data"
             )
         facts: Facts = {"event": "quarantine", "step": number, "cause": cause, "rows": rows, "policy": protect.policy}
+        facts |= {"nth": nth} if rows else {}
         if protect.policy == "stop":
             return Done(cause, (facts,))
         if protect.policy == "rewind" and self._kept is not None:
@@ -247,10 +248,10 @@ class Protection:
             facts["rewound_to"] = state.step
         return Done(None, (facts,))
 
-    def _quarantine(self) -> list[int] | None:
-        """Never feed the window's samples again; their positions, first and after the last."""
+    def _quarantine(self) -> tuple[list[int] | None, int]:
+        """Never feed the window's samples again: their positions, first and after the last; how many there are now."""
         if self._window is None or not isinstance(self._state.batches, Batches):
-            return None
+            return None, 0
         start, stop = self._state.batches.last_rows
         self._state.batches.quarantine(start, stop)
-        return [start, stop]
+        return [start, stop], len(self._state.batches.quarantined)

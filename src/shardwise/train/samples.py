@@ -100,28 +100,32 @@ class SampleWindows:
         self._collate = CheckedCollate(_same if whole else options.collate, pin and options.workers == 0)
         self._sampler = MicroBatchSampler(self)
         self._workers = self._make_workers(pin) if options.workers else None
-        self._excluded = self._substitutes = np.empty(0, dtype=np.int64)
+        self.include_all()
 
     def exclude(self, samples: NDArray[np.int64]) -> None:
-        """Feed another sample in place of each of these.
+        """Feed another sample in place of each of these too.
 
         Sample e is replaced by the (e mod n)-th of the n that are left: different ones by different ones, as a rule.
 
         Raises:
             DataError: none is left.
         """
-        self._excluded = np.unique(samples)
-        left = self.order.size - len(self._excluded)
+        excluded = np.union1d(self._excluded, samples)
+        left = self.order.size - len(excluded)
         if left < 1:
             raise DataError(
                 f"loader: all {self.order.size} samples of the data set are in quarantine; needed: one that is not; "
                 "look at the run's events, at the learning rate, or at the data"
             )
-        place = self._excluded % left
+        self._excluded, place = excluded, excluded % left
         before = self._excluded - np.arange(len(self._excluded))  # samples left below each excluded one
         self._substitutes = place + np.searchsorted(before, place, side="right")
 
-    def _take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def include_all(self) -> None:
+        """Feed every sample again."""
+        self._excluded = self._substitutes = np.empty(0, dtype=np.int64)
+
+    def take(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The samples at positions, those in quarantine replaced."""
         samples = self.order.take(positions)
         if not len(self._excluded):
@@ -178,8 +182,8 @@ class SampleWindows:
         starts = position + self.spec.global_size * np.arange(windows, dtype=np.int64)
         first = layouts[0].offset
         num_own = sum(layout.rows for layout in layouts)
-        own = self._take(starts[:, None] + np.arange(first, first + num_own)).tolist()
-        fillers = [of_window[0] for of_window in own] if num_own else self._take(starts).tolist()
+        own = self.take(starts[:, None] + np.arange(first, first + num_own)).tolist()
+        fillers = [of_window[0] for of_window in own] if num_own else self.take(starts).tolist()
         for start, of_window, filler in zip(starts.tolist(), own, fillers, strict=True):
             for layout in layouts:
                 begin = layout.offset - first
