@@ -266,6 +266,25 @@ def test_an_export_has_all_names_of_a_tied_weight(tmp_path: Path) -> None:
     assert all(any("get_extra_state" in note for note in each) for each in notes.values())
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_converted_checkpoint_has_all_names_of_a_tied_weight_too(tmp_path: Path, prefix: str) -> None:
+    weight = torch.randn(10, 4)
+    named = {"e.weight": weight, "n.weight": torch.ones(4), "old.head.weight": weight}
+    file = {
+        "state_dict": {prefix + name: tensor for name, tensor in named.items()},
+        "pytorch-lightning_version": "2.4.0",
+    }
+    torch.save(file if prefix else file["state_dict"], tmp_path / "in.ckpt")
+    (tmp_path / "rules.toml").write_text('[rename]\n"old.*.weight" = "*.weight"\n')
+    done = convert(tmp_path / "in.ckpt", tmp_path / "store", Options(rename=tmp_path / "rules.toml"))
+    assert held(done.path).keys() == {"model.e.weight", "model.n.weight"}
+    export(tmp_path / "store", tmp_path / "x.pt", ExportOptions(to="torch"))
+    export(tmp_path / "store", tmp_path / "x.ckpt", ExportOptions(to="lightning"))
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found.keys() == {"e.weight", "n.weight", "head.weight"} and torch.equal(found["head.weight"], weight)
+    assert "model.head.weight" in torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
+
+
 def test_an_export_as_safetensors_brings_its_step_back(tmp_path: Path) -> None:
     torch.save({"model": trained()[0].state_dict(), "step": 3}, tmp_path / "x.pt")
     store = convert(tmp_path / "x.pt", tmp_path / "store", Options()).path

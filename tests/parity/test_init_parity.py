@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.parallel.blueprint import record
@@ -234,3 +236,29 @@ def factory_with_a_rank_in_it() -> str:
 
 def test_constants_of_a_factory_that_differ_are_refused(world: World) -> None:
     assert all("offset of build_with_rank differs between ranks" in m for m in world(2, factory_with_a_rank_in_it))
+
+
+DRAWS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
+    "randn": lambda g: torch.randn(4, 4, generator=g),
+    "rand": lambda g: torch.rand((4, 4), generator=g),
+    "randint": lambda g: torch.randint(0, 9, (4, 4), generator=g).float(),
+    "randperm": lambda g: torch.randperm(16, generator=g).view(4, 4).float(),
+    "normal": lambda g: torch.normal(0.0, 1.0, (4, 4), generator=g),
+    "in place": lambda g: torch.empty(4, 4).normal_(generator=g),
+}
+
+
+class Drawn(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(DRAWS[name](torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_generator_of_its_own_is_not_used(name: str) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        weights = [
+            sw.apply(lambda: Drawn(name), sw.Plan(), mesh, seed=seed).module.get_parameter("weight").detach().clone()
+            for seed in (1, 1, 2)
+        ]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])

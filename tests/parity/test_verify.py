@@ -100,6 +100,13 @@ def test_a_planted_fault_is_seen_and_named(verifiers, fault: str) -> None:
     assert report.findings[0].id == f"verify.{fault}", str(report)
 
 
+def test_ranks_that_all_read_the_whole_batch_are_seen_though_every_number_is_right(verifiers) -> None:
+    report = planted(verifiers, "whole-data", "dp2", "")
+    assert report.verdict == "different" and [finding.id for finding in report.findings] == ["verify.same-data"]
+    assert "were read by several data ranks" in report.findings[0].what + str(report.findings[0])
+    assert not any(row.over for row in report.rows)
+
+
 def test_every_known_fault_is_planted() -> None:
     assert [fault.id.removeprefix("verify.") for fault in FAULTS] == list(PLANTED)
 

@@ -163,6 +163,8 @@ def windows(plan: sw.Plan, mesh: sw.Mesh) -> Any:
     seed = 3 + (mesh.rank if FAULT == "other-data" else 0)
     if FAULT == "same-data":
         mesh = replace(mesh, batch=replace(mesh.batch, rank=0))
+    if FAULT == "whole-data":
+        mesh = replace(mesh, batch=replace(mesh.batch, rank=0, size=1))
     return sw.loader(Rows(), sw.Batch(global_size=size, micro_batches=plan.batch.micro_batches), mesh, seed=seed)
 
 

@@ -73,9 +73,10 @@ def gather(plan: Plan, traces: tuple[Trace, Trace], over: Sequence[Difference], 
 
 def first_step(traces: tuple[Trace, Trace], over: Sequence[Difference]) -> int:
     """The first step (from 1) at which something differs."""
-    mine, _ = traces
-    scalars = [step for step in range(1, mine.num_steps + 1) if _disagreements(mine, step)]
-    return min([*(d.step for d in over), *scalars, mine.num_steps])
+    mine, truth = traces
+    steps = range(1, min(mine.num_steps, truth.num_steps) + 1)
+    others = [step for step in steps if _disagreements(mine, step) or rows_differ(mine, truth, step)]
+    return min([*(d.step for d in over), *others, mine.num_steps])
 
 
 def copy_tolerance(precision: str) -> float:

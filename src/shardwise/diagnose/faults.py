@@ -100,7 +100,8 @@ def _global_batch(e: Evidence) -> str | None:
 )
 def _same_data(e: Evidence) -> str | None:
     if e.rows_repeated and not e.rows_extra:
-        return f"{e.rows_repeated} of {e.rows} rows were read by several data ranks, {e.rows_missing} by none"
+        none = f", {e.rows_missing} by none" if e.rows_missing else ""
+        return f"{e.rows_repeated} of {e.rows} rows were read by several data ranks{none}"
     return None
 
 

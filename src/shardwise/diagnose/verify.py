@@ -253,7 +253,7 @@ def _judge(plan: Plan, mine: Trace, base: Baseline, draft: Report, asked: int) -
     over = [d for d in found if not d.value <= base.tolerances.of(d)]
     copies = list(mine.copies_that_differ(facts.copy_tolerance(plan.precision)))
     step = facts.first_step((mine, base.truth), over)
-    disagree = any(not _agree(mine, s) for s in range(1, steps + 1))
+    disagree = any(not _agree(mine, s) or facts.rows_differ(mine, base.truth, s) for s in range(1, steps + 1))
     if steps < asked:
         draft = replace(draft, notes=(*draft.notes, f"the script ended after {steps} of {asked} steps"))
     draft = replace(draft, verdict="proven", steps=steps, rows=tuple(row for row in rows if row.count))

@@ -161,7 +161,9 @@ class _Operations(OperationMode):  # type: ignore[no-untyped-call]  # torch has 
         args = substitute(args, torch.device, lambda _: torch.device("meta"))
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
+        kwargs.pop("pin_memory", None)
+        if "generator" in kwargs:  # the seed and the name decide; some overloads have none without it
+            kwargs["generator"] = None
         template = substitute((args, kwargs), torch.Tensor, recorder.view)
         # torch works out in Python, tenth of a millisecond by tenth, that a fill gives back its first argument
         out = args[0] if func.overloadpacket in FILLS else func(*args, **kwargs)

@@ -100,7 +100,7 @@ class SampleWindows:
         self._collate = CheckedCollate(_same if whole else options.collate, pin and options.workers == 0)
         self._sampler = MicroBatchSampler(self)
         self._workers = self._make_workers(pin) if options.workers else None
-        self.include_all()
+        self._excluded = self._substitutes = np.empty(0, dtype=np.int64)
 
     def exclude(self, samples: NDArray[np.int64]) -> None:
         """Feed another sample in place of each of these too.

@@ -153,8 +153,12 @@ class TrainStep:
             padding.flags = zero
         if isinstance(self.loss_fn, Losses):
             self._window = self.loss_fn.begin(micro, zero, self.state.mesh)
-        losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
-        return micro, zero, losses
+        self.state.optimizer.zero_grad()  # what a script's own backward passes since have left is of no step
+        return (
+            micro,
+            zero,
+            self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero),
+        )
 
     def _reduced(
         self, micro: list[Any], zero: tuple[bool, ...], losses: list[Loss]

@@ -307,6 +307,8 @@ def _manifest(run: str, save: str, found: Foreign, entry: FileEntry, tensors: Ma
         "base_lr": [], "plan": str(plan),
         "imported": {"from": found.kind, "optimizer": bool(found.optimizer), "notes": found.notes[:20]},
     }  # fmt: skip
+    if found.ties:
+        scalars["ties"] = found.ties
     return Manifest(
         run=run,
         save=save,

@@ -389,5 +389,4 @@ def _add_rest(found: Foreign, models: Sequence[Any], paths: Sequence[Path], stag
     elif left:
         found.weights |= left
         found.notes.append(f"weights that were not trained, in the module's own type: {shown(list(left))}")
-    if ties:
-        found.notes.append(f"tied parameters, kept under one name: {shown([f'{a} = {b}' for a, b in ties.items()])}")
+    found.ties = ties

@@ -80,8 +80,10 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
         ConfigError: a rule that matches nothing, or two tensors that get one name.
     """
     found.weights, ties = untied(found.weights)
-    if ties:
-        found.notes.append(f"tied parameters, kept under one name: {shown([f'{a} = {b}' for a, b in ties.items()])}")
+    found.ties |= ties
+    if found.ties:
+        pairs = [f"{name} = {first}" for name, first in found.ties.items()]
+        found.notes.append(f"tied parameters, kept under one name: {shown(pairs)}")
     _apply(found, unwrapped)
     prefix = _common(found)
     if prefix:
@@ -118,6 +120,8 @@ def _common(found: Foreign) -> str:
 def _apply(found: Foreign, change: Callable[[str], str | None]) -> None:
     found.weights = _changed(found.weights, change)
     found.optimizer = _changed(found.optimizer, change)
+    ties = ((change(name), change(first)) for name, first in found.ties.items())
+    found.ties = {name: first for name, first in ties if name and first in found.weights and name not in found.weights}
 
 
 def _changed(named: Mapping[str, T], change: Callable[[str], str | None]) -> dict[str, T]:

@@ -40,6 +40,8 @@ class Foreign:
     kind: str
     weights: dict[str, Source]
     optimizer: Named = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    """Another name of a weight -> the one that it has here."""
     step: int = 0
     notes: list[str] = field(default_factory=list)
     files: int = 0
