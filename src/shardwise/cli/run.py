@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -89,31 +89,38 @@ def run(
     refuse(check(plan, world=world) if plan is not None else [])
     if asked is not None:
         asked.check(world, plan)
-    job = Job(
-        target=script, args=(*given, *after), nproc=ranks_per_host(nodes, world), nodes=nodes, port=port,
-        signal_grace_s=grace,
-    )  # fmt: skip
+    job = Job(target=script, args=(*given, *after), nproc=ranks_per_host(nodes, world), nodes=nodes, port=port)
+    job = replace(job, signal_grace_s=grace)
     tell = partial(_append, events, "recovery") if events is not None else None
     is_ours = recover or (asked is not None and launch is None)
     recovering = recovery(port=port, limit=max_recoveries or 1000, tell=tell) if is_ours else None
-    if grace is not None and launch is not None and not recover:
-        raise UsageError(
-            f"--grace: found ranks that {launch.launcher} started and ends, needed ranks that are started here; leave "
-            "it out, and give that launcher the time"
-        )
-    _check_record(recovering, max_recoveries=max_recoveries, events=None if nodes.index else events)
+    _check_idle(recovering, max_recoveries=max_recoveries, events=None if nodes.index else events)
     if asked is not None and plan is not None and recovering is not None and launch is None:
         recovering = _elastic(asked, recovering, plan, job, events=events)
     if dry_run:
         return _show(job, plan, json=json)
-    if launch is not None and not recover:
-        from shardwise.launch.entry import main as become
-
-        sys.exit(become(["--script", script, *job.args]))
+    if started is not None:
+        _become(job, started)
     code = start(job, recovering)
     if json:
         print_json({"script": script, "world": world, "plan": plan_json(plan) if plan else None, "exit_code": code})
     raise typer.Exit(code)
+
+
+def _become(job: Job, started: Launch) -> NoReturn:
+    """Run the script here, in a process that a launcher has started as a rank.
+
+    Raises:
+        UsageError: a grace, which that launcher gives.
+    """
+    if job.signal_grace_s is not None:
+        raise UsageError(
+            f"--grace: found ranks that {started.launcher} started and ends, needed ranks that are started here; leave "
+            "it out, and give that launcher the time"
+        )
+    from shardwise.launch.entry import main as become
+
+    sys.exit(become(["--script", job.target, *job.args]))
 
 
 def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
@@ -262,7 +269,7 @@ def _elastic(asked: Asked, recovering: Recovering, plan: Plan, job: Job, *, even
     return elastic_policy(asked, recovering, plan, arguments, devices=asked.devices, known=known, tell=tell)
 
 
-def _check_record(recovering: Recovering | None, *, max_recoveries: int | None, events: Path | None) -> None:
+def _check_idle(recovering: Recovering | None, *, max_recoveries: int | None, events: Path | None) -> None:
     """Refuse options that would do nothing, and a record that cannot be written.
 
     Raises:

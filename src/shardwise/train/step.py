@@ -69,8 +69,7 @@ class TrainStep:
             self._protection = Protection(state, options.protect, is_norm_local=self._sums.overlaps)
         self._events: list[Mapping[str, Any]] = []
         self._replicas: Replicas | None = None
-        whole = self._sums.overlaps
-        counted = {n: whole or self._counts(n, p) for n, p in self._parameters.items()}
+        counted = {n: self._sums.overlaps or self._counts(n, p) for n, p in self._parameters.items()}
         self._counted = None if all(counted.values()) else counted
         """Which gradients this rank adds to the sum of squares; None: all of them."""
         self._joined = JoinedGradients()
@@ -154,11 +153,8 @@ class TrainStep:
         if isinstance(self.loss_fn, Losses):
             self._window = self.loss_fn.begin(micro, zero, self.state.mesh)
         self.state.optimizer.zero_grad()  # what a script's own backward passes since have left is of no step
-        return (
-            micro,
-            zero,
-            self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero),
-        )
+        losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
+        return micro, zero, losses
 
     def _reduced(
         self, micro: list[Any], zero: tuple[bool, ...], losses: list[Loss]
