@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -444,3 +446,10 @@ def test_a_run_goes_on_without_a_record_that_cannot_be_written(
     run.path.mkdir()
     run.add_event("stopped", step=2)
     assert [row["step"] for row in run.read_events("stopped")] == [2]
+
+
+def test_a_script_that_ends_by_an_error_does_not_wait_for_its_pool(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from shardwise.testing.world import World\nworld = World(2)\nraise SystemError('here')\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr.endswith("SystemError: here\n")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Part, Placed
@@ -284,3 +285,36 @@ def gradient_error_of_unreduced_norm() -> float:
 
 def test_negative_control_an_unreduced_norm_gradient_shows(world: World) -> None:
     assert min(world(2, gradient_error_of_unreduced_norm)) > 1e-2
+
+
+class Heads(nn.Module):
+    """Two key-value heads, as its forward pass takes them from the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"q": nn.Linear(16, 16), "kv": nn.Linear(16, 8), "o": nn.Linear(16, 16)})
+        self.attn.forward = self.attend  # type: ignore[method-assign]
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, kv = self.attn["q"](x).view(len(x), -1, 4), self.attn["kv"](x).view(len(x), -1, 4)
+        return self.attn["o"]((q * kv.repeat_interleave(2, dim=1)).flatten(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x)
+
+
+def with_heads(text: str) -> str:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        rules = {"attn.q": "column", "attn.kv": "column", "attn.o": "row"}
+        placed = sw.apply(Heads, plan, mesh, seed=1, rules=rules)
+        try:
+            return str(placed.module(torch.ones(3, 16)).shape)
+        except ModelError as error:
+            return str(error)
+
+
+def test_key_value_heads_that_do_not_divide_are_named(world: World) -> None:
+    assert world(2, with_heads, "tp2") == [str(torch.Size([3, 16]))] * 2
+    for said in world(4, with_heads, "tp4"):
+        assert said.startswith("tp=4: attn: shape '[3, -1, 4]'") and "kv 2 of 8" in said and "heads" in said

@@ -109,6 +109,13 @@ WRONG = {
                     self.log("loss", loss, sync_dist=True)  # !
         """,
         """
+        import lightning as L
+        class Net(L.LightningModule):
+            def on_train_epoch_end(self):
+                if self.trainer.is_global_zero:
+                    self.all_gather(torch.tensor(1.0))  # !
+        """,
+        """
         def main(loader):
             for x in loader:
                 if dist.get_rank() > 0:
@@ -434,6 +441,27 @@ WRONG = {
                 loss = model(**batch).loss
                 accelerator.backward(loss / 4 if False else loss / args.gradient_accumulation_steps)  # !
                 optimizer.step()
+        """,
+        """
+        from accelerate import Accelerator
+        acc = Accelerator(gradient_accumulation_steps=4)
+        for x in loader:
+            with acc.accumulate(model):
+                loss = model(x).mean() / 4  # !
+                acc.backward(loss)
+                opt.step()
+        """,
+        """
+        import deepspeed
+        engine, *_ = deepspeed.initialize(model=model, config={"gradient_accumulation_steps": 4})
+        for x in loader:
+            loss = engine(x).mean()
+            if late:
+                loss = loss / engine.gradient_accumulation_steps()  # !
+            else:
+                loss = loss / 4  # !
+            engine.backward(loss)
+            engine.step()
         """,
         """
         import deepspeed

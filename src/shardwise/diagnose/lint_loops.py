@@ -117,12 +117,12 @@ def _division(facts: Facts) -> Iterator[Hit]:
     accumulating = _accumulating(facts)
     seen: set[int] = set()
     for site in _backwards(facts):
-        loop_and_count = accumulating.get(id(site.node))
-        for node in _divisions(site, site.scope, loop_and_count[1] if loop_and_count else None):
-            framework = _framework(facts, site)
-            if id(node) in seen or not (loop_and_count or framework):
+        loop_and_count, framework = accumulating.get(id(site.node)), _framework(facts, site)
+        counts = [loop_and_count[1] if loop_and_count else None, *([_given_count(facts)] if framework else [])]
+        for node in (each for count in counts for each in _divisions(site, site.scope, count)):
+            if node.lineno in seen or not (loop_and_count or framework):
                 continue
-            seen.add(id(node))
+            seen.add(node.lineno)
             yield _divided(facts, node, framework)
     yield from _divided_losses(facts)
 
@@ -168,15 +168,34 @@ def _counts(node: ast.expr, count: ast.AST | None) -> bool:
         named = bool(_ACCUMULATION.search(last(dotted(node))))
         return named or (count is not None and dotted(node) in {dotted(n) for n in ast.walk(count)} - {""})
     if isinstance(node, ast.Call):
-        return any(_counts(arg, count) for arg in node.args) and dotted(node.func) in ("float", "int", "max")
+        asked = not node.args and _ACCUMULATION.search(last(dotted(node.func)))  # engine.gradient_accumulation_steps()
+        return (
+            bool(asked)
+            or any(_counts(arg, count) for arg in node.args)
+            and dotted(node.func) in ("float", "int", "max")
+        )
     value = constant(node)
     return isinstance(value, int) and value > 1 and count is not None and value in _numbers(count)
 
 
 def _numbers(count: ast.AST) -> set[object]:
-    return {constant(node.right) for node in ast.walk(count) if isinstance(node, ast.BinOp)} | {
-        constant(arg) for node in ast.walk(count) if isinstance(node, ast.Call) for arg in node.args
-    }
+    return (
+        {constant(count)}
+        | {constant(node.right) for node in ast.walk(count) if isinstance(node, ast.BinOp)}
+        | {constant(arg) for node in ast.walk(count) if isinstance(node, ast.Call) for arg in node.args}
+    )
+
+
+def _given_count(facts: Facts) -> ast.AST | None:
+    """The number of micro-batches that a script gives Accelerate or DeepSpeed, as an argument or in a dict."""
+    for node in ast.walk(facts.script.tree):
+        if isinstance(node, ast.keyword) and node.arg == "gradient_accumulation_steps":
+            return node.value
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if key is not None and constant(key) == "gradient_accumulation_steps":
+                    return value
+    return None
 
 
 def _framework(facts: Facts, site: Site) -> str:

@@ -36,6 +36,7 @@ _METHODS = {
     "fsdp1": {"state_dict", "load_state_dict", "clip_grad_norm_", "forward", "__call__"},
     "fsdp2": {"forward", "__call__"},
     "placed": {"forward", "__call__"},
+    "trainer": {"save_checkpoint"},
 }  # fmt: skip
 _NAMED = {"accelerator": "accelerator", "fabric": "fabric", "model_engine": "engine", "ds_engine": "engine"}
 _HOROVOD = {
@@ -46,6 +47,9 @@ _SAVES = {"save", "async_save", "save_state", "save_model", "save_checkpoint", "
 _READS = {"load", "load_latest", "load_state", "load_checkpoint", "load_state_dict"}
 _STATE_DICTS = {"get_state_dict", "get_model_state_dict", "get_optimizer_state_dict", "optim_state_dict"}
 _STATE_DICTS |= {"full_optim_state_dict", "sharded_optim_state_dict", "consolidate_state_dict"}
+
+
+_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 def collective(facts: Facts, site: Site) -> str:
@@ -68,6 +72,8 @@ def collective(facts: Facts, site: Site) -> str:
         return spelled
     if word == "log" and any(k.arg == "sync_dist" and source(k.value) == "True" for k in site.node.keywords):
         return f"{spelled}(sync_dist=True)"
+    if spelled == "self.all_gather" and facts.script.imports(*_LIGHTNING):  # a LightningModule's
+        return spelled
     return _of_method(facts, site, spelled)
 
 
@@ -89,7 +95,7 @@ def _of_method(facts: Facts, site: Site, spelled: str) -> str:
         return spelled
     if name.startswith("mesh") and owner == "mesh" and word in _METHODS["mesh"] and not function_named(site, name):
         return spelled
-    if owner == "trainer" and word == "save_checkpoint" and facts.script.imports("lightning", "pytorch_lightning"):
+    if owner == "trainer" and word == "save_checkpoint" and facts.script.imports(*_LIGHTNING):
         return spelled
     return spelled if owner == "strategy" and word in {"barrier", "broadcast", "reduce"} else ""
 

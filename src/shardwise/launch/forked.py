@@ -7,6 +7,7 @@ again. Workers are not kept: DTensor caches meshes by value, and a later call wo
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -71,6 +72,7 @@ class World:
         self._nursery = _fork.Process(target=_nursery, args=(there, self._here))
         self._nursery.start()
         there.close()
+        atexit.register(self._here.close)  # a script that ends by an error would wait for the pool without an end
 
     def __call__(
         self, num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **env: str
@@ -114,6 +116,7 @@ class World:
 
     def close(self) -> None:
         """End every process of the pool."""
+        atexit.unregister(self._here.close)
         self._here.close()
         self._nursery.join(timeout=10)
         if self._nursery.is_alive():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -74,9 +75,11 @@ class Holder:
         self.name = name
         self.plain: torch.Tensor | None = None
         self.shared: DTensor | None = None
+        self.columns: list[nn.Module] = []
 
     def serve(self, column: nn.Module) -> None:
         """Give `column` the shared form when it is called with the plain one; any other input is left as it is."""
+        self.columns.append(column)
 
         def swap(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if self.plain is not None and args and args[0] is self.plain:
@@ -97,6 +100,10 @@ def hold(module: nn.Module, holder: Holder) -> None:
         try:
             args, kwargs = first.replaced(holder.plain, args, kwargs)
             outputs = forward(*args, **kwargs)
+        except RuntimeError as error:
+            if _SHAPES.search(str(error)) is None:
+                raise
+            raise _misfit(module, holder, error) from error
         finally:
             holder.plain = holder.shared = None
         if holder.sequence_dim is not None:
@@ -104,6 +111,25 @@ def hold(module: nn.Module, holder: Holder) -> None:
         return outputs
 
     wrap_forward(module, run)
+
+
+_SHAPES = re.compile(r"^shape '|^split_with_sizes|shapes cannot be multiplied|^The (expanded )?size of (the )?tensor")
+"""Torch's errors of a view, a split, a product and a broadcast of tensors that do not fit."""
+
+
+def _misfit(module: nn.Module, holder: Holder, error: RuntimeError) -> ModelError:
+    """What is wrong where a forward pass takes its layers for whole ones, or heads do not divide."""
+    size, names = holder.tp_mesh.size(), {id(layer): name for name, layer in module.named_modules()}
+    widths = [
+        f"{names.get(id(layer)) or type(layer).__name__} {layer.out_features // size} of {layer.out_features}"
+        for layer in holder.columns
+        if isinstance(layer, nn.Linear)
+    ]
+    return ModelError(
+        f"tp={size}: {holder.name or 'the model'}: {str(error).splitlines()[0]}; on each rank its column layers give "
+        f"fewer features: {', '.join(widths) or 'a share'}; needed: heads and key-value heads that tp divides, counted "
+        "from the tensors, as view(batch, seq, -1, head_dim); choose a tp that does, or leave this layer's rules out"
+    )
 
 
 def _check_split_again(outputs: Any, local_input: torch.Tensor, holder: Holder) -> None:
