@@ -165,6 +165,8 @@ def test_a_step_that_is_taken_back_takes_back_the_schedule_too() -> None:
             for metrics in sw.steps(state, loss_fn, until=9, options=sw.StepOptions(protect=protect)):
                 seen.append((metrics.step, metrics.lr))
                 scheduler.step()
+                kept = state.scalars()  # as a save here would hold it
+                assert kept["stateful"]["scheduler"]["last_epoch"] == kept["step"] == state.step
             return seen
 
     usual = dict(run(ROWS * 2, SCHEDULERS["step"]))

@@ -338,7 +338,8 @@ class Store:
         with late_told(doing, peers):
             told = peers.gather((own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh)))
         self._findings += told[0][3].check()
-        if isinstance(state, Forgetful) and self._forgotten != (forgotten := state.forgets()):
+        forgotten = state.forgets() if isinstance(state, Forgetful) else ""
+        if forgotten not in ("", self._forgotten):
             self._forgotten = forgotten
             peers.warn(f"{self.path}: {forgotten}")
         scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))

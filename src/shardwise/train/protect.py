@@ -133,8 +133,12 @@ class Guarded(Protocol):
         """Take it over."""
         ...
 
-    def load_beside(self, scalars: Any) -> None:
-        """Take over what the body of a training loop may change."""
+    def take_back(self, scalars: Any) -> None:
+        """Take it over after a step, whose loop's body is to change nothing of it."""
+        ...
+
+    def begin_step(self) -> None:
+        """The body has run."""
         ...
 
 
@@ -151,12 +155,8 @@ class Kept:
         template = state.template(self._tensors.keys())
         for name, tensor in self._tensors.items():
             local_shard(template[name]).copy_(tensor)
-        state.load_scalars(self._scalars)
+        state.take_back(self._scalars)
         state.load_tensors(template)
-
-    def restore_beside(self, state: Guarded) -> None:
-        """The same of what the body of the loop did since, which runs once more after a step that was taken back."""
-        state.load_beside(self._scalars)
 
 
 class Done(NamedTuple):
@@ -176,14 +176,11 @@ class Protection:
     def __init__(self, state: Guarded, protect: Protect, *, is_norm_local: bool) -> None:
         self._state, self._protect, self._is_norm_local = state, protect, is_norm_local
         self._kept: Kept | None = None
-        self._rewound: Kept | None = None
         self._window: Window | None = None
 
     def begin(self, batch: Any) -> None:
         """A step starts."""
-        if self._rewound is not None:
-            self._rewound.restore_beside(self._state)
-            self._rewound = None
+        self._state.begin_step()
         self._window = batch if isinstance(batch, Window) else None
         due = self._kept is None or self._state.step >= self._kept.step + self._protect.keep_every
         if self._protect.policy == "rewind" and due:
@@ -243,7 +240,6 @@ class Protection:
         if protect.policy == "rewind" and self._kept is not None:
             skipped, hits = state.skipped, state.guard.hits
             self._kept.restore(state)
-            self._rewound = self._kept
             state.skipped, state.guard.hits = skipped, hits
             facts["rewound_to"] = state.step
         return Done(None, (facts,))

@@ -25,6 +25,8 @@ from shardwise.train.stateful import StatefulObjects
 from shardwise.train.torch_private import local_of
 
 Tensors = dict[str, torch.Tensor]
+_BESIDE = ("stateful", "groups", "optimizer_state")
+"""Of a state's scalars: what the body of a training loop may change."""
 
 
 class DataPosition(Protocol):
@@ -100,6 +102,7 @@ class TrainState:
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
         self._extra = ExtraState(placed)
         self._stateful = StatefulObjects()
+        self._taken_back: Mapping[str, Any] | None = None
         self._group_values = GroupValues(self.optimizer, scheduled=schedule is not None)
         self.mirror: Mirror | None = None
         """Keeps copies of this state in memory, under `--recover`; see `shardwise.train.mirror`."""
@@ -176,27 +179,25 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
-        if kept := self._stateful.to_json():
-            rare["stateful"] = kept
-        if any(moved := self._group_values.moved()):
-            rare["groups"] = moved
         if self.placed.ties:  # for exports: other programs want all names
             rare["ties"] = dict(self.placed.ties)
-        if any(apart := self._group_values.apart()):
-            rare["optimizer_state"] = apart
-        return rare | {
-            "step": self.step,
-            "skipped": self.skipped,
-            "weight": self.weight,
-            "seed": self.seed,
-            "base_lr": self.optimizer.base_lrs,
-            "optimizer": {"name": self.optimizer.kind, "groups": self._group_values.settings()},
-            "data": self.batches.state_dict() if self.batches is not None else None,
-            "ema_updates": self.ema.updates if self.ema is not None else None,
-            "ema_decay": self.ema.decay if self.ema is not None else None,
-            "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
-            "plan": str(self.placed.plan),
-        }
+        return (
+            rare
+            | self._beside()
+            | {
+                "step": self.step,
+                "skipped": self.skipped,
+                "weight": self.weight,
+                "seed": self.seed,
+                "base_lr": self.optimizer.base_lrs,
+                "optimizer": {"name": self.optimizer.kind, "groups": self._group_values.settings()},
+                "data": self.batches.state_dict() if self.batches is not None else None,
+                "ema_updates": self.ema.updates if self.ema is not None else None,
+                "ema_decay": self.ema.decay if self.ema is not None else None,
+                "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
+                "plan": str(self.placed.plan),
+            }
+        )
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.
@@ -240,10 +241,28 @@ class TrainState:
         """What a checkpoint of this state will not have, and what to do; empty: nothing that is known."""
         return "" if self.schedule is not None else self._stateful.forgets(self.optimizer.param_groups)
 
-    def load_beside(self, scalars: Mapping[str, Any]) -> None:
-        """Take over from `scalars()` what the body of a training loop may change: values of groups, other objects."""
+    def _beside(self) -> dict[str, Any]:
+        """What the body of a training loop may change: values of groups, other objects."""
+        if self._taken_back is not None:  # what it does after such a step is of no step
+            return {key: self._taken_back[key] for key in _BESIDE if key in self._taken_back}
+        kept, values = self._stateful.to_json(), self._group_values
+        found = {"stateful": kept, "groups": values.moved(), "optimizer_state": values.apart()}
+        return {key: held for key, held in found.items() if any(held)}
+
+    def _load_beside(self, scalars: Mapping[str, Any]) -> None:
+        self._taken_back = None
         self._stateful.load(scalars.get("stateful") or {})
         self._group_values.load(scalars.get("groups") or (), scalars.get("optimizer_state") or ())
+
+    def take_back(self, scalars: Mapping[str, Any]) -> None:
+        """Be what `scalars()` gave, whatever the loop's body does for the step that is taken back."""
+        self.load_scalars(scalars)
+        self._taken_back = scalars
+
+    def begin_step(self) -> None:
+        """Undo what the body of the loop did after a step that was taken back."""
+        if self._taken_back is not None:
+            self._load_beside(self._taken_back)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Continue where `scalars()` was taken; what is refused leaves everything as it was.
@@ -262,7 +281,7 @@ class TrainState:
 
     def _load_scalars(self, scalars: Mapping[str, Any]) -> None:
         self._extra.load(scalars.get("extra_state", {}))
-        self.load_beside(scalars)
+        self._load_beside(scalars)
         self.step = int(scalars["step"])
         self.skipped = int(scalars["skipped"])
         self.weight = float(scalars["weight"])
