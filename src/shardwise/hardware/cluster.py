@@ -271,7 +271,7 @@ _FLOPS = (("TFLOP/s", 12, 5, 2e4), ("GFLOP/s", 9, 2e4, 2e7), ("PFLOP/s", 15, 0.0
 _BYTES = (("GB", 9, 0.5, 2048), ("MB", 6, 2048, 2e6))
 _CONTEXT = (("GB", 9, 0.05, 50), ("MB", 6, 50, 5e4))
 _RATE = _Quantity("FLOP/s", "989e12", 1e8, 1e17, slips=_FLOPS)
-_SHARE = _Quantity("fractions of 1", "0.8", 1e-4, 1, slips=(("per cent", -2, 1, 101),))
+_SHARE = _Quantity("fractions of 1", "0.8", 1e-4, 1, slips=(("per cent", -2, 10, 101),))
 _LINK = _Quantity(
     "bytes per second", "45e9", 1e6, 1e14, slips=(("GB/s", 9, 0.1, 2e3), ("Gbit/s", 9, 10, 2e3), ("MB/s", 6, 2e3, 1e6))
 )
