@@ -23,7 +23,8 @@ def critic() -> nn.Module:
 
 def drawn(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(8, 4, generator=source, dtype=torch.float64) + shift for shift in (0, 2))  # type: ignore[return-value]
+    noise, real = (torch.randn(8, 4, generator=source, dtype=torch.float64) for _ in range(2))
+    return noise, real + 2
 
 
 def adversarial(text: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -287,17 +287,22 @@ def test_negative_control_an_unreduced_norm_gradient_shows(world: World) -> None
     assert min(world(2, gradient_error_of_unreduced_norm)) > 1e-2
 
 
-class Heads(nn.Module):
+class Attention(nn.Module):
     """Two key-value heads, as its forward pass takes them from the tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn = nn.ModuleDict({"q": nn.Linear(16, 16), "kv": nn.Linear(16, 8), "o": nn.Linear(16, 16)})
-        self.attn.forward = self.attend  # type: ignore[method-assign]
+        self.q, self.kv, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
 
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        q, kv = self.attn["q"](x).view(len(x), -1, 4), self.attn["kv"](x).view(len(x), -1, 4)
-        return self.attn["o"]((q * kv.repeat_interleave(2, dim=1)).flatten(1))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, kv = self.q(x).view(len(x), -1, 4), self.kv(x).view(len(x), -1, 4)
+        return self.o((q * kv.repeat_interleave(2, dim=1)).flatten(1))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.attn(x)
