@@ -125,12 +125,13 @@ def test_a_rank_that_was_killed_comes_before_one_that_left(tmp_path: Path) -> No
     files = {rank: tmp_path / f"error-{rank}" for rank in range(3)}
     echo = {"rank": 0, "type": "RuntimeError", "message": "Connection closed by peer", "known": False, "exit_code": 6}
     files[0].write_text(json.dumps(echo | {"halving": None, "traceback": "...", "time_s": 1.0}))
-    for codes, rank, text in (
-        ({1: 0, 0: 6, 2: -9}, 2, "killed by SIGKILL"),
-        ({1: 0, 0: 6, 2: 0}, 1, "ended with status 0 while"),
-        ({0: 6, 1: -15, 2: -15}, 0, "Connection closed"),
+    for codes, told, rank, text in (
+        ({1: 0, 0: 6, 2: -9}, (), 2, "killed by SIGKILL"),
+        ({1: 0, 0: 6, 2: 0}, (), 1, "ended with status 0 while"),
+        ({0: 6, 1: -15, 2: -15}, (1, 2), 0, "Connection closed"),
+        ({0: 6, 1: -15, 2: -15}, (1,), 2, "killed by SIGTERM"),  # by somebody else: rank 0 says who it lost
     ):
-        failure = outcome_of(codes, files, Stopping()).failure
+        failure = outcome_of(codes, files, Stopping(), frozenset(told)).failure
         assert failure is not None and failure.rank == rank and text in failure.message
     asked = Stopping(first=signal.SIGTERM, count=1)
     assert outcome_of({1: 0, 0: 6, 2: 143}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)

@@ -100,6 +100,7 @@ def num_shards(parameter: torch.Tensor) -> int:
     return math.prod(n for p, n in sizes if p.is_shard() or strided_shard_factor(p) is not None)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("text", [*PLANS, *LARGE])
 def test_every_parameter_is_on_one_stage_whole_or_in_equal_shards(text: str) -> None:
     plan = sw.Plan.parse(text)
@@ -176,3 +177,40 @@ def table(plan: sw.Plan) -> str:
                 whole, part = ("x".join(map(str, s)) for s in (row.global_shape, shape))
                 lines.append(f"{name:32} {whole:>7} -> {part:7} {row.dtype:14} {row.pass_name:13} {row.text}")
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+class Marked(nn.Module):
+    """Its parameters have marks of its author's, as weights that are not to decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        for name, parameter in self.named_parameters():
+            parameter.no_decay = name.endswith("bias")  # type: ignore[attr-defined]  # a mark is what this is about
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp2", "fsdp2", "dp2 fsdp2 / zero2", "dp2 / bf16", "pp2 fsdp2 / mb2", "tp2"])
+def test_marks_of_parameters_are_kept(text: str) -> None:
+    plan, rules = sw.Plan.parse(text), {"layers.*": "column-gather"} if "tp" in text else None
+    for made in (Marked, Marked()):
+        with fake_world(plan.world), sw.open_mesh(plan, device="cpu") as mesh:
+            placed = sw.apply(made, plan, mesh, rules=rules)
+            marks = {name: vars(parameter)["no_decay"] for name, parameter in placed.named_parameters().items()}
+        assert marks and all(mark is name.endswith("bias") for name, mark in marks.items())
+
+
+def test_blocks_that_are_compiled_already_are_blocks() -> None:
+    def compiled() -> nn.Module:
+        model = Marked()
+        model.layers = nn.ModuleList(torch.compile(layer, backend="eager") for layer in model.layers)
+        return model
+
+    for text in ("fsdp2", "fsdp2 / blocks=layers.*"):
+        plan = sw.Plan.parse(text)
+        with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh:
+            assert sw.apply(compiled, plan, mesh).blocks == tuple(f"layers.{i}" for i in range(4))

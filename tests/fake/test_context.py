@@ -107,6 +107,14 @@ REFUSED_AT_FIRST_FORWARD = [
     (attends(attn_mask=torch.ones(12, 12, requires_grad=True)), "a mask that requires a gradient"),
     (also(lambda x: x.cumsum(1)), "cumsum along the sequence"),
     (also(lambda x: torch.roll(x, 1, dims=-2)), "roll along the sequence"),
+    (also(lambda x: x + x.mean(1, keepdim=True)), "mean along the sequence"),
+    (also(lambda x: x - torch.amax(x, dim=-2, keepdim=True)), "amax along the sequence"),
+    (also(lambda x: x * x.softmax(dim=1)), "softmax along the sequence"),
+    (also(lambda x: F.normalize(x, dim=1)), "normalize along the sequence"),
+    (also(lambda x: x.std((1, 2), keepdim=True) * x), "std along the sequence"),
+    (also(lambda x: x + F.adaptive_avg_pool1d(x.mT, 1).mT), "adaptive_avg_pool1d along the sequence"),
+    (also(lambda x: torch.fft.fft(x, dim=1).real), "fft_fft along the sequence"),
+    (also(lambda x: torch.sort(x, 1).values), "sort along the sequence"),
     (also(lambda x: F.conv1d(x.mT, torch.ones(8, 8, 3), padding=1).mT), "conv1d with a kernel (3,)"),
 ]
 
@@ -128,7 +136,9 @@ def test_modules_that_cannot_be_split_are_refused_at_apply(extra: nn.Module) -> 
 
 
 def test_what_works_on_each_token_alone_passes() -> None:
-    fine = also(lambda x: torch.softmax(F.conv1d(x.mT, torch.ones(8, 8, 1)).mT, dim=-1).cumsum(-1))
+    fine = also(
+        lambda x: torch.softmax(F.conv1d(x.mT, torch.ones(8, 8, 1)).mT, dim=-1).cumsum(-1) * x.mean((0, 2)).std()
+    )
     assert run("cp2", lambda: Model(fine, extra=nn.Conv1d(8, 8, 1))).shape == (2, 6, 8)
 
 
@@ -162,9 +172,18 @@ def test_a_model_that_takes_no_positions_is_refused() -> None:
         run("cp2", Blind)
 
 
+class First(Model):
+    """Its output is that of the first token, as an encoder's class token is."""
+
+    def forward(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids, position_ids)[:, 0]
+
+
 def test_an_output_pooled_over_the_sequence_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"output of shape \(2, 8\), needed one value per token"):
+    with pytest.raises(ModelError, match="found mean along the sequence, needed operations on each token alone"):
         run("cp2", lambda: Model(pooled=True))
+    with pytest.raises(ModelError, match=r"output of shape \(2, 8\), needed one value per token"):
+        run("cp2", lambda: First())
 
 
 def test_a_scalar_mean_as_the_loss_is_refused() -> None:

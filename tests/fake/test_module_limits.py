@@ -74,12 +74,20 @@ def rows_with_capacity() -> nn.Module:
     return moe_models.MODELS["capacity"]()
 
 
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    return model
+
+
 SAMPLE = {"sample": torch.zeros(2, 4)}
 APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.no-blocks": lambda: (lambda: nn.Linear(4, 4), "recompute=blocks", {}),
     "module.chain": lambda: (Skip, "pp2 / mb2", SAMPLE),
     "module.needs-values": lambda: (lambda: Chain("values"), "pp2 / mb2", SAMPLE),
     "module.gradients-off": lambda: (lambda: Chain("reentrant"), "pp2 / mb2", SAMPLE),
+    "module.gradient-hook": lambda: (hooked, "dp1", {}),
+    "module.rows-together": lambda: (lambda: nn.Embedding(4, 4, max_norm=1.0), "fsdp2", {}),
     "module.statistics-twice": lambda: (lambda: Chain("statistics"), "recompute=blocks", {}),
     "module.tp-divides": lambda: (DECODER, "tp4", {}),
     "module.rule-kind": lambda: refused_rules("type"),

@@ -50,6 +50,7 @@ def check_messages(text: str, model: str, ranks: set[int]) -> None:
         assert mine == dict(trace_step(training_of(spec, WORK), plan, rank=rank).later.collectives)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_messages_equal_the_trace(plan: str, model: str) -> None:
     check_messages(plan, model, {Plan.parse(plan).world - 1})

@@ -86,6 +86,19 @@ def test_a_module_with_other_inputs_says_which() -> None:
 def test_axes_that_apply_would_refuse_are_known_before_a_search() -> None:
     assert refused_axes(Manual, 64) == {"cp": "module.no-positions", "pp": "module.chain"}
     assert refused_axes(lambda: Decoder(DecoderConfig()), 64) == {}
+    assert refused_axes(Counted, 16)["recompute"] == "module.statistics-twice"
+
+
+class Counted(nn.Module):
+    """Its blocks have running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)))
+        self.example_input_array = torch.zeros(4, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.blocks(rows)
 
 
 class Weighted(nn.Module):

@@ -138,6 +138,19 @@ class TwiceTower(nn.Module):
         return self.head(x)
 
 
+class EncoderTower(nn.Module):
+    """Torch's own encoder, whose forward looks at a module within its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.0, batch_first=True)
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embed(input_ids)))
+
+
 class AsideBlock(nn.Module):
     """Adds a number of its own to a sum, as a router adds its loss, and counts."""
 
@@ -201,6 +214,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "aside": AsideTower,
     "counted": lambda: AsideTower(whole=True),
     "pyramid": Pyramid,
+    "encoder": EncoderTower,
 }
 
 

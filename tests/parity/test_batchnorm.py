@@ -130,6 +130,7 @@ def check(world: Any, plan: str, case: Case) -> None:
     assert buffers.keys() == right.buffers.keys()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "plan", ["dp1", "dp2", "dp4", "fsdp2", "fsdp4 / zero1", "dp2 fsdp2", "pp2 / gpipe mb1", "pp2 dp2 / gpipe mb1"]
 )

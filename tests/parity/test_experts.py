@@ -51,6 +51,7 @@ def check(world: Any, plan: str, model: str, precision: str = "fp64", batch: int
     assert max(worst.values()) <= TOLERANCE[precision], worst
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [

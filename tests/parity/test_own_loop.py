@@ -205,6 +205,7 @@ def evaluated_plainly() -> list[tuple[float, float]]:
     return sums
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp1 / mb3", "dp4", "dp4 / mb2", "fsdp2", "fsdp4 / mb3", "tp2", "pp2 / 1f1b mb4"])
 def test_evaluate_is_exact_and_leaves_training_alone(world, plan: str) -> None:
     size = sw.Plan.parse(plan).world

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.launch.forked import WorldError
@@ -40,11 +41,13 @@ def check(world: World, case: Case) -> float:
     return difference(case, world(case.world, on_stages, case), one_process(case))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_two_ranks_fp32(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", dtype=torch.float32)) < FP32
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_four_ranks_fp64(world: World, kind: str) -> None:
     assert check(world, Case(kind=kind, model="tower8", pp=4, micro_batches=8)) < FP64
@@ -68,6 +71,8 @@ def test_four_ranks_fp64(world: World, kind: str) -> None:
         Case(kind="dualpipe-v", model="twice"),
         Case(kind="gpipe", micro_batches=1),
         Case(kind="1f1b", mask=True, steps=2),
+        Case(kind="1f1b", model="encoder"),
+        Case(kind="zero-bubble", model="encoder"),
     ],
     ids=lambda case: f"{case.kind}-{case.model}",
 )
@@ -214,6 +219,41 @@ def test_refusals(world: World, case: Case, said: str) -> None:
     first, second = world(2, refusal, case)
     assert first.startswith(said), first
     assert first == second
+
+
+class Broken(models.Tower):
+    """Its third layer fails when it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].register_forward_pre_hook(fail)
+
+
+def fail(module: nn.Module, args: Any) -> None:
+    if next(module.parameters()).device.type != "meta":
+        raise ValueError("planted")
+
+
+models.MODELS["broken"] = Broken
+
+
+def raised(case: Case) -> str:
+    with open_mesh(case.plan) as mesh:
+        pipeline = place(case, mesh).pipeline
+        assert pipeline is not None
+        try:
+            pipeline.run(case.batches(), loss_fn, backward=True)
+        except Exception as error:  # of any type: it is what this asks for
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble"])
+def test_what_a_stage_raises_arrives_as_it_is(world: World, kind: str) -> None:
+    """Torch says that a stage failed, and what it was given: not why, nor that the other rank is gone."""
+    first, second = world(2, raised, Case(kind=kind, model="broken"))
+    said = {first, second}
+    assert "ValueError: planted" in said and "[Stage" not in first + second, said
 
 
 def test_micro_batches_of_unequal_rows_are_refused(world: World) -> None:

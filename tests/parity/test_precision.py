@@ -116,6 +116,7 @@ def test_the_tolerance_would_see_a_fault(world) -> None:
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp1", "dp2", "fsdp2", "tp2", "pp2 dp2 / 1f1b mb4"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_policy_is_that_of_every_mesh(world, plan: str, precision: str) -> None:
@@ -183,6 +184,7 @@ def scaled(text: str) -> list[tuple[bool, float, bool]]:
     return seen
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp1", "dp1 / mb4", "dp2", "fsdp2", "fsdp2 / zero1 / mb2", "tp2", "pp2 / 1f1b mb4"])
 def test_overflow_moves_the_scale_alike_on_all_ranks_and_meshes(world, plan: str) -> None:
     # row 5 is in the first of five windows, so in steps 1 and 6; two good steps double the scale

@@ -309,6 +309,7 @@ def train_state(plan: str, path: str, batches: int) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in state.tensors().items()}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("after", ["fsdp2", "pp2 / mb2", "tp2", "fsdp2 tp2"])
 def test_a_real_run_goes_on_under_another_plan(world: World, tmp_path: Path, after: str) -> None:
     world(2, train_state, "fsdp2", str(tmp_path / "cut"), 2)

@@ -322,6 +322,7 @@ def test_parity_of_other_architectures(world: World, model: str, sequence: bool)
     check(world, Case(model=model, sequence=sequence))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", ["decoder", "gpt", "scaled"])
 def test_parity_under_fully_shard(world: World, model: str, sequence: bool) -> None:

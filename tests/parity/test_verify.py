@@ -107,6 +107,12 @@ def test_ranks_that_all_read_the_whole_batch_are_seen_though_every_number_is_rig
     assert not any(row.over for row in report.rows)
 
 
+def test_a_model_whose_backward_alone_depends_on_how_rows_are_grouped_is_not_proven(verifiers) -> None:
+    """What its gradients move by between groupings is no measure of rounding, under which a fault could hide."""
+    report = verifiers["rowgrad"].verify(sw.Plan.parse("dp2"))
+    assert report.verdict == "different" and report.findings[0].id == "verify.grouping", str(report)
+
+
 def test_every_known_fault_is_planted() -> None:
     assert [fault.id.removeprefix("verify.") for fault in FAULTS] == list(PLANTED)
 

@@ -56,7 +56,21 @@ class Block(nn.Module):
             x = x * (1 + 0.1 * random.random())
         if self.kind == "rowmean":
             x = x - x.mean(0)
+        if self.kind == "rowgrad":
+            x = Normed.apply(x)
         return x + self.mlp(self.norm(x))
+
+
+class Normed(torch.autograd.Function):
+    """Forward as it is; the gradient has the length one, over all rows that are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm()
 
 
 class Net(nn.Module):

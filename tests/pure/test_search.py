@@ -320,6 +320,7 @@ FRONTS = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("spec", "where", "gib", "seq_len", "batch"), FRONTS)
 def test_the_front_is_that_of_all_plans(spec: ModelSpec, where: str, gib: float, seq_len: int, batch: int) -> None:
     """In full where no point is left out; else within the share that points are apart, and of plans of the whole."""

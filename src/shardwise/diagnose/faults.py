@@ -191,8 +191,12 @@ def _dropout(e: Evidence) -> str | None:
     "make it a sum over rows, or train with the same micro-batches everywhere",
 )
 def _grouping(e: Evidence) -> str | None:
-    if _same_rows(e) and e.order_matters and not e.draws and e.first_forward:
+    if not (_same_rows(e) and e.order_matters and not e.draws):
+        return None
+    if e.first_forward:
         return f"one process with its rows grouped otherwise gets another loss; {e.first_forward} differs first"
+    if e.loss_ratio is None and e.grads:
+        return "one process with its rows grouped otherwise gets other gradients, and the same loss"
     return None
 
 

@@ -269,7 +269,7 @@ def _patience(seconds: float | None) -> Iterator[None]:
 
 @aside
 def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "auto") -> dict[str, str]:
-    """Axes that a module cannot have -> the id of the limit (docs/constraints.md), as `apply` would find it.
+    """Axes and recompute that a module cannot have -> the id of the limit (docs/constraints.md), as `apply` finds it.
 
     Cost: the passes on one rank of two of a pretended world, for each axis; shapes only.
     """
@@ -279,7 +279,7 @@ def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "
     sample = torch.zeros(1, seq_len, dtype=torch.long) if example is None else as_batch(factory, example)
     refused = {}
     blueprint = record(factory)
-    for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2")):
+    for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2"), ("recompute", "dp2 / recompute=blocks")):
         plan = Plan.parse(text).with_(blocks=blocks)
         with fake_world(2), open_mesh(plan, device="cpu") as mesh:
             try:

@@ -230,11 +230,14 @@ def _baseline(plan: Plan, truth: Trace, others: list[Trace], options: Options) -
             kind="not-finite",
             message=f"the first loss on one process is {loss}: there is nothing to compare; look at the data",
         )
-    moved = max(number_difference(other.first.steps[0]["loss"], loss) for other in others)
-    if not moved <= RANDOM_ABOVE[options.dtype]:
+    firsts = [(other.first.steps[0], truth.first.steps[0]) for other in others]
+    for name, what in (("loss", "loss"), ("grad_norm", "gradient")):
+        moved = max(number_difference(other[name], first[name]) for other, first in firsts)
+        if moved <= RANDOM_ABOVE[options.dtype]:
+            continue
         how = (
             f"{FACTOR} x {ULPS} roundings: not measured, since one process with its rows grouped otherwise gets "
-            f"another loss ({moved:.1e}), which is no rounding"
+            f"another {what} ({moved:.1e}), which is no rounding"
         )
         return Baseline(plan=plan, truth=truth, tolerances=Tolerances(eps=eps), order_matters=True, how=how)
     how = (

@@ -235,6 +235,8 @@ def outcome_of(
         return Outcome(exit_code=ExitCode.KILLED)
     codes = {rank: code for rank, code in codes.items() if rank not in told}
     failure = first_failure(codes, files)
+    if failure is not None and failure.is_echo and stopping.first is None:  # of a rank that somebody else ended
+        failure = next((_died(r, c) for r, c in codes.items() if -c in STOP_SIGNALS and not files[r].exists()), failure)
     by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
     asked = {code for code in codes.values() if code in _ASKED}
     if failure is not None and not (stopping.first and (failure.message == _LEFT or _ECHO.search(failure.message))):
@@ -251,8 +253,11 @@ def outcome_of(
     dead = _silent_deaths(codes, files) or [(rank, code) for rank, code in codes.items() if code != 0]
     if not dead:
         return Outcome(exit_code=ExitCode.OK)
-    failure = Failure(rank=dead[0][0], message=death(dead[0][1]), exit_code=ExitCode.RANK_FAILED)
-    return Outcome(exit_code=failure.exit_code, failure=failure)
+    return Outcome(exit_code=ExitCode.RANK_FAILED, failure=_died(*dead[0]))
+
+
+def _died(rank: int, code: int) -> Failure:
+    return Failure(rank=rank, message=death(code), exit_code=ExitCode.RANK_FAILED)
 
 
 def _silent_deaths(codes: Mapping[int, int], files: Mapping[int, Path]) -> list[tuple[int, int]]:

@@ -98,7 +98,7 @@ def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
             continue
         children = list(container.named_children())
         kinds: set[type[nn.Module]] = {type_before_parametrizations(child) for _, child in children}
-        if len(children) < 2 or len(kinds) > 1 or kinds.pop().forward is nn.Module.forward:
+        if len(children) < 2 or len(kinds) > 1 or not all(is_called(child) for _, child in children):
             continue
         size = (sum(p.numel() for p in container.parameters()), len(children))
         if size[0] and (best is None or size > best[0]):
@@ -110,6 +110,11 @@ def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
             row="module.no-blocks",
         )
     return best[1]
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether it has a forward, its class's or, as one that is compiled already, its own; a container has none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: tuple[str, ...]) -> Chain:

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
-from shardwise.model.tracer import find_blocks, refuse_parameters
+from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
 from shardwise.parallel.context import shard_context
@@ -21,6 +21,7 @@ from shardwise.parallel.declared import check_declared, declared_blocks, divide_
 from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.float8 import check_split
 from shardwise.parallel.init import blueprint_for, materialize
+from shardwise.parallel.limits import refuse_limits
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
@@ -90,8 +91,12 @@ def apply(
         table.check(tp=plan.axes.tp, sequence=plan.tensor.sequence)
     refuse(check(plan, world=mesh.world, device=mesh.device.type))
     _check_mesh(plan, mesh)
-    placed = place(blueprint_for(module, init, mesh), plan, mesh, sample=sample, rules=table, seed=seed)
+    blueprint = blueprint_for(module, init, mesh)
+    marks = {name: dict(vars(p)) for name, p in blueprint.module.named_parameters()}
+    placed = place(blueprint, plan, mesh, sample=sample, rules=table, seed=seed)
     placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
+    for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
+        vars(parameter).update({key: mark for key, mark in marks.get(name, {}).items() if key not in vars(parameter)})
     return replicate_data(placed, plan, mesh)
 
 
@@ -111,6 +116,7 @@ def place(
     """
     root = blueprint.module
     refuse_parameters(root)
+    refuse_limits(root, plan)
     check_declared(root, plan)
     prepare(root, _blocks(root, plan))
     placed = Placed(
@@ -192,7 +198,7 @@ def _blocks(root: nn.Module, plan: Plan) -> tuple[str, ...]:
         if plan.blocks != "auto":
             raise
         return ()  # a model without repeated blocks: the passes that need blocks say so
-    containers = [name for name in found if type(root.get_submodule(name)).forward is nn.Module.forward]
+    containers = [name for name in found if not is_called(root.get_submodule(name))]
     if containers and plan.blocks != "auto":
         name = containers[0]
         raise ModelError(

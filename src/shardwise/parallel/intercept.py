@@ -7,7 +7,7 @@ each token alone passes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,19 @@ ALONG_A_DIM = (
     torch.Tensor.flip,
 )
 """Functions whose second argument is the dim, or the dims last, that they mix along."""
+_REDUCING = (
+    "sum", "mean", "prod", "std", "var", "amax", "amin", "max", "min", "argmax", "argmin", "median", "logsumexp",
+    "sort", "argsort", "cummax", "cummin", "log_softmax", "count_nonzero",
+)  # fmt: skip
+DIM_OF: Mapping[Any, int] = {
+    **{getattr(torch, name): 1 for name in (*_REDUCING, "std_mean", "var_mean")},
+    **{getattr(torch.Tensor, name): 1 for name in _REDUCING},
+    **{function: 1 for function in (F.log_softmax, *SOFTMAX)},
+    **{function: 2 for function in (F.normalize, torch.norm, torch.Tensor.norm, torch.topk, torch.Tensor.topk)},
+    **{function: 2 for function in (torch.linalg.vector_norm, torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
+}
+"""Functions that reduce, order or weigh along a dim -> which of their arguments that is."""
+POOLING = (F.adaptive_avg_pool1d, F.avg_pool1d, torch.max_pool1d, F.max_pool1d)
 MIXING_MODULES = (
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -229,6 +242,12 @@ class Divided:
         if ranks is None or not isinstance(tensor, torch.Tensor):
             return
         own, name = ranks.layout.sizes[ranks.rank], getattr(func, "__name__", "a function")
+        if func in DIM_OF and tensor.dim() > 1 and tensor.shape[:2] == (self.rows, own):
+            dims = args[DIM_OF[func]] if len(args) > DIM_OF[func] else kwargs.get("dim")
+            if any(
+                d % tensor.dim() == 1 for d in (dims if isinstance(dims, tuple | list) else [dims]) if type(d) is int
+            ):
+                raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
         if func in SOFTMAX:
             square = tensor.dim() > 2 and tensor.shape[-1] == tensor.shape[-2] == own
             if square and (tensor.dim() > 3 or tensor.shape[0] != self.rows):
@@ -247,6 +266,8 @@ class Divided:
             dims = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))
             if any(d % tensor.dim() == 1 for d in (dims if isinstance(dims, Iterable) else [dims]) if d is not None):
                 raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
+        elif func in POOLING and tensor.dim() > 1 and (tensor.shape[0], tensor.shape[-1]) == (self.rows, own):
+            raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
         elif func is F.multi_head_attention_forward:
             raise self.refusal("multi_head_attention_forward", _TOKENS, row="module.mixes-tokens")
 
@@ -290,7 +311,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_LOOKED_AT = frozenset((*SOFTMAX, *CONVOLUTIONS, *ALONG_A_DIM, F.multi_head_attention_forward))
+_LOOKED_AT = frozenset((*DIM_OF, *POOLING, *CONVOLUTIONS, *ALONG_A_DIM, F.multi_head_attention_forward))
 
 
 class Shapes(TorchFunctionMode):

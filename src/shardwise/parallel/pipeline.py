@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError, PlanError, ShardwiseError, UsageError
+from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.nested import leaves
 from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy, trace_chain
@@ -109,8 +109,8 @@ class Pipeline:
                 losses += run(flush)
             return losses
         except RuntimeError as error:
-            # torch wraps what a stage raised; ours is the one that says what to do
-            if isinstance(error.__cause__, ShardwiseError):
+            # torch wraps what a stage raised in a description of its inputs, which hides who failed and why
+            if error.__cause__ is not None and "[Stage " in str(error):
                 raise error.__cause__ from None
             raise
         finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -77,15 +78,20 @@ class StageDone(BaseException):  # noqa: N818 - no error: it leaves a forward, p
         self.tensors = tensors
 
 
+def _outline(module: nn.Module) -> SimpleNamespace:
+    """Its plain attributes, and in place of the modules in it theirs."""
+    plain = {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, torch.Tensor)}
+    inner = {name: _outline(child) for name, child in module.named_children()}
+    return SimpleNamespace(**{k: v for k, v in plain.items() if k not in ("training", "forward")} | inner)
+
+
 class PassThrough(nn.Module):
-    """Stands for a block of another stage, with the same plain attributes and no parameters."""
+    """Stands for a block of another stage, with the same plain attributes, its modules' too, and no parameters."""
 
     def __init__(self, block: nn.Module, index: int, cut: Cut, wiring: Wiring) -> None:
         super().__init__()
-        plain = {k: v for k, v in vars(block).items() if not k.startswith("_") and not isinstance(v, torch.Tensor)}
-        for name, value in plain.items():
-            if name not in ("training", "forward"):
-                setattr(self, name, value)
+        for name, value in vars(_outline(block)).items():
+            setattr(self, name, value)
         self.block_class, self.block_index, self.cut, self.wiring = type(block), index, cut, wiring
 
     def __getattr__(self, name: str) -> Any:

@@ -53,6 +53,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook`, or `register_post_accumulate_grad_hook`, was called on a tensor that is a leaf."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def empty_as(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """`torch.empty_like`, of a DTensor without its dispatch: milliseconds for each shape that is new to it."""
     if not isinstance(tensor, DTensor):

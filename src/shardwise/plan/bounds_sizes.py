@@ -12,6 +12,7 @@ from operator import add, itemgetter, le
 
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
+from shardwise.plan.around import outside_step
 from shardwise.plan.bounds_work import Cut, Flight, Upto, Work, work_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
@@ -52,6 +53,7 @@ class SizeBounds:
     _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
     _hosted: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _around: dict[tuple[object, ...], float] = field(default_factory=dict)
     _telling: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
 
@@ -203,6 +205,8 @@ class SizeBounds:
             both = gradients + size if accumulates else gradients + block
             loss = size + logits + gradients if accumulates else size + logits
             most = max(most, held + gathered + max(loss, both))
+        if self.space.stack.eager:
+            most = max(most, *(self.around(flow, spread, rank) for rank, *_ in kept))
         groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
         return self.on_device(most) + COMMUNICATOR * (groups + (core.ep > 1) + (core.world > 1))
 
@@ -286,6 +290,16 @@ class SizeBounds:
             found = sum(terms.values()), gradients, gathered_of(division, stages, stack)
             self._states[key, rank] = found
         return found
+
+    def around(self, flow: Flow, spread: Spread, rank: int) -> float:
+        """Bytes that a rank needs outside of steps, where they lie in the same memory: a save has its copy there."""
+        key = (flow.pipe.core.world, states_as(flow, spread), rank)
+        if key not in self._around:
+            division, stack = self.division(flow, spread), self.space.stack
+            stages = division.ranks[rank]
+            phases = outside_step(division, stages, stack, states_of(division, stages, stack)).values()
+            self._around[key] = max((sum(phase.values()) for phase in phases), default=0.0)
+        return self._around[key]
 
     def division(self, flow: Flow, spread: Spread) -> Division:
         """Of all flows and spreads that have the same states."""

@@ -19,6 +19,9 @@ MODULES: Mapping[str, str] = {
     "module.needs-values": "pp: a forward whose course depends on the values of tensors, so it cannot be traced.",
     "module.gradients-off": "pp: blocks that forward calls with gradients off (`torch.utils.checkpoint` with "
     "`use_reentrant=True`); what another stage sent would get no gradient.",
+    "module.gradient-hook": "every plan: a hook on a parameter's gradient (`register_hook`); it would see parts of it.",
+    "module.rows-together": "several data ranks, or micro-batches: embeddings with `max_norm` or "
+    "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
     "module.two-chains": "pp, cp, seq: an encoder and a decoder; each block of the second takes the first's output.",
     "module.statistics-twice": "recompute: a block with running statistics, which a second forward would update twice.",

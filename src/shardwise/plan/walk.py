@@ -95,7 +95,8 @@ class Walk:
         self._fitted: set[tuple[object, ...]] = set()
         self._others: dict[Core, tuple[Float8Kind, ...]] = {}
         self._best: dict[tuple[int, ...], tuple[float, tuple[object, ...]]] = {}
-        """Of each layout the least bucket of a candidate, and its `simplicity`."""
+        """Of each layout the least bucket of a candidate, and its `simplicity`; where one plan is asked for, of all."""
+        self._is_for_one = False
         cluster = space.cluster
         self._host = host_share(cluster)
         self.bounds = bounds or Bounds(space, host=self._host)
@@ -104,6 +105,7 @@ class Walk:
     def run(self, top: int) -> list[Candidate]:
         """The best candidate of each of the `top` best layouts."""
         ranked: dict[tuple[int, ...], Candidate] = {}
+        self._is_for_one = top == 1
         self.start()
         while self._heap and len(ranked) < top:
             bucket, _, plain, _, node = heapq.heappop(self._heap)
@@ -113,7 +115,7 @@ class Walk:
                 self._divide_core(node, set(ranked))
             elif (layout := layout_of(pipe_of(node))) in ranked:
                 self.pruned["slower than its layout's best"] += 1
-            elif self._best.get(layout, (math.inf, ())) < (bucket, plain):
+            elif self._best.get(self._rival(layout), (math.inf, ())) < (bucket, plain):
                 self.pruned["no simpler than what is as good"] += 1
             elif isinstance(node, Pipe):
                 self._divide_pipe(node)
@@ -341,10 +343,15 @@ class Walk:
             self._fitted.add(family)
         self._keep(found)
 
+    def _rival(self, layout: tuple[int, ...]) -> tuple[int, ...]:
+        """Whose best a plan of this layout has to be below."""
+        return () if self._is_for_one else layout
+
     def _keep(self, found: Candidate) -> None:
         """Put a candidate where its score belongs, behind what may be as good."""
         score, simple = _bucket(found.score(self.goal)), simplicity(found.plan)
-        self._best[found.layout] = min(self._best.get(found.layout, (math.inf, ())), (score, simple))
+        rival = self._rival(found.layout)
+        self._best[rival] = min(self._best.get(rival, (math.inf, ())), (score, simple))
         heapq.heappush(self._heap, (score, True, simple, next(self._order), found))
 
     def _legal(self, leaf: Leaf) -> tuple[Plan, str]:

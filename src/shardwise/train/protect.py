@@ -50,7 +50,7 @@ class Protect:
     floor: float = 0.05
     """Least spread, as a fraction of the median: a loss that stands still has no outliers of a thousandth."""
     keep_every: int = 10
-    """Under `rewind`: steps between kept states, which lie in host memory."""
+    """Under `rewind`: states of every so many steps are kept, in host memory, and the one a process began with."""
     limit: int = 8
     """Windows that may be left out within any `window` steps; one more is an error."""
 
@@ -182,7 +182,9 @@ class Protection:
         """A step starts."""
         self._state.begin_step()
         self._window = batch if isinstance(batch, Window) else None
-        due = self._kept is None or self._state.step >= self._kept.step + self._protect.keep_every
+        # by the number of the step: a run that goes on keeps the steps that it would have kept
+        step, kept = self._state.step, self._kept
+        due = kept is None or (step > kept.step and step % self._protect.keep_every == 0)
         if self._protect.policy == "rewind" and due:
             self._kept = Kept(self._state)
             if self._window is not None and isinstance(self._state.batches, Batches):

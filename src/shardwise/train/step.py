@@ -23,6 +23,7 @@ from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
+from shardwise.parallel.unused import Unused
 from shardwise.train.agreement import check_agreement
 from shardwise.train.batches import Window
 from shardwise.train.buffers import Buffers
@@ -72,7 +73,7 @@ class TrainStep:
         counted = {n: self._sums.overlaps or self._counts(n, p) for n, p in self._parameters.items()}
         self._counted = None if all(counted.values()) else counted
         """Which gradients this rank adds to the sum of squares; None: all of them."""
-        self._joined = JoinedGradients()
+        self._joined, self._unused = JoinedGradients(), Unused(placed)
         self._signature = Signature.of(placed.parts[0].root)
         self._paddings = [padding for part in placed.parts for padding in paddings_of(part.root)]
         self._divisor = gradient_divisor(placed) if self._halving is None else 1
@@ -102,11 +103,11 @@ class TrainStep:
             self._protection.begin(batch)
         self._buffers.keep()
         if self._retry is not None:
-            micro, zero, losses = self._retry.run(partial(self._losses, batch), self._forget, self.state.step + 1)
+            passes = self._retry.run(partial(self._losses, batch), self._forget, self.state.step + 1)
             self._events += self._retry.take_notes()
         else:
-            micro, zero, losses = self._losses(batch)
-        grads, joined, sums = self._reduced(micro, zero, losses)
+            passes = self._losses(batch)
+        grads, joined, sums = self._reduced(*passes)
         with torch.no_grad():
             return self._update(grads, joined, sums, start)
 
@@ -153,6 +154,7 @@ class TrainStep:
         if isinstance(self.loss_fn, Losses):
             self._window = self.loss_fn.begin(micro, zero, self.state.mesh)
         self.state.optimizer.zero_grad()  # what a script's own backward passes since have left is of no step
+        self._unused.begin()
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
         return micro, zero, losses
 
@@ -171,6 +173,8 @@ class TrainStep:
             joined = self._joined.of(grads)
             mine = joined if self._counted is None else Joined([], [g for n, g in grads.items() if self._counted[n]])
             sums = self._sums.finish(sum_of_squares(mine))
+            if sums.num_unused:
+                joined = self._joined.of(grads := self._unused.drop(grads, self._parameters))
             self._check_equal_rows(sums)
         return grads, joined, sums
 
@@ -246,11 +250,9 @@ class TrainStep:
         if isinstance(part.run, DistributedDataParallel):
             return nullcontext() if last and self._halving is None else part.run.no_sync()
         if isinstance(part.run, FSDPModule) and not (first and last):
-            if self.state.placed.plan.zero < 2:
-                part.run.set_requires_gradient_sync(last)
-            else:
-                part.run.set_requires_all_reduce(last)  # HSDP: replicas are summed once per window
-            if self.state.placed.plan.zero < 3:
+            zero = self.state.placed.plan.zero  # HSDP: replicas are summed once per window
+            (part.run.set_requires_gradient_sync if zero < 2 else part.run.set_requires_all_reduce)(last)
+            if zero < 3:
                 part.run.set_reshard_after_backward(last)
             part.run.set_is_last_backward(last)
         return nullcontext()
@@ -273,7 +275,7 @@ class TrainStep:
     def _own(self, losses: list[Loss], micro: list[Any], zero: tuple[bool, ...]) -> Own:
         # rows matter to a plain mean only
         rows = sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z) if self._scalar_mean else 0
-        return Own(losses, self.stop_requested, rows, self._scalar_mean)
+        return Own(losses, self.stop_requested, rows, self._scalar_mean, self._unused.here())
 
     def _check_equal_rows(self, sums: Sums) -> None:
         if sums.num_means and not self._warned and sums.rows**2 != sums.num_means * sums.rows_squared:
@@ -299,9 +301,7 @@ class TrainStep:
             self._witness.gradients(grads, factor)
         # too large a scale, or nothing that counts in the window, is no fault of the model or its data
         excused = weight == 0 or (state.loss_scale is not None and math.isfinite(sums.loss))
-        cause = None
-        if self._protection is not None:
-            cause = self._protection.judge(mean, norm, excused=excused and not finite)
+        cause = self._protection.judge(mean, norm, excused=excused and not finite) if self._protection else None
         makes_update = finite and cause is None
         if makes_update:
             self._apply(grads, joined, factor, norm)

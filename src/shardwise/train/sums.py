@@ -20,6 +20,9 @@ from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.train.loss import Loss
 
+_FLAG = 2.0**24
+"""More ranks than there are."""
+
 
 class Own(NamedTuple):
     """What this rank knows of a step."""
@@ -31,6 +34,8 @@ class Own(NamedTuple):
     """Rows that count, where the loss is a plain mean; else 0."""
     is_mean: bool
     """The loss function returned a plain mean."""
+    has_unused: bool
+    """Some parameter of `fully_shard` has no gradient here."""
 
 
 class Sums(NamedTuple):
@@ -45,6 +50,8 @@ class Sums(NamedTuple):
     """Ranks whose loss function returned a plain mean."""
     squares: float
     """Of the gradient, each element counted once."""
+    num_unused: float = 0.0
+    """Ranks that have a parameter of `fully_shard` without a gradient."""
 
 
 class WorldSums:
@@ -100,22 +107,27 @@ class WorldSums:
         else:
             sums = self.mesh.all_reduce_sum(torch.cat([self._numbers, squares]))
         self._numbers = self._work = None
-        return Sums(*sums.tolist())
+        loss, weight, stop, rows, rows_squared, flags, total = sums.tolist()
+        return Sums(loss, weight, stop, rows, rows_squared, flags % _FLAG, total, flags // _FLAG)
 
     def _values(self, own: Own) -> list[float]:
         losses = own.losses if self._is_loss_rank else []
         loss, weight = sum(float(x.sum) for x in losses), sum(float(x.weight) for x in losses)
-        return [loss, weight, own.stop, own.rows, own.rows**2, own.is_mean]
+        return [loss, weight, own.stop, own.rows, own.rows**2, _flags(own)]
 
     def _tensor(self, own: Own) -> torch.Tensor:
         losses, device = own.losses if self._is_loss_rank else [], self.mesh.device
         if device.type == "cpu":  # plain numbers: a dozen small kernels less
             return torch.tensor(self._values(own), dtype=torch.float64)
-        rest = [own.stop, own.rows, own.rows**2, own.is_mean]
+        rest = [own.stop, own.rows, own.rows**2, _flags(own)]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         loss_ = sum((x.sum.double() for x in losses), zero)
         weight_ = sum((torch.as_tensor(x.weight, device=device).double() for x in losses), zero)
         return torch.cat([torch.stack([loss_, weight_]), zero.new_tensor(rest)])
+
+
+def _flags(own: Own) -> float:
+    return own.is_mean + _FLAG * own.has_unused
 
 
 _DIGITS = 3

@@ -1,0 +1,46 @@
+"""What a module asks for that parts of a batch, or of a parameter, would each do in their own way."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.parallel.torch_private import has_gradient_hook
+from shardwise.plan.plan import Plan
+
+
+def refuse_limits(root: nn.Module, plan: Plan) -> None:
+    """Refuse what would train, and otherwise than in one process.
+
+    Raises:
+        ModelError: a hook on a parameter's gradient; a lookup or a norm whose effect depends on how rows are divided.
+    """
+    for name, parameter in root.named_parameters():
+        if has_gradient_hook(parameter):
+            raise ModelError(
+                f"parameter {name} has a hook on its gradient, which would see parts of it, before they are summed "
+                "over ranks and micro-batches and divided by the weight of the loss; do it in forward, as a "
+                "parametrization (torch.nn.utils.parametrize), or in an optimizer's rule",
+                row="module.gradient-hook",
+            )
+    ranks = plan.axes.data * plan.axes.cp
+    pieces = ranks * plan.batch.micro_batches
+    for name, module in root.named_modules():
+        said = _of_table(module, ranks, pieces)
+        if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
+            said = "track_running_stats=True" if module.track_running_stats and pieces > 1 else ""
+        if said:
+            raise ModelError(
+                f"{name or 'the model'}: found {type(module).__name__}({said}), where rows that are looked at together "
+                f"change the result, and `{plan}` divides a batch into {pieces}; leave it out, or use a plan with one "
+                "data rank and one micro-batch",
+                row="module.rows-together",
+            )
+
+
+def _of_table(module: nn.Module, ranks: int, pieces: int) -> str:
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return ""
+    if module.max_norm is not None and ranks > 1:  # each rank would shrink the rows that it looks up
+        return f"max_norm={module.max_norm:g}"
+    return "scale_grad_by_freq=True" if module.scale_grad_by_freq and pieces > 1 else ""

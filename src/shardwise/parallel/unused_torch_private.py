@@ -1,0 +1,73 @@
+"""The private torch names that `unused` needs. Each has a test that fails when torch moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class Sharded(Protocol):
+    """What is read of torch's `FSDPParam`."""
+
+    sharded_param: nn.Parameter
+    """What the module holds between steps."""
+    unsharded_param: nn.Parameter
+    unsharded_accumulated_grad: torch.Tensor | None
+
+
+@dataclass
+class Watched:
+    """A group of `fully_shard`: what is gathered and reduced together."""
+
+    name: str
+    """Of its module."""
+    parameters: list[Sharded]
+    calls: int = 0
+    """Of its forward, since they were set to 0."""
+    used: set[int] = field(default_factory=set)
+    """Places in `parameters` of those that had a gradient at a reduction."""
+
+
+def watch_groups(module: nn.Module) -> list[Watched]:
+    """Let `fully_shard` reduce zeros for a parameter that has no gradient here: `FSDPParamGroup.post_backward`.
+
+    Torch 2.13 has `set_reduce_scatter_unused_params`, which does not tell which ones were used.
+
+    Args:
+        module: with all that it holds.
+
+    Returns:
+        The groups, in an order that ranks share.
+    """
+    found: list[Watched] = []
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, 2.11
+            for group in filter(None, groups):
+                found.append(Watched(name, group.fsdp_params))
+                group.pre_forward = partial(_before_forward, group.pre_forward, found[-1])
+                group.post_backward = partial(_after_backward, group, group.post_backward, found[-1])
+    return found
+
+
+def _before_forward(gather: Callable[..., Any], watched: Watched, *arguments: Any) -> Any:
+    watched.calls += 1
+    return gather(*arguments)
+
+
+def _after_backward(group: Any, reduce: Callable[..., None], watched: Watched, *arguments: Any) -> None:
+    for place, each in enumerate(watched.parameters):
+        if not hasattr(each, "_unsharded_param") or not each.unsharded_param.requires_grad:
+            continue
+        if each.unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None:
+            watched.used.add(place)
+        elif group.reduce_grads:
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    reduce(*arguments)

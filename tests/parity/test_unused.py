@@ -1,0 +1,101 @@
+"""Parameters that only some data ranks use: the gradients, updates and averages are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ModelError
+from shardwise.parallel.compose import apply
+from shardwise.parallel.mesh import open_mesh
+from shardwise.plan.plan import Plan
+from shardwise.train.loss import Loss, mean_over
+from shardwise.train.optimizers import adamw
+from shardwise.train.state import TrainState
+from shardwise.train.step import make_step
+
+DIM, ROWS, STEPS = 6, 8, 5
+PLANS = (
+    "dp2 / find-unused", "fsdp2", "fsdp2 zero1", "fsdp2 zero2 / mb2", "fsdp2 / mb2", "dp2 fsdp2", "fsdp2 / bf16",
+    "fsdp2 / wrap=1000", "dp2 fsdp2 / mb2 / reshard=2",
+)  # fmt: skip
+
+
+class Heads(nn.Module):
+    """A head for each of four tasks, of two sizes; every row names its task. Nobody asks for the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(DIM, DIM)
+        self.narrow, self.alike, self.unasked = nn.Linear(DIM, 1), nn.Linear(DIM, 1), nn.Linear(DIM, 1)
+        self.wide = nn.Sequential(nn.Linear(DIM, 9), nn.Tanh(), nn.Linear(9, 1))
+
+    def forward(self, x: Tensor, task: Tensor) -> Tensor:
+        hidden, out = torch.tanh(self.trunk(x)), x.new_zeros(len(x))
+        for number, head in enumerate((self.narrow, self.alike, self.wide, self.unasked)):
+            rows = (task == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_copy(0, rows, head(hidden[rows])[:, 0].to(out.dtype))
+        return out
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Sorted by task, so that ranks see different ones; in the last steps nobody sees the widest."""
+    draw = torch.Generator().manual_seed(step)
+    tasks = (
+        torch.tensor([0] * 4 + [1] * 4)
+        if step == 0
+        else torch.randint(0, 3 if step < 3 else 2, (ROWS,), generator=draw)
+    )
+    tasks = tasks.sort().values
+    return {"x": torch.randn(ROWS, DIM, generator=draw).double(), "task": tasks}
+
+
+def loss_fn(output: Tensor, rows: dict[str, Tensor]) -> Loss:
+    return mean_over((output - rows["x"].sum(-1)).square())
+
+
+def trained(text: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of the steps, then parameters and averages: with decay, which moves what has a gradient."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Heads, plan, mesh, seed=3)
+        state = TrainState(placed, adamw(placed, 0.05, weight_decay=0.1))
+        step, numbers = make_step(state, loss_fn, clip=0.5), []
+        for i in range(STEPS):
+            share = {name: value.tensor_split(mesh.batch.size)[mesh.batch.rank] for name, value in batch(i).items()}
+            metrics = step(share)
+            numbers += [metrics.loss, metrics.grad_norm]
+        return numbers, {name: whole(tensor) for name, tensor in state.tensors().items()}
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_some_ranks_use_trains_as_in_one_process(world: Any, plan: str) -> None:
+    precision, near = ("bf16", 1e-2) if "bf16" in plan else ("fp64", 1e-11)
+    text = plan if "bf16" in plan else f"{plan} / fp64"
+    [(numbers, tensors)] = world(1, trained, f"dp1 / {precision}")
+    for found, state in world(Plan.parse(text).world, trained, text):
+        assert found == pytest.approx(numbers, rel=near)
+        assert state.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.allclose(state[name].double(), tensor.double(), rtol=near, atol=near), name
+
+
+def refused(text: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        trained(text)
+    return str(caught.value)
+
+
+def test_a_group_that_ranks_call_unequally_often_is_named(world: Any) -> None:
+    """Where both heads are of one size what is gathered fits, and is another head's."""
+    for said in world(2, refused, "fsdp2 / wrap=7 / fp64"):
+        assert "narrow was called 0 times in this step by one data rank and 1 times by another" in said
