@@ -100,7 +100,7 @@ REFUSED_AT_FIRST_FORWARD = [
     (lambda x: x, "layers.0: found no call of torch's attention function"),
     (by_hand, "layers.0: found softmax over scores (2, 1, 6, 6), attention written by hand"),
     (both, "layers.0: found softmax over scores"),
-    (with_keys(lambda x: x[:, :4]), "attention of 6 queries to 4 keys, needed self-attention"),
+    (with_keys(lambda x: x.narrow(1, 0, 4)), "attention of 6 queries to 4 keys, needed self-attention"),
     (attends(dropout_p=0.1), "dropout 0.1 inside attention"),
     (attends(attn_mask=torch.ones(6, 6)), "a mask of shape (6, 6), needed one of the whole sequence, (..., 12, 12)"),
     (attends(attn_mask=torch.ones(12, 12), is_causal=True), "a mask together with is_causal=True"),
@@ -115,6 +115,11 @@ REFUSED_AT_FIRST_FORWARD = [
     (also(lambda x: x + F.adaptive_avg_pool1d(x.mT, 1).mT), "adaptive_avg_pool1d along the sequence"),
     (also(lambda x: torch.fft.fft(x, dim=1).real), "fft_fft along the sequence"),
     (also(lambda x: torch.sort(x, 1).values), "sort along the sequence"),
+    (also(lambda x: x - x[:, -1:]), "found a part of the sequence"),
+    (also(lambda x: x + x[:, 0][:, None]), "found a part of the sequence"),
+    (also(lambda x: x + F.pad(x, (0, 0, 1, -1))), "pad along the sequence"),
+    (also(lambda x: x + x.diff(dim=1, prepend=x.new_zeros(2, 1, 8))), "diff along the sequence"),
+    (also(lambda x: torch.ones(6, 6) @ x), "matmul over the tokens"),
     (also(lambda x: F.conv1d(x.mT, torch.ones(8, 8, 3), padding=1).mT), "conv1d with a kernel (3,)"),
 ]
 
@@ -176,7 +181,7 @@ class First(Model):
     """Its output is that of the first token, as an encoder's class token is."""
 
     def forward(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids, position_ids)[:, 0]
+        return super().forward(ids, position_ids).select(1, 0)
 
 
 def test_an_output_pooled_over_the_sequence_is_refused() -> None:

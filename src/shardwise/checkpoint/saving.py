@@ -277,7 +277,8 @@ def left_over(save: Save) -> Finding:
         severity="warning",
         what=f"step {save.step} was saved; an older checkpoint, which need not stay, could not be removed",
         evidence=save.left,
-        fix="make it removable, or remove it by hand: `.partial-` in its name says that it is no checkpoint any more",
+        fix="make it removable, or remove it by hand; of a directory `.partial-` in the name, and at a URL a missing "
+        "manifest.json, says that it is no checkpoint any more",
     )
 
 

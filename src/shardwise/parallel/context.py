@@ -25,8 +25,9 @@ from shardwise.errors import ModelError
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.inputs import Signature, model_inputs
-from shardwise.parallel.intercept import Divided, Shapes, Watch, mixing_module
+from shardwise.parallel.intercept import Divided, Shapes, Watch
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.mixing import mixing_module
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.placed import Batch, Placed
 from shardwise.parallel.ring import Ranks

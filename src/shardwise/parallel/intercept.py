@@ -7,7 +7,6 @@ each token alone passes through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,61 +16,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
+from shardwise.parallel.mixing import MIXING, SOFTMAX, mixed
 from shardwise.parallel.ring import Exchange, Pieces, Ranks, exchanged_attention, plan_pieces, ulysses_attention
 from shardwise.parallel.torch_private import flex_is_imported
 from shardwise.plan.plan import ContextKind
 from shardwise.plan.sequence import Layout
-
-SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax)
-CONVOLUTIONS = (
-    torch.conv1d,
-    torch.conv2d,
-    torch.conv3d,
-    torch.conv_transpose1d,
-    torch.conv_transpose2d,
-    torch.conv_transpose3d,
-)
-ALONG_A_DIM = (
-    torch.cumsum,
-    torch.Tensor.cumsum,
-    torch.cumprod,
-    torch.Tensor.cumprod,
-    torch.logcumsumexp,
-    torch.roll,
-    torch.Tensor.roll,
-    torch.flip,
-    torch.Tensor.flip,
-)
-"""Functions whose second argument is the dim, or the dims last, that they mix along."""
-_REDUCING = (
-    "sum", "mean", "prod", "std", "var", "amax", "amin", "max", "min", "argmax", "argmin", "median", "logsumexp",
-    "sort", "argsort", "cummax", "cummin", "log_softmax", "count_nonzero",
-)  # fmt: skip
-DIM_OF: Mapping[Any, int] = {
-    **{getattr(torch, name): 1 for name in (*_REDUCING, "std_mean", "var_mean")},
-    **{getattr(torch.Tensor, name): 1 for name in _REDUCING},
-    **{function: 1 for function in (F.log_softmax, *SOFTMAX)},
-    **{function: 2 for function in (F.normalize, torch.norm, torch.Tensor.norm, torch.topk, torch.Tensor.topk)},
-    **{function: 2 for function in (torch.linalg.vector_norm, torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
-}
-"""Functions that reduce, order or weigh along a dim -> which of their arguments that is."""
-POOLING = (F.adaptive_avg_pool1d, F.avg_pool1d, torch.max_pool1d, F.max_pool1d)
-MIXING_MODULES = (
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.MaxPool1d,
-    nn.AvgPool1d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveMaxPool1d,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +196,6 @@ class Divided:
         if ranks is None or not isinstance(tensor, torch.Tensor):
             return
         own, name = ranks.layout.sizes[ranks.rank], getattr(func, "__name__", "a function")
-        if func in DIM_OF and tensor.dim() > 1 and tensor.shape[:2] == (self.rows, own):
-            dims = args[DIM_OF[func]] if len(args) > DIM_OF[func] else kwargs.get("dim")
-            if any(
-                d % tensor.dim() == 1 for d in (dims if isinstance(dims, tuple | list) else [dims]) if type(d) is int
-            ):
-                raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
         if func in SOFTMAX:
             square = tensor.dim() > 2 and tensor.shape[-1] == tensor.shape[-2] == own
             if square and (tensor.dim() > 3 or tensor.shape[0] != self.rows):
@@ -256,20 +204,10 @@ class Divided:
                     "torch.nn.functional.scaled_dot_product_attention",
                     row="module.attention-by-hand",
                 )
-        elif func in CONVOLUTIONS:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            if any(size > 1 for size in weight.shape[2:]):
-                raise self.refusal(
-                    f"{name} with a kernel {tuple(weight.shape[2:])}", _TOKENS, row="module.mixes-tokens"
-                )
-        elif func in ALONG_A_DIM and tensor.dim() > 1 and tensor.shape[:2] == (self.rows, own):
-            dims = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))
-            if any(d % tensor.dim() == 1 for d in (dims if isinstance(dims, Iterable) else [dims]) if d is not None):
-                raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
-        elif func in POOLING and tensor.dim() > 1 and (tensor.shape[0], tensor.shape[-1]) == (self.rows, own):
-            raise self.refusal(f"{name} along the sequence", _TOKENS, row="module.mixes-tokens")
-        elif func is F.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward:
             raise self.refusal("multi_head_attention_forward", _TOKENS, row="module.mixes-tokens")
+        if found := mixed(func, args, kwargs, (self.rows, own)):
+            raise self.refusal(found, _TOKENS, row="module.mixes-tokens")
 
 
 _TOKENS = "operations on each token alone, and torch.nn.functional.scaled_dot_product_attention"
@@ -311,7 +249,7 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_LOOKED_AT = frozenset((*DIM_OF, *POOLING, *CONVOLUTIONS, *ALONG_A_DIM, F.multi_head_attention_forward))
+_LOOKED_AT = MIXING | {F.multi_head_attention_forward}
 
 
 class Shapes(TorchFunctionMode):
@@ -341,16 +279,3 @@ class Shapes(TorchFunctionMode):
             call = Call.of(args, kwargs or {})
             return func(call.query, call.key, call.value, enable_gqa=call.enable_gqa)
         return func(*args, **(kwargs or {}))
-
-
-def mixing_module(root: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first module that mixes tokens in a way that cannot be split, by its type."""
-    return next(((name, module) for name, module in root.named_modules() if _mixes(module)), None)
-
-
-def _mixes(module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d):
-        return any(size != 1 for size in module.kernel_size)
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return len(module.normalized_shape) > 1
-    return isinstance(module, MIXING_MODULES)

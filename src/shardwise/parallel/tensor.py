@@ -31,6 +31,7 @@ from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.declared import HEAD_COUNTS, declares, is_transposed, localise_heads, rules_of
 from shardwise.parallel.linear import AXIS, check_divides
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.mixing import refuse_mixing, watch_blocks
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.regions import own
 from shardwise.parallel.tensor_hooks import (
@@ -112,6 +113,7 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         job = _Job(tp_mesh=mesh.device_mesh[AXIS], sequence=plan.tensor.sequence, loss=plan.tensor.loss)
         placements = _shard_part(part, sites, job, placed.ties) | placements
         if plan.tensor.sequence:
+            watch_blocks(part.root, () if plan.compile else blocks)  # compiled code is not watched
             _bound_sequence(part, blocks, job)
     return placed.with_(placements=placements)
 
@@ -316,8 +318,7 @@ def _shard_part(part: Part, sites: list[_Site], job: _Job, ties: Mapping[str, st
     for name, parameter in part.root.named_parameters():
         if isinstance(parameter, DTensor):
             style = by_owner.get(name.rpartition(".")[0], "by hand")
-            shape, dtype = shapes[name]
-            text = f"{style}: {_placement_text(parameter)} over {AXIS}"
+            (shape, dtype), text = shapes[name], f"{style}: {_placement_text(parameter)} over {AXIS}"
             placements[name] = Placement(pass_name="shard_tensor", text=text, global_shape=shape, dtype=dtype)
     return placements
 
@@ -384,6 +385,8 @@ def _replicate(site: _Site, job: _Job) -> None:
         shared = distribute_tensor(parameter.detach(), job.tp_mesh, (Replicate(),))
         site.module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
     on_tokens = job.sequence and site.block is not None and not _inside(site, set(job.holders))
+    if on_tokens:
+        refuse_mixing(site.name, site.module)
     with_local_parameters(site.module, Partial() if on_tokens or site.style == "heads" else Replicate())
     if site.style == "replicate":
         check_same_input(site.module, job.tp_mesh, site.name)

@@ -1,0 +1,96 @@
+"""Sequence shards: what mixes tokens in the part of a block that sees some of them is refused, by the block's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import fake_world
+
+DIM, ROWS, TOKENS = 8, 3, 12
+RULES = {"norm": "sequence", "layers.*.norm": "sequence", "layers.*.hidden.up": "column", "layers.*.hidden.down": "row"}
+
+
+class Hidden(nn.Module):
+    """Given the whole sequence, for it holds column layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == TOKENS
+        return self.down(self.up(x - x.mean(1, keepdim=True) + x.cumsum(1)))
+
+
+class Block(nn.Module):
+    def __init__(self, mix: Callable[[Tensor], Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.hidden, self.mix = norm or nn.LayerNorm(DIM), Hidden(), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x + self.hidden(self.norm(x)))
+
+
+class Tower(nn.Module):
+    def __init__(self, *mixes: Callable[[Tensor], Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Block(mix, norm) for mix in mixes), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x).mean(1)  # after the blocks the sequence is whole
+
+
+def run(text: str, *mixes: Callable[[Tensor], Tensor], norm: nn.Module | None = None) -> Tensor:
+
+    plan = sw.Plan.parse(text)
+    with fake_world(plan.world), sw.open_mesh(plan, device="cpu") as mesh:
+        placed = sw.apply(lambda: Tower(*mixes, norm=norm), plan, mesh, rules=RULES)
+        part = placed.parts[0].run
+        part(torch.zeros(ROWS, TOKENS, DIM))
+        output: Tensor = part(torch.zeros(ROWS, TOKENS, DIM))
+        return output
+
+
+def fine(x: Tensor) -> Tensor:
+    """What works on each token alone, and along the rows."""
+    return (x - x.mean(-1, keepdim=True) - x.mean(0)) * x.softmax(dim=2)[..., 1:].sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("text", ["tp2 / seq", "tp2 / seq / recompute=blocks", "dp2 tp2 / seq", "fsdp2 tp2 / seq"])
+def test_what_works_on_each_token_alone_passes(text: str) -> None:
+    assert run(text, fine, fine).shape == (ROWS, DIM)
+
+
+@pytest.mark.parametrize(
+    ("mix", "said"),
+    [
+        (lambda x: x - x.mean(1, keepdim=True), "mean"),
+        (lambda x: x + x.roll(1, 1), "roll"),
+        (lambda x: x - x[:, :1], "a part"),
+        (lambda x: F.pad(x, (0, 0, 1, -1)), "pad"),
+        (lambda x: torch.ones(x.shape[1], x.shape[1]) @ x, "matmul"),
+        (lambda x: F.normalize(x, dim=1), "normalize"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_mixes_tokens_is_refused_in_any_block(mix: Callable[[Tensor], Tensor], said: str, place: int) -> None:
+    mixes = [fine, fine]
+    mixes[place] = mix
+    assert run("tp2", *mixes).shape == (ROWS, DIM)
+    with pytest.raises(ModelError, match=f"sequence shards: layers.{place}: found {said}"):
+        run("tp2 / seq", *mixes)
+
+
+def test_modules_that_mix_tokens_are_refused_at_once() -> None:
+    norm = nn.LayerNorm((TOKENS, DIM))
+    with pytest.raises(ModelError, match=r"sequence shards: layers\.0\.norm: found a LayerNorm"):
+        run("tp2 / seq", fine, fine, norm=norm)
