@@ -135,8 +135,8 @@ def counted(text: str) -> int:
     return len(calls)
 
 
-def test_ranks_are_asked_once(world: World) -> None:
-    assert world(2, counted, "fsdp2 / fp64") == [1, 1]
+def test_ranks_are_asked_before_the_first_step_and_after_it(world: World) -> None:
+    assert world(2, counted, "fsdp2 / fp64") == [2, 2]
 
 
 def reserved(text: str) -> str:
@@ -157,6 +157,40 @@ def reserved(text: str) -> str:
 
 def test_memory_without_a_value_is_not_compared(world: World) -> None:
     assert world(2, reserved, "dp2 / fp64") == ["1", "1"]
+
+
+class Counting(points.Net):
+    """Writes into a buffer what it saw of its own rows, or of all rows where told so."""
+
+    def __init__(self, mesh: sw.Mesh | None, *, is_state: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64), persistent=is_state)
+        self.mesh = mesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        total = output.detach().double().sum()
+        self.seen.add_(total if self.mesh is None else self.mesh.all_reduce_sum(total.reshape(1))[0])
+        return output
+
+
+def wrote(text: str, is_summed: bool, is_state: bool) -> str:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: Counting(mesh if is_summed else None, is_state=is_state), plan, mesh)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1), sw.loader(points.Points(16), 8, mesh))
+        try:
+            return f"{[metrics.step for metrics in sw.steps(state, points.weighted, until=3)]}"
+        except ReplicaError as error:
+            return str(error)
+
+
+def test_what_forward_writes_into_the_state_must_be_of_all_rows(world: World) -> None:
+    first, second = world(2, wrote, "dp2 / fp64", False, True)
+    assert first == second and first.startswith("step 1: buffer seen must be equal on ranks 0, 1: found ")
+    assert "sum over ranks what it is made of" in first
+    assert world(2, wrote, "dp2 / fp64", True, True) == ["[1, 2, 3]"] * 2
+    assert world(2, wrote, "dp2 / fp64", False, False) == ["[1, 2, 3]"] * 2
 
 
 def test_where_an_object_lies_in_memory_is_no_difference() -> None:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.parallel import data
 from shardwise.parallel.init import init_model
+from shardwise.testing.world import WorldError
+from shardwise.train import agreement
 from tests.parity import grid
 
 SEED, LR, BATCH = 5, 1e-2, 22  # 22 rows over 4 ranks: 6, 6, 5, 5
@@ -160,10 +162,18 @@ def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> 
 
 def unsynchronised(text: str, case: Case) -> Run:
     data.synchronise_batch_norm = lambda part, group: None
+    agreement._FirstWrites.__call__ = lambda self, makes_update: None  # which says it after the first step
+    return run_plan(text, case)
+
+
+def said_unsynchronised(text: str, case: Case) -> Run:
+    data.synchronise_batch_norm = lambda part, group: None
     return run_plan(text, case)
 
 
 def test_statistics_of_one_rank_would_be_seen(world) -> None:
+    with pytest.raises(WorldError, match="running_mean must be equal on ranks 0, 1"):
+        world(2, said_unsynchronised, "dp2 / fp64", Case())
     ranks = world(2, unsynchronised, "dp2 / fp64", Case())
     right = truth(world, Case())
     assert max(grid.differences([rank.trace for rank in ranks], right.trace).values()) > 1e-3

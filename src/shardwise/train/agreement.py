@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
 from shardwise.parallel.history import Operation
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.train.batches import Batches
 from shardwise.train.exchange import by_value, digest, gathered, listed
@@ -58,12 +59,50 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     if mesh.world == 1:
         return
     own = Facts(mesh.index("pp"), dict(_of_all(state, options, loss_fn)), dict(_of_place(state)))
+    if everyones := _exchanged(own, mesh):
+        raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
+    if mesh.num_gradient_ranks > 1:
+        after = (*state.placed.after_step, _FirstWrites(state))
+        state.placed = state.placed.with_(after_step=after)
+
+
+def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
+    """What everybody has, where digests differ; nothing where they do not."""
     rows = [tuple(rank[0]) for rank in gathered([own.digests()], mesh)]
     if len({of_all for _, of_all, _ in rows}) == 1 and len(set(rows)) == len({place for place, _, _ in rows}):
-        return
+        return []
     everyones: list[Any] = [None] * mesh.world
     dist.all_gather_object(everyones, own)
-    raise ReplicaError(_difference(everyones, state.step))
+    return everyones
+
+
+class _FirstWrites:
+    """After a process's first step: what forward wrote into buffers that checkpoints hold is equal where it must be.
+
+    Statistics of a rank's own rows, which nobody sums, would make evaluation and checkpoints depend on the rank.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._before: dict[str, int] | None = _sums_of_buffers(state.placed)
+
+    def __call__(self, makes_update: bool) -> None:
+        """Compare, once. Cost: a pass over these buffers, an all-gather of three numbers."""
+        if self._before is None:
+            return
+        placed, before, self._before = self._state.placed, self._before, None
+        written = {name: found for name, found in _sums_of_buffers(placed).items() if before.get(name) != found}
+        of_place = {f"buffer {name}": f"{found:x}" for name, found in written.items()}
+        place = placed.mesh.index("pp") * placed.mesh.size("tp") + placed.mesh.index("tp")
+        if everyones := _exchanged(Facts(place, {}, of_place), placed.mesh):
+            raise ReplicaError(f"step {self._state.step}: {_difference(everyones)}, as forward wrote it; {_SUMMED}")
+
+
+def _sums_of_buffers(placed: Placed) -> dict[str, int]:
+    """Checksums of the buffers that checkpoints hold."""
+    kept = {name for part in placed.parts for name in part.root.state_dict()}
+    live = {name: buffer for name, buffer in placed.named_buffers().items() if name in kept}
+    return {name: checksum(buffer) for name, buffer in live.items() if not isinstance(buffer, DTensor)}
 
 
 def _of_all(state: TrainState, options: StepOptions, loss_fn: Any) -> Iterator[tuple[str, str]]:
@@ -142,7 +181,17 @@ def _plain(value: Any) -> str:
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
-def _difference(everyones: list[Facts], step: int) -> str:
+_ALIKE = (
+    "needed: the same on every rank; remove what makes it depend on the rank, its host or its environment from the "
+    "script"
+)
+_SUMMED = (
+    "needed: what one process with all rows has; sum over ranks what it is made of (mesh.all_reduce_sum), or keep it "
+    "out of the state: register_buffer(..., persistent=False)"
+)
+
+
+def _difference(everyones: list[Facts]) -> str:
     """Which things differ, and who has what of the first one: the same text on every rank."""
     everybody = range(len(everyones))
     found = list(_differing(everybody, lambda rank: everyones[rank].of_all))
@@ -154,9 +203,8 @@ def _difference(everyones: list[Facts], step: int) -> str:
     more = [other for other, _ in found[1:]]
     also = f"; also different: {', '.join(more[:MOST_NAMED])}" if more else ""
     return (
-        f"before step {step + 1}: {name} must be equal on ranks {listed(sorted(r for _, rs in holders for r in rs))}: "
-        f"found {values}{also}{f' and {len(more) - MOST_NAMED} more' if len(more) > MOST_NAMED else ''}; needed: the "
-        "same on every rank; remove what makes it depend on the rank, its host or its environment from the script"
+        f"{name} must be equal on ranks {listed(sorted(r for _, rs in holders for r in rs))}: "
+        f"found {values}{also}{f' and {len(more) - MOST_NAMED} more' if len(more) > MOST_NAMED else ''}"
     )
 
 
