@@ -119,6 +119,29 @@ def test_quarantine_and_history_survive_a_resume(world: World, tmp_path: Path) -
         assert not set(rank["ids"]) & set(SPIKE)
 
 
+def cut_between_kept_steps(text: str, directory: str) -> None:
+    """Saved at step 5, with states kept before steps 1, 4 and 7; the spike is in step 8."""
+    with points.placed_state(text, CASE, Spiking(), shuffle=False) as state:
+        for _ in sw.steps(state, points.weighted, until=5, options=options("rewind")):
+            pass
+        sw.Store(directory).save(state)
+
+
+def resumed_between_kept_steps(text: str, directory: str) -> dict[str, Any]:
+    with points.placed_state(text, CASE, Spiking(), shuffle=False) as state:
+        sw.Store(directory).load_latest(state)
+        steps = sw.steps(state, points.weighted, until=CASE.steps, options=options("rewind"))
+        return {"events": [event for metrics in steps for event in metrics.events], "end": snapshot(state)}
+
+
+def test_a_run_that_goes_on_keeps_the_steps_that_it_would_have_kept(world: World, tmp_path: Path) -> None:
+    uncut = world(2, run, "dp2 / fp64", "rewind", 1e3)
+    world(2, cut_between_kept_steps, "dp2 / fp64", str(tmp_path))
+    for rank, other in zip(world(2, resumed_between_kept_steps, "dp2 / fp64", str(tmp_path)), uncut, strict=True):
+        assert [event["rewound_to"] for event in rank["events"]] == [6]
+        assert is_same(rank["end"], other["end"])
+
+
 def stopped(text: str, more: dict[str, Any]) -> Any:
     with points.placed_state(text, CASE, Spiking(), shuffle=False) as state:
         try:

@@ -182,7 +182,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: no readable JSON ({type(error).__name__}: {str(error)[:200]})") from None
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise DamagedError(f"{where}: no readable JSON ({reason}); choose another checkpoint") from None
     if not isinstance(found, dict):
         raise DamagedError(f"{where}: found a JSON {type(found).__name__}, needed an object")
     return found

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from shardwise.cli.planning import Question, is_module, question
 from shardwise.cli.uneven import unevenly
 from shardwise.errors import ConfigError, UsageError
+from shardwise.findings import nearest
 from shardwise.plan.plan import MADE_FOR, Plan
 from shardwise.plan.rows_modules import used
+from shardwise.plan.walk import Goal
 from shardwise.records import RecordError, as_dict, from_dict, located, read_file, write_file
 
 FILES = (".toml", ".json")
@@ -58,7 +60,10 @@ def load_made_for(source: str) -> MadeFor:
         if not isinstance(found, dict):
             raise RecordError((MADE_FOR,), f"found {found!r}, needed a table of keys")
         known = {f.name for f in fields(MadeFor)}  # what a later version adds is its own
-        return from_dict(MadeFor, {key: value for key, value in found.items() if key in known}, (MADE_FOR,))
+        made = from_dict(MadeFor, {key: value for key, value in found.items() if key in known}, (MADE_FOR,))
+        if made.goal and made.goal not in get_args(Goal):
+            raise RecordError((MADE_FOR, "goal"), f"found {made.goal!r}; {nearest(made.goal, get_args(Goal))}")
+        return made
     except ConfigError as error:
         raise located(error, source, text) from None
 

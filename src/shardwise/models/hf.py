@@ -155,9 +155,21 @@ def build(config: PreTrainedConfig) -> nn.Module:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model {PREFIX}{config.model_type}: {cls.__name__} cannot be made of its configuration "
-            f"({type(error).__name__}: {_on_one_line(error)}); needed: sizes that go together; mend that key"
+            f"({type(error).__name__}: {_on_one_line(error)}); needed: values that go together; mend "
+            f"{_key_of(error, own)}"
         ) from error
     return made
+
+
+def _key_of(error: Exception, config: PreTrainedConfig) -> str:
+    """The key whose value a table of `transformers` has not, where that is what went wrong."""
+    unknown = error.args[0] if isinstance(error, KeyError) and error.args else None
+    said = config.to_dict()
+    inner = {
+        f"{key}.{part}": v for key, values in said.items() if isinstance(values, dict) for part, v in values.items()
+    }
+    names = [key for key, value in {**said, **inner}.items() if unknown is not None and value == unknown]
+    return " or ".join(names) or "that key"
 
 
 def _drops_attention(config: PreTrainedConfig) -> bool:
