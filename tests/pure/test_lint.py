@@ -329,6 +329,29 @@ WRONG = {
         model = DDP(model, device_ids=[torch.device("cuda:0")])  # !
         """,
     ],
+    "sampler.missing": [
+        """
+        model = DDP(Net())
+        loader = DataLoader(dataset, batch_size=8, shuffle=True)  # !
+        for x in loader:
+            model(x).backward()
+        """,
+        """
+        import torch
+        from torch.utils.data import DataLoader as Loader
+        def main():
+            train_set = Digits(train=True)
+            train = torch.utils.data.DataLoader(train_set, 8, True, num_workers=2)  # !
+            model = FSDP(Net())
+            for x in train:
+                model(x).backward()
+        """,
+        """
+        train_set, val_set = random_split(Digits(), [0.9, 0.1])
+        model = fully_shard(Net())
+        loader = StatefulDataLoader(dataset=train_set, shuffle=True)  # !
+        """,
+    ],
     "sampler.set-epoch": [
         """
         sampler = DistributedSampler(dataset)  # !
@@ -782,6 +805,29 @@ RIGHT = {
         "def train(rank, world_size):\n    model = DDP(Net().to(rank), device_ids=[rank])",
         "os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['LOCAL_RANK']\nmodel = DDP(model, device_ids=[0])",
         "model = DDP(model, device_ids=[torch.cuda.current_device()])",
+    ],
+    "sampler.missing": [
+        """
+        model = DDP(Net())
+        loader = DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=False))
+        valid = DataLoader(dataset, shuffle=True)
+        """,
+        """
+        model = DDP(Net())
+        for loader in (DataLoader(stream), DataLoader(dataset, shuffle=False), DataLoader(dataset, **options)):
+            pass
+        """,
+        """
+        model = DDP(Net())
+        mine = Subset(dataset, range(rank, len(dataset), world_size))
+        loader = DataLoader(mine, shuffle=True)
+        """,
+        """
+        model = DDP(Net())
+        val_loader = DataLoader(val_set, shuffle=True)
+        """,
+        "model = Net()\nloader = DataLoader(dataset, shuffle=True)",
+        "from accelerate import Accelerator\nmodel = DDP(Net())\nloader = DataLoader(dataset, shuffle=True)",
     ],
     "sampler.set-epoch": [
         """

@@ -81,6 +81,51 @@ def _handed_over(scope: Scope, name: str) -> set[str]:
     return {dotted(b.value) for b in scope.bindings.get(name, ()) if b.value is not None} - {""}
 
 
+_DIVIDES_DATA = (
+    "lightning",
+    "pytorch_lightning",
+    "accelerate",
+    "deepspeed",
+    "horovod",
+    "shardwise",
+    "webdataset",
+    "ray",
+)
+"""Libraries that may divide the samples over ranks themselves."""
+
+
+@_rule(
+    "sampler.missing",
+    "A shuffled `DataLoader` without a sampler beside DDP or FSDP: every rank goes through the whole data set, so that "
+    "an epoch is as many times longer; with one seed all ranks read the same batches, and more of them change nothing.",
+)
+def _missing(facts: Facts) -> Iterator[Hit]:
+    wrapped = facts.script.called("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
+    if not wrapped or facts.script.imports(*_DIVIDES_DATA) or facts.script.called("DistributedSampler"):
+        return
+    for site in facts.script.called("DataLoader", "StatefulDataLoader"):
+        chosen = {keyword.arg for keyword in site.node.keywords} & {"sampler", "batch_sampler", None}
+        if constant(site.argument(2, "shuffle")) is not True or chosen or len(site.node.args) > 3:
+            continue
+        if _is_for_evaluation(facts, site, set()) or _knows_rank(facts, site):
+            continue
+        yield Hit(
+            node=site.node,
+            what="every rank goes through all samples",
+            found=f"`{source(site.node)}`, whose samples nobody divides over the ranks",
+            fix="give it `sampler=DistributedSampler(dataset)` in place of `shuffle=True`, and call `set_epoch`",
+        )
+
+
+def _knows_rank(facts: Facts, site: Site) -> bool:
+    """Whether what a loader is given may be this rank's part: a rank, a shard or a subset is spoken of."""
+    dataset = site.argument(0, "dataset")
+    known = [dataset] if dataset is not None else []
+    for name in {dotted(node) for value in known for node in ast.walk(value)} - {""}:
+        known += [bound.value for bound in site.scope.find(name) if bound.value is not None]
+    return any(re.search(r"rank|shard|world|by_node|partition", source(value, 1000), re.IGNORECASE) for value in known)
+
+
 @_rule(
     "sampler.set-epoch",
     "`DistributedSampler` shuffles by its epoch, which stays 0 until `set_epoch`: every epoch has the same order. "
