@@ -43,6 +43,23 @@ WRONG = {
             dist.barrier()  # !
         """,
         """
+        rank = dist.get_rank()
+        if rank % 2:
+            dist.barrier()  # !
+        while rank == 0:
+            dist.all_reduce(x)  # !
+            break
+        match rank:
+            case 0:
+                dist.barrier()  # !
+        """,
+        """
+        import shardwise as sw
+        with sw.open_mesh(plan) as mesh:
+            if mesh.is_first:
+                sw.export_hf(placed, "out")  # !
+        """,
+        """
         import torch.distributed
         def report(args, loss):
             if args.local_rank in (-1, 0) and args.step % 10 == 0:
@@ -594,6 +611,14 @@ RIGHT = {
         if dist.get_rank() == 0:
             print("hello")
         dist.barrier()
+        """,
+        """
+        rank = dist.get_rank()
+        while step < 10 % size:
+            dist.barrier()
+        match kind:
+            case "sum":
+                dist.all_reduce(x)
         """,
         """
         if rank == 0:

@@ -219,6 +219,8 @@ class Ranks:
             return self._side_of_comparison(test, scope)
         if self.kind(test, scope) and not _environment_name(test):  # a variable's text is true, "0" too
             return "others"
+        if isinstance(test, ast.BinOp) and any(self.kind(n, scope) for n in (test.left, test.right)):
+            return "some"
         return self._side_of_name(test, scope, depth)
 
     def _side_of_name(self, test: ast.expr, scope: Scope, depth: int) -> Side | None:

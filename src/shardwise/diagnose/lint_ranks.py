@@ -21,6 +21,7 @@ _TORCH = {
     "get_model_state_dict", "get_optimizer_state_dict", "set_model_state_dict", "set_optimizer_state_dict",
     "get_state_dict",
 }  # fmt: skip
+_SHARDWISE = {"apply", "evaluate", "steps", "open_mesh", "generate", "export_hf"}
 _TORCH_SAVES = {"save", "load", "async_save"}  # of torch.distributed.checkpoint
 _METHODS = {
     "accelerator": {
@@ -64,7 +65,7 @@ def collective(facts: Facts, site: Site) -> str:
         return spelled
     if name.startswith("accelerate.") and word in {"gather", "gather_object", "broadcast", "broadcast_object_list"}:
         return spelled
-    if name in ("shardwise.apply", "shardwise.evaluate", "shardwise.steps", "shardwise.open_mesh"):
+    if name.startswith("shardwise.") and word in _SHARDWISE:
         return spelled
     if word in _STATE_DICTS and facts.kinds.of(_first(site), site.scope) & {"fsdp1"}:
         return spelled

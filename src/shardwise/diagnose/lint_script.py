@@ -232,7 +232,9 @@ class Script:
             return self._if(node, around)
         if isinstance(node, Loop):
             self._expressions([node.test] if isinstance(node, ast.While) else [node.iter], around)
-            self._walk(node.body, _with(around, loop=node))
+            side = self.ranks.side(node.test, around.scope) if isinstance(node, ast.While) else None
+            guards = (Guard(node.test, side),) if isinstance(node, ast.While) and side else ()
+            self._walk(node.body, _with(around, loop=node, guards=guards))
             return self._walk(node.orelse, around)
         if isinstance(node, ast.With | ast.AsyncWith):
             items = [item.context_expr for item in node.items]
@@ -245,8 +247,10 @@ class Script:
             return left + self._walk(node.orelse, around) + self._walk(node.finalbody, around)
         if isinstance(node, ast.Match):
             self._expressions([node.subject], around)
+            guards = (Guard(node.subject, "some"),) if self.ranks.side(node.subject, around.scope) else ()
             for case in node.cases:
-                self._walk(case.body, _with(around, test=node.subject))
+                plain = None if guards else node.subject
+                self._walk(case.body, _with(around, guards=guards, test=plain))
             return ()
         self._expressions([c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)], around)
         return ()
