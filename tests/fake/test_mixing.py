@@ -26,7 +26,8 @@ class Hidden(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[1] == TOKENS
-        return self.down(self.up(x - x.mean(1, keepdim=True) + x.cumsum(1)))
+        x = x - x.mean(1, keepdim=True) + x.cumsum(1) + F.conv1d(x.mT, torch.ones(DIM, DIM, 3), padding=1).mT
+        return self.down(self.up(x))
 
 
 class Block(nn.Module):
@@ -79,6 +80,7 @@ def test_what_works_on_each_token_alone_passes(text: str) -> None:
         (lambda x: F.pad(x, (0, 0, 1, -1)), "pad"),
         (lambda x: torch.ones(x.shape[1], x.shape[1]) @ x, "matmul"),
         (lambda x: F.normalize(x, dim=1), "normalize"),
+        (lambda x: F.conv1d(x.mT, torch.ones(DIM, DIM, 3), padding=1).mT, "conv1d with a kernel"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])

@@ -6,7 +6,7 @@ Seen by the functions of torch that a forward calls, and the dims that they run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.tensor_hooks import wrap_forward
 
 SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax)
-_CONVOLUTIONS = (
+CONVOLUTIONS = (
     torch.conv1d,
     torch.conv2d,
     torch.conv3d,
@@ -46,14 +46,9 @@ _DIM_OF: Mapping[Any, int] = {
     **{getattr(torch, name): 1 for name in (*_REDUCING, "std_mean", "var_mean")},
     **{getattr(torch.Tensor, name): 1 for name in _REDUCING},
     **{function: 1 for function in (F.log_softmax, *SOFTMAX)},
-    **{
-        function: 2
-        for function in (F.normalize, torch.norm, torch.Tensor.norm, torch.topk, torch.Tensor.topk, torch.diff)
-    },
-    **{
-        function: 2
-        for function in (torch.linalg.vector_norm, torch.fft.fft, torch.fft.ifft, torch.fft.rfft, torch.Tensor.diff)
-    },
+    **{function: 2 for function in (torch.norm, torch.topk, torch.diff, torch.Tensor.norm, torch.Tensor.topk)},
+    **{function: 2 for function in (torch.Tensor.diff, torch.linalg.vector_norm, F.normalize)},
+    **{function: 2 for function in (torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
 }
 """Functions that reduce, order or weigh along a dim -> which of their arguments that is."""
 _POOLING = (F.adaptive_avg_pool1d, F.avg_pool1d, torch.max_pool1d, F.max_pool1d)
@@ -67,11 +62,9 @@ _MODULES = (
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveMaxPool1d,
 )
-
-
 _CUTTING = (torch.Tensor.__getitem__, F.pad)
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
-MIXING = frozenset((*_DIM_OF, *_POOLING, *_CONVOLUTIONS, *_ALONG_A_DIM, *_CUTTING, *_PRODUCTS))
+MIXING = frozenset((*_DIM_OF, *_POOLING, *CONVOLUTIONS, *_ALONG_A_DIM, *_CUTTING, *_PRODUCTS))
 """Functions that `mixed` is asked about."""
 
 
@@ -80,7 +73,7 @@ def mixed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tu
     tensor, name = args[0] if args else kwargs.get("input"), getattr(func, "__name__", "a function")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return ""
-    if func in _CONVOLUTIONS:
+    if func in CONVOLUTIONS:
         kernel = (args[1] if len(args) > 1 else kwargs["weight"]).shape[2:]
         return f"{name} with a kernel {tuple(kernel)}" if any(size > 1 for size in kernel) else ""
     if func in _PRODUCTS:
@@ -100,7 +93,7 @@ def mixed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tu
         found = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))
     else:
         found = args[_DIM_OF[func]] if len(args) > _DIM_OF[func] else kwargs.get("dim")
-    dims = found if isinstance(found, Iterable) else [found]
+    dims = found if isinstance(found, tuple | list) else [found]
     return f"{name} along the sequence" if any(type(d) is int and d % tensor.dim() == 1 for d in dims) else ""
 
 
@@ -146,7 +139,8 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every call of a torch function comes here."""
-        if func in MIXING and (found := mixed(func, args, kwargs or {}, self.shape)):
+        is_whole = func in CONVOLUTIONS and args[0].shape[-1] != self.shape[1]
+        if func in MIXING and not is_whole and (found := mixed(func, args, kwargs or {}, self.shape)):
             raise _refusal(self.name, found)
         return func(*args, **(kwargs or {}))
 
