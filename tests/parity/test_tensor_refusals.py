@@ -168,10 +168,10 @@ def accepted() -> str:
 def runtime_refusal(name: str) -> str:
     with open_mesh(Plan(axes=Axes(tp=2))) as mesh:
         model, tokens, rules = Model(), 4, dict(RULES)
-        if name == "replicate on split":
+        if name.endswith("on split"):
             model.layers[0].mlp.up = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.PReLU())
             rules = {k: v for k, v in rules.items() if "mlp.up" not in k} | {"layers.1.mlp.up": "column"}
-            rules |= {"layers.0.mlp.up.0": "column", "layers.0.mlp.up.1": "replicate"}
+            rules |= {"layers.0.mlp.up.0": "column", "layers.0.mlp.up.1": name.split()[0]}
         elif name == "row on thirds":
             model.layers[0].mlp.down = nn.Linear(3 * HIDDEN, DIM)
         else:
@@ -187,7 +187,8 @@ def runtime_refusal(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("replicate on split", "its input differs between tp ranks"),
+        ("replicate on split", "rule 'replicate' on .*: its input differs between tp ranks"),
+        ("sequence on split", "rule 'sequence' on .*: its input differs between tp ranks"),
         ("row on thirds", "needed 24 .* or 48"),
         ("odd sequence", "tp=2 does not divide the 5 tokens"),
     ],

@@ -385,11 +385,11 @@ def _replicate(site: _Site, job: _Job) -> None:
         shared = distribute_tensor(parameter.detach(), job.tp_mesh, (Replicate(),))
         site.module.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
     on_tokens = job.sequence and site.block is not None and not _inside(site, set(job.holders))
+    with_local_parameters(site.module, Partial() if on_tokens or site.style == "heads" else Replicate())
     if on_tokens:
         refuse_mixing(site.name, site.module)
-    with_local_parameters(site.module, Partial() if on_tokens or site.style == "heads" else Replicate())
-    if site.style == "replicate":
-        check_same_input(site.module, job.tp_mesh, site.name)
+    elif site.style != "heads":
+        check_same_input(site.module, job.tp_mesh, f"'{site.style}' on {site.name}")
 
 
 def _bound_sequence(part: Part, blocks: list[str], job: _Job) -> None:

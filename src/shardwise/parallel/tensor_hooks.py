@@ -249,8 +249,8 @@ def leave_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -
     wrap_forward(block, run)
 
 
-def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, name: str) -> None:
-    """At its first call, a module declared 'replicate' must see the same input on every tp rank.
+def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, rule: str) -> None:
+    """At its first call, a module that a rule leaves whole must see the same input on every tp rank.
 
     Else each rank computes a part of its gradient, and training would go on with a wrong one.
     Cost: one all-reduce of two numbers, once.
@@ -271,7 +271,7 @@ def check_same_input(module: nn.Module, tp_mesh: DeviceMesh, name: str) -> None:
             spread = float(low_high.sum())
         if spread > 1e-3 * float(flat.abs().sum() + 1e-6):
             raise ModelError(
-                f"sharding rule 'replicate' on {name}: its input differs between tp ranks (by {spread:.3g}), so its "
+                f"sharding rule {rule}: its input differs between tp ranks (by {spread:.3g}), so its "
                 "gradient would be a part of the whole; needed: the same input everywhere; use 'heads' for a norm of "
                 "split queries or keys, or 'column-gather' for the layers that feed it"
             )
