@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.diagnose.brought import as_batch, aside, on_meta
 from shardwise.diagnose.brought import example_length as example_length
 from shardwise.diagnose.brought import example_of as example_of
 from shardwise.diagnose.brought import module_factory as module_factory
-from shardwise.diagnose.torch_private import OperationMode
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.model.arguments import required_by
 from shardwise.model.describe import describe
@@ -207,8 +207,9 @@ def read_planned(
     read = partial(read_module, model, factory, device=device, blocks=blocks, how=planned.how)
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
     try:
-        with _Patience(PATIENCE_S if long else None):
-            return read(seq_len=seq_len), ()
+        with _patience(PATIENCE_S if long else None):
+            if not (long and _is_recurrent(factory)):
+                return read(seq_len=seq_len), ()
     except _TooLong:
         pass
     for short, longer in LENGTHS:
@@ -225,6 +226,11 @@ def read_planned(
         stacklevel=2,
     )
     return read(seq_len=seq_len), ()
+
+
+def _is_recurrent(factory: Callable[[], nn.Module]) -> bool:
+    """Whether it has modules that are one call, and thousands of operators within it."""
+    return any(isinstance(module, nn.RNNBase) for module in on_meta(factory).modules())
 
 
 def _ids(tokens: int) -> torch.Tensor:
@@ -248,18 +254,23 @@ class _TooLong(BaseException):
     """A forward takes too long. No `Exception`: it is not the module's own."""
 
 
-class _Patience(OperationMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Within it no operator begins after so many seconds of this process; None: as long as it takes."""
+@contextmanager
+def _patience(seconds: float | None) -> Iterator[None]:
+    """Within it a module is not entered after so many seconds of this process."""
+    if seconds is None:
+        yield
+        return
+    end = time.process_time() + seconds
 
-    def __init__(self, seconds: float | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.end = math.inf if seconds is None else time.process_time() + seconds
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operator comes here; a module may be thousands of them, as one that is recurrent is."""
-        if time.process_time() > self.end:
+    def check(*args: object) -> None:
+        if time.process_time() > end:
             raise _TooLong
-        return func(*args, **(kwargs or {}))
+
+    hook = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @aside
