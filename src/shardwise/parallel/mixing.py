@@ -1,7 +1,7 @@
 """What mixes the tokens of a sequence by other means than attention: of a part of the sequence it gives another result.
 
 Seen by the functions of torch that a forward calls, and the dims that they run over, and by types of modules. Not seen:
-`torch.einsum` over the tokens, and tokens that are put beside them (`torch.cat`, as gathers do it).
+`torch.einsum` over the tokens, what is put beside them (`torch.cat`, as gathers do it), sums of one number per token.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def mixed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tu
         widths = args[1] if len(args) > 1 else kwargs["pad"]
         place = 2 * (tensor.dim() - 2)  # pairs of widths begin with the last dim
         return "pad along the sequence" if any(widths[place : place + 2]) else ""
+    if func in _DIM_OF and tensor.dim() == 2:  # one number per token, or a row's statistics, as of experts
+        return ""
     if func in _ALONG_A_DIM:
         found = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))
     else:
