@@ -187,7 +187,7 @@ def wrote(text: str, is_summed: bool, is_state: bool) -> str:
 
 def test_what_forward_writes_into_the_state_must_be_of_all_rows(world: World) -> None:
     first, second = world(2, wrote, "dp2 / fp64", False, True)
-    assert first == second and first.startswith("step 1: buffer seen must be equal on ranks 0, 1: found ")
+    assert first == second and first.startswith("the first step: buffer seen must be equal on ranks 0, 1: found ")
     assert "sum over ranks what it is made of" in first
     assert world(2, wrote, "dp2 / fp64", True, True) == ["[1, 2, 3]"] * 2
     assert world(2, wrote, "dp2 / fp64", False, False) == ["[1, 2, 3]"] * 2

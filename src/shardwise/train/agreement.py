@@ -62,7 +62,7 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     if everyones := _exchanged(own, mesh):
         raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
     if mesh.num_gradient_ranks > 1:
-        after = (*state.placed.after_step, _FirstWrites(state))
+        after = (*state.placed.after_step, _FirstWrites(state.placed))
         state.placed = state.placed.with_(after_step=after)
 
 
@@ -82,20 +82,20 @@ class _FirstWrites:
     Statistics of a rank's own rows, which nobody sums, would make evaluation and checkpoints depend on the rank.
     """
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
-        self._before: dict[str, int] | None = _sums_of_buffers(state.placed)
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed  # not the state, which would hold itself, and its data loaders, by it
+        self._before: dict[str, int] | None = _sums_of_buffers(placed)
 
     def __call__(self, makes_update: bool) -> None:
         """Compare, once. Cost: a pass over these buffers, an all-gather of three numbers."""
         if self._before is None:
             return
-        placed, before, self._before = self._state.placed, self._before, None
+        placed, before, self._before = self._placed, self._before, None
         written = {name: found for name, found in _sums_of_buffers(placed).items() if before.get(name) != found}
         of_place = {f"buffer {name}": f"{found:x}" for name, found in written.items()}
         place = placed.mesh.index("pp") * placed.mesh.size("tp") + placed.mesh.index("tp")
         if everyones := _exchanged(Facts(place, {}, of_place), placed.mesh):
-            raise ReplicaError(f"step {self._state.step}: {_difference(everyones)}, as forward wrote it; {_SUMMED}")
+            raise ReplicaError(f"the first step: {_difference(everyones)}, as forward wrote it; {_SUMMED}")
 
 
 def _sums_of_buffers(placed: Placed) -> dict[str, int]:
