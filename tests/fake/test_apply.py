@@ -186,7 +186,7 @@ class Marked(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         for name, parameter in self.named_parameters():
-            parameter.no_decay = name.endswith("bias")  # type: ignore[attr-defined]  # a mark is what this is about
+            vars(parameter)["no_decay"] = name.endswith("bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

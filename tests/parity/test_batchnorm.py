@@ -161,9 +161,8 @@ def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> 
 
 
 def unsynchronised(text: str, case: Case) -> Run:
-    data.synchronise_batch_norm = lambda part, group: None
-    agreement._FirstWrites.__call__ = lambda self, makes_update: None  # which says it after the first step
-    return run_plan(text, case)
+    pytest.MonkeyPatch().setattr(agreement._FirstWrites, "__call__", lambda self, updated: None)  # which says it itself
+    return said_unsynchronised(text, case)
 
 
 def said_unsynchronised(text: str, case: Case) -> Run:

@@ -89,9 +89,9 @@ def test_rewind_ends_as_if_the_samples_had_never_been_there(world: World, plan: 
     assert sum(rank["fed"] for rank in ranks) == len(SPIKE)  # once, and not in the second epoch
 
 
-def cut(text: str, directory: str) -> None:
+def cut(text: str, directory: str, until: int, policy: str) -> None:
     with points.placed_state(text, CASE, Spiking(), shuffle=False) as state:
-        for _ in sw.steps(state, points.weighted, until=10, options=options("skip")):
+        for _ in sw.steps(state, points.weighted, until=until, options=options(policy)):
             pass
         sw.Store(directory).save(state)
 
@@ -112,19 +112,11 @@ def resumed(text: str, directory: str) -> dict[str, Any]:
 
 def test_quarantine_and_history_survive_a_resume(world: World, tmp_path: Path) -> None:
     uncut = world(2, run, "dp2 / fp64", "skip", 1e3)
-    world(2, cut, "dp2 / fp64", str(tmp_path), timeout_s=20.0)
+    world(2, cut, "dp2 / fp64", str(tmp_path), 10, "skip", timeout_s=20.0)
     for rank, other in zip(world(2, resumed, "dp2 / fp64", str(tmp_path)), uncut, strict=True):
         assert rank["kept"] == ([8], 9, [(56, 64)])
         assert is_same(rank["end"], other["end"])
         assert not set(rank["ids"]) & set(SPIKE)
-
-
-def cut_between_kept_steps(text: str, directory: str) -> None:
-    """Saved at step 5, with states kept before steps 1, 4 and 7; the spike is in step 8."""
-    with points.placed_state(text, CASE, Spiking(), shuffle=False) as state:
-        for _ in sw.steps(state, points.weighted, until=5, options=options("rewind")):
-            pass
-        sw.Store(directory).save(state)
 
 
 def resumed_between_kept_steps(text: str, directory: str) -> dict[str, Any]:
@@ -135,8 +127,9 @@ def resumed_between_kept_steps(text: str, directory: str) -> dict[str, Any]:
 
 
 def test_a_run_that_goes_on_keeps_the_steps_that_it_would_have_kept(world: World, tmp_path: Path) -> None:
+    """States are kept before steps 1, 4 and 7, it is saved after step 5, and the spike is in step 8."""
     uncut = world(2, run, "dp2 / fp64", "rewind", 1e3)
-    world(2, cut_between_kept_steps, "dp2 / fp64", str(tmp_path))
+    world(2, cut, "dp2 / fp64", str(tmp_path), 5, "rewind")
     for rank, other in zip(world(2, resumed_between_kept_steps, "dp2 / fp64", str(tmp_path)), uncut, strict=True):
         assert [event["rewound_to"] for event in rank["events"]] == [6]
         assert is_same(rank["end"], other["end"])

@@ -50,11 +50,18 @@ def watch_groups(module: nn.Module) -> list[Watched]:
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13, 2.11
-            for group in filter(None, groups):
-                found.append(Watched(name, group.fsdp_params))
-                group.pre_forward = partial(_before_forward, group.pre_forward, found[-1])
-                group.post_backward = partial(_after_backward, group, group.post_backward, found[-1])
+            found += [_watched(group, name) for group in groups if group is not None]
     return found
+
+
+def _watched(group: Any, name: str) -> Watched:
+    """The one of a group: several trainers of a model share it, or each would see the zeros of the one before it."""
+    if isinstance(known := getattr(group.post_backward, "keywords", {}).get("watched"), Watched):
+        return known
+    watched = Watched(name, group.fsdp_params)
+    group.pre_forward = partial(_before_forward, group.pre_forward, watched)
+    group.post_backward = partial(_after_backward, group, group.post_backward, watched=watched)
+    return watched
 
 
 def _before_forward(gather: Callable[..., Any], watched: Watched, *arguments: Any) -> Any:
@@ -62,7 +69,7 @@ def _before_forward(gather: Callable[..., Any], watched: Watched, *arguments: An
     return gather(*arguments)
 
 
-def _after_backward(group: Any, reduce: Callable[..., None], watched: Watched, *arguments: Any) -> None:
+def _after_backward(group: Any, reduce: Callable[..., None], *arguments: Any, watched: Watched) -> None:
     for place, each in enumerate(watched.parameters):
         if not hasattr(each, "_unsharded_param") or not each.unsharded_param.requires_grad:
             continue
