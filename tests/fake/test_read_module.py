@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,33 @@ def test_axes_that_apply_would_refuse_are_known_before_a_search() -> None:
     assert refused_axes(Manual, 64) == {"cp": "module.no-positions", "pp": "module.chain"}
     assert refused_axes(lambda: Decoder(DecoderConfig()), 64) == {}
     assert refused_axes(Counted, 16)["recompute"] == "module.statistics-twice"
+
+
+class Looked(nn.Module):
+    """Rows of a table that one rank alone may look up."""
+
+    def __init__(self, hooked: bool = False, **table: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 8, **table), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        if hooked:
+            self.head.weight.register_hook(lambda gradient: gradient * 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_data_ranks_that_apply_would_refuse_are_known_before_a_search() -> None:
+    ranks, one = {"dp_replicate", "dp_shard"}, {"pp", "cp", "recompute", "offload-activations", "compile"}
+    assert refused_axes(Looked, 16, WHOLE).keys() == one
+    assert refused_axes(partial(Looked, max_norm=1.0), 16, WHOLE).keys() == one | ranks
+    assert refused_axes(partial(Looked, scale_grad_by_freq=True), 16, WHOLE).keys() == one | ranks | {"accumulation"}
+    assert refused_axes(partial(Looked, max_norm=1.0), 16).keys() == ranks | {"cp"}
+    with pytest.raises(ModelError, match="parameter head.weight has a hook on its gradient"):
+        refused_axes(partial(Looked, hooked=True), 16, WHOLE)
 
 
 class Counted(nn.Module):

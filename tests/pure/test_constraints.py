@@ -85,6 +85,11 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("module.left-out", "fsdp2 recompute=ops", {"spec": read(left_out=(("recompute", "module.no-blocks"),))}),
     (
         "module.left-out",
+        "dp2 fsdp2 mb2",
+        {"spec": read(left_out=tuple((word, "module.rows-together") for word in ("dp_shard", "accumulation")))},
+    ),
+    (
+        "module.left-out",
         "fsdp2 ep2 offload=activations",
         {"spec": read(left_out=(("ep", "module.no-experts"), ("offload-activations", "module.no-blocks")))},
     ),
@@ -244,7 +249,18 @@ def test_refuse_lists_all_errors() -> None:
 
 SMALL = st.sampled_from([1, 1, 1, 2, 2, 3, 4])
 LEFT_OUT = tuple((word, "module.chain") for word in ("pp", "cp", "recompute", "compile", "offload-activations"))
-SPECS = st.sampled_from([None, ODD, TIED, *(preset(name) for name in presets()), read(4), read(left_out=LEFT_OUT)])
+ROWS_TOGETHER = tuple((word, "module.rows-together") for word in ("dp_replicate", "dp_shard", "accumulation"))
+SPECS = st.sampled_from(
+    [
+        None,
+        ODD,
+        TIED,
+        *(preset(name) for name in presets()),
+        read(4),
+        read(left_out=LEFT_OUT),
+        read(left_out=ROWS_TOGETHER),
+    ]
+)
 
 
 @st.composite

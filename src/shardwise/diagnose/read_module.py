@@ -27,6 +27,7 @@ from shardwise.model.stacks import WHOLE, blocks_of
 from shardwise.model.tracer import copy_module, tensors_in
 from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
+from shardwise.parallel.limits import refuse_limits
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Plan
 from shardwise.testing.fake import fake_world
@@ -275,19 +276,28 @@ def _patience(seconds: float | None) -> Iterator[None]:
 
 @aside
 def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "auto") -> dict[str, str]:
-    """Axes and recompute that a module cannot have -> the id of the limit (docs/constraints.md), as `apply` finds it.
+    """Words of `space.FEATURES` that a module cannot have -> the id of the limit of `apply` (docs/constraints.md).
 
     Cost: the passes on one rank of two of a pretended world, for each axis; shapes only.
+
+    Raises:
+        ModelError: a module that no plan can have.
     """
+    blueprint = record(factory)
+    refuse_limits(blueprint.module, Plan())
+    refused = {}
+    for word, text in (("dp_replicate", "dp2"), ("dp_shard", "fsdp2"), ("accumulation", "dp1 / mb2")):
+        try:
+            refuse_limits(blueprint.module, Plan.parse(text))
+        except ModelError as error:
+            refused[word] = error.row
     if blocks == WHOLE:
-        return dict.fromkeys(ONE_BLOCK, "module.no-blocks")
+        return refused | dict.fromkeys(ONE_BLOCK, "module.no-blocks")
     example = example_of(factory)
     sample = torch.zeros(1, seq_len, dtype=torch.long) if example is None else as_batch(factory, example)
-    refused = {}
-    blueprint = record(factory)
-    for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2"), ("recompute", "dp2 / recompute=blocks")):
+    for axis, text in (("cp", "cp2"), ("pp", "pp2 / gpipe mb2"), ("recompute", "dp1 / recompute=blocks")):
         plan = Plan.parse(text).with_(blocks=blocks)
-        with fake_world(2), open_mesh(plan, device="cpu") as mesh:
+        with fake_world(plan.world), open_mesh(plan, device="cpu") as mesh:
             try:
                 place(_another(blueprint, factory), plan, mesh, sample=sample)
             except (ShardwiseError, SystemExit) as error:

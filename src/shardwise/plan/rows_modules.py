@@ -58,7 +58,7 @@ MODULES: Mapping[str, str] = {
 
 READ, _row = table()
 
-_AXES = ("pp", "cp", "tp", "ep")
+_AXES = ("pp", "cp", "tp", "ep", "dp_replicate", "dp_shard")
 
 
 def used(plan: Plan, left_out: tuple[tuple[str, str], ...]) -> dict[str, str]:
@@ -71,13 +71,15 @@ def _has(plan: Plan, word: str) -> bool:
         return bool(getattr(plan.axes, word) > 1)
     if word == "recompute":
         return plan.recompute.mode != "none"
+    if word == "accumulation":
+        return plan.batch.micro_batches > 1
     return (word == "compile" and plan.compile) or (word == "offload-activations" and plan.offload.activations)
 
 
 @_row(
     "module.left-out",
-    "What a module that was read cannot have: `pp`, `cp`, recompute and others for a reason of the table Modules, `tp` "
-    "and `ep` where `apply` refuses them of it.",
+    "What a module that was read cannot have: `pp`, `cp`, data ranks, recompute and others for a reason of the table "
+    "Modules, `tp` and `ep` where `apply` refuses them of it.",
 )
 def _left_out(case: Case) -> Hit | None:
     found = used(case.plan, case.read.left_out) if case.read else {}
@@ -100,9 +102,11 @@ def _reason(why: str) -> str:
 
 def _without(plan: Plan, words: Mapping[str, str]) -> Plan:
     for axis in (word for word in _AXES if word in words):
-        plan = resize(plan, axis, 1)
+        plan = change(plan, **{f"axes__{axis}": 1}) if axis.startswith("dp_") else resize(plan, axis, 1)
     if "pp" in words:
         plan = plan.with_(schedule=Schedule())
+    if "accumulation" in words:
+        plan = change(plan, batch__micro_batches=1)
     if "tp" in words:
         plan = change(plan, tensor__sequence=False, tensor__loss=False)
     recompute = Recompute() if "recompute" in words else plan.recompute
