@@ -252,11 +252,12 @@ def write_file(path: str | os.PathLike[str], data: Mapping[str, Any], comment: s
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text; the file appears whole or not at all.
+    """Write a text; the file appears whole or not at all. What a link names is written, and the link stays.
 
     Raises:
         ConfigError: a place that cannot be written.
     """
+    file = Path(os.path.realpath(file))
     scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         scratch.write_text(text, encoding="utf-8")

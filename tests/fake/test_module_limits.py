@@ -87,6 +87,7 @@ APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.needs-values": lambda: (lambda: Chain("values"), "pp2 / mb2", SAMPLE),
     "module.gradients-off": lambda: (lambda: Chain("reentrant"), "pp2 / mb2", SAMPLE),
     "module.gradient-hook": lambda: (hooked, "dp1", {}),
+    "module.sparse-gradient": lambda: (lambda: nn.Embedding(4, 4, sparse=True), "dp1", {}),
     "module.rows-together": lambda: (lambda: nn.Embedding(4, 4, max_norm=1.0), "fsdp2", {}),
     "module.statistics-twice": lambda: (lambda: Chain("statistics"), "recompute=blocks", {}),
     "module.tp-divides": lambda: (DECODER, "tp4", {}),

@@ -274,13 +274,13 @@ def test_no_decay_and_the_schedules_factor(world: World) -> None:
     assert sorted(world(1, decayed)[0]) == ["cube", "down.weight", "embed.weight", "up.weight"]
 
 
-def rprop_on_shards() -> str:
+def refused_on_shards() -> None:
     with open_mesh(LAYOUTS["fsdp2"]) as mesh:
         placed = place("fsdp2", mesh)
-        with pytest.raises(ModelError) as caught:
-            name_optimizer(torch.optim.Rprop(placed.parameters()), placed)
-        return str(caught.value)
+        for kind, advice in ((torch.optim.Rprop, "adamw, sgd"), (torch.optim.Adafactor, "shardwise.adafactor")):
+            with pytest.raises(ModelError, match=f"{kind.__name__} cannot step sharded parameters; use {advice}"):
+                name_optimizer(kind(placed.parameters()), placed)
 
 
-def test_rprop_is_refused_on_shards(world: World) -> None:
-    assert all("Rprop cannot step sharded" in message for message in world(2, rprop_on_shards))
+def test_torchs_rules_that_need_whole_tensors_are_refused_on_shards(world: World) -> None:
+    world(2, refused_on_shards)

@@ -18,6 +18,7 @@ from shardwise.checkpoint.foreign.names import read_rules
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.remote import located
 from shardwise.errors import CheckpointError, DataError, UsageError
+from shardwise.records import write_file
 from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
 from tests.checkpoints import SPLITS, write_checkpoint
 from tests.pure.test_ckpt_cli import run
@@ -164,3 +165,11 @@ def test_what_is_in_the_way_of_a_checkpoint_is_moved_aside(store: Path) -> None:
         (partial / "manifest.json").unlink()
         assert directory.commit(partial, manifest) == store / "step-00000008"
         assert directory.listing().complete[0][0] == store / "step-00000008"
+
+
+def test_a_link_stays_a_link_and_what_it_names_is_written(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "plan.toml").symlink_to(tmp_path / "shared" / "plan.toml")
+    write_file(tmp_path / "plan.toml", {"axes": {"dp_shard": 2}})
+    assert (tmp_path / "plan.toml").is_symlink() and "dp_shard = 2" in (tmp_path / "shared" / "plan.toml").read_text()
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["plan.toml"]

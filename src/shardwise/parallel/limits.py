@@ -13,7 +13,7 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
     """Refuse what would train, and otherwise than in one process.
 
     Raises:
-        ModelError: a hook on a parameter's gradient; a lookup or a norm whose effect depends on how rows are divided.
+        ModelError: a hook on a parameter's gradient; sparse gradients; a lookup or a norm whose effect depends on how rows are divided.
     """
     for name, parameter in root.named_parameters():
         if has_gradient_hook(parameter):
@@ -26,6 +26,12 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
     ranks = plan.axes.data * plan.axes.cp
     pieces = ranks * plan.batch.micro_batches
     for name, module in root.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ModelError(
+                f"{name or 'the model'} gives sparse gradients (sparse=True), which are not summed over ranks and "
+                "micro-batches: make them dense (sparse=False), the same numbers beside zeros",
+                row="module.sparse-gradient",
+            )
         said = _of_table(module, ranks, pieces)
         if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):
             said = "track_running_stats=True" if module.track_running_stats and pieces > 1 else ""

@@ -20,6 +20,7 @@ MODULES: Mapping[str, str] = {
     "module.gradients-off": "pp: blocks that forward calls with gradients off (`torch.utils.checkpoint` with "
     "`use_reentrant=True`); what another stage sent would get no gradient.",
     "module.gradient-hook": "every plan: a hook on a parameter's gradient (`register_hook`); it would see parts of it.",
+    "module.sparse-gradient": "every plan: an embedding with `sparse=True`; its gradient is not summed over ranks.",
     "module.rows-together": "several data ranks, or micro-batches: embeddings with `max_norm` or "
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",

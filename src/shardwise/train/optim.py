@@ -252,7 +252,7 @@ def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Pl
 
     Raises:
         ModelError: a parameter is not the model's, a trainable one is missing, or the optimizer cannot work by
-            steps of given gradients (LBFGS, SparseAdam), or on shards (Rprop).
+            steps of given gradients (LBFGS, SparseAdam), or on shards (Rprop, torch's Adafactor).
 
     >>> name_optimizer(torch.optim.AdamW(placed.parameters(), lr=3e-4), placed)  # doctest: +SKIP
     """
@@ -265,10 +265,11 @@ def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Pl
             "use adamw, sgd, lion, lamb, muon, adafactor or another first-order torch optimizer"
         )
     live = _trainable(placed)
-    if isinstance(optimizer, torch.optim.Rprop) and any(isinstance(p, DTensor) for p in live.values()):
+    unsharded = torch.optim.Rprop | torch.optim.Adafactor  # in-place indexing, and norms, that a DTensor refuses
+    if isinstance(optimizer, unsharded) and any(isinstance(p, DTensor) for p in live.values()):
+        other = "shardwise.adafactor, the same rule" if kind == "Adafactor" else "adamw, sgd or another optimizer"
         raise ModelError(
-            "name_optimizer: torch's Rprop cannot step sharded parameters (in-place indexing of a DTensor); "
-            "use adamw, sgd or another optimizer, or a plan without zero and tp"
+            f"name_optimizer: torch's {kind} cannot step sharded parameters; use {other}, or a plan without zero and tp"
         )
     frozen = {id(p) for p in placed.parameters() if not p.requires_grad}
     stepped = {id(p): p for group in optimizer.param_groups for p in group["params"]}
