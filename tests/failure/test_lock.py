@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -270,7 +271,41 @@ def test_a_copy_of_a_lock_is_no_lock(tmp_path: Path) -> None:
     with RunLock.take(folder, lost) as first:
         for name in ("0000009 (copy).json", "0000009~.json", "9.json"):
             (folder / name).write_text("{}")
-        assert not first.is_lost
+        assert first.is_held
     with RunLock.take(folder, lost) as second:
         assert second.generation == first.generation + 1
     assert (folder / "0000009 (copy).json").exists()
+
+
+def test_a_directory_that_was_removed_is_held_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lock_module, "BEAT_S", 0.02)
+    folder = tmp_path / "run" / "lock"
+    with RunLock.take(folder, lost) as lock:
+        shutil.rmtree(tmp_path / "run")
+        time.sleep(0.1)
+        assert not (tmp_path / "run").exists()  # who removed it may make it anew
+        (tmp_path / "run").mkdir()
+        end = time.monotonic() + 5
+        while not lock.is_held and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(LockedError):
+            RunLock.take(folder, lost)
+    assert record(folder)["released"] and "was removed while this run uses it" in capsys.readouterr().err
+
+
+def test_the_file_of_a_run_that_began_in_its_place_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is the same: that of a directory that is new."""
+    monkeypatch.setattr(lock_module, "BEAT_S", 0.02)
+    told: list[str] = []
+    with RunLock.take(tmp_path / "lock", told.append) as lock:
+        shutil.rmtree(tmp_path / "lock")
+        pid = in_child(lambda: RunLock.take(tmp_path / "lock", lost).__enter__() and None)
+        end = time.monotonic() + 5
+        while not told and time.monotonic() < end:
+            time.sleep(0.01)
+    assert "was taken over by" in told[0] and f"pid {pid}" in told[0] and not lock.is_held
+    assert not record(tmp_path / "lock")["released"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,3 +149,19 @@ def test_negative_control_without_the_lock_both_would_save(tmp_path: Path, monke
     with RunLock.take(tmp_path / "lock", print):
         monkeypatch.setattr(lock_module, "_is_dead", lambda *_: True)
         assert RunLock.take(tmp_path / "lock", print).taken_over is not None
+
+
+def test_a_store_that_was_removed_is_held_again_by_the_next_save(tmp_path: Path) -> None:
+    """Or it is another run's by now: then nothing is written there."""
+    mesh: Any = SimpleNamespace(rank=0, at_exit=[])
+    holder = Holder(tmp_path / "store")
+    for removed in (False, True):
+        if removed:
+            shutil.rmtree(tmp_path / "store")
+        assert not holder.take(mesh).check() and RunLock.is_held_here(tmp_path / "store" / "lock")
+    shutil.rmtree(tmp_path / "store")
+    elsewhere(tmp_path / "store" / "lock")
+    with pytest.raises(LockedError, match="taken over by .* on elsewhere"):
+        holder.take(mesh).check()
+    for release in mesh.at_exit:
+        release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ class Holder:
         """Look at nothing yet."""
         self._store = store
         self._mesh: Mesh | None = None
+        self._lock: RunLock | None = None
+        """Held until `_mesh` is closed."""
         self._noted = False
         self._job = recovering_job(variables()) or ""
 
@@ -55,10 +58,14 @@ class Holder:
 
         def act() -> None:
             RunLock.await_free(self._folder, job=self._job)
-            lock = RunLock.take(self._folder, end_at_once, job=self._job).start()
-            mesh.at_exit.append(lock.release)
+            self._lock = RunLock.take(self._folder, end_at_once, job=self._job).start()
+            mesh.at_exit.append(self._lock.release)
             self._mesh = mesh
 
+        if self._lock is not None and mesh is self._mesh:  # its directory may have been removed since
+            with suppress(OSError):
+                if lost := self._lock.keep(anew=True):
+                    return Held(refusal=f"{lost}; needed: one run per directory; choose another for one of them")
         return self._on_first(mesh, act)
 
     @property

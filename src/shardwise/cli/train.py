@@ -381,7 +381,9 @@ def _finish(run: RunDir, derived: Derived, code: ExitCode, *, json: bool) -> Non
     if code != ExitCode.OK:
         asked = code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
         # another place is not asked now: where it cannot be reached, this code is still what schedulers wait for
-        if asked and (derived.settings.train.checkpoints is not None or run.has_checkpoints):
+        if asked and not run.config_toml.exists():
+            say(f"stopped; {run.path} was removed or moved while it trained, so that nothing is there to continue with")
+        elif asked and (derived.settings.train.checkpoints is not None or run.has_checkpoints):
             say(f"stopped; continue with: {shlex.join(['shardwise', 'train', str(run.config_toml)])}")
         return
     if summary["sample"]:

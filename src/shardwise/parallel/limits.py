@@ -13,7 +13,8 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
     """Refuse what would train, and otherwise than in one process.
 
     Raises:
-        ModelError: a hook on a parameter's gradient; sparse gradients; a lookup or a norm whose effect depends on how rows are divided.
+        ModelError: a hook on a parameter's gradient; sparse gradients; a lookup or a norm whose effect depends on how
+            rows are divided.
     """
     for name, parameter in root.named_parameters():
         if has_gradient_hook(parameter):

@@ -57,6 +57,10 @@ class Owner:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(owner=_user(), host=platform.node(), place=_place(), pids=(_this_process(),), started=now, job=job)
 
+    def is_run_of(self, other: Owner) -> bool:
+        """Whether both are one run: begun by one process."""
+        return (self.host, self.place, self.pids[0]) == (other.host, other.place, other.pids[0])
+
     def __str__(self) -> str:
         return f"{self.owner} on {self.host}, pid {self.pids[0][0]}, since {self.started}"
 
@@ -68,7 +72,7 @@ class RunLock:
         folder: `<run>/lock`.
         generation: number of the file.
         owner: what it says.
-        on_lost: called by the heartbeat with a text when another host has taken over: training must not go on.
+        on_lost: called by the heartbeat with a text when another run has taken over: training must not go on.
 
     >>> with RunLock.take(Path("runs/a/lock"), print) as lock:  # doctest: +SKIP
     ...     lock.taken_over  # the dead owner before, or None
@@ -182,22 +186,45 @@ class RunLock:
         self._end.set()
         if self._beat.ident is not None:
             self._beat.join()
-        if self._is_owner and not self.is_lost:
-            with suppress(OSError):  # the directory may have been removed meanwhile
+        with suppress(OSError, LockedError):  # the directory may have been removed meanwhile
+            if self._is_owner and self.is_held:
                 _write(self._path, Owner(**{**asdict(self.owner), "released": True}))
 
     @property
-    def is_lost(self) -> bool:
-        """Somebody on another host took this process for dead."""
-        return _newest(self.folder) > self.generation
+    def is_held(self) -> bool:
+        """Whether the newest file is the owner's own. A directory that was removed may be another run's by now."""
+        newest = _newest(self.folder)
+        found = _read(self.folder, newest) if newest == self.generation else None
+        return found is not None and found.is_run_of(self.owner)
+
+    def keep(self, *, anew: bool = False) -> str:
+        """Hold the directory still, as its heartbeat does. A file that is gone is made again, `anew` its place too.
+
+        Returns which run is in the way; empty: the directory is this run's.
+        """
+        if self.is_held:
+            os.utime(self._path)
+            return ""
+        newest = _newest(self.folder)
+        other = _read(self.folder, newest) if newest else None
+        if other is None and self._is_owner and (anew or self.folder.parent.exists()):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if _create(self._path, self.owner) and self.is_held:
+                say(
+                    f"shardwise: {self.folder} was removed while this run uses it; it is made anew, and the run goes on"
+                )
+                return ""
+            other = _read(self.folder, _newest(self.folder))
+        if other is None or (newest <= self.generation and other.is_run_of(self.owner)):
+            return ""
+        return f"{self.folder.parent} was taken over by {other}"
 
     def _keep_alive(self) -> None:
         while not self._end.wait(BEAT_S):
-            if self.is_lost:
-                self._on_lost(f"{self.folder.parent} was taken over by {_read(self.folder, _newest(self.folder))}")
-                return
-            with suppress(OSError):
-                os.utime(self._path)
+            with suppress(OSError, LockedError):
+                if lost := self.keep():
+                    self._on_lost(lost)
+                    return
 
     def start(self) -> Self:
         """Begin to touch the file."""
