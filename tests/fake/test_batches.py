@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwise.errors import ConfigError, DataError, ModelError, PlanError
-from shardwise.parallel.inputs import num_rows, split_rows
+from shardwise.parallel.inputs import Signature, model_inputs, num_rows, split_rows
 from shardwise.plan.plan import Batch
 from shardwise.train.batches import Batches, LoaderOptions, Window, eval_batches, loader
 from shardwise.train.loader_options import LoaderKeywords
@@ -491,3 +491,23 @@ def test_rows_of_nested_batches() -> None:
     assert [part[0]["a"].shape[0] for part in split_rows(({"a": ids},), 2)] == [2, 2]
     with pytest.raises(ModelError, match="a batch of type dict holds no tensor with rows; needed"):
         num_rows({"a": "text"})
+
+
+def test_what_a_batch_has_for_each_row_is_cut_with_it() -> None:
+    boxes = [torch.ones(count, 4) for count in (3, 1, 5)]
+    batch = {"x": torch.zeros(3, 2), "boxes": boxes, "texts": ("a", "b", "c"), "table": torch.ones(5), "sizes": [1, 2]}
+    first, second = split_rows(batch, 2)
+    assert list(map(len, first["boxes"])) == [3, 1] and second["texts"] == ("c",) and second["boxes"][0] is boxes[2]
+    assert len(first["table"]) == 5 and first["sizes"] == [1, 2]
+    pair = split_rows([torch.zeros(2, 4), torch.ones(2)], 2)  # as a loader gives (x, y): no list of rows
+    assert [part[1].shape for part in pair] == [(1,), (1,)]
+    with pytest.raises(ModelError, match="a list of 3 tensors with 3 rows each"):
+        split_rows({"x": torch.zeros(3, 2), "marks": [torch.ones(3)] * 3}, 2)
+
+
+def test_rows_are_those_of_what_the_model_gets() -> None:
+    takes = Signature(("x",), "Model")
+    batch = {"x": torch.zeros(8, 2), "table": torch.ones(3), "weight": torch.ones(5)}
+    assert model_inputs(batch, takes)[1].keys() == {"x"}
+    with pytest.raises(ModelError, match=r"found 3, and 8 in what the model gets \(x\); put that first"):
+        model_inputs({"table": torch.ones(3), **{"x": torch.zeros(8, 2)}}, takes)

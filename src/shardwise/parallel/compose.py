@@ -30,6 +30,7 @@ from shardwise.parallel.random import key_randomness
 from shardwise.parallel.scalars import bind_scalars, cast_scalars
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
+from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import AXES, Plan
 
@@ -97,6 +98,9 @@ def apply(
     placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
     for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
         vars(parameter).update({key: mark for key, mark in marks.get(name, {}).items() if key not in vars(parameter)})
+    if not plan.compile:  # hooks would be compiled
+        for part in placed.parts:
+            watch_weights(part.run)
     return replicate_data(placed, plan, mesh)
 
 

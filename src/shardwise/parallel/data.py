@@ -114,7 +114,8 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                 static_graph=communication.static_graph,
             )
         parts.append(Part(root=part.root, run=wrapped, stage=part.stage))
-    return placed.with_(parts=tuple(parts))
+    reduced = frozenset(name for name, parameter in placed.named_parameters().items() if parameter.requires_grad)
+    return placed.with_(parts=tuple(parts), reduced=reduced)
 
 
 def gradient_divisor(placed: Placed) -> int:

@@ -42,7 +42,7 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
     list gives its first item; a tensor gives itself.
 
     Raises:
-        ModelError: a dict of which forward takes no key.
+        ModelError: a dict of which forward takes no key, or whose first tensor has other rows than those of its keys.
     """
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
@@ -58,8 +58,20 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
                 f"batch, which has {', '.join(map(str, batch))}; rename the keys in the collate function or the "
                 "arguments of forward, or give batches as tuples (inputs, targets)"
             )
+        _check_rows(batch, takes)
         return (), takes
     return (batch[0],), {}
+
+
+def _check_rows(batch: Mapping[Any, Any], takes: Mapping[Any, Any]) -> None:
+    """A batch has as many rows as its first tensor: a table that stands before what the model gets would tell them."""
+    given = [leaf.shape[0] for _, leaf in leaves(takes) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    rows = num_rows(batch) if given else 0
+    if given and rows not in given:
+        raise ModelError(
+            f"the first tensor of a batch tells how many rows it has: found {rows}, and {given[0]} in what the model "
+            f"gets ({', '.join(map(str, takes))}); put that first"
+        )
 
 
 def num_rows(batch: Any) -> int:
@@ -100,8 +112,10 @@ def _like(batch: Any, values: list[Any]) -> Any:
 def split_rows(batch: Any, num_parts: int) -> list[Any]:
     """A batch cut into micro-batches along its rows, as evenly as possible, the larger ones first.
 
+    Tensors whose first dim is the rows are cut, and lists within it that have an item for each row.
+
     Raises:
-        ModelError: fewer rows than micro-batches.
+        ModelError: fewer rows than micro-batches, or a list of which nobody knows how it is divided.
     """
     if num_parts == 1:
         return [batch]
@@ -114,14 +128,29 @@ def split_rows(batch: Any, num_parts: int) -> list[Any]:
     return [_rows(batch, start, size, rows) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _rows(batch: Any, start: int, size: int, rows: int) -> Any:
+def _rows(batch: Any, start: int, size: int, rows: int, *, inside: bool = False) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch[start : start + size] if batch.dim() and batch.shape[0] == rows else batch
     if isinstance(batch, Mapping):
-        return {key: _rows(value, start, size, rows) for key, value in batch.items()}
+        return {key: _rows(value, start, size, rows, inside=True) for key, value in batch.items()}
+    if inside and isinstance(batch, tuple | list) and _is_per_row(batch, rows):
+        return batch[start : start + size]
     if isinstance(batch, tuple | list):
-        return _like(batch, [_rows(value, start, size, rows) for value in batch])
+        return _like(batch, [_rows(value, start, size, rows, inside=True) for value in batch])
     return batch
+
+
+def _is_per_row(values: tuple[Any, ...] | list[Any], rows: int) -> bool:
+    """Whether a list has an item for each row, as boxes and captions have; else its items may have the rows."""
+    if len(values) != rows or hasattr(values, "_fields"):
+        return False
+    have = [isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows for value in values]
+    if rows > 1 and all(have):
+        raise ModelError(
+            f"a list of {rows} tensors with {rows} rows each is in a batch of {rows} rows: is each of "
+            "one row or of all? Stack it, or give a list of micro-batches"
+        )
+    return not any(have)
 
 
 def distinct(micro: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.torch_private import has_gradient_hook
+from shardwise.parallel.torch_private import has_gradient_hook, moves_at_forward
 from shardwise.plan.plan import Plan
 
 
@@ -32,6 +32,13 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
                 f"{name or 'the model'} gives sparse gradients (sparse=True), which are not summed over ranks and "
                 "micro-batches: make them dense (sparse=False), the same numbers beside zeros",
                 row="module.sparse-gradient",
+            )
+        if moves_at_forward(module) and (plan.batch.micro_batches > 1 or plan.recompute.mode != "none"):
+            raise ModelError(
+                f"{name or 'the model'} has a spectral norm, which moves at every forward: `{plan}` makes more of them "
+                "in a step than one process; use a plan with one micro-batch and without recompute, or "
+                "torch.nn.utils.parametrizations.weight_norm",
+                row="module.moves-at-forward",
             )
         said = _of_table(module, ranks, pieces)
         if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d):

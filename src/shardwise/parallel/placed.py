@@ -142,6 +142,8 @@ class Placed:
     """First name of each parameter that several pipeline stages use -> those stages."""
     copies: SharedParameters | None = None
     """Parameters that several pipeline stages hold, or that `fully_shard` leaves whole."""
+    reduced: frozenset[str] | None = None
+    """Names of the parameters whose gradients DDP sums, which it was told once; None: other engines look each time."""
     trains: frozenset[str] | None = None
     """Names that an optimizer made from this steps; None: all that are trainable. See `train/several.py`."""
     after_step: tuple[Callable[[bool], None], ...] = ()
@@ -177,6 +179,24 @@ class Placed:
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Original name -> buffer of this rank."""
         return {name: b for part in self.parts for name, b in part.root.named_buffers()}
+
+    def check_trainable(self) -> None:
+        """Refuse parameters that `apply` has not seen as they are now, where it set up how gradients are summed.
+
+        Raises:
+            ModelError: made after `apply`; or frozen or not frozen since then, where DDP sums.
+        """
+        found = self.named_parameters()
+        added = [name for name in found if name not in self.placements and self.plan.world > 1]
+        trains = {name for name, parameter in found.items() if parameter.requires_grad}
+        changed = sorted(trains ^ self.reduced) if self.reduced is not None else []
+        if added or changed:
+            name = (added or changed)[0]
+            what = "made" if added else "unfrozen" if name in trains else "frozen"
+            raise ModelError(
+                f"parameter {name} was {what} after apply, which had set up how gradients are summed over ranks; do it "
+                "in the model's constructor"
+            )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, in order of their names in the module."""

@@ -23,6 +23,7 @@ MODULES: Mapping[str, str] = {
     "module.sparse-gradient": "every plan: an embedding with `sparse=True`; its gradient is not summed over ranks.",
     "module.rows-together": "several data ranks, or micro-batches: embeddings with `max_norm` or "
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
+    "module.moves-at-forward": "several micro-batches, recompute: spectral norms; their vectors move at every forward.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
     "module.two-chains": "pp, cp, seq: an encoder and a decoder; each block of the second takes the first's output.",
     "module.statistics-twice": "recompute: a block with running statistics, which a second forward would update twice.",

@@ -209,7 +209,7 @@ class RunLock:
         other = _read(self.folder, newest) if newest else None
         if other is None and self._is_owner and (anew or self.folder.parent.exists()):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if _create(self._path, self.owner) and self.is_held:
+            if _create(self._path, self.owner) and _newest(self.folder) == self.generation:
                 say(
                     f"shardwise: {self.folder} was removed while this run uses it; it is made anew, and the run goes on"
                 )

@@ -63,7 +63,8 @@ def steps(
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
     step = TrainStep(state, loss_fn, options_with(clip, options))
     mirror = rejoin(step)
-    state.placed.train(True)
+    if not all(part.root.training for part in state.placed.parts):
+        state.placed.train(True)
     with listening(step):
         while state.step < until:
             try:
@@ -94,7 +95,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
         `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`. Of several losses
         the mean is the total, and the weight that of the first.
 
-    Cost: forward passes, one all-reduce at the end. Modules return to training mode.
+    Cost: forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
@@ -112,6 +113,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
                 total[0] += float(loss.sum)
                 total[1] += float(loss.weight)
 
+    modes = [(module, module.training) for part in placed.parts for module in part.run.modules()]
     placed.train(False)
     try:
         with torch.no_grad():
@@ -124,7 +126,8 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
                     args, kwargs = model_inputs(batch, signature)
                     add(loss_fn(placed.parts[0].run(*args, **kwargs), batch), batch, is_zero)
     finally:
-        placed.train(True)
+        for module, mode in modes:
+            module.training = mode
         reshard(placed)
     placed.mesh.all_reduce_sum(summed := totals.to(device))
     sums = [Loss(*row) for row in summed]

@@ -254,7 +254,8 @@ def as_loss(result: Any, rows: int) -> Loss:
                 "shardwise.Loss(sum, weight)"
             )
         return Loss(_scalar(result[0], "sum"), _checked_weight(result[1]))
-    return Loss(_scalar(result, "result") * rows, rows)
+    mean = _scalar(result, "result")
+    return Loss(mean * rows if rows else mean.nan_to_num() * 0, rows)  # the mean of no rows is not a number
 
 
 def _scalar(value: Any, what: str) -> torch.Tensor:

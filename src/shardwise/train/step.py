@@ -57,6 +57,7 @@ class TrainStep:
         """See `make_step`."""
         self.state, self.loss_fn, self.options = state, loss_fn, options
         placed = state.placed
+        placed.check_trainable()
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
         self._roots = [part.root for part in placed.parts]
         self._retry = open_halving(state) if options.on_oom == "halve" else None
@@ -65,9 +66,8 @@ class TrainStep:
         self._flushes, self._skips = 1, 0
         self._buffers = Buffers(placed)
         self._sums = WorldSums(placed, after=self._halving is not None)
-        self._protection: Protection | None = None
-        if options.protect is not None:
-            self._protection = Protection(state, options.protect, is_norm_local=self._sums.overlaps)
+        keeps = options.protect
+        self._protection = None if keeps is None else Protection(state, keeps, is_norm_local=self._sums.overlaps)
         self._events: list[Mapping[str, Any]] = []
         self._replicas: Replicas | None = None
         counted = {n: self._sums.overlaps or self._counts(n, p) for n, p in self._parameters.items()}

@@ -1,0 +1,135 @@
+"""What a script or a forward does to a placed model: done as in one process, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.errors import ModelError
+from shardwise.parallel.compose import apply
+from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import Plan
+from shardwise.testing import World
+from shardwise.train.batches import eval_batches
+from shardwise.train.loop import evaluate
+from shardwise.train.loss import mean_over
+from shardwise.train.optimizers import sgd
+from shardwise.train.state import TrainState
+from shardwise.train.step import make_step
+
+DIM = 6
+
+
+class Model(nn.Module):
+    """Two layers, of which one is frozen at first, and a norm; `writes` is what its forward does to a weight."""
+
+    def __init__(self, writes: str = "") -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM)
+        self.first.requires_grad_(bool(writes))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes == "clamp":
+            with torch.no_grad():
+                self.last.weight.clamp_(-0.1, 0.1)
+        if self.writes == "data":
+            self.last.weight.data = functional.normalize(self.last.weight.data)
+        return self.last(self.norm(torch.tanh(self.first(x))))
+
+
+def losses(placed: Placed) -> list[float] | str:
+    """Of three steps; or the message of a refusal."""
+    mesh, state = placed.mesh, TrainState(placed, sgd(placed, lr=0.3))
+    rows = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    own = rows.tensor_split(mesh.batch.size)[mesh.batch.rank].to(next(placed.parameters()).dtype)
+    try:
+        step = make_step(state, lambda out, x: mean_over((out - x).square()))
+        return [step(own).loss for _ in range(3)]
+    except ModelError as error:
+        return str(error)
+
+
+def changed(text: str, what: str) -> list[float] | str:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Model, plan, mesh, seed=3)
+        if what == "made":
+            placed.module.last.extra = nn.Parameter(torch.ones(DIM))
+        else:
+            (placed.module.first if what == "unfrozen" else placed.module.last).requires_grad_(what == "unfrozen")
+        return losses(placed)
+
+
+@pytest.mark.parametrize("what", ["made", "frozen", "unfrozen"])
+@pytest.mark.parametrize("text", ["dp2 / fp64", "fsdp2 / fp64"])
+def test_parameters_that_change_after_apply(world: World, text: str, what: str) -> None:
+    """`fully_shard` asks each time which parameters are trained; DDP was told; nobody knows of new ones."""
+    found = world(2, changed, text, what)
+    if what == "made" or text.startswith("dp2"):
+        assert all(f"was {what} after apply" in str(message) for message in found)
+    else:
+        assert found == [pytest.approx(world(1, changed, "dp1 / fp64", what)[0], rel=1e-12)] * 2
+
+
+def written(text: str, writes: str) -> list[float] | str:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        return losses(apply(lambda: Model(writes), plan, mesh, seed=3))
+
+
+@pytest.mark.parametrize("writes", ["clamp", "data"])
+@pytest.mark.parametrize("text", ["fsdp2 / mb2 / fp64", "fsdp2 zero1", "dp1 zero3 / offload=state", "dp2 / bf16"])
+def test_a_forward_that_writes_a_weight_is_refused_where_that_is_lost(world: World, text: str, writes: str) -> None:
+    for message in world(Plan.parse(text).world, written, text, writes):
+        assert "forward writes into the weight last.weight" in str(message)
+
+
+@pytest.mark.parametrize("writes", ["clamp", "data", "nothing"])
+def test_a_forward_that_writes_a_weight_of_a_replica_is_as_in_one_process(world: World, writes: str) -> None:
+    one = world(1, written, "dp1 / fp64", writes)[0]
+    for text in ["dp2 / fp64", *(["fsdp2 / fp64"] if writes == "nothing" else [])]:
+        assert world(2, written, text, writes) == [pytest.approx(one, rel=1e-12)] * 2
+
+
+def modes(text: str) -> list[bool]:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Model, plan, mesh, seed=3)
+        placed.module.norm.eval()
+        data: Any = [torch.ones(DIM) * i for i in range(4)]
+        evaluate(placed, lambda out, x: mean_over((out - x).square()), eval_batches(data, 2, mesh))
+        found = [placed.module.training, placed.module.norm.training]
+        placed.train(False)
+        evaluate(placed, lambda out, x: mean_over((out - x).square()), eval_batches(data, 2, mesh))
+        return [*found, placed.module.training]
+
+
+@pytest.mark.parametrize("text", ["dp2", "fsdp2"])
+def test_an_evaluation_leaves_each_module_in_its_mode(world: World, text: str) -> None:
+    assert world(2, modes, text) == [[True, False, False]] * 2
+
+
+def with_no_rows(text: str) -> tuple[float, bool, bool]:
+    """The last rank has none."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: nn.Linear(DIM, DIM), plan, mesh, seed=3)
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda out, batch: functional.mse_loss(out, batch[1]))
+        rows = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        own = rows[:0] if mesh.rank else rows
+        with warnings.catch_warnings(action="ignore"):  # that ranks hold different numbers of rows
+            m = [step((own, own.flip(1))) for _ in range(2)][-1]
+        return m.loss, m.skipped, bool(placed.local_parameters()["weight"].isfinite().all())
+
+
+@pytest.mark.parametrize("text", ["dp2 / fp64", "fsdp2 / fp64"])
+def test_the_mean_of_no_rows_weighs_nothing(world: World, text: str) -> None:
+    loss = world(1, with_no_rows, "dp1 / fp64")[0][0]
+    assert world(2, with_no_rows, text) == [(pytest.approx(loss, rel=1e-12), False, True)] * 2
