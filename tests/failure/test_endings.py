@@ -114,6 +114,13 @@ def test_another_code_is_not_waited_for(tmp_path: Path) -> None:
     assert err == "shardwise: rank 0 failed: the script ended with status 2\n"
 
 
+def test_ranks_that_end_one_after_the_other_with_a_code_of_the_table_agree(tmp_path: Path) -> None:
+    """`sys.exit(11)` of a script: none of them is told to end meanwhile."""
+    agree = Scripted({0: (1, 11), 1: (8, 11), 2: (15, 11)})
+    assert ended(tmp_path, agree) == Outcome(exit_code=ExitCode.REPLICAS_DIFFER) and not agree.sent
+    assert ended(tmp_path, Scripted({0: (1, 11), 1: (8, 11), 2: (15, 7)})).exit_code == ExitCode.RANK_FAILED
+
+
 @pytest.mark.parametrize("slow_s", [0, 0.7])
 def test_a_rank_that_leaves_with_status_0_is_named(tmp_path: Path, slow_s: float) -> None:
     code, _, err = finish(start(tmp_path, LEAVES.format(slow_s=slow_s), "--nproc", "3"))
@@ -129,6 +136,7 @@ def test_a_rank_that_was_killed_comes_before_one_that_left(tmp_path: Path) -> No
         ({1: 0, 0: 6, 2: -9}, (), 2, "killed by SIGKILL"),
         ({1: 0, 0: 6, 2: 0}, (), 1, "ended with status 0 while"),
         ({0: 6, 1: -15, 2: -15}, (1, 2), 0, "Connection closed"),
+        ({0: 6, 1: 130, 2: -15}, (2,), 1, "ended with status 130"),  # a KeyboardInterrupt of one rank
         ({0: 6, 1: -15, 2: -15}, (1,), 2, "killed by SIGTERM"),  # by somebody else: rank 0 says who it lost
     ):
         failure = outcome_of(codes, files, Stopping(), frozenset(told)).failure

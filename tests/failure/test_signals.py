@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ExitCode
-from shardwise.launch.stopping import Stopping
+from shardwise.launch.stopping import Stopping, catching
 from shardwise.testing.world import World, WorldError
 from shardwise.train.signals import SAME_SIGNAL_S, STOP_SIGTERM, STOPS, listening, stop_name
 from shardwise.train.sums import _gathered, _spread
@@ -64,11 +64,19 @@ def test_sigterm_finishes_the_step_saves_and_exits_143(world: World, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGUSR1, ExitCode.PREEMPTED)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, ExitCode.INTERRUPTED),
+        (signal.SIGUSR1, ExitCode.PREEMPTED),
+        (signal.SIGHUP, ExitCode.TERMINATED),
+    ],
 )
-def test_sigint_exits_130_and_sigusr1_138(world: World, tmp_path: Path, number: signal.Signals, code: ExitCode) -> None:
+def test_other_signals_have_codes_of_their_own(
+    world: World, tmp_path: Path, number: signal.Signals, code: ExitCode
+) -> None:
+    said = "SIGTERM" if number == signal.SIGHUP else number.name
     for rank in world(2, interrupted, "dp2 / fp64", number, str(tmp_path)):
-        assert rank == {"seen": [(1, None), (2, number.name)], "code": int(code), "restored": True, "step": 2}
+        assert rank == {"seen": [(1, None), (2, said)], "code": int(code), "restored": True, "step": 2}
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
 
 
@@ -145,7 +153,8 @@ def test_requests_of_many_ranks_stay_apart_even_where_they_ride_as_fp32() -> Non
             total = torch.zeros(21, dtype=torch.float32)
             for _ in range(ranks):
                 total += torch.tensor(_spread([0.5, 3.0, stop, 1.0, 1.0, 0.0]), dtype=torch.float32)
-            assert stop_name(_gathered(total.tolist())[2]) == number.name
+            said = "SIGTERM" if number == signal.SIGHUP else number.name
+            assert stop_name(_gathered(total.tolist())[2]) == said
     assert stop_name(STOP_SIGTERM + 99_999) == "SIGTERM" and stop_name(99_999) == "SIGINT"
 
 
@@ -157,3 +166,16 @@ def test_the_first_ctrl_c_is_no_second_signal_of_another_kind() -> None:
         stopping.on_signal(first, None)
         stopping.on_signal(then, None)
         assert (stopping.first, stopping.count) == (first, count)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_nohup_ignores_stays_ignored(before: Any) -> None:
+    kept = signal.signal(signal.SIGHUP, before)
+    try:
+        with catching() as stopping:
+            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == (before == signal.SIG_IGN)
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+        assert stopping.count == (before == signal.SIG_DFL) and signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, kept)

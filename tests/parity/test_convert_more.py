@@ -387,3 +387,24 @@ def test_a_name_that_cannot_be_stored_is_what_a_rule_renames(tmp_path: Path) -> 
         convert(tmp_path / "file.pt", tmp_path / "out", Options())
     (tmp_path / "rules.toml").write_text('[rename]\n"a b/c" = "a.c"\n')
     assert convert(tmp_path / "file.pt", tmp_path / "out", Options(rename=tmp_path / "rules.toml")).num_weights == 1
+
+
+@pytest.mark.parametrize("key", ["opt", "my_adam"])
+def test_an_optimizers_state_is_known_by_what_it_holds(tmp_path: Path, key: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    value = {"net": model.state_dict(), key: optimizer.state_dict(), "step": torch.tensor(3.0)}
+    torch.save(value, tmp_path / "file.pt")
+    done = convert(tmp_path / "file.pt", tmp_path / "out", Options())
+    assert done.step == 3 and done.num_parameters_with_state == 2 and not done.notes
+
+
+def test_a_kind_of_tensor_that_nobody_reads_is_no_reason_to_run_code(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "file.pt")
+    with pytest.raises(
+        CheckpointError, match="a tensor of a kind that is not read .*; save it in another type"
+    ) as told:
+        convert(tmp_path / "file.pt", tmp_path / "out", Options())
+    assert "--unsafe-pickle" not in str(told.value)

@@ -190,6 +190,9 @@ def patience_s(job: Job, codes: Mapping[int, int], files: Mapping[int, Path]) ->
     """How long the others go on when some rank has ended badly, before they are told to end."""
     if all(code in _AGREED and not files[rank].exists() for rank, code in codes.items() if code != 0):
         return job.stop_grace_s  # they are about to end with it, too
+    bad = {code for code in codes.values() if code != 0}
+    if len(bad) == 1 and bad <= set(ExitCode) and not any(files[rank].exists() for rank in codes):
+        return SETTLE_S  # all may be about to end with it: `sys.exit` of a script
     failure = first_failure(codes, files)
     return SETTLE_S if failure is not None and failure.is_echo else 0.0
 
@@ -236,7 +239,8 @@ def outcome_of(
     codes = {rank: code for rank, code in codes.items() if rank not in told}
     failure = first_failure(codes, files)
     if failure is not None and failure.is_echo and stopping.first is None:  # of a rank that somebody else ended
-        failure = next((_died(r, c) for r, c in codes.items() if -c in STOP_SIGNALS and not files[r].exists()), failure)
+        ended = ((r, c) for r, c in codes.items() if (-c in STOP_SIGNALS or c in _ASKED) and not files[r].exists())
+        failure = next((_died(rank, code) for rank, code in ended), failure)
     by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
     asked = {code for code in codes.values() if code in _ASKED}
     if failure is not None and not (stopping.first and (failure.message == _LEFT or _ECHO.search(failure.message))):

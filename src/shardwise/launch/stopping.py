@@ -64,8 +64,9 @@ def catching(stopping: Stopping | None = None) -> Iterator[Stopping]:
 
 @contextmanager
 def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within it these signals are handled so; then as before. The main thread's alone."""
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    """Within it these signals are handled so; then as before. The main thread's alone. `nohup` stays what it is."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    previous = {number: signal.signal(number, handler) for number in numbers if number not in ignored}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGINT (Ctrl-C), SIGTERM, and SIGUSR1, which batch systems send as a warning before the end.
+"""Requests to stop: SIGINT (Ctrl-C), SIGTERM, SIGHUP of a closed terminal, and SIGUSR1, a batch system's warning.
 
 A request is a number that rides in the sums of a step, so that all ranks end after the same one whichever was told.
 """
@@ -21,7 +21,12 @@ STOP_SIGINT = 1
 STOP_SIGUSR1 = 100_000
 STOP_SIGTERM = 10_000_000_000
 """Requests are summed over the world; these three stay apart in any sum of up to 99,999 ranks."""
-STOPS = {signal.SIGINT: STOP_SIGINT, signal.SIGTERM: STOP_SIGTERM, signal.SIGUSR1: STOP_SIGUSR1}
+STOPS = {
+    signal.SIGINT: STOP_SIGINT,
+    signal.SIGTERM: STOP_SIGTERM,
+    signal.SIGHUP: STOP_SIGTERM,
+    signal.SIGUSR1: STOP_SIGUSR1,
+}
 EXIT_CODES = {"SIGINT": ExitCode.INTERRUPTED, "SIGTERM": ExitCode.TERMINATED, "SIGUSR1": ExitCode.PREEMPTED}
 
 

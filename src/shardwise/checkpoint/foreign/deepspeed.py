@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, ranked, tagged
 from shardwise.checkpoint.foreign.deepspeed_ranks import (
     Place,
@@ -34,7 +32,6 @@ from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
 from shardwise.checkpoint.foreign.torch_files import of_value
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
-from shardwise.checkpoint.format import whole
 from shardwise.errors import CheckpointError
 
 
@@ -188,7 +185,7 @@ def _check_one_save(
     """
     done = [step_of(m.get("global_steps")) if isinstance(m, dict) else None for m in models]
     _check_equal("global_steps", dict(zip(model_paths, done, strict=True)))
-    counts = [[_count(step) for step in rank.steps] for rank in ranks]
+    counts = [[step_of(step) for step in rank.steps] for rank in ranks]
     for group in range(len(counts[0])):
         held = [count[group] if group < len(count) else None for count in counts]
         _check_equal(f"the optimizer's step (group {group})", dict(zip(paths, held, strict=True)))
@@ -209,13 +206,6 @@ def _check_equal(what: str, counts: Mapping[Path, int | None]) -> None:
                 f"{path}: found {what} {count}, and {known[0][1]} in {known[0][0].name}; needed files of one save: "
                 "copy all of them again"
             )
-
-
-def _count(step: Any) -> int | None:
-    """A number of steps, which torch's optimizers keep as a float, most of them in a tensor; None: it is none."""
-    if isinstance(step, View) and step.shape == () and step.dtype in ("float32", "float64"):
-        step = float(np.frombuffer(step.read(whole(())), dtype=step.dtype)[0])
-    return int(step) if isinstance(step, float) and step.is_integer() else step_of(step)
 
 
 def _shapes(value: Any, path: Path) -> Shapes:
@@ -346,7 +336,7 @@ def _add_state(
             for key in sorted(keys)
         }
         step = ranks[0].steps[group]
-        if _count(step) is not None:
+        if step_of(step) is not None:
             states["step"] = step if isinstance(step, View) else step_count(step)
         found.optimizer[name] = states
     if len({"step" in states for states in found.optimizer.values()}) > 1:

@@ -179,6 +179,13 @@ class Machine:
         if not isinstance(module, str) or not isinstance(name, str):
             raise _torn("a global whose name is no text")
         found = Name(_ALIASES.get(module, module), name)
+        is_tensors = found.module.startswith("torch") and (name.endswith("Storage") or name in _TENSORS)
+        if found not in self.calls and is_tensors:
+            raise RefusedError(
+                f"a tensor of a kind that is not read ({str(found)[:160]})",
+                "dense numbers of a type that Shardwise stores",
+                "save it in another type, or without it",
+            )
         if found not in self.calls:
             raise RefusedError(
                 f"a pickle that asks for {str(found)[:160]}",
@@ -262,6 +269,8 @@ def key_of(key: Any) -> Any:
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None))
+_TENSORS = ("_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_nested_tensor", "per_tensor_affine", "sparse_coo")
+"""What torch makes of tensors that are not dense numbers."""
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _LITERALS = {

@@ -271,11 +271,11 @@ def step_count(value: float) -> Source:
 
 
 def step_of(value: Any) -> int | None:
-    """The steps that a file says, as a whole number or an integer tensor without dims; None: it says none."""
+    """The steps that a file says, as a whole number or a tensor of one without dims; None: it says none."""
+    if hasattr(value, "read") and value.shape == () and value.dtype in (*_INTEGERS, "float32", "float64"):
+        value = np.frombuffer(value.read(whole(())), dtype=value.dtype)[0].item()
     if type(value) is float and value.is_integer():
         value = int(value)
-    if hasattr(value, "read") and value.shape == () and value.dtype in _INTEGERS:
-        value = int(np.frombuffer(value.read(whole(())), dtype=value.dtype)[0])
     return value if type(value) is int and 0 <= value < _MAX_STEP else None
 
 

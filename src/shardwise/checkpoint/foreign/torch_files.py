@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwise.errors import CheckpointError
 
 MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict", "model_state", "weights", "net")
 OPTIMIZER_KEYS = (
-    "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict", "optimizer_states",
+    "optimizer", "optimizer_state_dict", "optim", "optimizer_state", "optim_state_dict", "optimizer_states", "opt",
 )  # fmt: skip
 STEP_KEYS = ("global_step", "step", "global_steps", "iteration", "iter_num", "steps")
 
@@ -75,7 +76,7 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
     found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes, files=1)
     counted = next((key for key in STEP_KEYS if step_of(value.get(key)) is not None), None)
     found.step = step_of(value.get(counted)) or 0
-    kept = next((key for key in OPTIMIZER_KEYS if value.get(key)), None)
+    kept = next((key for key in (*OPTIMIZER_KEYS, *filter(_is_optimizer(value), value)) if value.get(key)), None)
     state = value.get(kept)
     if isinstance(state, list) and len(state) == 1:
         state = state[0]
@@ -113,6 +114,11 @@ def add_meta(files: OpenFiles, path: Path, found: Foreign, unsafe: bool) -> None
         found.notes.append(f"the optimizer's state: it is of the weights in {META}, and those taken are their average")
     others = [str(key) for key in value if key != counted]
     found.notes += [_elsewhere(others)] if others else []
+
+
+def _is_optimizer(value: dict[Any, Any]) -> Callable[[Any], bool]:
+    """Whether a key has what `optimizer.state_dict()` gives, whatever its name."""
+    return lambda key: isinstance(value[key], dict) and {"state", "param_groups"} <= value[key].keys()
 
 
 def _elsewhere(names: list[str]) -> str:
