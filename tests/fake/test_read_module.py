@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.cli.planning import question
 from shardwise.diagnose.read_module import example_length, example_of, read_module, refused_axes
 from shardwise.errors import ModelError
 from shardwise.hardware.cluster import load_cluster
@@ -176,3 +178,32 @@ def test_labels_that_forward_requires_are_its_inputs() -> None:
     batch = {"ids": ids, "labels": ids, "weight": ids}
     assert model_inputs(batch, Signature.of(Labelled()))[1].keys() == {"ids", "labels"}
     assert model_inputs(batch, Signature(("ids", "labels"), "with defaults"))[1].keys() == {"ids"}
+
+
+class Twice(nn.Module):
+    """Blocks that share a weight, a constant that is made in forward, and a number beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(32, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for block in self.blocks[1:]:
+            block.weight = self.blocks[0].weight
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(ids) + torch.tensor([1.0, 2.0]).repeat(4)
+        for block in self.blocks:
+            x = torch.relu(block(x)) + torch.tensor([0.5]).repeat(8)
+        return x, x.square().mean()
+
+
+def test_reading_a_module_again_gives_the_same() -> None:
+    first = read_module("twice", Twice, 16, "meta")
+    assert first.one_number and not read_module("picture", Picture, 16, "meta").one_number
+    assert all(read_module("twice", Twice, 16, "meta") == first for _ in range(6))
+
+
+def test_what_is_assumed_of_a_module_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "twice", lambda: Twice(), raising=False)
+    asked = question(f"{__name__}:twice", "h100:2", seq=16, batch=4, tokens=None)
+    assert any("blocks.0.weight is blocks.1.weight too" in said for said in asked.assumed)
+    assert any("a step goes backward from the number" in said for said in asked.assumed)

@@ -161,6 +161,8 @@ def _how_read(profile: Profile) -> Iterator[str]:
     """What could not be seen of a module as it trains."""
     if profile.wide:
         yield "its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted"
+    if profile.one_number:
+        yield "a step goes backward from the number that its forward returns: other outputs have no part in its loss"
     if profile.unseen:
         yield f"no step of it runs without values ({profile.unseen}): what it holds is put together from its operators"
 

@@ -105,8 +105,9 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         stack.enter_context(_Calls(watch))
         stack.enter_context(_Operations(watch))
         try:
-            values = taken_by_loss(module(*args, **kwargs))
+            values = taken_by_loss(output := module(*args, **kwargs))
             recording.given_out = 0 if values is None else values.numel()
+            others = sum(tensor.requires_grad for _, tensor in tensors_in(output))
         except ModelError:
             raise
         except (Exception, SystemExit) as error:
@@ -115,7 +116,8 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens_of(sample)[1]
     profile = chain_of(recording, module, names, name or type(module).__name__)
-    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
+    one_number = values is not None and not values.dim() and others > 1
+    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32, one_number=one_number)
     seen: dict[float, Mapping[int, Course]] = {}
     why = ""
     try:

@@ -195,6 +195,8 @@ class Profile:
     """Parameters of the embedding without a gradient."""
     outputs: float = 0.0
     """Elements per token that a loss takes; 0: as many as `vocab`."""
+    one_number: bool = False
+    """A step goes backward from a number that forward returns beside other outputs, which have no part in it."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
     unseen: str = ""

@@ -116,8 +116,9 @@ class Recording:
         new = [t for t in call.gave if key_of(t) not in ins]
         written = [t for t in call.gave if key_of(t) in ins] if call.name.endswith("_") else []
         if not new and not written:
+            self.alive.extend(call.gave)
             return  # a view
-        self.alive.extend(new)  # the address of one that is freed would be another's
+        self.alive.extend((*call.given, *new))  # the address of one that is freed would be another's
         if call.name == "_to_copy" and all(t.is_floating_point() for t in (*call.given, *new)):
             self.casts.update((key_of(t), self.origin(key_of(call.given[0]))) for t in new)
         outs = {key_of(t): float(t.numel()) for t in (*new, *written)}
