@@ -88,7 +88,7 @@ def written(text: str, writes: str) -> list[float] | str:
 @pytest.mark.parametrize("text", ["fsdp2 / mb2 / fp64", "fsdp2 zero1", "dp1 zero3 / offload=state", "dp2 / bf16"])
 def test_a_forward_that_writes_a_weight_is_refused_where_that_is_lost(world: World, text: str, writes: str) -> None:
     for message in world(Plan.parse(text).world, written, text, writes):
-        assert "forward writes into the weight last.weight" in str(message)
+        assert "[module.writes-weights] forward writes into the weight last.weight" in str(message)
 
 
 @pytest.mark.parametrize("writes", ["clamp", "data", "nothing"])
@@ -133,3 +133,44 @@ def with_no_rows(text: str) -> tuple[float, bool, bool]:
 def test_the_mean_of_no_rows_weighs_nothing(world: World, text: str) -> None:
     loss = world(1, with_no_rows, "dp1 / fp64")[0][0]
     assert world(2, with_no_rows, text) == [(pytest.approx(loss, rel=1e-12), False, True)] * 2
+
+
+class Forces(nn.Module):
+    """An energy and its derivative, which the loss is of; or the energy, and the loss takes the derivative."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        energy = x
+        for block in self.blocks:
+            energy = torch.tanh(block(energy))
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0] if self.inside else energy
+
+
+def second(text: str, inside: bool) -> list[float] | str:
+    plan = Plan.parse(text)
+
+    def loss_fn(out: Tensor, x: Tensor) -> Any:
+        return mean_over((out if inside else torch.autograd.grad(out.sum(), x, create_graph=True)[0] - x).square())
+
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: Forces(inside), plan, mesh, seed=3, sample=torch.ones(2, DIM))
+        rows = torch.randn(8, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        own = rows.tensor_split(mesh.batch.size)[mesh.batch.rank]
+        try:
+            step = make_step(TrainState(placed, sgd(placed, lr=0.3)), loss_fn)
+            return [step(own.clone()).loss for _ in range(3)]
+        except ModelError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_derivatives_of_derivatives(world: World, inside: bool) -> None:
+    """Under `dp` as in one process; weights that are gathered for one backward pass are gone in the second."""
+    one = world(1, second, "dp1 / fp64", inside)[0]
+    assert world(2, second, "dp2 / fp64", inside) == [pytest.approx(one, rel=1e-12)] * 2
+    assert all("[module.second-derivatives]" in str(found) for found in world(2, second, "fsdp2 / fp64", inside))

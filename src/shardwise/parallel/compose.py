@@ -18,6 +18,7 @@ from shardwise.parallel.blueprint import Blueprint, Init
 from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
+from shardwise.parallel.derivatives import is_first_order, watch_forwards
 from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.float8 import check_split
 from shardwise.parallel.init import blueprint_for, materialize
@@ -98,9 +99,10 @@ def apply(
     placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
     for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
         vars(parameter).update({key: mark for key, mark in marks.get(name, {}).items() if key not in vars(parameter)})
-    if not plan.compile:  # hooks would be compiled
-        for part in placed.parts:
-            watch_weights(part.run)
+    for part in placed.parts if not plan.compile else ():  # hooks would be compiled
+        watch_weights(part.run)
+        if is_first_order(placed):
+            watch_forwards(part.run)
     return replicate_data(placed, plan, mesh)
 
 

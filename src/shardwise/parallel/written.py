@@ -58,7 +58,8 @@ class _Watch:
             raise ModelError(
                 f"forward writes into the weight {written[0]}, and under a plan that shards parameters, or computes in "
                 "another type than theirs, it writes into a copy that is dropped; change weights after the step (under "
-                "no_grad, those of placed.parameters()), or in a parametrization (torch.nn.utils.parametrize)"
+                "no_grad, those of placed.parameters()), or in a parametrization (torch.nn.utils.parametrize)",
+                row="module.writes-weights",
             )
 
 

@@ -23,6 +23,9 @@ MODULES: Mapping[str, str] = {
     "module.sparse-gradient": "every plan: an embedding with `sparse=True`; its gradient is not summed over ranks.",
     "module.rows-together": "several data ranks, or micro-batches: embeddings with `max_norm` or "
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
+    "module.second-derivatives": "sharded parameters, 16-bit types, pp: derivatives of derivatives "
+    "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); weights are gathered for one backward.",
+    "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
     "module.moves-at-forward": "several micro-batches, recompute: spectral norms; their vectors move at every forward.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
     "module.two-chains": "pp, cp, seq: an encoder and a decoder; each block of the second takes the first's output.",

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
+from shardwise.parallel.derivatives import first_order, is_first_order
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
@@ -55,11 +56,10 @@ class TrainStep:
 
     def __init__(self, state: TrainState, loss_fn: LossFn, options: StepOptions) -> None:
         """See `make_step`."""
-        self.state, self.loss_fn, self.options = state, loss_fn, options
-        placed = state.placed
+        placed, watches = state.placed, not isinstance(loss_fn, Losses) and is_first_order(state.placed)
+        self.state, self.loss_fn, self.options = state, first_order(loss_fn) if watches else loss_fn, options
         placed.check_trainable()
         self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
-        self._roots = [part.root for part in placed.parts]
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
@@ -204,11 +204,11 @@ class TrainStep:
 
     def _key_randomness(self, batch: Any, micro: list[Any], zero: tuple[bool, ...]) -> None:
         """Say which step it is, and which rows of it are here."""
-        state = self.state
-        if state.placed.randomness is not None:
+        state, placed = self.state, self.state.placed
+        if placed.randomness is not None:
             rows = batch.positions if isinstance(batch, Window) else None
             moment = Moment(seed=state.seed, step=state.step, rows=rows)
-            state.placed.randomness.begin(self._roots, moment, micro, zero)
+            placed.randomness.begin([part.root for part in placed.parts], moment, micro, zero)
 
     def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:
         if self._window is not None:
