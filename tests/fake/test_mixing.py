@@ -96,3 +96,24 @@ def test_modules_that_mix_tokens_are_refused_at_once() -> None:
     norm = nn.LayerNorm((TOKENS, DIM))
     with pytest.raises(ModelError, match=r"sequence shards: layers\.0\.norm: found a LayerNorm"):
         run("tp2 / seq", fine, fine, norm=norm)
+
+
+class Rows(nn.Module):
+    """As shared experts are called: tokens in rows, of any batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Hidden()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.flatten(0, 1)).view(x.shape)
+
+
+def test_column_layers_that_get_tokens_in_rows_are_refused() -> None:
+    plan = sw.Plan.parse("tp2 / seq")
+    rules = {"0.inner.up": "column", "0.inner.down": "row", "1.inner.up": "column", "1.inner.down": "row"}
+    with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh:
+        placed = sw.apply(lambda: nn.ModuleList([Rows(), Rows()]), plan.with_(blocks="*"), mesh, rules=rules)
+        with pytest.raises(ModelError, match=r"0\.inner is called with tokens in rows \(2 dims\)") as caught:
+            next(placed.parts[0].root.children())(torch.zeros(ROWS, TOKENS, DIM))
+    assert caught.value.row == "module.tokens-in-rows"

@@ -138,8 +138,8 @@ CALLED: list[tuple[Callable[..., torch.Tensor], str]] = [
     (ROLLED, "module.mixes-tokens"),
 ]
 """What only a forward shows."""
-IN_A_STEP = {"module.second-derivatives", "module.writes-weights"}
-"""What only a step of sharded parameters shows: tests/parity/test_after_apply.py."""
+ELSEWHERE = {"module.second-derivatives", "module.writes-weights", "module.tokens-in-rows"}
+"""What only a step shows: tests/parity/test_after_apply.py; or a forward under `seq`: tests/fake/test_mixing.py."""
 
 
 def test_the_ids_that_the_package_raises_are_those_of_the_table_and_of_the_examples() -> None:
@@ -147,7 +147,7 @@ def test_the_ids_that_the_package_raises_are_those_of_the_table_and_of_the_examp
     for path in SOURCE.rglob("*.py"):
         raised |= set(re.findall(r'\brow(?:: str)? ?= ?"(module[^"]+)"', path.read_text()))
     assert raised == set(MODULES)
-    assert {*APPLIED, *FAMILIES, *(row for _, row in CALLED), *IN_A_STEP} == set(
+    assert {*APPLIED, *FAMILIES, *(row for _, row in CALLED), *ELSEWHERE} == set(
         MODULES
     ) and not APPLIED.keys() & FAMILIES.keys()
 

@@ -96,6 +96,13 @@ def hold(module: nn.Module, holder: Holder) -> None:
         first = _First.of(module, args, kwargs)
         if first is None or not first.tensor.is_floating_point() or isinstance(first.tensor, DTensor):
             return forward(*args, **kwargs)
+        if holder.sequence_dim is not None and first.tensor.dim() <= 2:
+            raise ModelError(
+                f"sequence shards: {holder.name} is called with tokens in rows ({first.tensor.dim()} dims), whose "
+                "sequence cannot be told from its batch; call it with (batch, seq, features), leave its rules out, or "
+                "drop `seq` from the plan",
+                row="module.tokens-in-rows",
+            )
         holder.plain, holder.shared = enter(first.tensor, holder.tp_mesh, holder.sequence_dim)
         try:
             args, kwargs = first.replaced(holder.plain, args, kwargs)

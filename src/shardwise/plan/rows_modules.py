@@ -36,6 +36,7 @@ MODULES: Mapping[str, str] = {
     "module.tied-layouts": "tp: two ends of a tied weight whose rules place it in two ways.",
     "module.adapter-on-row": "seq: an adapter (LoRA) on a row layer; its second half would see a part of the sequence.",
     "module.no-row-layer": "seq: a module that gathers the sequence and holds no layer that splits it again.",
+    "module.tokens-in-rows": "seq: column layers in a module that is called with tokens in rows (shared experts).",
     "module.column-in-block": "seq: a column layer of the block itself, whose own code sees a part of the sequence.",
     "module.nested-columns": "seq: column layers in a module and in one around it; one of them must gather.",
     "module.replicate-in-block": "seq: a `replicate` layer in a block, which would see a part of the sequence.",
