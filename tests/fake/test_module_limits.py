@@ -80,6 +80,12 @@ def hooked() -> nn.Module:
     return model
 
 
+def transposed() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.ones(4, 3).t())
+    return model
+
+
 def spectral() -> nn.Module:
     return nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
 
@@ -93,6 +99,7 @@ APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.gradient-hook": lambda: (hooked, "dp1", {}),
     "module.sparse-gradient": lambda: (lambda: nn.Embedding(4, 4, sparse=True), "dp1", {}),
     "module.rows-together": lambda: (lambda: nn.Embedding(4, 4, max_norm=1.0), "fsdp2", {}),
+    "module.parameter-layout": lambda: (transposed, "fsdp2", {}),
     "module.moves-at-forward": lambda: (spectral, "dp1 / mb2", {}),
     "module.statistics-twice": lambda: (lambda: Chain("statistics"), "recompute=blocks", {}),
     "module.tp-divides": lambda: (DECODER, "tp4", {}),

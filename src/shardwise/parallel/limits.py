@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.parallel.data import uses_fully_shard
 from shardwise.parallel.torch_private import has_gradient_hook, moves_at_forward
 from shardwise.plan.plan import Plan
 
@@ -23,6 +24,14 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
                 "over ranks and micro-batches and divided by the weight of the loss; do it in forward, as a "
                 "parametrization (torch.nn.utils.parametrize), or in an optimizer's rule",
                 row="module.gradient-hook",
+            )
+        if uses_fully_shard(plan) and not (parameter.numel() and parameter.is_contiguous()):
+            what = f"is not contiguous (strides {parameter.stride()})" if parameter.numel() else "has no elements"
+            raise ModelError(
+                f"parameter {name} of shape {tuple(parameter.shape)} {what}, and `{plan}` shards parameters, or casts "
+                "them: leave an empty one out, make others contiguous (nn.Parameter(x.contiguous())), or use a plan of "
+                "`dp` alone in their own type",
+                row="module.parameter-layout",
             )
     ranks = plan.axes.data * plan.axes.cp
     pieces = ranks * plan.batch.micro_batches

@@ -25,6 +25,7 @@ MODULES: Mapping[str, str] = {
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
     "module.second-derivatives": "sharded parameters, 16-bit types, pp: derivatives of derivatives "
     "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); weights are gathered for one backward.",
+    "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
     "module.moves-at-forward": "several micro-batches, recompute: spectral norms; their vectors move at every forward.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
