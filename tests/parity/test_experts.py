@@ -261,3 +261,63 @@ def refusal(kind: str, text: str) -> str:
 def test_what_cannot_be_dealt_out_is_refused(world: Any, kind: str, plan: str, says: str) -> None:
     for message in world(2, refusal, kind, plan):
         assert says in message
+
+
+class Counting(nn.Module):
+    """Experts that count themselves by a name of their own, and are called by keyword."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.zeros(4, 6, 6))
+        setattr(self, name, 4)
+        self.name, self.expansion = name, 4  # no number of experts
+
+    def forward(self, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        assert self.expansion == 4
+        out = torch.zeros_like(x)
+        for number in range(getattr(self, self.name)):
+            row, slot = (idx == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, (x[row] @ self.inner[number]) * w[row, slot, None])
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self, name: str, flat: bool = True) -> None:
+        super().__init__()
+        self.router, self.experts, self.flat = nn.Linear(6, 4), Counting(name), flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        if not self.flat:
+            return x + self.experts(x[None], chosen[None], weights[None])[0]
+        return x + self.experts(x, w=weights, idx=chosen)
+
+
+def routed(text: str, name: str, flat: bool = True) -> list[float] | str:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        init = functools.partial(nn.init.normal_, std=0.5)
+        placed = sw.apply(
+            lambda: Routed(name, flat),
+            plan,
+            mesh,
+            init=lambda m: [init(p) for p in m.parameters(recurse=False)],
+            seed=1,
+        )
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, 0.1)), lambda out, x: sw.mean_over((out - x).square()))
+        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        try:
+            return [step(rows.tensor_split(mesh.batch.size)[mesh.batch.rank]).loss for _ in range(3)]
+        except sw.errors.ModelError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("name", ["n_exp", "num_local_experts", "num_experts"])
+def test_experts_that_count_themselves_and_are_called_by_name(world: Any, name: str) -> None:
+    (one,) = world(1, routed, "dp1 / fp64", name)
+    assert world(2, routed, "fsdp2 ep2 / fp64", name) == [pytest.approx(one, rel=1e-12)] * 2
+
+
+def test_experts_that_are_called_with_a_batch_are_refused(world: Any) -> None:
+    for message in world(2, routed, "fsdp2 ep2 / fp64", "n_exp", False):
+        assert "called with tensors of shapes [(1, 4, 6), (1, 4, 2), (1, 4, 2)]" in message

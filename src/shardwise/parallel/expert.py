@@ -11,6 +11,7 @@ of `tp` have the same ones (or shards, with sequence shards), of which each disp
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -130,15 +131,39 @@ def _shard(name: str, module: nn.Module, site: _Site) -> dict[str, Placement]:
             global_shape=tuple(parameter.shape),
             dtype=str(parameter.dtype),
         )
+    takes = inspect.signature(module.forward)
     wrap_forward(module, partial(touch, module))
     with_local_parameters(module, site.gradient)
     if site.ep_mesh is not None:
-        if getattr(module, "num_experts", None) == num_experts:
-            vars(module)["num_experts"] = num_experts // site.ep_mesh.size()  # its own code counts what it holds
+        for key in [key for key, value in vars(module).items() if type(value) is int and value == num_experts]:
+            if _COUNTS.search(key):  # its own code counts what it holds
+                vars(module)[key] = num_experts // site.ep_mesh.size()
         wrap_forward(module, Dispatch(site.ep_mesh, num_experts))
     if site.tp_mesh is not None:
         wrap_forward(module, partial(_shared, site.tp_mesh))
+    wrap_forward(module, partial(_in_order, name, takes))
     return placements
+
+
+_COUNTS = re.compile("expert|(^|_)exps?(_|$)")
+"""Names of an attribute that says how many experts there are."""
+
+
+def _in_order(name: str, takes: inspect.Signature, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The call of experts with what its parent gave, by position.
+
+    Raises:
+        ModelError: other tensors than one of tokens, and two of choices.
+    """
+    tensors = takes.bind(*args, **kwargs).args if kwargs else args
+    sizes = [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if len(sizes) != len(tensors) or [len(size) for size in sizes] != [2, 2, 2] or sizes[1] != sizes[2]:
+        raise ModelError(
+            f"experts {name}: called with tensors of shapes {sizes}, needed (tokens, chosen, weights): of shapes "
+            "(n, dim), (n, k), (n, k); flatten batch and sequence first; see docs/experts.md",
+            row="module.experts-forward",
+        )
+    return forward(*tensors)
 
 
 def _shared(tp_mesh: DeviceMesh, forward: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
