@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World
 from shardwise.train.optim import NamedOptimizer, name_optimizer, stepped_parameters
 from shardwise.train.optimizers import OPTIMIZERS, adamw, lamb, lion, muon, sgd
+from shardwise.train.state import TrainState
 from shardwise.train.update_rules import Lamb, Muon
 from tests.parity.placing import LAYOUTS, Net, full, gradients, place, train
 
@@ -249,11 +250,23 @@ def refusals() -> list[str]:
             message(UsageError, lambda: lion(placed, 1e-4, betas=(0.9, 1.0))),
             message(UsageError, lambda: lamb(placed, float("nan"))),
             message(UsageError, lambda: sgd(placed, 0.1, nesterov=True)),
+            message(UsageError, lambda: TrainState(placed, sgd(placed, 0.1), ema=cast(Any, 0.9))),
         ]
 
 
 def test_what_cannot_work_is_refused_by_name(world: World) -> None:
-    wanted = ["lacks 'cube'", "(3, 9)", "LBFGS", "*.biass", "up.weight", "lr=-1.0", "beta2=1.0", "lr=nan", "nest"]
+    wanted = [
+        "lacks 'cube'",
+        "(3, 9)",
+        "LBFGS",
+        "*.biass",
+        "up.weight",
+        "lr=-1.0",
+        "beta2=1.0",
+        "lr=nan",
+        "nest",
+        "ema: found 0.9",
+    ]
     [messages] = world(1, refusals)
     for text, message in zip(wanted, messages, strict=True):
         assert text in message

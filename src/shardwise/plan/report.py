@@ -35,7 +35,9 @@ def plan_rows(plan: Plan, spec: ModelSpec | None = None) -> list[tuple[str, str,
     rows = [row for row in rows if row[1] != "1"]
     rows.append(("world", str(plan.world), "ranks: the product of the axes"))
     if plan.axes.data > 1 or plan.zero:
-        rows.append(("zero", str(plan.zero), _ZERO_MEANING[plan.zero]))
+        alone = "one data rank, nothing to share: held as fully_shard holds it"
+        parts = plan.axes.dp_shard * plan.axes.cp  # ranks of `cp` share states too
+        rows.append(("zero", str(plan.zero), _ZERO_MEANING[plan.zero] if parts > 1 or not plan.zero else alone))
     size = plan.batch.global_size
     rows.append(("batch.global_size", str(size) if size else "as the script says", "samples per step, over all ranks"))
     rows.append(("batch.micro_batches", str(plan.batch.micro_batches), "per rank and step"))

@@ -74,6 +74,9 @@ class TrainState:
         ema: a moving average of the weights, updated by each step.
         seed: kept in checkpoints, so that a resumed run goes on with the same randomness; None: that of `apply`.
 
+    Raises:
+        UsageError: batches of another number of micro-batches than the plan's, or an `ema` that is none.
+
     >>> state = TrainState(placed, adamw(placed, lr=3e-4), batches)  # doctest: +SKIP
     """
 
@@ -89,6 +92,8 @@ class TrainState:
     ) -> None:
         """See the class."""
         _check_micro_batches(placed, batches)
+        if ema is not None and not isinstance(ema, Ema):
+            raise UsageError(f"TrainState: ema: found {ema!r}; needed an average: shardwise.Ema(placed, decay=0.999)")
         self.placed = placed
         self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
         self.batches = batches
