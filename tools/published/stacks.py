@@ -1,4 +1,4 @@
-"""The software stack of a row, by keywords and year; kernels that the row names override the stack's."""
+"""The software stack of a row, by keywords and year, and what its words change of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from dataclasses import replace
 from functools import cache
 
+from published.attention import attention_of, is_old, names_flash
 from published.cells import Cells
 from published.degrees import LIBRARIES, ZERO, degrees_of, stage_said
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.stack import AttentionKernel, Stack, load_stack
+from shardwise.plan.stack import Stack, load_stack
 
 CORE = ("megatron-core", "megatron-bridge")
 """Stacks on Megatron-Core and Transformer Engine."""
@@ -40,28 +41,8 @@ _RULES: tuple[tuple[str, str], ...] = (
 """Keywords of the code that lays a job out -> stack, the first that is found; `megatron` is one of three, by year and
 kernels, `fsdp` one of two, by year."""
 
-OLD = r"v100|\bt4\b|p100|2080|titan|mi100"
-"""Devices that neither Transformer Engine nor FlashAttention 2 runs on."""
 TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
 """Names of Google's devices, whose published configurations tune what is recomputed."""
-_NO_FLASH = (
-    r"(no|without|not|un-?used) (\w+ )?(flash|fused)[ _-]?attention"
-    r"|flash[ _-]?attention:? (is )?(off|no\b|not|disabled)"
-)
-_KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
-    (_NO_FLASH, "unfused"),
-    (r"flash[ _-]?attention[ _-]?(v?3|v3\.)|\bfa3\b|cudnn (fused )?attention", "flash3"),
-    (r"flash[ _-]?attention[ _-]?v?1|flash_attentionv1|\bfa1\b|triton flash", "flash1"),
-    (r"flash[ _-]?attention[ _-]?v?2|\bfa2\b|\bsdpa\b|flash[ _-]?attention", "flash2"),
-    (r"kernel: fused|fused softmax", "fused-softmax"),
-    (r"kernel: torch|unfused|eager attention|naive attention|attn: eager", "unfused"),
-)
-
-
-HOPPER = 2024.5
-"""Year from which FSDP1's jobs on Hopper run FlashAttention 2, and no kernels in Triton, by what is seen."""
-SINKS = 2026.4
-"""Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
 WEIGHED = 2025.5
 """Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
@@ -82,10 +63,6 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     stack = _preset(name)
     if engine(cells) == "eager":
         stack = replace(stack, pure_master=False)
-    if stack.attention.startswith("flash") and cells.year < 2022.75:
-        stack = replace(stack, attention="fused-softmax")  # before flash attention (arXiv:2205.14135) was in any stack
-    if stack.attention == "flash2" and cells.year >= 2026:
-        stack = replace(stack, attention="flash3")  # torch's scaled_dot_product_attention picks cuDNN's kernels
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
     flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE
@@ -93,14 +70,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     stack = replace(stack, once_per_node=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
-    if name in CORE and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
-        stack = replace(stack, attention="flash2")
-        cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
-    if name == "fsdp1" and cells.year < HOPPER and re.search(r"h[12]00|h800", cells["gpu"].lower()):
-        stack = replace(stack, attention="flash1")  # kernels in Triton, as slow there as FlashAttention's first
-    kernel = _kernel(cells)
-    if kernel:
-        stack = replace(stack, attention=kernel)
+    stack = replace(stack, attention=attention_of(cells, name, stack.attention, core=name in CORE))
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
     compiled = cells.compiled
@@ -150,16 +120,16 @@ def _preset(name: str) -> Stack:
 def megatron_era(cells: Cells) -> str:
     """Which of the Megatron stacks: before flash attention, with it, or Megatron-Core with Transformer Engine."""
     core = "megatron-bridge" if cells.has(r"megatron-bridge|\bnemo\b|dgxc") else "megatron-core"
-    if re.search(OLD, cells["gpu"].lower()):
+    if is_old(cells):
         return "megatron-2021"
     low = re.search(r"fp[48]|float8", cells["precision"].lower())  # of those, Transformer Engine alone multiplies so
     if cells.has(rf"bloom sizing|{_FORKS}") and not low:
         vendor = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
         late = vendor or (cells.year >= 2023.5 and cells.has("neox"))  # which bring a fused attention
-        return "megatron-flash" if late or _flash(cells) else "megatron-2021"
+        return "megatron-flash" if late or names_flash(cells) else "megatron-2021"
     if (cells.year >= 2023.75 or low) and not _flash_sweep(cells):
         return core
-    return "megatron-flash" if cells.year >= 2023 or _flash(cells) else "megatron-2021"
+    return "megatron-flash" if cells.year >= 2023 or names_flash(cells) else "megatron-2021"
 
 
 def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
@@ -219,16 +189,6 @@ def _divides(cells: Cells, *axes: str) -> bool:
     return any((known[axis] or 1) > 1 for axis in axes)
 
 
-def _flash(cells: Cells) -> bool:
-    return cells.noted(r"flash[ _-]?attention|\bfa[123]\b") is not None and not cells.noted(_NO_FLASH)
-
-
 def _flash_sweep(cells: Cells) -> bool:
     """A sweep that names its kernel is not Megatron-Core's own choice of kernels."""
     return cells.noted(r"kernel:") is not None and cells.year < 2024.5
-
-
-def _kernel(cells: Cells) -> AttentionKernel | None:
-    stated = cells.noted(r"kernel: ([^;]+)")
-    where = f"kernel: {stated.group(1)}" if stated else cells.notes
-    return next((kernel for pattern, kernel in _KERNELS if re.search(pattern, where)), None)

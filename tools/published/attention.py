@@ -1,0 +1,83 @@
+"""The attention kernel of a row: the one that it names, or its stack's, as far as date and device have it."""
+
+from __future__ import annotations
+
+import re
+
+from published.cells import Cells
+from shardwise.plan.stack import AttentionKernel
+
+OLD = r"v100|\bt4\b|p100|2080|titan|mi100|quadro|rtx-?8000|\b10[78]0\b|\bp40\b|\bm[46]0\b"
+"""Devices that neither Transformer Engine nor FlashAttention 2 runs on: without matrix units for bf16."""
+HOPPERS = r"h[12]00|h800"
+"""Those on which the first kernels in Triton were slow."""
+_NO_FLASH = (
+    r"(no|without|not|un-?used) (\w+ )?(flash|fused)[ _-]?attention"
+    r"|flash[ _-]?attention:? (is )?(off|no\b|not|disabled)"
+)
+_TRITON = r"triton (flash|attention)|attn_impl[ =:]+triton"
+_FLASH = r"flash[ _-]?attention[ _-]?"
+_ONLY = r"(?![\d%]| ?x\b| (nodes|gpus|devices|layers|heads)\b)"
+"""Behind a version's number: it is none of something else."""
+_KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
+    (_NO_FLASH, "unfused"),
+    (rf"{_FLASH}(v?[34]{_ONLY}|v[34]\.)|\bfa-?[34]\b|cudnn (fused )?attention", "flash3"),
+    (rf"{_FLASH}v?1{_ONLY}|flash_attentionv1|\bfa-?1\b", "flash1"),
+    (rf"{_FLASH}v?2|\bfa-?2\b|\bsdpa\b|{_TRITON}|{_FLASH}", "flash2"),
+    (r"memory[ -]efficient attention|\bxformers\b", "flash1"),
+    (r"kernel: fused|fused softmax", "fused-softmax"),
+    (r"kernel: torch|unfused|eager attention|naive attention|attn: eager", "unfused"),
+)
+
+
+FLASH = 2022.75
+"""Year from which flash attention (arXiv:2205.14135) is in stacks."""
+EFFICIENT = 2023.25
+"""Year from which torch's own attention keeps no scores on old devices either (CUTLASS's kernels, torch 2.0)."""
+HOPPER = 2024.5
+"""Year from which FSDP1's jobs on Hopper run FlashAttention 2, and no kernels in Triton, by what is seen."""
+CUDNN = 2026.0
+"""Year from which torch's attention runs cuDNN's kernels."""
+SINKS = 2026.4
+"""Year from which cuDNN's attention is seen to be as fast with learned sinks as without."""
+
+
+def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool) -> AttentionKernel:
+    """The kernel of a row. `usual`: its stack's; `core`: a stack on Transformer Engine."""
+    kernel, gpu = usual, cells["gpu"].lower()
+    if kernel.startswith("flash") and cells.year < FLASH:
+        kernel = "fused-softmax"
+    if kernel == "flash2" and cells.year >= CUDNN:
+        kernel = "flash3"
+    if core and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
+        kernel = "flash2"
+        cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
+    slow = cells.year < HOPPER and re.search(HOPPERS, gpu) is not None  # kernels in Triton: as flash attention's first
+    if stack == "fsdp1" and slow:
+        kernel = "flash1"
+    named = _named(cells)
+    if named == "flash2" and slow and cells.noted(_TRITON):
+        named = "flash1"
+    kernel = named or kernel
+    if kernel not in ("flash2", "flash3") or not is_old(cells):
+        return kernel
+    kept = "memory-efficient" if cells.year >= EFFICIENT else "fused-softmax"
+    cells.assume(f"{kept} attention, as FlashAttention 2 does not run on the device")
+    return "flash1" if cells.year >= EFFICIENT else "fused-softmax"
+
+
+def is_old(cells: Cells) -> bool:
+    """Whether the row's device is older than FlashAttention 2 and Transformer Engine can do with."""
+    name = re.sub(r"[\s_]+", "-", cells["gpu"].lower())
+    return re.search(OLD, name) is not None and not re.search(r"\bada\b|blackwell|rtx-?pro", name)
+
+
+def names_flash(cells: Cells) -> bool:
+    """Whether the notes say that flash attention ran."""
+    return cells.noted(r"flash[ _-]?attention|\bfa[1234]\b") is not None and not cells.noted(_NO_FLASH)
+
+
+def _named(cells: Cells) -> AttentionKernel | None:
+    stated = cells.noted(r"kernel: ([^;]+)")
+    where = f"kernel: {stated.group(1)}" if stated else cells.notes
+    return next((kernel for pattern, kernel in _KERNELS if re.search(pattern, where)), None)
