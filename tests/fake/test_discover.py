@@ -32,10 +32,12 @@ KNOWN = [
     ("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA L40", "l40"), ("NVIDIA A10", "a10"), ("Tesla T4", "t4"),
     ("NVIDIA GeForce RTX 3080", "rtx3080"), ("NVIDIA TITAN RTX", "titanrtx"), ("AMD Instinct MI210", "mi210"),
     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("AMD Instinct MI300X", "mi300x"), ("AMD Instinct MI250X", "mi250x"),
+    ("NVIDIA GeForce RTX 3060", "rtx3060"), ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA A16", "a16"),
+    ("NVIDIA GeForce RTX 5080", "rtx5080"), ("NVIDIA GB10", "gb10"),
 ]  # fmt: skip
 UNKNOWN = [
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100X", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40G",
-    "NVIDIA GeForce RTX 4090 D", "NVIDIA A10M", "Some Accelerator", "",
+    "NVIDIA GeForce RTX 4090 D", "NVIDIA A10M", "NVIDIA GeForce RTX 4070 Ti", "Some Accelerator", "",
 ]  # fmt: skip
 
 

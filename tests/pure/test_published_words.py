@@ -247,3 +247,89 @@ def test_recompute_and_micro_batch_are_looked_for_together_where_neither_is_prin
     )
     assert row.plan.recompute.mode != "none" and row.plan.batch.micro_batches < 8
     assert any("with which a larger micro-batch is faster" in line for line in row.assumed)
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu", "date", "kernel"),
+    [
+        ("FlashAttention 4", "b200", "2026-05", "flash3"),
+        ("flash_attention_4", "b300", "2026-05", "flash3"),
+        ("FA4", "h100-sxm-80g", "2026-05", "flash3"),
+        ("flash attention 3", "h100-sxm-80g", "2025-05", "flash3"),
+        ("flash attention 4x faster", "h100-sxm-80g", "2025-05", "flash2"),
+        ("flash attention 32 heads", "h100-sxm-80g", "2025-05", "flash2"),
+        ("flash attention 4 nodes", "h100-sxm-80g", "2025-05", "flash2"),
+        ("Triton flash attention", "a100-sxm-80g", "2023-03", "flash2"),
+        ("Triton flash attention", "h100-sxm-80g", "2023-09", "flash1"),
+        ("Triton RMSNorm", "h100-sxm-80g", "2024-09", "flash3"),
+        ("FlashAttention-1", "a100-sxm-80g", "2023-03", "flash1"),
+        ("flash attention 128k tokens", "a100-sxm-80g", "2023-09", "flash2"),
+        ("FlashAttention 2", "v100-32g", "2024-03", "flash1"),
+        ("FlashAttention 2", "Quadro RTX 8000", "2022-11", "fused-softmax"),
+        ("sdpa", "RTX 2080 Ti", "2025-03", "flash1"),
+        ("FlashAttention 2", "T4", "2025-03", "flash1"),
+        ("FlashAttention 2", "RTX 6000 Ada", "2024-03", "flash2"),
+        ("xformers", "a100-80g", "2023-03", "flash1"),
+    ],
+)
+def test_kernels_of_attention_by_name_date_and_device(said: str, gpu: str, date: str, kernel: str) -> None:
+    cells = {"notes": f"Megatron-LM; {said}", "gpu": gpu, "date": date, "interconnect": "", "precision": "fp16"}
+    row = variant("core-8", **BARE | cells)
+    assert row.stack.attention == kernel
+    assert any("does not run on the device" in line for line in row.assumed) is (gpu in _BEFORE_AMPERE)
+
+
+_BEFORE_AMPERE = ("v100-32g", "Quadro RTX 8000", "RTX 2080 Ti", "T4")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "preset", "gigabytes"),
+    [
+        ("A100 SXM4 40 GB", "a100-40g", 42.3), ("A100 (40 GB)", "a100-40g", 42.3), ("A100 80 GB", "a100-80g", 84.9),
+        ("A100-SXM4-40", "a100-40g", 42.3), ("A100 x 40", "a100-80g", 84.9), ("Quadro RTX 8000", "titanrtx", 50.9),
+        ("Quadro RTX 6000", "titanrtx", 25.4), ("RTX 6000 Ada", "ada6000", 51.0), ("RTX 3060 12 GB", "rtx3060", 12.6),
+        ("RTX 3070", "rtx3070", 8.4), ("RTX 4070", "rtx4070", 12.5), ("RTX 5080", "rtx5080", 16.9),
+        ("GTX 1080 Ti", "gtx1080ti", 11.7), ("A16", "a16", 15.8), ("GB10", "gb10", 128.0), ("DGX Spark", "gb10", 128.0),
+        ("GB20", "", 0.0), ("V100-SXM3-32GB", "v100", 33.9), ("p4d.24xlarge", "a100-40g", 42.3),
+        ("AWS p4de.24xlarge", "a100-80g", 84.9), ("p5.48xlarge", "h100", 84.9), ("p5en.48xlarge", "h200", 150.0),
+        ("p5e", "h200", 150.0), ("a2-highgpu-8g", "a100-40g", 42.3), ("a2-ultragpu-8g", "a100-80g", 84.9),
+        ("a3-megagpu-8g", "h100", 84.9), ("ND A100 v4", "a100-40g", 42.3), ("NDm A100 v4", "a100-80g", 84.9),
+        ("Standard_ND96amsr_A100_v4", "a100-80g", 84.9), ("ND H100 v5", "h100", 84.9), ("g5.48xlarge", "a10g", 23.7),
+        ("g6e.48xlarge", "l40s", 47.8), ("g6.12xlarge", "l4", 24.1), ("Atlas 900 A2", "ascend910b", 68.7),
+        ("p3dn.24xlarge", "v100", 33.9), ("p3.16xlarge", "v100", 17.0),
+    ],
+)  # fmt: skip
+def test_names_of_cards_and_of_instances(gpu: str, preset: str, gigabytes: float) -> None:
+    cells = BARE | {"gpu": gpu, "interconnect": "", "precision": "fp16"}
+    if not gigabytes:
+        with pytest.raises(Skip, match="no preset"):
+            variant("core-8", **cells)
+        return
+    device = variant("core-8", **cells).cluster.device
+    assert device.rates == load_cluster(preset).device.rates
+    assert device.memory / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+@pytest.mark.parametrize("gpu", ["RTX 4070 Ti", "RTX 3060 Laptop", "RTX 3070 Ti", "RTX 5080 Max-Q", "GTX 1080"])
+def test_variants_of_a_card_are_other_chips(gpu: str) -> None:
+    with pytest.raises(Skip, match="no preset"):
+        variant("core-8", **BARE | {"gpu": gpu, "interconnect": ""})
+
+
+def test_instances_bring_their_network() -> None:
+    said = {"interconnect": "", "n_gpus": "64", "gpus_per_node": "8"}
+    wires = {
+        gpu: variant("core-8", **BARE | said | {"gpu": gpu}).cluster.network.bandwidth
+        for gpu in ("p4d.24xlarge", "p5.48xlarge", "a3-highgpu-8g", "a3-megagpu-8g", "ND A100 v4", "h100")
+    }
+    assert 4 * wires["a3-highgpu-8g"] == 2 * wires["a3-megagpu-8g"] == wires["h100"] == 2 * wires["ND A100 v4"]
+    assert 8 * wires["p4d.24xlarge"] == wires["p5.48xlarge"] < wires["h100"]
+
+
+def test_a_dgx_2_has_switches_and_other_nodes_of_v100_wires() -> None:
+    said = BARE | {"interconnect": "", "tp": "2", "dp_replicate": "32"}
+    wires = [
+        variant("core-8", **said | cells).cluster.local.wires
+        for cells in ({"gpu": "V100-SXM3-32GB"}, {"gpu": "v100-32g", "gpus_per_node": "16"}, {"gpu": "v100-32g"})
+    ]
+    assert wires == [0, 0, load_cluster("v100").local.wires] and wires[2] > 0

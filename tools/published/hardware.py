@@ -12,7 +12,10 @@ from published.cells import Cells, Skip
 from shardwise.hardware.cluster import Cluster, Link, load_cluster
 from shardwise.records import from_dict
 
+_PLAIN = r"(?!-?(ti|super|laptop|mobile|max-?q))"
+"""Behind a name: the card itself, and none of its variants, which are other chips."""
 _DEVICES: tuple[tuple[str, str, str], ...] = (
+    (r"gb10\b|dgx-?spark", "gb10", ""),
     (r"gb300", "gb300", ""),
     (r"gb200", "gb200", ""),
     (r"gh200", "gh200", ""),
@@ -27,7 +30,7 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"h800", "h800", ""),
     (r"h100", "h100", ""),
     (r"a800", "a800", ""),
-    (r"a100.*40g", "a100-40g", ""),
+    (r"a100.*(40g|(?<!x)-40\b)", "a100-40g", ""),
     (r"a100.*80g", "a100-80g", ""),
     (r"a100", "a100-80g", "an A100 of 80 GB"),
     (r"mi355", "mi355x", ""),
@@ -46,6 +49,7 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"\bt4\b", "t4", ""),
     (r"a10g", "a10g", ""),
     (r"a10\b", "a10", ""),
+    (r"\ba16\b", "a16", ""),
     (r"a30\b", "a30", ""),
     (r"a40\b", "a40", ""),
     (r"pro-?6000", "rtxpro6000", ""),
@@ -56,10 +60,15 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"\bl20\b", "l20", ""),
     (r"mi100", "mi100", ""),
     (r"5090", "rtx5090", ""),
+    (rf"5080{_PLAIN}", "rtx5080", ""),
     (r"4090", "rtx4090", ""),
     (r"4080", "rtx4080", ""),
+    (rf"4070{_PLAIN}", "rtx4070", ""),
     (r"3090", "rtx3090", ""),
     (r"3080", "rtx3080", ""),
+    (rf"3070{_PLAIN}", "rtx3070", ""),
+    (rf"3060{_PLAIN}", "rtx3060", ""),
+    (r"1080-?ti", "gtx1080ti", ""),
     (r"2080-?ti", "rtx2080ti", ""),
     (r"titan-?(rtx)?\b", "titanrtx", ""),
     (r"tpu-?v?7|ironwood", "tpu-v7", ""),
@@ -73,9 +82,39 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"gaudi-?3|hl-325", "gaudi3", ""),
     (r"gaudi|hl-225", "gaudi2", ""),
     (r"max-?15\d\d|ponte|\bpvc\b", "max1550", ""),
-    (r"ascend|910[abc]?\b", "ascend910b", "an Ascend 910B"),
+    (r"ascend|atlas-?[89]00|910[abc]?\b", "ascend910b", "an Ascend 910B"),
 )
 """Pattern of the name -> preset, and what is assumed where the name leaves it open."""
+
+_AWS = r"(\.\w+)?(?![\w.-])"
+"""Sizes behind the name of an instance."""
+_INSTANCES: tuple[tuple[str, str, str], ...] = (
+    (rf"\bp3dn{_AWS}", "v100-32gb", "100 Gb/s"),
+    (rf"\bp3{_AWS}", "v100-16gb", "25 Gb/s"),
+    (rf"\bp4de{_AWS}", "a100-80gb", ""),
+    (rf"\bp4d{_AWS}", "a100-40gb", ""),
+    (rf"\bp5en?{_AWS}", "h200", ""),
+    (rf"\bp5{_AWS}", "h100", ""),
+    (rf"\bg4dn{_AWS}", "t4", "100 Gb/s"),
+    (rf"\bg5{_AWS}", "a10g", "100 Gb/s"),
+    (rf"\bg6e{_AWS}", "l40s", "400 Gb/s"),
+    (rf"\bg6{_AWS}", "l4", "100 Gb/s"),
+    (r"\ba2-ultragpu[\w-]*", "a100-80gb", "100 Gb/s"),
+    (r"\ba2-(high|mega)gpu[\w-]*", "a100-40gb", "100 Gb/s"),
+    (r"\ba3-ultragpu[\w-]*", "h200", "3200 Gb/s"),
+    (r"\ba3-megagpu[\w-]*", "h100", "1600 Gb/s"),
+    (r"\ba3-(high|edge)gpu[\w-]*", "h100", "800 Gb/s"),
+    (r"\ba4-highgpu[\w-]*", "b200", "3200 Gb/s"),
+    (r"\bg2-standard[\w-]*", "l4", "100 Gb/s"),
+    (r"\bndm-?a100[\w-]*|\bnd\d*amsr[\w-]*", "a100-80gb", "1600 Gb/s"),
+    (r"\bnd-?a100-v4|\bnd\d*asr[\w-]*", "a100-40gb", "1600 Gb/s"),
+    (r"\bnd-?h100-v5|\bnd\d*isr-?h100[\w-]*", "h100", "3200 Gb/s"),
+    (r"\bnd-?h200-v5|\bnd\d*isr-?h200[\w-]*", "h200", "3200 Gb/s"),
+    (r"quadro-rtx-?8000|\brtx-?8000", "titan-rtx-48gb", ""),
+    (r"quadro-rtx-?6000", "titan-rtx-24gb", ""),
+)
+"""Names of instances and of cards of the same silicon -> device, and what the instance has between nodes (newer ones of
+AWS say by their name that it is EFA)."""
 
 _TDP = {"b200": 1000.0, "h100": 700.0, "h200": 700.0, "a100-80g": 400.0, "a100-40g": 400.0, "mi300x": 750.0}
 """Watts of the full power limit."""
@@ -87,7 +126,7 @@ def cluster_of(cells: Cells) -> Cluster:
     Raises:
         Skip: a device without a preset, or no number of devices.
     """
-    name = re.sub(r"[\s_]+", "-", cells["gpu"].lower())
+    name, wires = _named(cells["gpu"])
     found = next(((preset, says) for pattern, preset, says in _DEVICES if re.search(pattern, name)), None)
     if found is None:
         raise Skip("hardware: not stated" if not name else f"hardware: no preset for {name}")
@@ -103,12 +142,22 @@ def cluster_of(cells: Cells) -> Cluster:
         per_node = next(n for n in range(min(count, per_node), 0, -1) if count % n == 0)
     domain = base.domain if base.domain > base.per_node else per_node
     cluster = base.with_(name=name, nodes=count // per_node, per_node=per_node, domain=min(domain, count))
-    return _limited(cells, preset, name, _sized(preset, name, _linked(cells, name, cluster)))
+    return _limited(cells, preset, name, _sized(preset, name, _linked(cells, name, wires, cluster)))
+
+
+def _named(gpu: str) -> tuple[str, str]:
+    """The device's name with its memory's size in one word, and the network that an instance of such a name has."""
+    name = re.sub(r"[\s_]+", "-", gpu.lower())
+    name = re.sub(r"(?<![\d.])(\d+)-?(gi?b?)(?![a-z\d])", r"\1\2", name)
+    for pattern, device, wires in _INSTANCES:
+        if re.search(pattern, name):
+            return re.sub(pattern, device, name, count=1), wires
+    return name, ""
 
 
 def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     """Memory by the size in the name, where it is not the preset's; frameworks see some 6 % more than 10^9 each."""
-    stated = re.search(r"\b(\d+)gb?\b", name)
+    stated = re.search(r"\b(\d+)gi?b?\b", name)
     memory = int(stated.group(1)) * 1.06e9 if stated else cluster.device.memory
     if preset == "mi250x":
         return _carded(name, memory, cluster)
@@ -127,8 +176,8 @@ def _carded(name: str, memory: float, cluster: Cluster) -> Cluster:
     return cluster.with_(device=replace(twice, curve=replace(device.curve, units=2 * device.curve.units)))
 
 
-def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
-    """Links by what the row says of them."""
+def _linked(cells: Cells, name: str, wires: str, cluster: Cluster) -> Cluster:
+    """Links by what the row says of them. `wires`: the network of an instance that it names."""
     text = cells["interconnect"].lower()
     domain = re.search(r"nvl(?:ink)?(?: domain)?[ -]?(\d+)", text)
     if domain and int(domain.group(1)) > cluster.per_node:
@@ -136,9 +185,12 @@ def _linked(cells: Cells, name: str, cluster: Cluster) -> Cluster:
     linked = re.search(r"nvlink|nvswitch", text) and not re.search(r"(no|without) nv(link|switch)", text)
     if "pcie" in f"{text} {name}" and not linked:
         cluster = cluster.with_(local=_link("pcie4"))
+    elif "v100" in name and (re.search(r"sxm3|dgx-?2", name) or cells.count("gpus_per_node") == 16):
+        cluster = cluster.with_(local=replace(cluster.local, wires=0))  # a DGX-2 has switches
     stated = (
         cells["interconnect"]
         or _noted(cells)
+        or wires
         or ("8x100 Gb/s" if "v100" in name and cells.count("gpus_per_node") == 16 else "")
     )
     network = _network(stated, name, cells.count("gpus_per_node") or cluster.per_node)  # 16 V100 are a DGX-2
