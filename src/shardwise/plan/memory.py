@@ -330,9 +330,10 @@ def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack
     if plan.axes.pp > 1:
         moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
     worst: float = max(sum(map(mul, alive, kept)) for alive in moments)
-    if plan.offload.activations:  # what the block at work and the one ahead of it keep is on the device
+    if plan.offload.activations:  # of those that move, what the block at work and the one ahead of it keep is here
         blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
-        worst = min(worst, 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks))
+        moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks)
+        worst = min(worst, max((1 - stack.offloads_blocks) * worst, moving))
     return worst * division.tokens + again
 
 

@@ -133,8 +133,8 @@ class Stack:
     step: float = 0.01
     """Seconds per step outside the model: data, logging, clipping's synchronisation."""
     offloads_blocks: float = 1.0
-    """Share of the blocks whose saved tensors move where a plan offloads them (recipes of Megatron-Bridge name a number
-    of layers); memory is that of a plan which offloads all."""
+    """Share of the blocks whose saved tensors move where a plan offloads them (Megatron's
+    `cpu_offloading_num_layers`)."""
     copies_alone: bool = False
     """Nothing computes while they move (`torch.autograd.graph.save_on_cpu`); else as `overlap_data` of it."""
     stall: float = 0.0
