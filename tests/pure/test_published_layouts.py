@@ -7,6 +7,7 @@ import pytest
 from published.cells import Cells, Skip
 from published.degrees import sizes_of, stage_said
 from published.rows import row_of
+from published.score import predict
 from tests.pure.test_published import RAWS, variant
 from tests.pure.test_published_words import BARE
 
@@ -126,6 +127,18 @@ def test_adapters_in_words(notes: str, is_adapter: bool) -> None:
         ({"source": "a blog", "notes": "FSDP with Transformer Engine"}, "torchtitan"),
         ({"source": "a blog", "notes": "FSDP, Megatron-style tensor parallelism, TP=2"}, "torchtitan"),
         ({"source": "a blog", "notes": "DeepSpeed-Ulysses, ZeRO-3"}, "deepspeed"),
+        (
+            {"source": "a blog", "notes": "bigscience-workshop/bigscience x.md @0286906; HF Trainer, ZeRO-3"},
+            "deepspeed",
+        ),
+        ({"source": "o/megatron-notes", "notes": "Accelerate with DeepSpeed, ZeRO-3"}, "deepspeed"),
+        ({"source": "o/megatron-notes", "notes": "TP=4"}, "megatron-core"),
+        ({"source": "a blog", "notes": "DDP", "zero_stage": "0", "tp": "1", "pp": "1"}, "torchtitan"),
+        ({"source": "a blog", "notes": "", "zero_stage": "DDP", "tp": "1", "pp": "1"}, "torchtitan"),
+        ({"source": "a blog", "notes": "DDP, TP=4", "zero_stage": "0", "tp": "4", "pp": "1"}, "megatron-core"),
+        ({"source": "a blog", "notes": "no DDP", "zero_stage": "0", "tp": "1", "pp": "1"}, "megatron-core"),
+        ({"source": "a blog", "notes": "", "zero_stage": "ZeRO-2", "tp": "1", "pp": "1"}, "deepspeed"),
+        ({"source": "a blog", "notes": "", "zero_stage": "1", "tp": "1", "pp": "1"}, "megatron-core"),
     ],
 )
 def test_the_engine_is_stronger_than_its_trainer(cells: dict[str, str], stack: str) -> None:
@@ -151,6 +164,7 @@ def test_eager_is_of_one_node() -> None:
         ({"notes": "FSDP, gpt-neox-20b tokenizer"}, "torchtitan"),
         ({"notes": "Megatron-DeepSpeed, flash attention; TP=4", "date": "2024-06"}, "megatron-flash"),
         ({"notes": "TP=4, PP=2"}, "megatron-core"),
+        ({"source": "bigscience-workshop/bigscience", "notes": "HF data; TP=4", "date": "2022-01"}, "megatron-2021"),
     ],
 )
 def test_forks_of_megatron(cells: dict[str, str], stack: str) -> None:
@@ -170,6 +184,7 @@ def test_a_trainer_without_engine_shards_where_a_rank_needs_it() -> None:
         ("activation checkpointing off", "none"), ("AC none", "none"), ("gradient_checkpointing=True", "blocks"),
         ("checkpoint activations", "blocks"), ("unsloth gradient checkpointing", "blocks"),
         ("AC every other block", "every"), ("AC on 1/3 of blocks", "ratio"), ("selective AC; torchtitan", "ops"),
+        ("no unsloth gradient checkpointing", "none"),
     ],
 )  # fmt: skip
 def test_recompute_and_compile_in_words(notes: str, mode: str) -> None:
@@ -247,6 +262,16 @@ DEEP = FREE | {
         ({"notes": "DeepSpeed"}, 1, ""),  # whose pipelines have no interleaving
         ({"notes": "Megatron-LM; interleaved schedule"}, 2, "2 stages per rank, the least that divide its layers"),
         ({"notes": "Megatron-LM; interleaved schedule", "n_layers": "24"}, 3, "3 stages per rank, the least"),
+        ({"notes": "Megatron-core, plain 1F1B", "global_batch": "64"}, 1, ""),
+        ({"notes": "Megatron-core; a bubble of 30 %", "global_batch": "64"}, 1, ""),
+        (
+            {"notes": "Megatron-core; no zero bubble", "global_batch": "64"},
+            4,
+            "4 stages per rank, the fastest that fit",
+        ),
+        ({"notes": "Megatron-core", "pp_schedule": "vpp"}, 2, "2 stages per rank, the least"),
+        ({"notes": "Megatron-core", "pp_schedule": "depth-first"}, 2, "2 stages per rank, the least"),
+        ({"notes": "Megatron-core", "pp_schedule": "AFAB"}, 1, ""),
     ],
 )
 def test_stages_per_rank_that_nobody_says(cells: dict[str, str], turns: int, says: str) -> None:
@@ -262,3 +287,47 @@ def test_stages_per_rank_that_nobody_says(cells: dict[str, str], turns: int, say
 def test_rates_of_an_adapter_and_of_a_node(stated: str, each: float) -> None:
     row = variant("fsdp-1", **DEEP | {"interconnect": stated, "gpus_per_node": "8"})
     assert row.cluster.network.bandwidth == pytest.approx(0.9 * each, rel=0.02)
+
+
+def test_all_forward_all_backward_is_gpipe() -> None:
+    kinds = [variant("fsdp-1", **DEEP | {"pp_schedule": said}).plan.schedule.kind for said in ("AFAB", "1F1B", "vpp")]
+    assert kinds == ["gpipe", "1f1b", "interleaved"]
+
+
+@pytest.mark.parametrize(
+    ("notes", "share", "states"),
+    [
+        ("CPU offloading layers 4", 0.25, False), ("4 layers CPU offloaded", 0.25, False),
+        ("activation offload of 4 layers", 0.25, False), ("cpu_offloading_num_layers=4", 0.25, False),
+        ("activation CPU offload of 4 layers in recipe", 0.25, False), ("activation CPU offload", 1.0, False),
+        ("ZeRO-1, CPU offload; 4 layers", 0.0, True), ("CPU offloading", 0.0, True),
+    ],
+)  # fmt: skip
+def test_layers_whose_activations_wait_on_the_host(notes: str, share: float, states: bool) -> None:
+    row = variant("core-8", **ONE_NODE | {"notes": f"Megatron-LM; {notes}", "zero_stage": "1"})
+    assert (row.plan.offload.activations, row.plan.offload.state) == (share > 0, states)
+    assert not share or row.stack.offloads_blocks == share
+
+
+def test_only_those_layers_leave_the_device() -> None:
+    job = ONE_NODE | {"zero_stage": "1", "micro_batch": "4", "activation_checkpoint": "none"}
+    kept = [
+        predict(variant("core-8", **job | {"notes": f"Megatron-LM; {notes}"})).memory_gib
+        for notes in ("", "CPU offloading layers 4", "CPU offloading layers 8", "CPU offloading layers 16")
+    ]
+    assert kept[0] - kept[1] == pytest.approx(kept[1] - kept[2], rel=0.01) and kept[2] > kept[3] > 0
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_ran_out_of_memory_is_not_made_to_fit(fits: bool) -> None:
+    job = SMALL | {
+        "model": "Llama 3.1 8B",
+        "n_gpus": "8",
+        "micro_batch": "2",
+        "notes": "FSDP",
+        "step_time_s": "",
+        "global_batch": "",
+    }
+    job |= {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "", "mfu": "", "activation_checkpoint": ""}
+    row = variant("core-8", **job | ({"step_time_s": "3"} if fits else {"peak_mem_gib": "OOM"}))
+    assert (row.plan.recompute.mode == "none") is not fits and row.infers_recompute is fits

@@ -121,6 +121,7 @@ def test_experts_of_a_model_that_no_table_has() -> None:
         ("bfloat16", "h100-sxm-80g", "bf16"),
         ("float32", "a100-sxm-80g", "fp32"),
         ("n/a", "h100-sxm-80g", "bf16"),
+        ("int8 optimizer", "h100-sxm-80g", "bf16"),
     ],
 )
 def test_precisions(said: str, gpu: str, precision: str) -> None:
@@ -138,10 +139,24 @@ def test_precisions(said: str, gpu: str, precision: str) -> None:
         ("off", "none"),
         ("disabled", "none"),
         ("no recompute", "none"),
+        ("core_attn,mlp", "ratio"),
+        ("half", "ratio"),
+        ("partial 50%", "ratio"),
+        ("op", "ops"),
+        ("AC=1", "blocks"),
+        ("AC=0", "none"),
+        ("unsloth", "blocks"),
+        ("remat_block", "blocks"),
+        ("offload", "none"),
+        ("halfway decided", "none"),
+        ("operator unknown", "none"),
     ],
 )
 def test_recompute(said: str, mode: str) -> None:
-    assert variant("fsdp-1", **BARE | {"activation_checkpoint": said}).plan.recompute.mode == mode
+    words = BARE | {"source": "Megatron-LM", "activation_checkpoint": said}
+    plan = variant("fsdp-1", **words | {"model": "Llama 3.2 1B", "n_params": "", "n_layers": "", "d_model": ""}).plan
+    assert plan.recompute.mode == mode and plan.offload.activations is (said == "offload")
+    assert mode != "ratio" or plan.recompute.ratio == pytest.approx(2 / 3 if "mlp" in said else 0.5)
 
 
 def test_only_torchtitan_recomputes_by_default() -> None:
@@ -333,3 +348,37 @@ def test_a_dgx_2_has_switches_and_other_nodes_of_v100_wires() -> None:
         for cells in ({"gpu": "V100-SXM3-32GB"}, {"gpu": "v100-32g", "gpus_per_node": "16"}, {"gpu": "v100-32g"})
     ]
     assert wires == [0, 0, load_cluster("v100").local.wires] and wires[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "gpu", "compute", "says"),
+    [
+        ("e4m3", "h100-sxm-80g", "fp8", ""), ("int8", "h100-sxm-80g", "fp8", "8-bit integers"),
+        ("a8w8", "h100-sxm-80g", "fp8", "8-bit integers"), ("W8A8", "a100-80g", "", "no fp8 unit"),
+        ("nvfp4", "b200", "fp4", ""), ("nvfp4", "h100-sxm-80g", "", "no fp4 unit"),
+        ("bf16 (int8 states)", "h100-sxm-80g", "", ""), ("mixed", "h100-sxm-80g", "", ""),
+    ],
+)  # fmt: skip
+def test_products_of_few_bits(said: str, gpu: str, compute: str, says: str) -> None:
+    row = variant("core-8", **BARE | {"precision": said, "gpu": gpu, "interconnect": ""})
+    assert row.workload.compute == compute
+    assert any(says in line for line in row.assumed) if says else not any("products" in line for line in row.assumed)
+
+
+def test_models_whose_names_are_nearly_known() -> None:
+    sizes = {key: "" for key in ("n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+    bare = BARE | sizes | {"ep": ""}
+    wide = variant("core-8", **bare | {"model": "GPT-2 2.0B", "d_model": "1920", "n_params": "2e9"})
+    assert abs(wide.spec.num_params / 2e9 - 1) < 0.02 and "43 layers, from the number of parameters" in wide.assumed
+    assert variant("core-8", **bare | {"model": "GPT-2 124M", "d_model": "768"}).spec.num_layers == 12
+    new = variant("core-8", **bare | {"model": "Qwen3.5-35B-A3B"})
+    old = variant("core-8", **bare | {"model": "Qwen3-30B-A3B"})
+    assert 34e9 < new.spec.num_params < 36e9 and (old.spec.num_experts, new.spec.num_experts) == (128, 256)
+    assert variant("core-8", **bare | {"model": "TinyGPT 117M"}).spec.num_layers == 12
+    doubted = variant("core-8", **bare | {"model": "Gemma 7B"})
+    assert any("the name says 7.0 B" in line for line in doubted.assumed)
+    assert not any("the name says" in line for line in (*old.assumed, *new.assumed))
+    for name in ("RWKV-7 7B", "Mamba-2 2.7B", "Falcon-Mamba 7B", "RecurrentGemma 9B"):
+        with pytest.raises(Skip, match="not a chain of attention blocks"):
+            variant("core-8", **bare | {"model": name})
+    assert variant("core-8", **bare | {"model": "Jamba v0.1 52B"}).spec.kind == "moe"

@@ -52,7 +52,10 @@ _MOST = {"n_layers": 10_000, "n_gpus": 1e7, "pp": 10_000, "vp": 1_000}
 _NOT_COMPILED = (
     r"\b(no|without|w/o|not) (torch[._ ])?compiled?\b|\bcompile( is| was)?[ =:]*(off|disabled|false|no\b|not)"
 )
-_COMPILED = r"torch[._ ]compiled?\b|\+ ?compile\b|\bcompile[ =:]+(on|true|yes|enabled)|\bcompiled (model|blocks|layers)"
+_COMPILED = (
+    r"torch[._ ]compiled?\b|\+ ?compile\b|\bcompile[ =:]+(on|true|yes|enabled)|\bcompiled (model|blocks|layers)"
+    r"|\bnv-?fuser"
+)
 _AXIS = r"(?:tp|pp|dp|cp|ep|vpp?|fsdp)"
 _LISTED = (
     rf"(?:\(?\b({_AXIS}(?: ?[/,x×-] ?{_AXIS})+)\)?|\(?\b([tpdc](?: ?[/,x×] ?[tpdc])+)\)? ?=)"
@@ -68,6 +71,20 @@ def _each(listed: re.Match[str]) -> str:
     if len(names) != len(numbers):
         return listed[0]
     return ", ".join(f"{_LETTERS.get(name, name)}={number}" for name, number in zip(names, numbers, strict=True))
+
+
+_SOURCED = r"[\w.-]{2,}/\S*\.(md|rst|py|sh|csv|ya?ml|json|toml|txt|ipynb|html)\b|@[0-9a-f]{7}"
+_PATH = r"\b(https?://)?[a-z][\w.-]{2,}/[\w./-]{3,}"
+"""A clause that says which file a row is from, and a repository or an address in any."""
+
+
+def unsourced(text: str) -> str:
+    """Without clauses that say where a row is from, and without paths.
+
+    >>> unsourced("a/b docs/x.md @0123abc; HF Trainer, from c-d/efg")
+    ' HF Trainer, from '
+    """
+    return re.sub(_PATH, "", ";".join(part for part in text.split(";") if not re.search(_SOURCED, part)))
 
 
 class Skip(Exception):

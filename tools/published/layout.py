@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 from published.cells import Cells, Skip
-from published.degrees import ZERO, Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
+from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
+from published.offload import offload_of
 from published.recompute import recompute_of
 from published.stacks import CORE, engine, framework, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Axes, Batch, Communication, Float8, Offload, Plan, Schedule, Tensor
+from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
 from shardwise.plan.stack import Stack
 from shardwise.plan.workload import Workload
 
@@ -113,7 +114,10 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
         return half, ""
     if "fp4" in text:
         return "bf16", "fp4"
-    if "fp8" in text or "float8" in text:
+    if re.search(r"fp8|float8|\be[45]m[32]\b", text):
+        return "bf16", "fp8"
+    if re.search(_INT8, text):
+        cells.assume("products of 8-bit integers counted as those of fp8")
         return "bf16", "fp8"
     if "bf16" in text or "bfloat16" in text:
         return ("bf16-pure" if pure else "bf16"), ""
@@ -145,6 +149,8 @@ def optimizer_of(cells: Cells, spec: ModelSpec, stack: str, precision: str) -> s
 _ADAPTERS = r"(?<![a-z])(rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
 _LOW_BASE = r"(?<![a-z])qlora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
 """Words for adapters, and for frozen weights of 4 bits below them."""
+_INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)\b"
+"""Products of 8-bit integers, and no states in them."""
 
 
 def trained_share(cells: Cells, spec: ModelSpec) -> float:
@@ -156,7 +162,8 @@ def trained_share(cells: Cells, spec: ModelSpec) -> float:
         cells.has(_ADAPTERS) and cells.has(r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b")
     ):
         raise Skip("model: weights in 4 bits, which no plan says")
-    if cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
+    frozen = cells.has(_ADAPTERS) and re.search(_INT8, cells["precision"].lower())
+    if frozen or cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
         raise Skip("model: weights in 8 bits, which no plan says")
     if not cells.has(_ADAPTERS):
         return 1.0
@@ -210,7 +217,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         precision=precision,  # type: ignore[arg-type]
         float8=_float8(cells, compute),
         recompute=recompute_of(cells, spec, stack, sizes.pp),
-        offload=_offload(cells, zero),
+        offload=offload_of(cells, zero),
         communication=_communication(cells, stack.name, precision, accumulates=zero == 3 and count > 1),
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
@@ -222,6 +229,10 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
 
 PLAIN = "1F1B without interleaving"
 """Of a row that says nothing of it, run by a stack that has it, whose ranks would be idle for a third of the time."""
+_PLAINLY = (
+    r"(no|without|non).{0,3}interleav|\b(plain |simple )?1f1b\b(?! ?\(?interleav)|(?<!zero )(?<!zero-)\bbubbles?\b"
+)
+"""Words by which notes say so: who counts the bubble has not interleaved it away."""
 IDLE = 1 / 3
 """Bubble over work: whoever has more interleaves the stages, where the stack can."""
 
@@ -258,16 +269,16 @@ def _schedule(cells: Cells, spec: ModelSpec, stack: str, flow: tuple[int, int]) 
         return Schedule(kind="dualpipe-v", stages_per_rank=2)
     if re.search(r"zero.?bubble|\bzb", text):
         return Schedule(kind="zero-bubble", stages_per_rank=max(turns, 1))
-    if "gpipe" in text:
+    if re.search(r"gpipe|\bafab\b|all[- ]forward[- ]all[- ]backward", text):
         return Schedule(kind="gpipe")
     if re.search(r"loop|bfs|breadth", text):
         return Schedule(kind="looped-bfs", stages_per_rank=max(turns, 2))
-    if "interleav" in text and turns == 1:
+    if re.search(r"(?<!non-)interleav|\bvpp\b|virtual|depth[- ]first", text) and turns == 1:
         turns = next(iter(turns_of(spec, pp)), 2)
         cells.assume(f"{turns} stages per rank, the least that divide its layers")
     if turns > 1:
         return Schedule(kind="interleaved", stages_per_rank=turns)
-    can = stack in (*CORE, "megatron-flash", "torchtitan") and not cells.noted("(no|without|non).{0,3}interleav")
+    can = stack in (*CORE, "megatron-flash", "torchtitan") and not cells.noted(_PLAINLY)
     if not text and not cells["vp"] and can and (pp - 1) / count > IDLE:
         cells.assume(PLAIN)
     return Schedule(kind="1f1b")
@@ -300,23 +311,6 @@ def _float8(cells: Cells, compute: str) -> Float8:
     if "rowwise" in text or "mx" in text:
         return Float8(recipe="rowwise")
     return Float8(recipe="tensorwise", all_gather=gather)
-
-
-def _offload(cells: Cells, zero: int) -> Offload:
-    stated = f"{cells['optimizer']} ; {cells['zero_stage']}".lower()
-    state = re.search(r"on cpu|offload", stated) is not None
-    of_states = (
-        rf"(optimizer|adam\w?)( states?)?|{ZERO}[123][ _+,(]*(with)?|(?<!no )(?<!activation )(?<!activations )cpu"
-    )
-    noted = cells.noted(
-        rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of|used? |not|off))"
-        r"|(?<!no )(?<!without )(?<!no cpu )(?<!without cpu )offload(ed|ing)?[ _](of )?(the )?"
-        r"(optimizer|param(eter)?s|gradients|grads)\b|zero-(offload|infinity)"
-    )
-    saved = cells.noted(r"activations? (check ?point\w* )?(cpu )?offload") is not None
-    if saved and cells.noted(r"offload of \d+ layers"):
-        cells.assume("memory as if activations of every layer were offloaded")
-    return Offload(state=(state or noted is not None) and zero > 0, activations=saved)
 
 
 def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool) -> Communication:

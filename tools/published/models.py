@@ -17,6 +17,7 @@ from shardwise.model.spec import ModelSpec, preset
 
 _FIELDS = {f.name for f in fields(ModelSpec)}
 _NOT_MODELLED = r"(^|-)(m?t5|flan|ul2|whisper|flux|clip|unet|dlrm|resnet|stable-diffusion|sdxl|dit)\b"
+_NO_ATTENTION = r"rwkv|mamba|retnet|hyena|recurrent-?gemma|griffin|xlstm"
 _VOCAB = (
     (r"llama-?3|llama-?4", 128256), (r"qwen", 151936), (r"gemma", 256000), (r"nemotron", 256000),
     (r"deepseek", 102400), (r"opt\b", 50272), (r"mpt|neox|pythia|olmo", 50368), (r"bloom", 250880),
@@ -46,7 +47,10 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     if re.search(_NOT_MODELLED, name):
         raise Skip("model: not a chain of equal blocks")
     known = _known(name, _stated_total(cells, name)) or _by_count(cells.number("n_params"))
+    if re.search(_NO_ATTENTION, name) and "stands_for" not in (known or {}):
+        raise Skip("model: not a chain of attention blocks")
     sizes = _override(cells, dict(known)) if known else _from_columns(cells, name)
+    sizes = _as_large(cells, name, sizes)
     if sizes.get("kind") == "gpt" and seq_len:
         sizes["max_seq_len"] = seq_len
     try:
@@ -142,6 +146,20 @@ def _override(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     if dense and sizes.get("kind") == "moe":
         sizes["num_dense_layers"] = int(dense.group(1))
     return sizes
+
+
+def _as_large(cells: Cells, name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """With as many layers as make up the printed total, where a row prints a width and no layers.
+
+    Of another width than the model of the name it is another model.
+    """
+    total = _total(cells, name)
+    kept = {key: value for key, value in sizes.items() if key in _FIELDS}
+    if not total or cells.count("n_layers") or not cells.count("d_model") or kept.get("kind") == "moe":
+        return sizes
+    if _is_about(kept, total) or cells.noted(r"proxy|truncated|layers? only|reduced"):
+        return sizes
+    return sizes | {"num_layers": _layers(total, cells, {"name": name, **kept})}
 
 
 def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
@@ -253,7 +271,10 @@ def _tied(cells: Cells, spec: ModelSpec) -> ModelSpec:
     if cells.noted(r"\btied (embedding|head)"):
         return replace(spec, tie_embeddings=True)
     total = cells.number("n_params")
-    if not total or cells.noted(r"proxy|truncated"):
+    if cells.noted(r"proxy|truncated"):
+        return spec
+    if not total:
+        _doubt_name(cells, spec)
         return spec
     other = replace(spec, tie_embeddings=not spec.tie_embeddings)
     here, there = abs(spec.num_params / total - 1), abs(other.num_params / total - 1)
@@ -262,3 +283,14 @@ def _tied(cells: Cells, spec: ModelSpec) -> ModelSpec:
     if abs(spec.num_params / total - 1) > 0.05:
         cells.assume(f"sizes give {spec.num_params / 1e9:.1f} B parameters, the source prints {total / 1e9:.1f} B")
     return spec
+
+
+_AWAY = 0.08
+"""A size in a name is rounded, by no more than so much of it."""
+
+
+def _doubt_name(cells: Cells, spec: ModelSpec) -> None:
+    """Say that a model has other sizes than its name has parameters, where no column says its own."""
+    named = None if any(cells.count(column) for column in ("n_layers", "d_model")) else _total(cells, spec.name)
+    if named and not spec.patch and all(abs(n / named - 1) > _AWAY for n in (spec.num_params, spec.active_params)):
+        cells.assume(f"sizes of a model of {spec.num_params / 1e9:.1f} B parameters, the name says {named / 1e9:.1f} B")

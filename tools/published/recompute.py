@@ -12,12 +12,16 @@ from shardwise.plan.stack import Stack
 
 _FULL = re.compile(
     r"((y|yes|true|on|1|enabled)\b.*|[✓✔].*|full\b.*|blocks?\b.*|all\b.*|uniform\b.*|every (layer|block)s?"
-    r"|remat( full)?|(gradient|activation)[ _-]checkpointing)"
+    r"|remat(_blocks?| full)?|(gradient|activation)[ _-]checkpointing|ac ?[=:] ?(1|true|on|full)|unsloth\b.*)"
 )
-_NONE = re.compile(r"(n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*")
+_NONE = re.compile(
+    r"((n|no|none|false|off|0|disabled|no (recompute|checkpointing|ac))\b.*|ac ?[=:] ?(0|false|off|none)"
+    r"|(activations? )?(cpu )?offload(ing|ed)?)"  # activations that wait on the host are not recomputed
+)
 _DONE = r"(activations?[ _-])?(recomput(e|ation)|check ?pointing|checkpoints?|ckpt)\b"
 _NOT = (
-    r"\b(no|without|w/o|not using) ((full|gradient)[ _-])?(activations? )?(recomput(e|ation)|check ?pointing|ac\b)"
+    r"\b(no|without|w/o|not using) ((full|gradient|unsloth)[ _-])*(activations? )?"
+    r"(recomput(e|ation)|check ?pointing|ac\b)"
     r"|\bac[ =:]+(none|off)\b"
     r"|(activation|gradient)[ _-]check ?pointing( is| was)?[ =:]*(off|no\b|none|false|disabled|not (used|en))"
 )
@@ -32,6 +36,8 @@ NO_RECOMPUTE = "no recompute"
 EVERY_SECOND = "selective recompute is of every second block"
 TWO_OF_THREE = "recomputed modules counted as two blocks of three"
 PER_OPERATOR = "recompute per operator, torchtitan's default"
+_MODULES = ("core_attn", "mla_up_proj", "layernorm", "moe_act", "shared_experts", "moe", "mlp")
+"""Megatron's `recompute_modules`."""
 _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
 
 
@@ -45,6 +51,12 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     share = cells.noted(r"(\d)/(\d) of (?:the |all )?(?:blocks|layers)") if not text else None
     if share and 0 < int(share.group(1)) < int(share.group(2)):
         return Recompute(mode="ratio", ratio=int(share.group(1)) / int(share.group(2)))
+    half = re.search(
+        r"(?:partial|ratio)[ =:(]*(\d+(?:\.\d+)?) ?%|\b(\d+(?:\.\d+)?) ?% of (?:the |all )?(?:blocks|layers)", text
+    )
+    part_of = float(next(n for n in half.groups() if n)) / 100 if half else 0.5 if re.match(r"half\b", text) else 0.0
+    if 0 < part_of < 1:
+        return Recompute(mode="ratio", ratio=part_of)
     some = re.search(r"every (\d+)(?:nd|rd|th)? (?:layer|block)", text) or (
         cells.noted(r"(?:\bac\b|check ?point\w*|recomput\w*) every (\d+)(?:nd|rd|th)? (?:layer|block)")
         if not text
@@ -52,7 +64,9 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     )
     if some and int(some.group(1)) > 1:
         return Recompute(mode="every", every=int(some.group(1)))
-    if re.search(r"selective|\bsac\b|per-op|op-level", text):
+    if re.fullmatch(r"ops?|per[- ]op(eration)?", text):
+        return Recompute(mode="ops")
+    if re.search(r"selective|\bsac\b|per-op|op-level", text) or _lists(text):
         return _selective(cells, stack)
     if _FULL.fullmatch(text):
         return Recompute(mode="blocks")
@@ -78,6 +92,12 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return Recompute(mode="ops")
     cells.assume(NO_RECOMPUTE)
     return Recompute()
+
+
+def _lists(text: str) -> bool:
+    """Whether a cell is a list of Megatron's modules."""
+    words = re.findall(r"[a-z_]+", text)
+    return bool(words) and all(word in _MODULES for word in words)
 
 
 def _selective(cells: Cells, stack: Stack) -> Recompute:
@@ -106,7 +126,9 @@ def _selective(cells: Cells, stack: Stack) -> Recompute:
 
 
 def _modules(cells: Cells) -> str:
-    """The list of modules in the notes, as text."""
+    """The list of modules in the cell or the notes, as text."""
+    if _lists(cells["activation_checkpoint"].lower()):
+        return cells["activation_checkpoint"].lower()
     listed = cells.noted(r"recompute modules:? ?\[([^\]]*)\]") or cells.noted(r"recompute modules:? ([^;]*)")
     listed = listed or cells.noted(r"selective recompute ([^;]*)") or cells.noted(r"recompute:? ([^;]*)")
     text = listed.group(1) if listed else ""

@@ -187,6 +187,8 @@ DOUBT = 1.1
 def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
     """The plan; where the row does not say what is recomputed, and would not fit, with the least that lets it fit."""
     plan, work = job
+    if is_oom(cells):  # nothing says that it fitted
+        return plan
     is_default = NO_RECOMPUTE in cells.assumed or PER_OPERATOR in cells.assumed
     said = cells.noted(r"recomput|checkpointing") and not cells.noted(_UNSAID)
     is_open = is_default and not cells["activation_checkpoint"] and not said
@@ -216,6 +218,7 @@ def halved(
         stack.name not in ("eager", "fsdp1")
         or plan.precision not in ("bf16", "fp16")
         or work.compute
+        or is_oom(cells)
         or "mix" in cells["precision"].lower()
     ):
         return job

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 from published.attention import attention_of, is_old, names_flash
-from published.cells import Cells
+from published.cells import Cells, unsourced
 from published.degrees import LIBRARIES, ZERO, degrees_of, stage_said
+from published.offload import offloaded_layers
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.stack import Stack, load_stack
 
@@ -80,9 +81,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         compiled is False or engine(cells) not in ("torchtitan", "fsdp1")
     ):
         stack = replace(stack, fused=False)
-    layers = cells.noted(r"activations? (?:cpu )?offload of (\d+) layers")
-    if layers:
-        stack = replace(stack, offloads_blocks=min(int(layers.group(1)) / spec.num_layers, 1.0))
+    layers = offloaded_layers(cells)
+    if layers is not None:
+        stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
     if _chunks(cells):
         stack = replace(stack, logit_bytes=CHUNKED)
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
@@ -155,10 +156,21 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
         name = "eager"
     elif sharded and not _divides(cells, "pp") or not (cells["zero_stage"] or cells["ep"] or any(known.values())):
         name = _torch_era(cells)  # PyTorch's FSDP and DDP
+    elif not _divides(cells, "tp", "pp", "cp") and (cells.count("ep") or 1) == 1 and _of_torch(cells):
+        name = "deepspeed" if _says(cells, rf"{ZERO}2\b") else _torch_era(cells)
     else:
         name = megatron_era(cells)
     cells.assume(f"stack {name}, by its date and layout")
     return name
+
+
+def _of_torch(cells: Cells) -> bool:
+    """Whether a row without a framework says what Megatron does not have: DDP, or gradients in shards."""
+    return stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel")
+
+
+def _says(cells: Cells, pattern: str) -> bool:
+    return re.search(pattern, f"{cells['zero_stage'].lower()} ; {cells.text}") is not None
 
 
 def _torch_era(cells: Cells) -> str:
@@ -167,8 +179,19 @@ def _torch_era(cells: Cells) -> str:
 
 def engine(cells: Cells) -> str | None:
     """The stack of the code that the row names; of Google's devices JAX; None: none that lays a job out."""
-    found = next((stack for pattern, stack in _RULES if re.search(pattern, cells.text)), None)
+    text = _without_sources(cells)
+    found = next((stack for pattern, stack in _RULES if re.search(pattern, text)), None)
     return "jax" if found is None and re.search(TPU, cells["gpu"].lower()) else found
+
+
+_TRAINERS = r"hugging ?face('s)? (transformers )?(trainer|accelerate)|(hf|transformers) trainer|\baccelerate\b"
+"""Those of Hugging Face, whose rows are often in repositories of other codes."""
+
+
+def _without_sources(cells: Cells) -> str:
+    """The row's words; where they name a trainer, without paths, whose names are no code that ran."""
+    said = unsourced(cells.text)
+    return said if re.search(_TRAINERS, said) else cells.text
 
 
 def library(cells: Cells) -> bool:

@@ -1,0 +1,45 @@
+"""What a row moves to the host: states of the optimizer, or saved activations."""
+
+from __future__ import annotations
+
+import re
+
+from published.cells import Cells
+from published.degrees import ZERO
+from shardwise.plan.plan import Offload
+
+OF_LAYERS = (
+    r"activations? (?:cpu )?offload(?:ing|ed)?(?: of|:)? (\d+) layers"
+    r"|cpu[ _-]offload(?:ing)?(?:[ _-]num)?[ _-]layers[ =:]+(\d+)"
+    r"|(\d+) layers?(?:'? activations)? (?:are |is )?(?:cpu[ -]offloaded|offloaded to (?:the )?(?:cpu|host))"
+    r"|offload(?:s|ing)? (?:the )?activations (?:of|in) (\d+) layers"
+)
+"""Megatron's `cpu_offloading_num_layers` in words: whose activations move, and no states."""
+
+
+def offloaded_layers(cells: Cells) -> int | None:
+    """Layers whose activations wait on the host; None where the row counts none."""
+    found = cells.noted(OF_LAYERS)
+    return int(next(number for number in found.groups() if number)) if found else None
+
+
+def offload_of(cells: Cells, zero: int) -> Offload:
+    """States that live on the host, by cells and notes, and saved activations that wait there."""
+    stated = f"{cells['optimizer']} ; {cells['zero_stage']}".lower()
+    state = re.search(r"on cpu|offload", stated) is not None
+    of_states = (
+        rf"(optimizer|adam\w?)( states?)?|{ZERO}[123][ _+,(]*(with)?|(?<!no )(?<!activation )(?<!activations )cpu"
+    )
+    layers, notes = offloaded_layers(cells), re.sub(OF_LAYERS, "", cells.notes)
+    noted = re.search(
+        rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of|used? |not|off))"
+        r"|(?<!no )(?<!without )(?<!no cpu )(?<!without cpu )offload(ed|ing)?[ _](of )?(the )?"
+        r"(optimizer|param(eter)?s|gradients|grads)\b|zero-(offload|infinity)",
+        notes,
+    )
+    saved = cells.noted(r"activations? (check ?point\w* )?(cpu )?offload") is not None or layers is not None
+    saved = (
+        saved
+        or re.fullmatch(r"(activations? )?(cpu )?offload(ing|ed)?", cells["activation_checkpoint"].lower()) is not None
+    )
+    return Offload(state=(state or noted is not None) and zero > 0, activations=saved)
