@@ -39,6 +39,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "device.attention.flash1": (0.05, 0.8),
     "device.attention.flash2": (0.05, 0.8),
     "device.attention.flash3": (0.05, 0.85),
+    "device.attention.triton": (0.05, 0.8),
+    "device.attention.rise": (100.0, 4000.0),
     "link.bandwidth": (1e8, 2e12),
     "link.latency": (2e-6, 1e-4),
     "stack.launch": (1e-6, 5e-5),

@@ -12,10 +12,10 @@ from shardwise.model.profile import Attention, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.blocktime import _passes, crossing
-from shardwise.plan.kernels import TAIL, attention_kernel, attention_time, matmul_time, pointwise_time
+from shardwise.plan.kernels import TAIL, attention_kernel, attention_rate, attention_time, matmul_time, pointwise_time
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Axes, Plan
-from shardwise.plan.stack import load_stack, stack_of
+from shardwise.plan.stack import AttentionKernel, load_stack, stack_of
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.traffic import collectives_of
 from shardwise.plan.workload import Workload
@@ -375,3 +375,15 @@ def test_sharding_over_two_thousand_devices_costs_what_was_measured() -> None:
         return estimate_time(EIGHT, load_cluster(f"h100:8x{nodes}"), plan, work, stack=stack).tokens_per_s
 
     assert 0.3 < 1 - pace(256) / pace(16) < 0.45
+
+
+def test_flash_attention_2_rises_with_the_length_on_ampere_and_kernels_in_triton_do_not() -> None:
+    op, stack = Attention(heads=32, kv_heads=32, qk_dim=128, v_dim=128), load_stack("fsdp1")
+
+    def grows(device: str, kernel: AttentionKernel) -> float:
+        on, runs = load_cluster(device).device, replace(stack, attention=kernel)
+        return attention_rate(op, 16384, on, runs) / attention_rate(op, 2048, on, runs)
+
+    assert grows("a100-80g", "flash2") > 1.5 > 1.25 > grows("a100-80g", "triton") == grows("h100", "flash2")
+    assert 0.5 < attention_rate(op, 16384, load_cluster("a100-80g").device, stack) < 0.6
+    assert grows("l40s", "triton") == grows("l40s", "flash2")

@@ -9,8 +9,6 @@ from shardwise.plan.stack import AttentionKernel
 
 OLD = r"v100|\bt4\b|p100|2080|titan|mi100|quadro|rtx-?8000|\b10[78]0\b|\bp40\b|\bm[46]0\b"
 """Devices that neither Transformer Engine nor FlashAttention 2 runs on: without matrix units for bf16."""
-HOPPERS = r"h[12]00|h800"
-"""Those on which the first kernels in Triton were slow."""
 _NO_FLASH = (
     r"(no|without|not|un-?used) (\w+ )?(flash|fused)[ _-]?attention"
     r"|flash[ _-]?attention:? (is )?(off|no\b|not|disabled)"
@@ -23,7 +21,9 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
     (_NO_FLASH, "unfused"),
     (rf"{_FLASH}(v?[34]{_ONLY}|v[34]\.)|\bfa-?[34]\b|cudnn (fused )?attention", "flash3"),
     (rf"{_FLASH}v?1{_ONLY}|flash_attentionv1|\bfa-?1\b", "flash1"),
-    (rf"{_FLASH}v?2|\bfa-?2\b|\bsdpa\b|{_TRITON}|{_FLASH}", "flash2"),
+    (rf"{_FLASH}v?2|\bfa-?2\b|\bsdpa\b", "flash2"),
+    (_TRITON, "triton"),
+    (_FLASH, "flash2"),
     (r"memory[ -]efficient attention|\bxformers\b", "flash1"),
     (r"kernel: fused|fused softmax", "fused-softmax"),
     (r"kernel: torch|unfused|eager attention|naive attention|attn: eager", "unfused"),
@@ -34,8 +34,8 @@ FLASH = 2022.75
 """Year from which flash attention (arXiv:2205.14135) is in stacks."""
 EFFICIENT = 2023.25
 """Year from which torch's own attention keeps no scores on old devices either (CUTLASS's kernels, torch 2.0)."""
-HOPPER = 2024.5
-"""Year from which FSDP1's jobs on Hopper run FlashAttention 2, and no kernels in Triton, by what is seen."""
+TRITON = 2024.5
+"""Year from which FSDP1's jobs run FlashAttention 2, and no kernels in Triton, by what is seen."""
 CUDNN = 2026.0
 """Year from which torch's attention runs cuDNN's kernels."""
 SINKS = 2026.4
@@ -44,7 +44,7 @@ SINKS = 2026.4
 
 def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool) -> AttentionKernel:
     """The kernel of a row. `usual`: its stack's; `core`: a stack on Transformer Engine."""
-    kernel, gpu = usual, cells["gpu"].lower()
+    kernel = usual
     if kernel.startswith("flash") and cells.year < FLASH:
         kernel = "fused-softmax"
     if kernel == "flash2" and cells.year >= CUDNN:
@@ -52,14 +52,13 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
     if core and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
         kernel = "flash2"
         cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
-    slow = cells.year < HOPPER and re.search(HOPPERS, gpu) is not None  # kernels in Triton: as flash attention's first
-    if stack == "fsdp1" and slow:
-        kernel = "flash1"
+    if stack == "fsdp1" and kernel == "flash2" and cells.year < TRITON:
+        kernel = "triton"
     named = _named(cells)
-    if named == "flash2" and slow and cells.noted(_TRITON):
-        named = "flash1"
+    if named == "triton" and cells.year >= TRITON:
+        named = "flash2"
     kernel = named or kernel
-    if kernel not in ("flash2", "flash3") or not is_old(cells):
+    if kernel not in ("flash2", "flash3", "triton") or not is_old(cells):
         return kernel
     kept = "memory-efficient" if cells.year >= EFFICIENT else "fused-softmax"
     cells.assume(f"{kept} attention, as FlashAttention 2 does not run on the device")

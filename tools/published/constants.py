@@ -26,7 +26,10 @@ def tables() -> str:
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
         "gb200, gb300 and mi300x, one value per device; h200 and gh200 compute as h100 does, b300 as gb300, being the "
-        "same silicon. Of the others they are estimates, after the nearest of these. `units` are its multiprocessors.",
+        "same silicon. Of the others they are estimates, after the nearest of these. `units` are its multiprocessors. "
+        "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
+        "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
+        "do not: llm-foundry's runs of 2,048 to 65,536 tokens.",
         _devices(data),
         "### Links",
         "Bandwidth that a long message reaches, per device and one way, and the latency of a step of a collective. "
@@ -86,7 +89,10 @@ def _devices(data: dict[str, dict[str, Any]]) -> str:
                 " / ".join(f"{curve[key]:g}" for key in ("best", "units", "depth") if key in curve),
                 f"{entry.get('low_best', '')}",
                 f"{entry.get('stream', '')}",
-                " / ".join(f"{share:g}" for share in attention.values()),
+                " / ".join(
+                    f"{attention[kernel]:g}" for kernel in ("flash1", "flash2", "flash3") if kernel in attention
+                ),
+                " / ".join(f"{attention[key]:g}" for key in ("triton", "rise") if key in attention),
                 f"{entry['local']}, {entry['network']}",
             )
         )
@@ -99,6 +105,7 @@ def _devices(data: dict[str, dict[str, Any]]) -> str:
         "low",
         "stream",
         "flash 1 / 2 / 3",
+        "Triton / rise",
         "links",
     )
     return table(head, rows)

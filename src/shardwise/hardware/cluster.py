@@ -84,9 +84,11 @@ class AttentionKernels:
     flash1: float = 0.3
     flash2: float = 0.5
     flash3: float = 0.5
+    triton: float = 0.0  # those in Triton of 2023; 0: as flash2
+    rise: float = 512.0  # keys at which flash2 reaches half of its share; others do at 512
 
     def __post_init__(self) -> None:
-        _refuse("attention", self, "flash1 flash2 flash3")
+        _refuse("attention", self, "flash1 flash2 flash3 rise", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,8 +280,7 @@ _LINK = _Quantity(
 _LATENCY = _Quantity("seconds", "12e-6", 0, 1, slips=(("microseconds", -6, 1, 2e3), ("nanoseconds", -9, 2e3, 1e6)))
 _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("nodes",): _Quantity("whole nodes", "16", 1, 1e6),
-    ("per_node",): _Quantity("whole devices", "8", 1, 1e6),
-    ("domain",): _Quantity("whole devices", "8", 1, 1e6, zero=True),
+    **{(name,): _Quantity("whole devices", "8", 1, 1e6, zero=name == "domain") for name in ("per_node", "domain")},
     ("device", "memory"): _Quantity("bytes", "80e9", 1e8, 1e14, slips=_BYTES),
     **{("device", "rates", name): _RATE for name in ("fp32", "bf16")},
     **{("device", "rates", name): _RATE._replace(zero=True) for name in ("tf32", "fp16", "fp8", "fp4")},
@@ -291,13 +292,13 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "curve", "depth"): _Quantity("elements", "384", 0, 1e6),
     **{("device", *keys.split(".")): _SHARE for keys in ("curve.best", "curve.unaligned", "low_best", "stream")},
     **{("device", "attention", name): _SHARE for name in ("flash1", "flash2", "flash3")},
+    ("device", "attention", "triton"): _SHARE._replace(zero=True),
+    ("device", "attention", "rise"): _Quantity("keys", "512", 1, 1e6),
     ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
-    **{(tier, "bandwidth"): _LINK for tier in ("local", "network")},
-    **{(tier, "latency"): _LATENCY for tier in ("local", "network")},
+    **{keys: _LINK for keys in (("local", "bandwidth"), ("network", "bandwidth"), ("host_bandwidth",))},
+    **{keys: _LATENCY for keys in (("local", "latency"), ("network", "latency"), ("launch",))},
     **{(tier, "wires"): _Quantity("whole wires", "7", 0, most) for tier, most in (("local", 64), ("network", 0))},
-    ("host_bandwidth",): _LINK,
     ("host_memory",): _Quantity("bytes", "2e12", 1e8, 1e15, zero=True, slips=_BYTES),
-    ("launch",): _LATENCY,
     **{("loading", name): _LINK for name in ("rows", "decoded")},
 }
 _RECORDS: Mapping[tuple[str, ...], type] = {
@@ -306,11 +307,11 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     ("device", "rates"): Rates,
     ("device", "curve"): Curve,
     ("device", "attention"): AttentionKernels,
-    ("local",): Link,
-    ("network",): Link,
+    **dict.fromkeys((("local",), ("network",)), Link),
     ("loading",): Loading,
 }
-_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading", "unaligned", "wires")
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading", "unaligned", "wires", "triton",
+                "rise")  # fmt: skip
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 

@@ -27,6 +27,8 @@ _BACKWARD_ATTENTION = 2.5
 """Backward over forward operations of fused attention: five products against two (arXiv:2205.14135)."""
 _BACKWARD_RATE = 0.78
 """Rate of that backward against the forward's (arXiv:2307.08691, figures 4 to 6)."""
+_RISE = 512
+"""Keys at which fused attention reaches half of its share of the rate; FlashAttention 2's on a device: `rise`."""
 _WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
 """Whose rate attention in a type has, of types without matrix units for it."""
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
@@ -125,9 +127,13 @@ def _half(device: Device) -> float:
 
 def attention_rate(op: Attention, keys: int, device: Device, stack: Stack) -> float:
     """Share of the 16-bit rate that fused attention reaches, forward."""
-    top: float = getattr(device.attention, stack.attention)
+    kernel = stack.attention
+    if kernel == "triton" and not device.attention.triton:
+        kernel = "flash2"
+    top: float = getattr(device.attention, kernel)
+    half = device.attention.rise if kernel == "flash2" else _RISE
     size = min(op.qk_dim, 128)
-    return top * (0.45 + 0.55 * size / 128) * keys / (keys + 512)
+    return top * (0.45 + 0.55 * size / 128) * keys / (keys + half)
 
 
 def attention_backward(forward: float, stack: Stack) -> float:

@@ -18,7 +18,7 @@ from shardwise.findings import nearest
 from shardwise.plan.plan import Plan
 from shardwise.records import from_dict, hash_of
 
-AttentionKernel = Literal["unfused", "fused-softmax", "flash1", "flash2", "flash3"]
+AttentionKernel = Literal["unfused", "fused-softmax", "triton", "flash1", "flash2", "flash3"]
 
 
 @dataclass(frozen=True, kw_only=True)
