@@ -387,3 +387,13 @@ def test_flash_attention_2_rises_with_the_length_on_ampere_and_kernels_in_triton
     assert grows("a100-80g", "flash2") > 1.5 > 1.25 > grows("a100-80g", "triton") == grows("h100", "flash2")
     assert 0.5 < attention_rate(op, 16384, load_cluster("a100-80g").device, stack) < 0.6
     assert grows("l40s", "triton") == grows("l40s", "flash2")
+
+
+def test_a_device_alone_waits_for_no_other() -> None:
+    work = Workload(seq_len=2048, global_batch=8)
+    other = [
+        estimate_time(profile_of(preset("llama-1b")), load_cluster(f"h100:{n}"), Plan.parse(f"dp{n} bf16"), work,
+                      stack=load_stack(stack)).terms["other"]
+        for n, stack in ((1, "torchtitan"), (2, "torchtitan"), (1, "eager"), (2, "eager"))
+    ]  # fmt: skip
+    assert other == [0.003, load_stack("torchtitan").step, *[load_stack("eager").step] * 2]

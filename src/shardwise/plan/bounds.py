@@ -22,7 +22,7 @@ from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule, Zero
 from shardwise.plan.rows_pipeline import micro_batches_fit
-from shardwise.plan.timing import STRAGGLERS, loss_time
+from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time
 from shardwise.plan.updating import (
     HOST_UPDATE,
     OWN,
@@ -62,7 +62,9 @@ class Bounds(SizeBounds):
         groups, work = core.world // (core.tp * core.cp), self.work(core)
         passes = self.space.workload.global_batch / core.samples
         seconds = (work.busy[-1] + work.head) * passes / groups + self._orthogonal / core.world
-        return max((seconds + more + self.space.stack.step) * self.stragglers, self._loading(core, groups))
+        return max(
+            (seconds + more + fixed_time(core.world, self.space.stack)) * self.stragglers, self._loading(core, groups)
+        )
 
     def fitting_time(self, core: Core, limit: float) -> float:
         """Below the step of all plans with this core in `limit` bytes per device, by where states have room."""
@@ -97,7 +99,7 @@ class Bounds(SizeBounds):
         if pp > 1:  # a micro-batch passes all stages
             work = self.work(core)
             through = work.busy[-1] + work.head + loss + again - work.weights[-1] - work.head_weight
-            seconds = max(seconds, (through + ends + stack.step) * self.stragglers)
+            seconds = max(seconds, (through + ends + fixed_time(core.world, stack)) * self.stragglers)
         return max(seconds, self._loading(core, core.world // (core.tp * core.cp * pp)))
 
     def least_time(self, flow: Flow) -> float:
@@ -131,7 +133,8 @@ class Bounds(SizeBounds):
         """
         pipe, work, stack = flow.pipe, self.work(flow.pipe.core), self.space.stack
         again, count, loss = work.again[flow.policy], pipe.micro_batches, self._loss(pipe.core)
-        step = stack.step + (self._offloaded(flow) if flow.offload else 0.0) + stack.fill_host * (pipe.pp - 1)
+        step = fixed_time(pipe.core.world, stack) + stack.fill_host * (pipe.pp - 1)
+        step += self._offloaded(flow) if flow.offload else 0.0
         step += self._orthogonal / pipe.core.world  # some rank has its share of the matrices, at least
         step += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
         if pipe.pp == 1:

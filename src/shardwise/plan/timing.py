@@ -33,6 +33,10 @@ STRAGGLERS = 0.007
 """Share of a step that each doubling of the nodes adds, as the slowest of them sets the pace: the slope of published
 weak scaling from 8 to 2,304 devices (NVIDIA's benchmarks of 2024 and 2025: 0.2 to 1.5 %)."""
 
+ALONE = 0.003
+"""Seconds at most of a step outside the model on one device, which waits for no other: measured with our own stack on
+an H200 (docs/benchmarks.md)."""
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -110,7 +114,7 @@ def estimate_time(
         terms["offload"] = (
             terms.get("offload", 0.0) + max(_offloaded(division, rank, cluster, stack) for rank in ranks) * count
         )
-    terms["other"] = stack.step
+    terms["other"] = fixed_time(plan.world, stack)
     loading, step = loading_time(division, cluster), sum(terms.values())
     terms["loading"] = max(0.0, loading - step)
     if cluster.nodes > 1:
@@ -125,6 +129,11 @@ def estimate_time(
         rate=cluster.device.rates.of("bf16" if dtype in ("fp8", "fp4") else dtype),
         stages=tuple(rank.busy * count for rank in ranks),
     )
+
+
+def fixed_time(world: int, stack: Stack) -> float:
+    """Seconds of a step on so many devices outside the model."""
+    return stack.step if world > 1 else min(stack.step, ALONE)
 
 
 def _stalls(profile: Profile, division: Division, cluster: Cluster, stack: Stack) -> float:
