@@ -55,8 +55,11 @@ def tables() -> str:
         "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
         "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
-        "A row's date changes four things (`tools/published/stacks.py`). Before October 2022 no stack has flash "
-        "attention. From 2026 torch's attention runs cuDNN's kernels. Before June 2026 attention with learned sinks "
+        "`fragmentation` of Megatron-Core is what five runs on 64 to 592 B200 have reserved over what they allocated. "
+        "The logits of `eager` are counted: in 16 bits, a copy in fp32, and its gradient, as those of `deepspeed`.",
+        "A row's date changes five things (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
+        "has flash attention, and before July 2024 FSDP1's jobs run kernels in Triton. From 2026 torch's attention "
+        "runs cuDNN's kernels. Before June 2026 attention with learned sinks "
         "runs at the rate of FlashAttention 2, and from then on half of Megatron-Bridge's exchange of tokens between "
         "experts is hidden: both are read off the rows of its releases before and after.",
         _stacks(),
