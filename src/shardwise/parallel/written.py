@@ -75,8 +75,6 @@ def _values(unit: nn.Module, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def _sum(bits: torch.Tensor) -> int:
-    """In pieces: a sum has a copy of what it adds in the type that it adds it in."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _PIECE):
-        total += bits[start : start + _PIECE].sum(dtype=torch.int64)
-    return int(total)
+    """On a CPU in pieces, where a sum has a copy of what it adds in the type that it adds it in."""
+    pieces = bits.split(_PIECE) if bits.device.type == "cpu" else (bits,)
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
