@@ -76,5 +76,5 @@ def _values(unit: nn.Module, prefix: str) -> Iterator[tuple[str, int]]:
 
 def _sum(bits: torch.Tensor) -> int:
     """On a CPU in pieces, where a sum has a copy of what it adds in the type that it adds it in."""
-    pieces = bits.split(_PIECE) if bits.device.type == "cpu" else (bits,)
+    pieces = torch.split(bits, _PIECE) if bits.device.type == "cpu" else (bits,)
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
