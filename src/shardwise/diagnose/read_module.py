@@ -223,22 +223,18 @@ def read_planned(
     blocks = planned.blocks if blocks == "auto" else blocks
     read = partial(read_module, model, factory, device=device, blocks=blocks, how=planned.how)
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
-    recurrent = long and _is_recurrent(factory)
     try:
         with _patience(PATIENCE_S if long else None):
-            if not recurrent:
+            if not (long and _is_recurrent(factory)):
                 return read(seq_len=seq_len), ()
     except _TooLong:
         pass
     for short, longer in LENGTHS:
-        pair = [_described(factory, _ids(n), blocks, steps=False) for n in (short, longer)] if longer < seq_len else []
-        if pair and not recurrent and len({*map(_num_operators, pair)}) == 1:  # no loop over tokens: it is not that
-            return read(seq_len=seq_len), ()
-        if pair and _alike(*pair):
+        if longer < seq_len and _alike(*(_described(factory, _ids(n), blocks, steps=False) for n in (short, longer))):
             note = (
-                f"its forward takes long to read at {seq_len} tokens, and is the same per token at {short} and "
-                f"{longer} (a scan in a loop): it was read at {short}, without the memory and the kernels of a fused "
-                "scan"
+                f"its forward takes long to read at {seq_len} tokens here, and is the same per token at {short} and "
+                f"{longer}: it was read at {short}; if it is a scan in a loop, without the memory and the kernels of a "
+                "fused one"
             )
             return read(seq_len=short), (note,)
     warnings.warn(
@@ -247,10 +243,6 @@ def read_planned(
         stacklevel=2,
     )
     return read(seq_len=seq_len), ()
-
-
-def _num_operators(profile: Profile) -> int:
-    return sum(len(block.ops) for block in (*profile.blocks, profile.head))
 
 
 def _is_recurrent(factory: Callable[[], nn.Module]) -> bool:

@@ -144,13 +144,15 @@ def _is_per_row(values: tuple[Any, ...] | list[Any], rows: int) -> bool:
     """Whether a list has an item for each row, as boxes and captions have; else its items may have the rows."""
     if len(values) != rows or hasattr(values, "_fields"):
         return False
-    have = [isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows for value in values]
-    if rows > 1 and all(have):
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    have = [tensor.shape[0] == rows for tensor in tensors]
+    is_ragged = len(tensors) == rows and len({tensor.shape[1:] for tensor in tensors}) == 1
+    if rows > 1 and len(have) == rows and all(have):
         raise ModelError(
             f"a list of {rows} tensors with {rows} rows each is in a batch of {rows} rows: is each of "
             "one row or of all? Stack it, or give a list of micro-batches"
         )
-    return not any(have)
+    return is_ragged or not any(have)  # boxes of one row may be as many as the rows
 
 
 def distinct(micro: list[Any]) -> list[Any]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._higher_order_ops.flex_attention import math_attention
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
@@ -385,8 +384,3 @@ def moves_at_forward(module: nn.Module) -> bool:
     """Whether it is, or has, a spectral norm, whose vectors come closer to the true ones at every forward."""
     kinds = {type(each).__name__ for each in (module, *module._forward_pre_hooks.values())}
     return bool(kinds & {"_SpectralNorm", "SpectralNorm"})
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has a shape and no values."""
-    return isinstance(tensor, FakeTensor)

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
-from shardwise.parallel.torch_private import is_fake
 
 _PIECE = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -67,7 +66,7 @@ def _values(unit: nn.Module, prefix: str) -> Iterator[tuple[str, int]]:
     """Name of each parameter of a unit itself -> the sum of its bits, as integers."""
     for name, parameter in unit.named_parameters(prefix, recurse=False):
         local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
-        if not (local.is_meta or is_fake(local)):
+        if type(local) is torch.Tensor and not local.is_meta:  # no shapes without values, no pairs of fp8 and a scale
             yield name, _sum(local.contiguous().view(-1).view(_INTEGERS[local.element_size()]))
     for name, child in unit.named_children():
         if not isinstance(child, FSDPModule):
