@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
+import pytest
+
+from shardwise.testing.world import World
 from tests.parity import grid
 
 
@@ -16,3 +21,13 @@ def imported_by_a_run(text: str) -> set[str]:
 def test_a_worker_imports_nothing_of_ours(world) -> None:
     """Each import would be paid by every rank of every call."""
     assert world(2, imported_by_a_run, "fsdp2 / fp64") == [set(), set()]
+
+
+def ended_by_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_that_ends_a_rank_is_of_its_caller_too(world: World) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        world(1, ended_by_ctrl_c)

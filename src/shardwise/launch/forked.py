@@ -83,6 +83,7 @@ class World:
 
         Raises:
             WorldError: a rank raised, died or did not end within `timeout_s` seconds.
+            KeyboardInterrupt: Ctrl-C ended a rank, whose terminal is this process's too.
         """
         if not 1 <= num_ranks <= self.size:
             raise ValueError(f"world({num_ranks}): this pool has 1 to {self.size} processes")
@@ -97,6 +98,8 @@ class World:
             self._here.send(_Job(num_ranks, payload, tuple(sys.path), directory, timeout_s, tuple(env.items())))
             results: list[tuple[bool, bytes]] = self._here.recv()
         failures = [f"rank {rank}:\n{data.decode()}" for rank, (ok, data) in enumerate(results) if not ok]
+        if any(not ok and data.startswith(_died(-signal.SIGINT)) for ok, data in results):
+            raise KeyboardInterrupt
         if failures:
             raise WorldError("\n".join(failures))
         return [pickle.loads(data) for _, data in results]
@@ -189,10 +192,14 @@ def _collect(crew: list[tuple[mp.process.BaseProcess, Connection]], job: _Job) -
                 crash = ""
                 with suppress(OSError):  # who asked has been interrupted, and has taken the directory away
                     crash = _crash(rank, job).read_text(errors="replace")
-                results[rank] = (False, f"the process died (exit code {process.exitcode})\n{crash}".rstrip().encode())
+                results[rank] = (False, _died(process.exitcode) + f"\n{crash}".rstrip().encode())
             if not results[rank][0]:
                 deadline = min(deadline, time.monotonic() + 5)
     return results
+
+
+def _died(code: int | None) -> bytes:
+    return f"the process died (exit code {code})".encode()
 
 
 def _crash(rank: int, job: _Job) -> Path:
