@@ -192,7 +192,7 @@ DRAWN = {
 }  # fmt: skip
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(9)
 @pytest.mark.parametrize("why", DRAWN)
 def test_what_drawn_models_have_shown(why: str) -> None:
     text, sizes, optimizer = DRAWN[why]

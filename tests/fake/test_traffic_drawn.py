@@ -46,7 +46,7 @@ def test_closed_form_equals_the_trace(seed: int) -> None:
     assert not found, (case, found)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("plan", "model", "rank"), FOUND)
 def test_what_draws_have_found(plan: str, model: str, rank: int) -> None:
     work = Workload(seq_len=12, global_batch=12)

@@ -79,7 +79,7 @@ def check(text: str, model: str, optimizer: str) -> None:
         assert mine == theirs, [(rank, tuple(key), mine.get(key), theirs.get(key)) for key in differing]
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(7)
 @pytest.mark.parametrize("optimizer", SENDING)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_messages_equal_the_trace(plan: str, model: str, optimizer: str) -> None:
