@@ -62,7 +62,6 @@ def compared(world: World, plan: str, made: dict[str, Any], truth: dict[str, Tra
     return wrong
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", cells(list(PLANS), SOAK))
 def test_families_train_as_one_process_does(world: World, plan: str) -> None:
     families = PLANS[plan][[*PLANS].index(plan) % APART :: APART]
