@@ -149,8 +149,8 @@ def _is_per_row(values: tuple[Any, ...] | list[Any], rows: int) -> bool:
     is_ragged = len(tensors) == rows and len({tensor.shape[1:] for tensor in tensors}) == 1
     if rows > 1 and len(have) == rows and all(have):
         raise ModelError(
-            f"a list of {rows} tensors with {rows} rows each is in a batch of {rows} rows, and it cannot be told whether "
-            "each is of one row or of all; stack it, name its parts in a dict, or give a list of micro-batches"
+            f"a list of {rows} tensors with {rows} rows each is in a batch of {rows} rows, so that each may be of "
+            "one row or of all; stack it, name its parts in a dict, or give a list of micro-batches"
         )
     return is_ragged or not any(have)  # boxes of one row may be as many as the rows
 
