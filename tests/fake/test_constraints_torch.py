@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
-from shardwise.parallel.data import uses_fully_shard
 from shardwise.plan.constraints import ROWS
+from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import LOOPED, PRECISIONS, SCHEDULES, V_SHAPED, Plan
 from shardwise.plan.repair import Case, change
 

@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime
 
 from shardwise.parallel.backward_torch_private import backward_to_inputs, backward_to_weights
-from shardwise.parallel.torch_private import SCHEDULE_CLASSES, hook_first, schedule_order
+from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors, put_parameter
+from shardwise.parallel.torch_private import SCHEDULE_CLASSES, schedule_order
 from shardwise.plan.plan import LOOPED, SCHEDULES
 
 
@@ -110,3 +111,22 @@ def test_a_hook_that_is_put_first_runs_first() -> None:
     linear(torch.ones(2))
     assert seen == ["first", "second", "first"]
     assert list(linear._forward_pre_hooks) == list(dict.keys(linear._forward_pre_hooks))
+    assert has_forward_pre_hook(linear) and not has_forward_pre_hook(nn.Linear(2, 2))
+
+
+def test_tensors_in_containers_are_mapped_as_fully_shard_does() -> None:
+    assert map_tensors(lambda t: t + 1, {"a": [torch.ones(1), None, "b"], "c": (torch.zeros(1),)}) == {
+        "a": [torch.full((1,), 2.0), None, "b"],
+        "c": (torch.ones(1),),
+    }
+
+
+def test_a_tensor_in_the_place_of_a_parameter_is_what_forward_reads() -> None:
+    lstm, kept = nn.LSTM(2, 2), {}
+    for key, parameter in [*lstm.named_parameters()]:
+        kept[key] = parameter
+        put_parameter(lstm, key, parameter.detach() * 0)
+    assert not lstm(torch.ones(3, 1, 2))[0].any(), "an LSTM of zeros gives zeros"
+    for key, parameter in kept.items():
+        put_parameter(lstm, key, parameter)
+    assert lstm(torch.ones(3, 1, 2))[0].all()

@@ -15,6 +15,7 @@ from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
+from shardwise.parallel.casts import cast_compiled, cast_weights
 from shardwise.parallel.context import shard_context
 from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
@@ -45,7 +46,9 @@ PASSES: tuple[Pass, ...] = (
     shard_tensor,  # before recompute: a recomputed block holds the collectives of its own layers
     shard_context,  # before recompute: a recomputed block exchanges its keys and values again
     cast_scalars,  # before recompute: a recomputed block casts them again
+    cast_weights,  # likewise
     recompute_blocks,  # inside compile, so that the compiler sees what is recomputed
+    cast_compiled,  # inside compile too: compiled code casts what it uses
     compile_blocks,  # inside the data shards: gathers stay outside of compiled code
     shard_data,  # last: it groups whatever parameters the others left
 )

@@ -25,26 +25,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.batchnorm import synchronise_batch_norm
-from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.carrier import MAX_RANKS, Carrier
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
 from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
 from shardwise.parallel.scalars import scalars_in
+from shardwise.parallel.units import experts_in, groups_in
 from shardwise.plan.division import sharded_dim
+from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import Plan
-
-
-def uses_fully_shard(plan: Plan) -> bool:
-    """True where `fully_shard` carries the data axes; else DDP does, or there is one data rank.
-
-    DDP is faster for plain replication, and does not compose with DTensor parameters, pipelines of several
-    stages or the mixed-precision policy.
-    """
-    axes = plan.axes
-    composed = axes.data * axes.cp > 1 and max(axes.tp, axes.pp, axes.ep) > 1
-    return plan.zero > 0 or plan.mixed or composed
 
 
 def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
@@ -69,8 +59,8 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         reshard = plan.zero == 3
     for part in placed.parts:
         names = {module: name for name, module in part.root.named_modules()}
-        experts, ruled = _experts(placed, part), ruled_modules(placed, part)
-        grouped = _untied(part.root, _groups(placed, part, plan))
+        experts, ruled = experts_in(placed, part), ruled_modules(placed, part)
+        grouped = groups_in(placed, part)
         for module in [*experts, *(m for m in [*ruled, *grouped] if m not in experts)]:  # before what holds them
             if not isinstance(module, FSDPModule):
                 where = _expert_data_mesh(mesh, plan) if module in experts else data_mesh
@@ -161,48 +151,6 @@ def _shard(module: nn.Module, data_mesh: DeviceMesh, reshard: bool | int, option
         ignored_params=whole or None,
         **options,
     )
-
-
-def _experts(placed: Placed, part: Part) -> list[nn.Module]:
-    modules = dict(part.root.named_modules())
-    return [modules[name] for name in placed.experts if name in modules]
-
-
-def _groups(placed: Placed, part: Part, plan: Plan) -> list[nn.Module]:
-    """Modules whose parameters are gathered together, innermost first: blocks, or modules of a given size."""
-    if plan.wrap_min_params:
-        return _by_size(part.root, plan.wrap_min_params)[0]
-    inside = set(part.root.modules())
-    return [block for _, block in own_blocks(placed) if block in inside]
-
-
-def _untied(root: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
-    """Without the groups that share a parameter with something outside of them: it is gathered with the root."""
-    names: dict[nn.Parameter, set[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, set()).add(name)
-    paths = {module: name for name, module in root.named_modules()}
-    tied = [found for found in names.values() if len(found) > 1]
-    return [
-        group
-        for group in groups
-        if not any(0 < sum(name.startswith(f"{paths[group]}.") for name in found) < len(found) for found in tied)
-    ]
-
-
-def _by_size(module: nn.Module, min_params: int) -> tuple[list[nn.Module], int]:
-    """Modules below `module` that hold at least `min_params` not yet grouped, and how many stay ungrouped."""
-    found: list[nn.Module] = []
-    left = sum(p.numel() for p in module.parameters(recurse=False))
-    for child in module.children():
-        groups, rest = _by_size(child, min_params)
-        found += groups
-        callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if rest >= min_params and callable_child:
-            found.append(child)
-        else:
-            left += rest
-    return found, left
 
 
 def _set_prefetch(blocks: list[nn.Module], depth: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.parallel.data import uses_fully_shard
 from shardwise.parallel.torch_private import has_gradient_hook, moves_at_forward
+from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import Plan
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
+from shardwise.parallel.module_torch_private import put_parameter
 from shardwise.parallel.placed import Placed, SharedParameters
 from shardwise.parallel.precision import compute_type
 from shardwise.parallel.ties import gradient_like, local_gradient_of
+from shardwise.plan.engines import casts_weights
 from shardwise.plan.plan import Plan
 
 
@@ -29,7 +31,7 @@ def scalars_in(module: nn.Module) -> set[nn.Parameter]:
 
 def cast_scalars(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """Within the forward of its module a parameter without dims has the type that is computed in."""
-    if not plan.mixed:
+    if not plan.mixed or casts_weights(plan):
         return placed
     for part in placed.parts:
         for name, module in part.root.named_modules():
@@ -38,23 +40,22 @@ def cast_scalars(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             if own:
                 dtype = compute_type(plan, name, placed.types)
                 # an attribute of the instance: the class, the names and the state dict stay the user's
-                cast = partial(_casting, module, module.forward, own, dtype)
-                object.__setattr__(module, "forward", update_wrapper(cast, module.forward))  # with its signature
+                casting = partial(_casting, module, module.forward, own, dtype)
+                object.__setattr__(module, "forward", update_wrapper(casting, module.forward))  # with its signature
     return placed
 
 
 def _casting(
     module: nn.Module, forward: Callable[..., Any], own: tuple[str, ...], dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
-    held: dict[str, Any] = module._parameters
-    kept = {key: held[key] for key in own}
+    kept = {key: cast(nn.Parameter, module._parameters[key]) for key in own}
     for key, parameter in kept.items():
-        held[key] = parameter.to(dtype)
+        put_parameter(module, key, parameter.to(dtype))
     try:
         return forward(*args, **kwargs)
     finally:
         for key, parameter in kept.items():
-            held[key] = parameter
+            put_parameter(module, key, parameter)
 
 
 def bind_scalars(placed: Placed) -> Placed:

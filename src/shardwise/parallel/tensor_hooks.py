@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import functional
 
 from shardwise.errors import ModelError
+from shardwise.parallel.module_torch_private import hook_first
 from shardwise.parallel.regions import add_up, enter, gather, own, split
-from shardwise.parallel.torch_private import hook_first
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:

@@ -92,18 +92,6 @@ def refresh(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-def hook_first(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Register a pre-hook of forward that runs before those that are there: `_forward_pre_hooks`.
-
-    Torch's `prepend` turns the order of that dict round in a way that the compiler of torch 2.11 does not see: it looks
-    one hook up in the place of another. So they are put in anew.
-    """
-    module.register_forward_pre_hook(hook, prepend=True)
-    hooks = list(module._forward_pre_hooks.items())
-    module._forward_pre_hooks.clear()
-    module._forward_pre_hooks.update(hooks)
-
-
 def in_checkpoint() -> bool:
     """Whether what runs is in `torch.utils.checkpoint`, by the hooks for saved tensors: a reentrant one has none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

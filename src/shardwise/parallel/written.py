@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
+from shardwise.parallel.tensor_hooks import wrap_forward
 
 _PIECE = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -21,38 +22,32 @@ def watch_weights(root: nn.Module) -> None:
 
     Cost: two passes over the parameters, once. A write into a weight that comes later is not seen.
     """
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for name, module in root.named_modules():
-        if isinstance(module, FSDPModule) and isinstance(module, nn.Module):
-            _Watch(module, name)
+        if module in units:
+            wrap_forward(module, watched(module, name, units))
 
 
-class _Watch:
-    """Of one unit: its hooks run within those of `fully_shard`, while the weights are whole, and are removed by it."""
+def watched(unit: nn.Module, name: str, units: Container[object]) -> Callable[..., Any]:
+    """A function of a unit's forward and its arguments, which calls it, and the first time looks at the weights.
 
-    def __init__(self, unit: nn.Module, name: str) -> None:
-        self.name = name
-        self.before: dict[str, int] = {}
-        self.hooks = (
-            unit.register_forward_pre_hook(self.begin),
-            unit.register_forward_hook(self.end, prepend=True),
-        )
+    Args:
+        unit: a module whose weights are copies while its forward runs.
+        name: of it.
+        units: all of these modules; weights in those inside of it are not its own.
 
-    def begin(self, unit: nn.Module, _: Any) -> None:
-        """What the weights are."""
-        if torch.is_grad_enabled():
-            self.before = dict(_values(unit, self.name))
+    Raises:
+        ModelError: by the function: forward has written into a weight.
+    """
+    seen: list[bool] = []
 
-    def end(self, unit: nn.Module, *_: Any) -> None:
-        """What they are now.
-
-        Raises:
-            ModelError: something else.
-        """
-        if not torch.is_grad_enabled():
-            return
-        for hook in self.hooks:
-            hook.remove()
-        written = [name for name, value in _values(unit, self.name) if self.before.get(name, value) != value]
+    def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if seen or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        seen.append(True)
+        before = dict(_values(unit, name, units))
+        output = forward(*args, **kwargs)
+        written = [name for name, value in _values(unit, name, units) if before.get(name, value) != value]
         if written:
             raise ModelError(
                 f"forward writes into the weight {written[0]}, and under a plan that shards parameters, or computes in "
@@ -60,17 +55,20 @@ class _Watch:
                 "no_grad, those of placed.parameters()), or in a parametrization (torch.nn.utils.parametrize)",
                 row="module.writes-weights",
             )
+        return output
+
+    return call
 
 
-def _values(unit: nn.Module, prefix: str) -> Iterator[tuple[str, int]]:
+def _values(unit: nn.Module, prefix: str, units: Container[object]) -> Iterator[tuple[str, int]]:
     """Name of each parameter of a unit itself -> the sum of its bits, as integers."""
     for name, parameter in unit.named_parameters(prefix, recurse=False):
         local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
         if type(local) is torch.Tensor and not local.is_meta:  # no shapes without values, no pairs of fp8 and a scale
             yield name, _sum(local.contiguous().view(-1).view(_INTEGERS[local.element_size()]))
     for name, child in unit.named_children():
-        if not isinstance(child, FSDPModule):
-            yield from _values(child, f"{prefix}.{name}" if prefix else name)
+        if child not in units:
+            yield from _values(child, f"{prefix}.{name}" if prefix else name, units)
 
 
 def _sum(bits: torch.Tensor) -> int:

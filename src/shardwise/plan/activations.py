@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
 from shardwise.plan.division import Stage
+from shardwise.plan.engines import casts_weights
 from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
@@ -71,12 +72,12 @@ def compute_width(plan: Plan) -> float:
 
 
 GATHERED = ("bf16", "fp16", "fp8")
-"""Precisions in which `fully_shard` holds the parameters, whatever `zero` is."""
+"""Precisions in which `fully_shard` holds the parameters of several processes, whatever `zero` is."""
 
 
 def is_gathered(plan: Plan) -> bool:
-    """Whether `fully_shard` holds the parameters: zero 1 to 3, and mixed precision."""
-    return plan.zero > 0 or plan.precision in GATHERED
+    """Whether `fully_shard` holds the parameters: zero 1 to 3, and mixed precision on more than one process."""
+    return plan.zero > 0 or (plan.precision in GATHERED and not casts_weights(plan))
 
 
 @lru_cache(maxsize=4096)

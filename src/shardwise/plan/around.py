@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division, Stage
-from shardwise.plan.messages_data import is_replicated
+from shardwise.plan.engines import is_replicated
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import OWN, state_bytes, update_spike
 

@@ -38,6 +38,8 @@ class Setting:
     """Weights get no gradient (adapters on top of them do)."""
     gathers: bool = False
     """`fully_shard` holds the parameters."""
+    casts: bool = False
+    """One process casts them, each by a kernel of its own."""
 
     @property
     def launch(self) -> float:
@@ -224,6 +226,8 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     local = max((op.experts / setting.axes.ep for op in block.matmuls), default=0.0)
     routed = stack.route_host + stack.expert_host * local if local else 0.0
     shards = stack.shard_host * slower if setting.gathers else 0.0
+    if setting.casts and not stack.fused:
+        shards = setting.launch * sum(op.name in ("norm", "qk-norm") or isinstance(op, Matmul) for op in block.ops)
     attention = [op for op in block.ops if isinstance(op, Attention)]
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in attention)
     own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower

@@ -212,10 +212,13 @@ class Bounds(SizeBounds):
 
     def _copied(self, pipe: Pipe, zero: Zero, shards: int) -> float:
         """Seconds in which an average rank without a peer copies what `fully_shard` gathers, if so many shard it."""
-        core, device = pipe.core, self.space.cluster.device
+        core, device, stack = pipe.core, self.space.cluster.device, self.space.stack
+        moved = stack.gather_copies
+        if core.world == 1 and not zero:  # or casts
+            moved = min(moved, stack.cast_copies * pipe.micro_batches)
         if (zero and shards * core.cp > 1) or not (zero or core.precision in GATHERED):
             return 0.0
-        return self.space.stack.gather_copies * sum(self._local(pipe)) / (device.bandwidth * device.stream)
+        return moved * sum(self._local(pipe)) / (device.bandwidth * device.stream)
 
     def _exposed(self, flow: Flow, zero: Zero, sends: Sends, passes: tuple[float, float]) -> float:
         """What is sent, less what hides behind the forward and the backward pass of a micro-batch."""

@@ -308,6 +308,7 @@ class SizeBounds:
             plan = Plan(
                 axes=spread.axes, zero=spread.zero, batch=Batch(micro_batches=flow.pipe.micro_batches),
                 schedule=flow.schedule, precision=flow.pipe.core.precision,
+                recompute=Recompute(mode="blocks"),  # with which one process casts least at once
             )  # fmt: skip
             self._divisions[key] = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
         return self._divisions[key]

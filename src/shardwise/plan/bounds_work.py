@@ -62,7 +62,13 @@ def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recompute
     """
     plain = "bf16" if core.precision == "bf16-pure" else core.precision
     dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
-    seen = (dtype, core.sequence, core.context, space.workload.trained < 1, core.precision in GATHERED)
+    seen = (
+        dtype,
+        core.sequence,
+        core.context,
+        space.workload.trained < 1,
+        core.precision in GATHERED and core.world > 1,
+    )
     setting = Setting(space.cluster, space.stack_for(core), core.axes, *seen)
     shape = (core.samples, space.workload.seq_len)
     factor = factor_of(space.workload, core.ep)

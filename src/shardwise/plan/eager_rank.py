@@ -55,6 +55,8 @@ class _Rank(RankSizes):
                 terms["activations"] = terms.get("activations", 0.0) + alive
                 found[moment] = larger(found.get(moment), {**self.base, **terms})
         found["update"] = {**self.base, "gradients": self.kept_gradients + self.masters}
+        if self.casts:
+            found["widening"] = self.widened_outside(pending)
         if self.engine:
             gradients = self.kept_gradients
             if self.division.shards > 1:  # what autograd gave last is still in its hands
@@ -95,20 +97,21 @@ class _Rank(RankSizes):
         fixed = {**self.base, "gradients": pending + left}
         if (course := course_of(last, self.local)) and not is_recomputed(index, self.plan):
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
-            found["forward"] = {**fixed, "gathered": self.gathered(2), "activations": sum(kept[:-1]) + most}
+            outside = self.embedding() * self.width * self.casts  # the table is there as long as forward runs
+            found["forward"] = {**fixed, "gathered": self.gathered(2) + outside, "activations": sum(kept[:-1]) + most}
         if course := course_of(head, self.local):
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
             found["head"] = {**fixed, "gathered": self.gathered(0), "activations": sum(kept) + most}
             for held in course.backward:
                 terms = {**found["head"], "logits": self.logit() * self.width, "working": held.size(self.tokens)}
-                new = held.fresh if self.accumulates and not self.engine else held.gradients
+                new = held.fresh if self.accumulates and not self.engine and not self.casts else held.gradients
                 terms |= {"gradients": pending + left + new * self.width, "activations": sum(kept)}
                 found["head"] = larger(found["head"], terms)
         if course := course_ahead(self.blocks[0][1], self.local):
             for held in course.backward:
                 terms = self.gradients_at(-1, 0.0, held) | {"working": held.size(self.tokens)}
                 terms["gradients"] += pending
-                terms = {**self.base, **terms, "gathered": self.gathered(0)}
+                terms = {**self.base, **terms, "gathered": self.gathered(0, -1 if self.casts else None)}
                 found["before the blocks"] = larger(found.get("before the blocks"), terms)
         else:
             embedding = self.embedding()
@@ -147,8 +150,8 @@ class _Rank(RankSizes):
             worst = larger(worst, terms)
         if worst is None:  # nothing of it is trained
             worst = self.gradients_at(place, left, Held()) | {"gathered": self.gathered(1, place), "working": 0.0}
-        reduced = self.reduced(place)
-        return larger(worst, reduced) if reduced else worst
+        ends = self.widened(place) if self.casts else self.reduced(place)
+        return larger(worst, ends) if ends else worst
 
     def reduced(self, place: int) -> Terms:
         """When a block's gradients are summed over replicas: whole in fp32, before and after.
@@ -164,6 +167,26 @@ class _Rank(RankSizes):
         terms["gradients"] += (2 * own - behind) * self.reduced_width  # that of the block behind is given back
         return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept(index, block)}
 
+    def widened(self, place: int) -> Terms:
+        """When the gradients of a block that has cast its weights come back into their type, the last of them."""
+        index, block = self.blocks[place]
+        own, first = self.trained(block), self.row(block)
+        terms = self.gradients_at(place, 0.0, Held())
+        wide = first if self.accumulates else own
+        terms["gradients"] += wide * self.own_width + (own if self.accumulates else first) * self.width
+        left = self.gathered(1, place) - self.params(block) * self.width
+        return terms | {"gathered": left, "working": self.stream(block) - self.kept(index, block)}
+
+    def widened_outside(self, pending: float) -> Terms:
+        """The same of what is outside of blocks, which waits for the end of the backward pass; a table is the last."""
+        head, table = self.trained(self.division.profile.head), self.embedding()
+        inner = 0.0 if self.accumulates else self.kept_gradients - self.moving * self.own_width
+        if self.accumulates:
+            fresh = max(self.moving * self.width + head * self.own_width, table * (self.width + self.own_width))
+        else:
+            fresh = self.moving * self.own_width + table * self.width
+        return {**self.base, "gradients": pending + inner + fresh, "logits": self.logit() * self.width}
+
     def gradients_at(self, place: int, left: float, held: Held) -> Terms:
         """Gradients and logits while the block at a place runs backward, or (-1) what is before all of them."""
         done = sum(self.trained(b) for _, b in self.blocks[place + 1 :])
@@ -176,6 +199,8 @@ class _Rank(RankSizes):
             given_back = self.sums_first and self.plan.zero  # what was summed, as it is reduced
             behind = self.trained(self.blocks[place + 1][1]) if done and not given_back else 0.0
             new += behind * self.reduced_width  # its reduction is held
+        elif self.casts:
+            new = (head + held.gradients) * self.width + (0.0 if self.accumulates else done * self.own_width)
         elif not self.accumulates:
             new += done * self.width
         new += self.tied(place < 0) * self.width

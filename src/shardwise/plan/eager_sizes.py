@@ -6,7 +6,8 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
 from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, kept_op, local_of, outputs_of
-from shardwise.plan.messages_data import is_replicated, reduce_width, uses_fully_shard
+from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
+from shardwise.plan.messages_data import reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE
 
 Terms = dict[str, float]
@@ -30,7 +31,7 @@ class RankSizes:
         del states["gradients"]
         states["optimizer"] *= trained
         pure = self.plan.precision == "bf16-pure"
-        self.engine = uses_fully_shard(self.plan)
+        self.engine, self.casts = uses_fully_shard(self.plan), casts_weights(self.plan)
         self.own_width = self.width if pure else max(self.width, 4.0)
         """Bytes of an element of a gradient as its parameter has it."""
         self.reduced_width = float(reduce_width(self.plan))
@@ -99,6 +100,8 @@ class RankSizes:
 
     def gathered(self, ahead: int, place: int | None = None) -> float:
         """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
+        if self.casts:
+            return self.cast(place)
         if not self.engine:
             return 0.0
         if not self.plan.reshards or self.largest == self.inner + self.outside:  # of one unit, the root stays
@@ -109,6 +112,18 @@ class RankSizes:
             return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
         here = self.blocks[max(0, place + 1 - ahead) : place + 1]
         return (self.outside + sum(self.params(block) for _, block in here)) * self.width
+
+    def cast(self, place: int | None) -> float:
+        """Bytes of weights in the compute type where one process casts them: what backward passes will need.
+
+        A recomputed block casts its own again. `place`: the block at work in the backward pass; None: none is yet.
+        """
+        if place is None:
+            kept = [block for index, block in self.blocks if not is_recomputed(index, self.plan)]
+            return (sum(map(self.params, kept)) + self.params(self.division.profile.head)) * self.width
+        ahead = [block for index, block in self.blocks[: place + 1] if not is_recomputed(index, self.plan)]
+        here = [block for index, block in self.blocks[place : place + 1] if is_recomputed(index, self.plan)]
+        return sum(map(self.params, (*ahead, *here))) * self.width
 
     def stream(self, block: Block) -> float:
         """Bytes of a block's input."""
@@ -185,7 +200,7 @@ class RankSizes:
         division = self.division
         if not division.profile.tied or division.profile.frozen or self.plan.axes.pp > 1:
             return 0.0
-        kept_apart = self.adds_up or (self.accumulates and not self.engine)
+        kept_apart = self.adds_up or (self.accumulates and not self.engine and not self.casts)
         return division.embedding_table * (kept_apart + 2 * all_there)
 
     def ends_of(self, stage: Stage) -> float:

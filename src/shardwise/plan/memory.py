@@ -18,6 +18,7 @@ from shardwise.plan.activations import (
     is_gathered,
     kept_bytes,
     kept_in,
+    recomputed_in,
     saved_bytes,
     saving_of,
     working_bytes,
@@ -25,6 +26,7 @@ from shardwise.plan.activations import (
 from shardwise.plan.around import copied, outside_step
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.eager_rank import eager_rank
+from shardwise.plan.engines import casts_weights
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
@@ -308,6 +310,8 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     sharded = plan.zero > 0 and (plan.zero == 3 or stack.keeps_shards) and division.shards > 1
     if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
+    if casts_weights(plan) and stack.name in OWN:
+        return _cast_of(division, stages, stack) * width
     if not plan.reshards:
         gathered = plan.zero == 3 or sharded
         return division.whole(stages) * width if width < 4 or gathered else 0.0
@@ -317,6 +321,20 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
     gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
     return (min(most * (1 + plan.communication.prefetch), every) + gradient + ends) * width
+
+
+def _cast_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Weights that one process has cast and backward passes need: all but tables, and but recomputed blocks' own.
+
+    Compiled code keeps those of recomputed blocks too, which it casts outside of what it recomputes.
+    """
+    table = 0.0 if division.profile.tied else division.embedding_table
+    if stack.fused:
+        return division.whole(stages) - table
+    blocks = [each for stage in stages for each in recomputed_in(stage, division.plan)]
+    sizes = [(division.dense(block) + division.filled(block), number, again) for block, number, again in blocks]
+    spared = sum(size * again for size, _, again in sizes) - max((s for s, _, again in sizes if again), default=0.0)
+    return division.whole(stages) - table - spared
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

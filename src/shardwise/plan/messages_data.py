@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from shardwise.plan.activations import is_recomputed
+from shardwise.plan.engines import is_replicated, uses_fully_shard
 from shardwise.plan.groups import Group, groups_of, is_float8
 from shardwise.plan.messages import WIDTH, Collective, Messages, Scene, Stage
 from shardwise.plan.plan import Plan
@@ -21,19 +22,6 @@ READY = (
     + ("v.bias", "v", "k.bias", "k", "q.bias", "q", "ln_1", "ln_1.bias")
 )
 """Parameters of a block in the order in which a backward pass has their gradients."""
-
-
-def is_replicated(plan: Plan) -> bool:
-    """True where DDP sums the gradients: plain replication in one type, with nothing else."""
-    axes = plan.axes
-    return axes.data * axes.cp > 1 and not uses_fully_shard(plan)
-
-
-def uses_fully_shard(plan: Plan) -> bool:
-    """True where `fully_shard` carries the data axes, as `parallel.data.uses_fully_shard` says."""
-    axes = plan.axes
-    composed = axes.data * axes.cp > 1 and max(axes.tp, axes.pp, axes.ep) > 1
-    return plan.zero > 0 or plan.mixed or composed
 
 
 def carries(scene: Scene) -> bool:

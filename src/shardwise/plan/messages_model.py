@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
+from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.groups import Member, is_float8
 from shardwise.plan.messages import Collective, Messages, Scene, Stage
-from shardwise.plan.messages_data import uses_fully_shard
 from shardwise.plan.plan import Recompute
 from shardwise.plan.schedule import stages_of
 

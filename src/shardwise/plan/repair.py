@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.findings import Severity, table_of
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.engines import is_replicated
 from shardwise.plan.plan import Axes, Batch, Plan
 
 _STEPS = 300
@@ -73,8 +74,7 @@ class Case:
     @cached_property
     def uses_ddp(self) -> bool:
         """True where plain replication is carried by DDP; see `parallel/data.py`."""
-        p = self.plan
-        return p.zero == 0 and not p.mixed and p.axes.pp == p.axes.tp == p.axes.ep == 1 and p.axes.data * p.axes.cp > 1
+        return is_replicated(self.plan)
 
     @cached_property
     def num_stages(self) -> int:

@@ -12,6 +12,7 @@ from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, r
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.division import Division, Stage, divide
+from shardwise.plan.engines import casts_weights
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
 from shardwise.plan.links import collective_time, group_of
@@ -192,9 +193,9 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     """What a rank with these stages does for a micro-batch."""
     plan = division.plan
     frozen = division.workload.trained < 1
-    held = is_gathered(plan)
+    held, casts = is_gathered(plan), casts_weights(plan)
     setting = Setting(
-        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held
+        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held, casts
     )
     shape = (division.micro_batch, division.workload.seq_len)
     forward, backward, weight = [], [], []
@@ -277,9 +278,13 @@ def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) 
 
 
 def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -> float:
-    """Seconds in which a device alone copies what `fully_shard` gathers from it and reduces on it."""
-    alone = is_gathered(division.plan) and division.shards == 1
-    return stack.gather_copies * params * alone / (cluster.device.bandwidth * cluster.device.stream)
+    """Seconds in which a device alone copies what `fully_shard` gathers from it and reduces on it, or casts weights."""
+    plan, moved = division.plan, 0.0
+    if casts_weights(plan):
+        moved = stack.cast_copies * plan.batch.micro_batches
+    elif is_gathered(plan) and division.shards == 1:
+        moved = stack.gather_copies
+    return moved * params / (cluster.device.bandwidth * cluster.device.stream)
 
 
 def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Stack) -> float:

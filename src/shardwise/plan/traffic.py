@@ -11,8 +11,9 @@ from collections import Counter
 
 from shardwise.errors import PlanError
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.engines import is_replicated
 from shardwise.plan.messages import Collective, Messages, Scene
-from shardwise.plan.messages_data import carries, data_messages, is_replicated
+from shardwise.plan.messages_data import carries, data_messages
 from shardwise.plan.messages_model import model_messages, pipeline_messages
 from shardwise.plan.messages_update import update_messages
 from shardwise.plan.plan import AXES, Plan

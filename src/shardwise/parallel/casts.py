@@ -1,0 +1,123 @@
+"""`cast_weights`: one process computes in another type than its parameters have, and shards nothing.
+
+The rules are those of `fully_shard`'s mixed precision, by which several ranks compute: what it would gather by itself,
+a block or a module with a type of its own, casts its inputs and its parameters when it is called. Autograd brings the
+gradients back into the parameters' type, and compiled blocks cast within their own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors, put_parameter
+from shardwise.parallel.placed import Placed
+from shardwise.parallel.precision import mixed_precision, ruled_modules
+from shardwise.parallel.tensor_hooks import wrap_forward
+from shardwise.parallel.units import groups_in
+from shardwise.parallel.written import watched
+from shardwise.plan.engines import casts_weights
+from shardwise.plan.plan import Plan
+
+Cast = Callable[[torch.Tensor], torch.Tensor]
+Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
+"""Of each parameter: the modules that have it, and by what name."""
+
+
+def cast_weights(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """Within the forward of its unit, a parameter of one process has the type that is computed in.
+
+    Cost: a copy of each parameter in that type, from its use to that of its gradient.
+    """
+    return placed if plan.compile else _cast_units(placed, plan)
+
+
+def cast_compiled(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
+    """The same of a plan that compiles: round what is recomputed, in which the compiler takes no writes."""
+    return _cast_units(placed, plan) if plan.compile else placed
+
+
+def _cast_units(placed: Placed, plan: Plan) -> Placed:
+    if not casts_weights(plan):
+        return placed
+    for part in placed.parts:
+        names = {module: name for name, module in part.root.named_modules()}
+        units = dict.fromkeys([*ruled_modules(placed, part), *groups_in(placed, part), part.root])
+        for unit in units:
+            policy = mixed_precision(plan, names[unit], placed.types)
+            if policy.param_dtype is None:
+                continue
+            if not plan.compile:  # what looks at values would be compiled
+                wrap_forward(unit, watched(unit, names[unit], units))
+            places, to_compute = _places(unit, units), partial(_to, policy.param_dtype)
+            wrap_forward(unit, partial(_cast_forward, places, to_compute, policy.output_dtype))
+            if has_forward_pre_hook(unit):
+                _cast_for_hooks(unit, places, to_compute)
+    return placed
+
+
+def _places(unit: nn.Module, units: Container[nn.Module]) -> Places:
+    """Those of a unit: of the modules in it that are in no unit inside of it."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in _own_modules(unit, units):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((module, key))
+    return tuple(map(tuple, found.values()))
+
+
+def _own_modules(unit: nn.Module, units: Container[nn.Module]) -> Iterator[nn.Module]:
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _own_modules(child, units)
+
+
+def _cast_forward(
+    places: Places, to_compute: Cast, output_dtype: torch.dtype | None, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    kept = _put_casts(places, to_compute)
+    try:
+        output = forward(*map_tensors(to_compute, args), **map_tensors(to_compute, kwargs))
+    finally:
+        _put_back(places, kept)
+    return output if output_dtype is None else map_tensors(partial(_to, output_dtype), output)
+
+
+def _cast_for_hooks(unit: nn.Module, places: Places, to_compute: Cast) -> None:
+    """Let hooks before a unit's forward see what forward sees: that of `weight_norm` makes a weight of parameters."""
+    kept: list[list[torch.Tensor]] = []
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        kept.append(_put_casts(places, to_compute))
+        return map_tensors(to_compute, args), map_tensors(to_compute, kwargs)
+
+    def end(*_: Any) -> None:
+        _put_back(places, kept.pop())
+
+    hook_first(unit, begin, with_kwargs=True)
+    unit.register_forward_hook(end, always_call=True)
+
+
+def _put_casts(places: Places, to_compute: Cast) -> list[torch.Tensor]:
+    """The parameters, in the place of which their casts are now."""
+    kept = [cast(torch.Tensor, module._parameters[key]) for (module, key), *_ in places]
+    for parameter, sites in zip(kept, places, strict=True):
+        value = to_compute(parameter)
+        for module, key in sites:
+            put_parameter(module, key, value)
+    return kept
+
+
+def _put_back(places: Places, kept: list[torch.Tensor]) -> None:
+    for parameter, sites in zip(kept, places, strict=True):
+        for module, key in sites:
+            put_parameter(module, key, parameter)
+
+
+def _to(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

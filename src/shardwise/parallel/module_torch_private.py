@@ -1,0 +1,42 @@
+"""The private torch names for modules' hooks, parameters and inputs. Each has a test that fails when torch moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.utils import _apply_to_tensors
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """The tensors in lists, mappings and dataclasses each by what a function makes of it, as `fully_shard` does it."""
+    return _apply_to_tensors(function, values)
+
+
+def put_parameter(module: nn.Module, key: str, value: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter: `Module._parameters`, and `RNNBase._flat_weights`, which follows it.
+
+    Not as an attribute: the compiler of torch 2.12 deletes the parameter where one of its name is deleted.
+    """
+    cast(dict[str, Any], module._parameters)[key] = value
+    if isinstance(module, nn.RNNBase) and key in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(key)] = value
+
+
+def has_forward_pre_hook(module: nn.Module) -> bool:
+    """Whether `register_forward_pre_hook` was called on a module."""
+    return bool(module._forward_pre_hooks)
+
+
+def hook_first(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
+    """Register a pre-hook of forward that runs before those that are there: `_forward_pre_hooks`.
+
+    Torch's `prepend` turns the order of that dict round in a way that the compiler of torch 2.11 does not see: it looks
+    one hook up in the place of another. So they are put in anew.
+    """
+    module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+    hooks = list(module._forward_pre_hooks.items())
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks.update(hooks)

@@ -1,0 +1,142 @@
+"""Weights that one process casts as it uses them: bit for bit what `fully_shard` computes with on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import weight_norm
+from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
+
+import shardwise as sw
+from shardwise.plan.engines import casts_weights, uses_fully_shard
+from shardwise.plan.repair import change
+from tests.parity import grid, moe_models
+
+ROWS, WIDTH = 4, 16
+
+
+class Remembering(nn.Module):
+    """An LSTM, which keeps its weights in a list of its own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.lstm(x)[0]
+
+
+class Recurrent(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).mean((1, 2))
+
+
+class Vocoder(nn.Module):
+    """Blocks whose own hooks, or parametrizations, make their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.old = nn.ModuleList(weight_norm(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)) for _ in range(3))
+        self.new = nn.ModuleList(new_weight_norm(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.old, *self.new):
+            x = x + layer(x).relu()
+        return x.mean((1, 2))
+
+
+class Shared(nn.Module):
+    """Parameters of the root, one without dims, one unused; a tied table that others read; batch norms; a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2))
+        self.gate, self.table = nn.Parameter(torch.ones(())), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.table.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x.mean(1))
+        for layer in self.layers:
+            x = x + layer(x) * self.gate
+        return (self.tied(x) @ self.table.weight * self.scale.to(x.dtype)).sum(1)
+
+
+OWN: dict[str, Callable[[], nn.Module]] = {"recurrent": Recurrent, "vocoder": Vocoder, "shared": Shared}
+CASES = [
+    ("decoder", "bf16"),
+    ("decoder", "fp16"),
+    ("decoder", "bf16 / mb2"),
+    ("decoder", "bf16 / recompute=blocks"),
+    ("decoder", "bf16 / recompute=ops / mb2"),
+    ("decoder", "bf16 / wrap=500"),
+    ("decoder", "bf16 precision=layers.*.attn_norm:fp32,layers.1:fp32"),
+    ("decoder", "fp32 precision=layers.0.ffn:bf16"),
+    ("gpt", "bf16 / offload=activations"),
+    ("moe", "bf16 / recompute=blocks"),
+    ("recurrent", "bf16"),
+    ("recurrent", "bf16 / recompute=blocks"),
+    ("vocoder", "bf16"),
+    ("vocoder", "bf16 blocks=old.*"),
+    ("vocoder", "bf16 / recompute=blocks blocks=new.*"),
+    ("shared", "bf16 / mb2"),
+]
+
+
+def gradients(model: str, plan: sw.Plan) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses of two steps, the gradients of the second, and the units of `fully_shard`."""
+    generator = torch.Generator().manual_seed(1)
+    with sw.open_mesh(plan) as mesh:
+        factory = OWN.get(model) or {**grid.MODELS, "moe": moe_models.MODELS["softmax"]}[model]
+        placed = sw.apply(factory, plan, mesh, seed=0)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3))
+        trace = grid.Trace()
+        grid.spy_on_gradients(state, trace)
+        if model in OWN:
+            batch: Any = torch.randn(ROWS, WIDTH, WIDTH, generator=generator)
+            step = sw.make_step(state, lambda output, _: sw.Loss(output.float().square().sum(), ROWS))
+        else:
+            batch = {"input_ids": torch.randint(60, (ROWS, 9), generator=generator)}
+            batch["labels"] = batch["input_ids"]
+            step = sw.make_step(state, lambda output, batch: grid.loss_fn(getattr(output, "logits", output), batch))
+        losses = [step(batch).loss for _ in range(2)]
+        units = sum(isinstance(module, FSDPModule) for module in placed.parts[0].run.modules())
+    return losses, trace.grads[-1], units
+
+
+def both(model: str, text: str) -> None:
+    plan = sw.Plan.parse(f"dp1 / {text}")
+    held = change(plan, zero=1)
+    assert casts_weights(plan)
+    assert uses_fully_shard(held)
+    losses, ours, units = gradients(model, plan)
+    truth, theirs, others = gradients(model, held)
+    assert not units
+    assert others
+    assert losses == truth
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize(("model", "text"), CASES)
+def test_equal_bits(world, model: str, text: str) -> None:
+    world(1, both, model, text)
