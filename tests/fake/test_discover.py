@@ -185,6 +185,7 @@ def readings_of(cluster: Cluster, here: Found, dtypes: tuple[str, ...]) -> Readi
             for n in (512, 4096)
         ),
         launch=7e-6,
+        product_launch=3e-5,
         host=cluster.host_bandwidth,
         links={
             tier: tuple(

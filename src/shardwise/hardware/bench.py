@@ -54,6 +54,8 @@ class Readings:
     heads: tuple[Heads, ...]
     launch: float
     """Seconds of the host per kernel."""
+    product_launch: float
+    """And per matrix product."""
     host: float
     """Bytes per second from the host to a device."""
     links: Mapping[str, tuple[Message, ...]]
@@ -131,10 +133,11 @@ def _read(run: Runner, seconds: float, on_stage: Callable[[str, float], None]) -
         done += SHARES[name] * 0.95
     copies, streams = (_middle(rows) for rows in zip(*results["memory"], strict=True))
     tiers = {tier: _middle([rank[tier] for rank in results["links"]]) for tier in results["links"][0]}
-    launch, host = (median(values) for values in zip(*results["host"], strict=True))
+    launch, product, host = (median(values) for values in zip(*results["host"], strict=True))
     return Readings(
         found=found, nodes=len(places) // per_node, per_node=per_node, products=tuple(products), copies=copies,
-        streams=streams, heads=_middle(results["attention"]), launch=launch, host=host, links=tiers,
+        streams=streams, heads=_middle(results["attention"]), launch=launch, product_launch=product,
+        host=host, links=tiers,
     )  # fmt: skip
 
 
@@ -194,7 +197,8 @@ def fitted(readings: Readings) -> Measured:
         "nodes: read, from the ranks",
     )
     name = f"{nearest if preset else device.name}:{readings.per_node}x{readings.nodes}, measured"
-    cluster = cluster.with_(name=name, host_bandwidth=readings.host, launch=readings.launch, origins=origins)
+    host = {"host_bandwidth": readings.host, "launch": readings.launch, "product_launch": readings.product_launch}
+    cluster = cluster.with_(name=name, origins=origins, **host)
     return Measured(
         cluster=cluster, nearest=nearest, launch=readings.launch, errors=errors, readings=readings, seconds=0.0
     )

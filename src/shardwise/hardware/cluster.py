@@ -174,6 +174,8 @@ class Cluster:
     """Bytes per node; 0: not known."""
     launch: float = 0.0
     """Seconds of the host per kernel, as a probe found it; 0: as the software stack says."""
+    product_launch: float = 0.0
+    """The same per matrix product, whose library picks a kernel; 0: as any."""
     loading: Loading = field(default_factory=Loading)
     origins: tuple[str, ...] = ()
     """`name: measured|read|table|assumed, how`, a line for each number that has another origin than its record says."""
@@ -185,7 +187,7 @@ class Cluster:
         for name in ("nodes", "per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster {self.name}: {name}: found {getattr(self, name)}, needed at least 1")
-        _refuse(f"cluster {self.name}", self, "host_bandwidth", "domain host_memory launch")
+        _refuse(f"cluster {self.name}", self, "host_bandwidth", "domain host_memory launch product_launch")
         object.__setattr__(self, "domain", self.domain or self.per_node)
 
     @property
@@ -214,7 +216,10 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
         ConfigError: a file that does not describe a cluster, with key and line.
     """
     if isinstance(source, str) and not source.endswith((".toml", ".json")):
-        return _preset(source)
+        word = read_word(source)
+        local, network = (from_dict(Link, link) for link in (word.local, word.network))
+        size: dict[str, Any] = {"nodes": word.nodes, "per_node": word.per_node, **word.shape}
+        return Cluster(name=source, device=from_dict(Device, word.device), local=local, network=network, **size)
     data, text = read_file(source)
     try:
         return cluster_from(data)
@@ -296,7 +301,7 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "attention", "rise"): _Quantity("keys", "512", 1, 1e6),
     ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
     **{keys: _LINK for keys in (("local", "bandwidth"), ("network", "bandwidth"), ("host_bandwidth",))},
-    **{keys: _LATENCY for keys in (("local", "latency"), ("network", "latency"), ("launch",))},
+    **{keys: _LATENCY for keys in (("local", "latency"), ("network", "latency"), ("launch",), ("product_launch",))},
     **{(tier, "wires"): _Quantity("whole wires", "7", 0, most) for tier, most in (("local", 64), ("network", 0))},
     ("host_memory",): _Quantity("bytes", "2e12", 1e8, 1e15, zero=True, slips=_BYTES),
     **{("loading", name): _LINK for name in ("rows", "decoded")},
@@ -310,8 +315,8 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     **dict.fromkeys((("local",), ("network",)), Link),
     ("loading",): Loading,
 }
-_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "loading", "unaligned", "wires", "triton",
-                "rise")  # fmt: skip
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "product_launch", "loading", "unaligned",
+                "wires", "triton", "rise")  # fmt: skip
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 
@@ -389,12 +394,3 @@ def _default(kind: type, path: tuple[str, ...]) -> str:
     error = RecordError(path, f"missing; needed {needed}")
     error.keys = path[:-1]  # the line of the table that lacks it
     raise error
-
-
-def _preset(text: str) -> Cluster:
-    """The cluster that a word names, see `presets.read_word`."""
-    word = read_word(text)
-    local, network = (from_dict(Link, link) for link in (word.local, word.network))
-    device = from_dict(Device, word.device)
-    size: dict[str, Any] = {"nodes": word.nodes, "per_node": word.per_node, **word.shape}
-    return Cluster(name=text, device=device, local=local, network=network, **size)

@@ -119,8 +119,11 @@ def attention(seconds: float) -> list[Heads]:
     return found
 
 
-def host(seconds: float) -> tuple[float, float]:
-    """(seconds of the host per kernel, recorded for a backward pass; bytes per second from the host to the device)."""
+def host(seconds: float) -> tuple[float, float, float]:
+    """Seconds of the host per kernel, recorded for a backward pass, and per matrix product; its bytes per second.
+
+    These are copied to the device. A product's library looks for a kernel: of 16 bits where a device has those.
+    """
     device = _device()
     weight = torch.ones(8, device=device, requires_grad=True)
 
@@ -130,10 +133,19 @@ def host(seconds: float) -> tuple[float, float]:
             y = F.silu(y + weight)
         return y
 
-    issued = timed(chain, device, seconds / 2, wait=False) / KERNELS
+    small = torch.ones(256, 256, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+    def products() -> object:
+        y = small
+        for _ in range(KERNELS):
+            y = torch.mm(y, small)
+        return y
+
+    issued = timed(chain, device, seconds / 3, wait=False) / KERNELS
+    product = timed(products, device, seconds / 3, wait=False) / KERNELS
     there = torch.empty(2**24, device=device)
     here = torch.ones(2**24, pin_memory=device.type != "cpu")
-    return issued, 4.0 * 2**24 / timed(lambda: there.copy_(here), device, seconds / 2)
+    return issued, product, 4.0 * 2**24 / timed(lambda: there.copy_(here), device, seconds / 3)
 
 
 def join() -> None:

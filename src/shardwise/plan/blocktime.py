@@ -22,6 +22,7 @@ from shardwise.plan.kernels import (
 from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes
 from shardwise.plan.stack import Stack
+from shardwise.plan.updating import apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Setting:
     def launch(self) -> float:
         """Seconds of the host per kernel: those that a probe found, else the stack's."""
         return self.cluster.launch or self.stack.launch
+
+    @property
+    def product_launch(self) -> float:
+        """The same per matrix product."""
+        return self.cluster.product_launch or self.launch
 
     @property
     def width(self) -> float:
@@ -114,7 +120,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         hidden=max(0.0, hidden + tensor - exposed),  # to rounding
         weight=back - inputs,
         whole=both - back + sent[0],
-        light=_again_light(light, device, host, kernels, setting),
+        light=_again_light(block, light, device, host, kernels, setting),
     )
 
 
@@ -208,13 +214,13 @@ looks at each, in the forward pass and when it is repeated (measured: 16 blocks 
 
 
 def _again_light(
-    light: float, device: tuple[float, float], host: tuple[float, float], kernels: int, setting: Setting
+    block: Block, light: float, device: tuple[float, float], host: tuple[float, float], kernels: int, setting: Setting
 ) -> float:
     """Seconds that per-operator recompute adds to a block, in both passes."""
     forward, backward = device
     if setting.stack.fused or not setting.stack.compiles:
         return max(backward + light, host[1] + host[0] / 2) - max(backward, host[1])
-    looks = SELECTIVE * setting.launch * kernels
+    looks = SELECTIVE * setting.launch * (kernels + _casts(block) * setting.casts)
     return max(light, looks + host[0] / 2) + max(0.0, host[0] + looks - max(forward, host[0]))
 
 
@@ -227,12 +233,27 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     routed = stack.route_host + stack.expert_host * local if local else 0.0
     shards = stack.shard_host * slower if setting.gathers else 0.0
     if setting.casts and not stack.fused:
-        shards = setting.launch * sum(op.name in ("norm", "qk-norm") or isinstance(op, Matmul) for op in block.ops)
+        shards = setting.launch * _casts(block)
+    picks = (setting.product_launch - setting.launch) * _products(block)
     attention = [op for op in block.ops if isinstance(op, Attention)]
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in attention)
     own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower
-    forward = setting.launch * kernels + own + routed + shards
-    return forward, setting.launch * 2 * kernels + own * stack.backward_host + routed + 1.2 * shards
+    forward = setting.launch * kernels + picks + own + routed + shards
+    backward = setting.launch * 2 * kernels + 2 * picks + own * stack.backward_host + routed + 1.2 * shards
+    return forward, backward
+
+
+@lru_cache(maxsize=4096)
+def _products(block: Block) -> int:
+    """Matrix products of its forward pass, each of one weight; without those of experts, see `Stack.expert_host`."""
+    heads = next((op for op in block.ops if isinstance(op, Attention)), None)
+    gated = any(op.name == "swiglu" for op in block.ops)
+    return sum(len(apart(op, heads, gated)) for op in block.matmuls if not op.experts)
+
+
+def _casts(block: Block) -> int:
+    """Kernels that cast its weights: those of products and norms."""
+    return _products(block) + sum(op.name in ("norm", "qk-norm") for op in block.ops)
 
 
 def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:

@@ -93,12 +93,12 @@ def matrices(block: Block) -> tuple[Matrix, ...]:
     for op in block.matmuls:
         if op.experts or not op.own or not op.trained:
             continue
-        for outs in _apart(op, heads, gated):
+        for outs in apart(op, heads, gated):
             found.append(Matrix(outs, op.ins, op.split in ("column", "row")))
     return tuple(found)
 
 
-def _apart(op: Matmul, heads: Attention | None, gated: bool) -> tuple[int, ...]:
+def apart(op: Matmul, heads: Attention | None, gated: bool) -> tuple[int, ...]:
     """Output sizes of the parameters of a product: queries, keys and values; gate and up."""
     if op.name == "qkv" and heads is not None:
         keys = heads.kv_heads * heads.qk_dim
