@@ -63,6 +63,7 @@ raise {ECHO}
 """
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("code", [ExitCode.NON_FINITE, ExitCode.SPIKE])
 @pytest.mark.parametrize("how", ["fork", "exec"])
 def test_ranks_that_end_in_agreement_may_take_their_time(tmp_path: Path, code: ExitCode, how: str) -> None:
@@ -94,7 +95,8 @@ def ended(folder: Path, ranks: Scripted, **policy: float) -> Outcome:
     return wait_for(Job(target=__file__, nproc=3, **policy), ranks, files, Stopping())
 
 
-def test_who_is_told_to_end_does_not_change_the_verdict(tmp_path: Path) -> None:
+def test_who_is_told_to_end_does_not_change_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "SETTLE_S", 0.3)  # of which one passes in each case
     hangs = Scripted({0: (1, 5), 1: (2, 5)})
     assert ended(tmp_path, hangs, stop_grace_s=0.1) == Outcome(exit_code=ExitCode.NON_FINITE)
     assert hangs.polls > 5  # the grace was given
@@ -121,6 +123,7 @@ def test_ranks_that_end_one_after_the_other_with_a_code_of_the_table_agree(tmp_p
     assert ended(tmp_path, Scripted({0: (1, 11), 1: (8, 11), 2: (15, 7)})).exit_code == ExitCode.RANK_FAILED
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("slow_s", [0, 0.7])
 def test_a_rank_that_leaves_with_status_0_is_named(tmp_path: Path, slow_s: float) -> None:
     code, _, err = finish(start(tmp_path, LEAVES.format(slow_s=slow_s), "--nproc", "3"))
@@ -180,6 +183,7 @@ BREAKS = (
 )
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("words", [(), ("--elastic", "1:2", "--slot-failures", "1")], ids=["recover", "elastic"])
 def test_leaving_is_not_recovered_from(tmp_path: Path, words: tuple[str, ...]) -> None:
     script = tmp_path / "breaks.py"

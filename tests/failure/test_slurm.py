@@ -34,6 +34,7 @@ MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
+SchedulerParameters=sched_interval=2,bf_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 AccountingStorageType=accounting_storage/none
@@ -51,6 +52,9 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
 """
+SIZES = "--model tiny --layers 2 --dim 32 --heads 2 --ffn 48 --seq 32 --batch 4 --device cpu"
+STEPS = 500
+"""More than are made while the signal is on its way."""
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 NEEDS = ("slurmctld", "slurmd", "srun", "sbatch")
 pytestmark = [
@@ -122,6 +126,7 @@ def test_srun_starts_the_ranks(slurm: dict[str, str], tmp_path: Path) -> None:
     assert ranks_said(text) == [f"total 1111 rank {rank} of 4" for rank in range(4)], text
 
 
+@pytest.mark.soak  # in every run: supervisors of two hosts, and srun with ranks
 def test_srun_starts_supervisors_that_recover(slurm: dict[str, str], tmp_path: Path) -> None:
     words = [sys.executable, "-m", "shardwise", "run", "--recover", "--events", str(tmp_path / "events")]
     words += [str(RECOVERING), "fsdp4", "--", str(tmp_path), "1000000"]
@@ -145,7 +150,9 @@ def test_a_batch_job_is_warned_requeued_and_goes_on(slurm: dict[str, str], tmp_p
     """What docs/launch.md shows: SIGUSR1 ends in a checkpoint and 138, upon which the script asks to be run again."""
     out, script = tmp_path / "run", tmp_path / "job.sh"
     (shown,) = re.findall(r"```text\n(#!/bin/bash\n#SBATCH.*?)```", PAGE.read_text(), re.DOTALL)
-    train = f"{sys.executable} -m shardwise train --steps 40 --eval-every 40 --no-sample"
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    train = f"{sys.executable} -m shardwise train --steps {STEPS} --eval-every {STEPS} --no-sample {SIZES}"
+    train += f" --data {tmp_path / 'text.txt'}"
     script.write_text(shown.replace("shardwise train", train).replace("/shared/runs/a", str(out)))
     job = of(slurm, "sbatch", "--parsable", "-o", str(tmp_path / "log"), str(script))
     wait(lambda: len(lines_of(out / "metrics.jsonl")) > 3, "some steps", 120)
@@ -157,4 +164,4 @@ def test_a_batch_job_is_warned_requeued_and_goes_on(slurm: dict[str, str], tmp_p
     assert "ExitCode=0:0" in of(slurm, "scontrol", "show", "job", job)
     assert "resume proof: " in said.read_text()
     records = [json.loads(line) for line in lines_of(out / "metrics.jsonl")]
-    assert [record["step"] for record in records if "loss" in record] == list(range(1, 41))
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, STEPS + 1))

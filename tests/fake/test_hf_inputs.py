@@ -65,6 +65,7 @@ def asked_of(model: str, **options: Any) -> Question:
     return question(model, "h100:8", seq=options.pop("seq", None), batch=8, tokens=None, **options)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", READ)
 def test_what_is_no_token_ids_alone_is_fed_and_read(tmp_path: Path, name: str) -> None:
     keys, blocks, length = READ[name]
@@ -81,13 +82,15 @@ def test_what_is_no_token_ids_alone_is_fed_and_read(tmp_path: Path, name: str) -
             asked_of(model, seq=8)
 
 
-def test_the_step_of_pictures_and_of_two_texts_is_traced(tmp_path: Path) -> None:
-    for name, blocks, length in (("vit", "auto", 3), ("t5", "*.block.*", 16)):
-        planned = planned_hf(written(tmp_path, READ[name][0]))
-        layout, work = Plan.parse("dp2").with_(blocks=blocks), Workload(seq_len=length, global_batch=8)
-        traced = estimate_module_by_trace(planned.made(length), layout, work)
-        closed = estimate_memory(read_planned(name, planned, length, "meta")[0], layout, work, stack=stack_on("cpu"))
-        assert closed.allocated == pytest.approx(traced.peak, rel=0.1)
+@pytest.mark.parametrize(
+    ("name", "blocks", "length"), [("vit", "auto", 3), pytest.param("t5", "*.block.*", 16, marks=pytest.mark.soak)]
+)
+def test_the_step_of_pictures_and_of_two_texts_is_traced(tmp_path: Path, name: str, blocks: str, length: int) -> None:
+    planned = planned_hf(written(tmp_path, READ[name][0]))
+    layout, work = Plan.parse("dp2").with_(blocks=blocks), Workload(seq_len=length, global_batch=8)
+    traced = estimate_module_by_trace(planned.made(length), layout, work)
+    closed = estimate_memory(read_planned(name, planned, length, "meta")[0], layout, work, stack=stack_on("cpu"))
+    assert closed.allocated == pytest.approx(traced.peak, rel=0.1)
 
 
 def test_what_a_sample_is() -> None:
@@ -166,11 +169,11 @@ class Shared(nn.Module):
 
 
 class Loops(Shared):
-    """Goes through the tokens one by one."""
+    """Goes through the tokens, four by four."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        return self.head(torch.stack([self.block.up(x[:, i]).relu() for i in range(x.shape[1])], 1)[..., :64])
+        return self.head(torch.cat([self.block.up(part).relu() for part in x.split(4, 1)], 1)[..., :64])
 
 
 class Squares(Shared):

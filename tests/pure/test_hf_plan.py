@@ -241,6 +241,7 @@ def test_sizes_that_a_file_does_not_say_are_marked_as_assumed(tmp_path: Path) ->
     assert "hidden_size 2,304" in note and "num_hidden_layers" not in note
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("keys", "longest"),
     [
@@ -278,10 +279,15 @@ def test_tp_and_ep_where_apply_accepts_them(tmp_path: Path) -> None:
         estimates(plan.with_(axes=Axes(tp=3)), asked[0], load_stack("shardwise"))
 
 
-def test_tp_is_left_out_where_layers_would_stay_whole() -> None:
-    asked = question("hf:gpt2", "h100:8", seq=512, batch=8, tokens=None)
+def test_tp_is_left_out_where_layers_would_stay_whole(tmp_path: Path) -> None:
+    gpt2 = written(tmp_path, model_type="gpt2", n_layer=2, n_embd=64, n_head=4, vocab_size=321)
+    asked = question(gpt2, "h100:8", seq=64, batch=8, tokens=None)
     assert "tp" in asked.refused and "tp is left out: hf.whole" in asked.assumed
-    assert question("hf:mixtral", "h100:8", seq=512, batch=8, tokens=None).refused == ()
+    mixtral = written(
+        tmp_path, model_type="mixtral", hidden_size=64, intermediate_size=96, num_attention_heads=8,
+        num_key_value_heads=8, num_hidden_layers=2, num_local_experts=8, vocab_size=320,
+    )  # fmt: skip
+    assert question(mixtral, "h100:8", seq=64, batch=8, tokens=None).refused == ()
 
 
 def test_that_a_sample_is_text_alone_is_said(tmp_path: Path) -> None:
@@ -295,6 +301,5 @@ def test_that_a_sample_is_text_alone_is_said(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     asked = question(f"hf:{tmp_path}", "h100:8", seq=32, batch=8, tokens=None)
     assert [note for note in asked.assumed if "vision part keeps and computes is not counted" in note]
-    assert not any(
-        "is text alone" in note for note in question("hf:llama", "h100:1", seq=8, batch=1, tokens=None).assumed
-    )
+    llama = written(tmp_path, model_type="llama", **small, vocab_size=320)
+    assert not any("is text alone" in note for note in question(llama, "h100:1", seq=8, batch=1, tokens=None).assumed)
