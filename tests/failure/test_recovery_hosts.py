@@ -96,7 +96,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("plan", "blows", "count"),
     [
-        ("dp2 fsdp2", 6, 2),  # a host has all parts of the state, and the other one too: each keeps its own
+        ("dp2 fsdp2", 3, 2),  # a host has all parts of the state, and the other one too: each keeps its own
         pytest.param("fsdp4", 40, 2, marks=pytest.mark.soak),
         pytest.param("fsdp4", 40, 4, marks=pytest.mark.soak),
         pytest.param("dp4", 40, 2, marks=pytest.mark.soak),
@@ -135,6 +135,7 @@ def test_kills_on_all_hosts_change_no_bit(world: World, tmp_path: Path, plan: st
         assert (there / f"digest-{rank}").read_text() == (here / f"digest-{rank}").read_text()
 
 
+@pytest.mark.soak  # in every run: the same, by a network that is cut
 def test_a_host_that_is_gone_ends_the_job_on_all(tmp_path: Path) -> None:
     hosts = start_run(tmp_path, "fsdp4")
     wait_for_steps(hosts[0], tmp_path, 2)
@@ -218,6 +219,7 @@ def test_torchrun_starts_supervisors_that_recover_and_starts_them_again(tmp_path
     assert again % 5 == 1 and steps[-1] >= again + 8  # after the newest checkpoint
 
 
+@pytest.mark.soak  # in every run: the same supervisors under the run verb, and the train verb on one host
 def test_the_train_verb_recovers_over_hosts(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "a"
     text.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))

@@ -30,6 +30,8 @@ PAGES = {
     *(f"docs/{n}.md" for n in ["quickstart", "data-parallel", "recompute", "precision", "step", "mesh", "parity"]),
 }
 BLOCKS = [block for block in all_blocks() if block.page in PAGES and block.language == "console"]
+SOAK = ("shardwise verify", "torchrun")
+"""Of several starts each; tests of these verbs run at every change."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 BIN = Path(sys.executable).parent
 
@@ -65,7 +67,11 @@ def typed(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=environment, timeout=240)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=pytest.mark.soak if any(word in b.text for word in SOAK) else ()) for b in BLOCKS],
+    ids=str,
+)
 def test_commands_print_what_the_page_says(block: Block, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for line, code, output in commands(block.text):
@@ -96,6 +102,7 @@ def train_gpt(plan: str, folder: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("row", table("docs/quickstart.md", "plan | processes | loss"), ids=lambda row: row[0])
 def test_quickstart_prints_the_same_under_every_plan(world: World, row: list[str], tmp_path: Path) -> None:
     plan, processes, *numbers = row

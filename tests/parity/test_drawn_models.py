@@ -1,6 +1,6 @@
 """Model x plan x options, drawn at random: every legal draw trains as one process does.
 
-Loss, norm, each gradient, each parameter and each average of two steps, in fp64. `SHARDWISE_SOAK=200` draws 24
+Loss, norm, each gradient, each parameter and each average of two steps, in fp64. `SHARDWISE_SOAK=200` draws 48
 times as many, others on every run; the seed is in the name of the test. A failure names its case;
 `differences(world, [case])` repeats it.
 """
@@ -17,7 +17,7 @@ from tests.parity import grid
 from tests.parity.drawn_models import MODELS, Case, draw, run_cases
 
 SOAK = int(os.environ.get("SHARDWISE_SOAK", "0"))
-PER_JOB = 8
+PER_JOB = 8 if SOAK else 4
 WORLDS = (1, 2, 2, 2, 2, 4) * (24 if SOAK else 1)
 """World sizes of the jobs."""
 FIRST_SEED = Random().randrange(10**6) if SOAK else 0

@@ -118,7 +118,7 @@ def check_parity(world: World, text: str, global_batch: int) -> None:
     assert max(worst.values()) <= 1e-11, (text, global_batch, worst)
 
 
-@drawing(4)
+@drawing(2)
 @given(text=sensible((1, 2, 4, 4, 8, 8, 8)), global_batch=st.sampled_from(BATCHES))
 def test_legal_plans_train_as_one_process(world: World, text: str, global_batch: int) -> None:
     plan = sw.Plan.parse(text)
@@ -133,7 +133,7 @@ def test_torch_fails_where_the_row_of_static_graph_says_so(world: World) -> None
     assert all("expect_autograd_hooks_ INTERNAL ASSERT" in said for said in world(2, static_graph_accumulates, text))
 
 
-@drawing(75)
+@drawing(40)
 @given(text=anything() | sensible((1, 2, 4, 8, 16)))
 def test_plans_are_refused_by_the_table_or_applied(text: str) -> None:
     plan = sw.Plan.parse(text)

@@ -1,6 +1,6 @@
 """Twelve plans times twelve: what one saved, another loads and saves again, and not a bit differs.
 
-Every sixth pair at each change, so that each plan saves for two and loads from two; all in `make soak`.
+Every twelfth pair at each change, so that each plan saves for one and loads from one; all in `make soak`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLANS = (
     "pp2 tp2 / mb2", "dp2 fsdp2 tp2",
 )  # fmt: skip
 PROBED = "fsdp2 tp2"
-APART = 1 if os.environ.get("SHARDWISE_SOAK") else 6
+APART = 1 if os.environ.get("SHARDWISE_SOAK") else 12
 CONFIG = DecoderConfig(
     vocab_size=32, dim=16, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8, tie_embeddings=True
 )

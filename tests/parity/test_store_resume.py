@@ -7,6 +7,7 @@ optimizer state, average and scalar. The model draws in every way that is keyed;
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from tests.parity.random_models import DIM, SEQ, VOCAB, Block
 
 STEPS, ROWS, SIZE = 7, 4, 22
 """A step takes 4 of 22 samples, so the run passes from one epoch into the next."""
-ALONE, TOGETHER = 100, 24
+ALONE, TOGETHER = (100, 24) if os.environ.get("SHARDWISE_SOAK") else (40, 12)
 
 
 class Case(NamedTuple):
