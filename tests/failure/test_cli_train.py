@@ -187,6 +187,7 @@ def test_a_tokenizer_that_exceeds_the_vocabulary(world: World, text: Path, tmp_p
     assert "vocab_size >= 256" in ran.stderr
 
 
+@pytest.mark.soak  # in every run: a factory of transformers, tests/parity/test_hf_train.py
 def test_a_factory_under_another_plan(text: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from shardwise.models.gpt import GPT, GPTConfig\n"

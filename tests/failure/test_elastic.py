@@ -227,6 +227,7 @@ def test_below_the_minimum_nobody_trains_and_signals_end_in_order(tmp_path: Path
     assert not psutil.wait_procs(children, timeout=5)[1]
 
 
+@pytest.mark.soak  # in every run: what a few cannot save, below
 def test_what_dies_after_the_save_of_a_pause_is_not_saved_by_a_few_once_more(tmp_path: Path) -> None:
     """One rank takes the save to its end and ends in order; the other one dies of what ends it then."""
     out, script = tmp_path / "a", tmp_path / "dies_at_exit.py"
@@ -248,6 +249,7 @@ def test_what_dies_after_the_save_of_a_pause_is_not_saved_by_a_few_once_more(tmp
     assert saved == steps_saved(out) == [rows_of(out)[-1]["step"]] and code == ExitCode.TERMINATED, err
 
 
+@pytest.mark.soak  # in every run: a pause, above, and what a few cannot save
 def test_the_same_go_on_after_a_pause_and_a_few_save_what_others_trained(tmp_path: Path) -> None:
     """2 -> 0 -> 2 by the list of slots; then a death, below the minimum: who is left takes over, saves and ends."""
     out = tmp_path / "a"
@@ -290,6 +292,7 @@ def test_what_a_few_cannot_save_is_said_and_has_the_code_of_it(tmp_path: Path) -
     assert "as too few ranks were left to save (137); go on from the last checkpoint" in err
 
 
+@pytest.mark.soak  # in every run: tests/failure/test_endings.py, what cannot be said
 def test_who_is_not_heard_goes_on(tmp_path: Path) -> None:
     out, (read, write) = tmp_path / "a", os.pipe()
     words = ("--elastic", "1:2", "--slot-failures", "1", str(SCRIPT), "dp2 / fp64", "--", str(out), "100")
@@ -337,6 +340,7 @@ def test_too_few_for_too_long_is_an_error_and_what_is_no_list_changes_nothing(tm
     assert (event["event"], event["rank"], event["standby"]) == ("recovery", 1, True)
 
 
+@pytest.mark.soak  # in every run: a change alone, and too few alone
 def test_a_change_before_too_few_are_left_is_recorded(tmp_path: Path) -> None:
     """3 -> 2, and in the first step of the two another death: nobody trains."""
     out = tmp_path / "a"
@@ -426,6 +430,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.soak  # in every run: tests/failure/test_endings.py, records on a full disk
 def test_a_full_disk_ends_no_change(small_disk: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A rank dies while nothing can be written: the other one trains on, and saves when there is room again."""
     out, elsewhere = small_disk / "a", tmp_path_factory.mktemp("elsewhere")

@@ -40,6 +40,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("how", ["fork", "exec"])
 def test_a_rank_is_what_it_would_be_if_it_had_been_started(tmp_path: Path, how: str) -> None:
     process = start(tmp_path, SAYS, "--nproc", "2", "--", "--fast", SHARDWISE_START=how, OMP_NUM_THREADS="1")
@@ -55,6 +56,7 @@ def test_how_ranks_start_is_one_of_two(tmp_path: Path) -> None:
     assert code == ExitCode.LAUNCH and "SHARDWISE_START='spoon': needed `fork`" in err
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("death", "text"),
     [
@@ -95,6 +97,7 @@ def listening(pid: int) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in held}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("how", ["fork", "exec"])
 def test_nobody_beyond_this_machine_can_connect(tmp_path: Path, how: str) -> None:
     script = f"{TORCH}torch.distributed.init_process_group('gloo')\n" + PATIENT.format(stubborn=False)
@@ -123,6 +126,7 @@ def test_a_signal_lets_ranks_save(begun: subprocess.Popen[str], tmp_path: Path) 
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
 
+@pytest.mark.soak  # in every run: the same of ranks that are started
 @pytest.mark.parametrize("begun", [True], indirect=True)
 def test_a_second_signal_ends_at_once(begun: subprocess.Popen[str], tmp_path: Path) -> None:
     ranks = ranks_of(begun, tmp_path)
@@ -157,6 +161,7 @@ def test_a_server_that_dies_is_an_error_with_its_code(begun: subprocess.Popen[st
     assert not any(map(alive, (*ranks, store.pid)))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("words", [(), ("--recover",)], ids=["plain", "recover"])
 def test_ctrl_c_while_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) -> None:
     """The terminal sends it to every process of the group: to the server too, which must not die of it."""

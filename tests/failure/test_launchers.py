@@ -106,6 +106,7 @@ def test_mpirun(script: Path) -> None:
     assert (codes, ranks_said(text)) == ([0], BOTH), text
 
 
+@pytest.mark.soak  # in every run: mpirun with one
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
 def test_mpirun_without_a_port_given(script: Path) -> None:
     mpirun = ["mpirun", "-np", "2", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
@@ -122,6 +123,7 @@ def srun(rank: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.soak  # in every run: srun itself, where there is SLURM
 def test_the_variables_of_srun(script: Path) -> None:
     port = free_port()
     codes, text = finish(*(start(python(script, "dp2"), srun(rank, port)) for rank in (0, 1)))
@@ -132,6 +134,7 @@ def by_hand(rank: int, **more: str) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), **more}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", ["env", "tcp", "file"])
 def test_variables_set_by_hand(script: Path, tmp_path: Path, kind: str) -> None:
     port = str(free_port())
@@ -149,6 +152,7 @@ def test_no_launcher_is_one_process(script: Path) -> None:
     assert (codes, ranks_said(text)) == ([0], ["total 1 rank 0 of 1"]), text
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -164,6 +168,7 @@ def test_a_partial_environment_never_trains_alone(script: Path, env: dict[str, s
     assert [word for word in words if word not in text] == [], text
 
 
+@pytest.mark.soak  # in every run: the same of `shardwise run`, tests/failure/test_run_verb.py
 def test_a_port_in_use(script: Path) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
@@ -183,6 +188,7 @@ def test_a_rank_that_never_comes(script: Path) -> None:
     assert "rank 0 of 2 could not join" in text and "check that every rank was started" in text, text
 
 
+@pytest.mark.soak  # in every run: another rank that never comes
 def test_rank_zero_that_never_comes(script: Path) -> None:
     env = by_hand(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     codes, text = finish(start(python(script, "dp2", 2), env))

@@ -153,6 +153,7 @@ def test_all_ranks_at_once_lose_nothing(world: World, tmp_path: Path) -> None:
         assert (tmp_path / f"digest-{rank}").read_text() == (tmp_path / "a" / f"digest-{rank}").read_text()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kills_first", [True, False])
 def test_a_rank_that_dies_while_the_job_is_asked_to_end_costs_no_step(
     world: World, tmp_path: Path, kills_first: bool
@@ -254,6 +255,7 @@ STANDBY_RAISES = """        import json, select
 STANDBY_FAILS = SCRIPT.read_text().replace("        store.load_latest(state)\n", STANDBY_RAISES)
 
 
+@pytest.mark.soak  # in every run: what fails in who trains
 def test_what_fails_in_who_stood_by_is_tried_by_new_processes(tmp_path: Path) -> None:
     """It got ready while others trained: what it refused may be of that time alone."""
     script = tmp_path / "standby_fails.py"
@@ -271,6 +273,7 @@ def test_what_fails_in_who_stood_by_is_tried_by_new_processes(tmp_path: Path) ->
     assert (event["number"], event["cause"], event["standby"]) == (2, "tide", False)
 
 
+@pytest.mark.soak  # in every run: 200 kills, some of those that stand by
 def test_standbys_are_given_up_after_failures_in_a_row(tmp_path: Path) -> None:
     process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
     wait_for_steps(process, tmp_path, 2)
@@ -374,6 +377,7 @@ def test_a_killed_rank_of_the_train_verb_leaves_the_record_of_an_undisturbed_run
     assert event["step"] >= 3 and event["seconds"] > 0
 
 
+@pytest.mark.soak  # in every run: the same while a rank dies
 def test_sigterm_ends_in_order_and_is_not_recovered_from(tmp_path: Path) -> None:
     process = start(tmp_path, SCRIPT, "dp2", "--", str(tmp_path), "100000", PACE_S="0.05")
     wait_for_steps(process, tmp_path, 2)

@@ -96,6 +96,7 @@ def test_a_start_that_loads_nothing_leaves_the_record_as_it_was(train: Train, he
     assert event["allowed"] == ["optimizer.lr"] and not (run / "starting").exists()
 
 
+@pytest.mark.soak  # in every run: tests/failure/test_elastic.py records its changes
 def test_an_elastic_start_records_its_plan_when_it_has_loaded(here: Path) -> None:
     run, words = here / "a", ("--steps", "4", "--plan", "dp1 / bf16", "--elastic", "1:1", "--allow", "plan.precision")
     before = record(run)
@@ -279,6 +280,7 @@ class Drops(nn.Module):
 """
 
 
+@pytest.mark.soak  # in every run: weights of one that draws nothing
 def test_weights_of_a_model_that_drops_are_proven_by_the_draws_of_their_save(here: Path) -> None:
     """Another seed and step 0 draw others; the new run's own are as without `--weights`."""
     (here / "drops.py").write_text(DROPS)

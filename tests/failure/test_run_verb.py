@@ -105,6 +105,7 @@ def test_an_error_of_ours_keeps_its_exit_code_and_has_no_traceback(tmp_path: Pat
     assert err.strip() == "shardwise: rank 1 failed: data file x: empty"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("death", "text"),
     [("os.kill(os.getpid(), 9)", "killed by SIGKILL"), ("raise SystemExit(7)", "ended with status 7")],

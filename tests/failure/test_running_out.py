@@ -79,6 +79,7 @@ CASES = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", ["sharded", "pipeline", pytest.param("tensor", marks=pytest.mark.soak)])
 def test_the_result_is_that_of_an_undisturbed_run(alone: Path, tmp_path: Path, name: str) -> None:
     plan, fault, expected, rows = CASES[name]

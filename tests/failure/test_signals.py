@@ -53,6 +53,7 @@ def goes_on(text: str, directory: str) -> dict[str, torch.Tensor]:
         return {n: grid.whole(p) for n, p in state.placed.named_parameters().items()}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "pp2 / 1f1b mb2"])
 def test_sigterm_finishes_the_step_saves_and_exits_143(world: World, tmp_path: Path, plan: str) -> None:
     text = f"{plan} / fp64"

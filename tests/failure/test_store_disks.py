@@ -87,6 +87,7 @@ class Vanishing(LocalFiles):
         return act()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("what", ["store", "partial", "newest"])
 def test_a_directory_that_is_removed_while_saving(tmp_path: Path, what: str) -> None:
     """Before every call of a save, in the background or not, in turn: it says so or is complete; the next one works."""

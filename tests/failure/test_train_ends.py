@@ -99,6 +99,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("best", ["0", "1"])
 @pytest.mark.parametrize(
     ("fault", "code"),

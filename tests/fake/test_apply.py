@@ -100,7 +100,7 @@ def num_shards(parameter: torch.Tensor) -> int:
     return math.prod(n for p, n in sizes if p.is_shard() or strided_shard_factor(p) is not None)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("text", [*PLANS, *LARGE])
 def test_every_parameter_is_on_one_stage_whole_or_in_equal_shards(text: str) -> None:
     plan = sw.Plan.parse(text)
@@ -125,6 +125,7 @@ def test_every_parameter_is_on_one_stage_whole_or_in_equal_shards(text: str) -> 
     assert plan.world >= 1024 or set(seen) == set(expected), "a name is on no stage"
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("text", EVERY_RANK)
 def test_every_element_is_held_equally_often(text: str) -> None:
     plan = sw.Plan.parse(text)

@@ -48,7 +48,7 @@ def whole(profile: Profile) -> Profile:
     return replace(profile, blocks=tuple(map(of, profile.blocks)), head=of(profile.head))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_product_counts_with_its_own_rows(name: str) -> None:
     example = example_of(factory(name))

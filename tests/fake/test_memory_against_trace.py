@@ -144,7 +144,7 @@ def check_close(text: str, model: str) -> None:
         assert estimated(text, model, rank) == pytest.approx(traced(text, model, rank), rel=0.03), rank
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(12)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_within_three_per_cent(plan: str, model: str) -> None:
     check_close(plan, model)

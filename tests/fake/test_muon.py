@@ -50,7 +50,7 @@ def check_messages(text: str, model: str, ranks: set[int]) -> None:
         assert mine == dict(trace_step(training_of(spec, WORK), plan, rank=rank).later.collectives)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_messages_equal_the_trace(plan: str, model: str) -> None:
     check_messages(plan, model, {Plan.parse(plan).world - 1})
@@ -74,6 +74,7 @@ def test_a_batch_has_a_matrix_for_each_rank() -> None:
 WIDE: dict[str, Any] = SIZES | {"vocab_size": 512, "dim": 128, "num_heads": 4, "ffn_dim": 352}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("text", "kind"),
     [

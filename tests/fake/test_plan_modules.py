@@ -329,6 +329,7 @@ CANNOT = [
 ]  # fmt: skip
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("verb", [estimate, explain], ids=lambda verb: verb.__name__)
 @pytest.mark.parametrize(("text", "model", "says"), CANNOT)
 def test_what_a_module_cannot_have_is_refused(here: Path, verb: object, text: str, model: str, says: str) -> None:
@@ -336,6 +337,7 @@ def test_what_a_module_cannot_have_is_refused(here: Path, verb: object, text: st
     assert code == ExitCode.REFUSED and re.search(says, said, re.DOTALL), said
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("verb", [estimate, explain], ids=lambda verb: verb.__name__)
 @pytest.mark.parametrize(
     ("text", "model"),

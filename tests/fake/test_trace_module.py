@@ -55,7 +55,7 @@ def cells() -> list[Any]:
     return [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize(("model", "plan"), cells())
 def test_closed_form_is_near_the_trace(model: str, plan: str) -> None:
     made, parsed, seq = factory(model), Plan.parse(plan), SEQ.get(model, 64)
@@ -73,6 +73,7 @@ def repeated() -> nn.Module:
     return model
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("plan", ["pp2 / zero-bubble-v mb4", pytest.param("pp2 / 1f1b mb4", marks=pytest.mark.soak)])
 def test_so_it_is_where_blocks_recompute_themselves(plan: str) -> None:
     parsed, work = Plan.parse(plan), Workload(seq_len=64, global_batch=16)
@@ -134,7 +135,7 @@ def own_cells() -> list[Any]:
     return [*FAST_OWN, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize(("name", "plan"), own_cells())
 def test_what_a_backward_pass_needs_is_seen(name: str, plan: str) -> None:
     made, seq = OWN[name]
@@ -158,6 +159,7 @@ def test_transformers_written_in_primitives(model: str, plan: str) -> None:
     test_closed_form_is_near_the_trace(model, plan)
 
 
+@pytest.mark.soak  # in every run: the scan itself, and the other control
 def test_negative_control_by_operators_alone_a_scan_is_too_small() -> None:
     made, plan, work = OWN["scan"][0], Plan.parse("dp1 / mb2 / recompute=blocks"), Workload(seq_len=64, global_batch=16)
     profile = read_module("scan", made, 64, "meta")
@@ -166,6 +168,7 @@ def test_negative_control_by_operators_alone_a_scan_is_too_small() -> None:
     assert of_a_step(unseen, plan, work) < (1 - BOUND) * estimate_module_by_trace(made, plan, work).peak
 
 
+@pytest.mark.soak  # in every run: a few layers alone
 def test_many_layers_are_seen_by_a_few() -> None:
     few, many = (read_module("", lambda n=n: Texts(Einsum, layers=n), 64, "meta") for n in (4, 9))
     assert many.blocks[0].courses[0][1].backward == few.blocks[0].courses[0][1].backward
@@ -254,6 +257,7 @@ class Convolutions(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp1", "fsdp2", "fsdp2 zero2", "fsdp2 / recompute=blocks"])
 def test_the_last_block_may_keep_less_than_the_others(plan: str) -> None:
     work, parsed = Workload(seq_len=3, global_batch=16), Plan.parse(plan)
@@ -301,6 +305,7 @@ def ids() -> torch.Tensor:
     return torch.zeros(2, 16, dtype=torch.long)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["fsdp2 / bf16 / mb2", "pp2 / gpipe mb2"])
 @pytest.mark.parametrize(
     "example",

@@ -66,7 +66,7 @@ SOAK = [
 ]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("text", "model"), [*FAST, *(pytest.param(*cell, id=" | ".join(cell), marks=pytest.mark.soak) for cell in SOAK)]
 )

@@ -35,6 +35,7 @@ FOUND = [
 """What draws have found, or what stands beside it."""
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_closed_form_equals_the_trace(seed: int) -> None:
     case = draw(Random(seed))
@@ -46,7 +47,7 @@ def test_closed_form_equals_the_trace(seed: int) -> None:
     assert not found, (case, found)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @pytest.mark.parametrize(("plan", "model", "rank"), FOUND)
 def test_what_draws_have_found(plan: str, model: str, rank: int) -> None:
     work = Workload(seq_len=12, global_batch=12)

@@ -79,14 +79,14 @@ def check(text: str, model: str, optimizer: str) -> None:
         assert mine == theirs, [(rank, tuple(key), mine.get(key), theirs.get(key)) for key in differing]
 
 
-@pytest.mark.share(7)
+@pytest.mark.share(14)
 @pytest.mark.parametrize("optimizer", SENDING)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_messages_equal_the_trace(plan: str, model: str, optimizer: str) -> None:
     check(plan, model, optimizer)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS}.difference(SENDING)))
 def test_the_others_send_nothing(optimizer: str) -> None:
     check("fsdp2 tp2", "llama", optimizer)

@@ -132,7 +132,7 @@ def check(world: Any, plan: str, case: Case) -> None:
     assert buffers.keys() == right.buffers.keys()
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     "plan", ["dp1", "dp2", "dp4", "fsdp2", "fsdp4 / zero1", "dp2 fsdp2", "pp2 / gpipe mb1", "pp2 dp2 / gpipe mb1"]
 )
@@ -154,6 +154,7 @@ def test_ranks_without_rows_count_in_no_statistics(world, plan: str) -> None:
     check(world, plan, Case(rows=2 * BATCH + 2, epochs=1))  # the third window has two rows for four ranks
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp2 / zero1 / mb3", "dp2 fsdp2 / mb2", "pp2 dp2 / 1f1b mb2"])
 def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> None:
     # both rows are in the first micro-batch, one on each rank
@@ -201,6 +202,7 @@ def hits(logits: Tensor, batch: Any) -> sw.Loss:
     return sw.mean_over((logits.argmax(dim=1) == batch[1]).float())
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp1", "dp2", "fsdp2", "dp2 / bf16", "fsdp2 / bf16-pure"])
 def test_learns_digits(world, plan: str) -> None:
     for by_evaluate, by_hand in world(sw.Plan.parse(plan).world, accuracy, plan):

@@ -42,11 +42,13 @@ PLANS = [
 ]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", cells(PLANS, {PLANS[7], PLANS[10], PLANS[6]}))  # larger worlds of the same pairs
 def test_every_plan_trains_as_one_process_does(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["cp4", "fsdp2 cp2 / context=gather"])
 def test_fp32(world, plan: str) -> None:
     check(world, plan, "decoder", "fp32")
@@ -205,6 +207,7 @@ CASES = [
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("text", "model", "batches"), CASES)
 def test_uneven_lengths_documents_masks_and_batches(world, text: str, model: str, batches: list[Any]) -> None:
     assert difference(world, text, model, batches) <= 1e-11
@@ -231,6 +234,7 @@ def measured(text: str, rows: list[dict[str, torch.Tensor]]) -> tuple[list[float
     return [float(total.sum), float(total.weight), again.loss], drawn.flatten().tolist()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("text", ["dp2 cp2", "pp2 cp2 / 1f1b mb2"])
 def test_held_out_loss_is_exact_and_text_is_drawn_from_whole_sequences(world, text: str) -> None:
     ids, labels = tokens(15, seed=8)
@@ -250,6 +254,7 @@ def half_losses(text: str) -> list[tuple[float, float]]:
         return [(m.loss, m.grad_norm) for m in (step(packed(21)) for _ in range(3))]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("text", ["cp2 / bf16", "cp2 / fp16 / context=ulysses"])
 def test_half_types_stay_near_full_precision(world, text: str) -> None:
     truth_ = torch.tensor(world(1, half_losses, "dp1 / fp32")[0])

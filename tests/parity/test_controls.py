@@ -130,16 +130,19 @@ def seen(world: Any, fault: Callable[[], None], plan: str) -> dict[str, float] |
     return {kind: value for kind, value in worst.items() if not value <= TOLERANCE}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "tp2 / seq", "pp2 / 1f1b mb4"])
 def test_no_fault_is_not_caught(world, plan: str) -> None:
     assert seen(world, nothing, plan) == {}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "dp1 / mb3"])
 def test_mean_of_means(world, plan: str) -> None:
     assert seen(world, mean_of_means, plan).keys() >= {"loss", "norm", "grad"}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2 tp2"])
 def test_doubled_gradients(world, plan: str) -> None:
     clipped, unclipped = seen(world, doubled_gradients, plan), seen(world, doubled_without_clipping, plan)
@@ -150,6 +153,7 @@ def test_doubled_gradients(world, plan: str) -> None:
     assert unclipped.get("loss", 0) < 1e-5 and clipped.get("loss", 0) < 1e-5
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["fsdp2", "fsdp2 / zero1", "dp2 fsdp2"])
 def test_parameter_that_is_not_sharded(world, plan: str) -> None:
     assert "disagree about layers.0.ffn_norm.weight" in seen(world, unreduced_parameter, plan)
@@ -159,11 +163,13 @@ def test_tensor_parallel_gradient_that_is_not_summed(world) -> None:
     assert "disagree" in seen(world, unsummed_tensor_gradient, "tp2 / seq")
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["fsdp2", "tp2", "pp2 / 1f1b mb4"])
 def test_clipping_per_shard(world, plan: str) -> None:
     assert seen(world, clipping_per_shard, plan) == "ranks disagree about loss or norm"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2 tp2", "tp2"])
 def test_norm_that_counts_copies(world, plan: str) -> None:
     assert seen(world, norm_counted_twice, plan).keys() >= {"norm", "grad", "param"}

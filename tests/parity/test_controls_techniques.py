@@ -181,6 +181,7 @@ CONTROLS: list[tuple[Callable[..., None], tuple[str, ...], Callable[[], None], s
 ]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: f"{c[2].__name__}-{' '.join(c[1])}")
 def test_a_planted_fault_is_seen_by_the_techniques_own_test(world: World, control: Any) -> None:
     test, arguments, fault, said = control

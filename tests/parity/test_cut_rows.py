@@ -51,6 +51,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("model", "plan"), CELLS)
 def test_a_step_of_pieces_is_that_of_one_process(world: Any, model: str, plan: str) -> None:
     ranks, text = sw.Plan.parse(plan).world, f"{plan} / fp64"

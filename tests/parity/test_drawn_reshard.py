@@ -169,6 +169,7 @@ def jobs() -> Iterator[tuple[int, tuple[int, int], bool]]:
         yield FIRST_SEED + i, (sizes[0], sizes[0] if is_same else sizes[1]), is_same
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("seed", "worlds", "is_same"), list(jobs()))
 def test_what_one_plan_saves_goes_on_under_another(
     world: World, tmp_path: Path, seed: int, worlds: tuple[int, int], is_same: bool

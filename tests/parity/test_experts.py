@@ -52,7 +52,7 @@ def check(world: Any, plan: str, model: str, precision: str = "fp64", batch: int
     assert max(worst.values()) <= TOLERANCE[precision], worst
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
@@ -73,6 +73,7 @@ def test_experts_train_as_in_one_process(world: Any, plan: str, model: str) -> N
     check(world, plan, model)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["fsdp4 ep2", "tp2 ep2 / seq"])
 def test_experts_in_fp32(world: Any, plan: str) -> None:
     """No gradient is farther from the exact one than the tolerance, or than that of one process where it is at it too.

@@ -32,7 +32,7 @@ moe_models.MODELS |= {
 """Two experts; 4 shards divide no rows of the second one's `w1` and `w3`, but their columns."""
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
@@ -126,6 +126,7 @@ def updated(text: str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["fsdp4", "dp2 fsdp4"])
 def test_every_rule_makes_the_update_of_one_process(world: World, plan: str) -> None:
     (want,) = world(1, updated, "dp1")
@@ -157,6 +158,7 @@ def trained(text: str, folder: str, until: int) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in state.tensors().items()}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("first", "then"), [("fsdp4", "fsdp2"), ("fsdp2", "fsdp4"), ("fsdp4", "fsdp4 ep2")])
 def test_a_checkpoint_loads_where_experts_are_cut_otherwise(
     world: World, tmp_path: Path, first: str, then: str
@@ -167,6 +169,7 @@ def test_a_checkpoint_loads_where_experts_are_cut_otherwise(
         assert state.keys() == saved.keys() and all(torch.equal(state[name], saved[name]) for name in saved)
 
 
+@pytest.mark.soak  # in every run: the state is loaded bit by bit, above
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(world: World, tmp_path: Path) -> None:
     straight = world(4, trained, "fsdp4", str(tmp_path / "a"), 3)[0]
     world(4, trained, "fsdp4", str(tmp_path / "b"), 1)
@@ -184,6 +187,7 @@ def loaded(text: str, source: str) -> dict[str, Tensor]:
         return {name: full(p) for name, p in placed.named_parameters().items()}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["fsdp4", "fsdp4 ep2"])
 def test_of_an_expert_a_rank_reads_its_own_part(world: World, tmp_path: Path, plan: str) -> None:
     """Gate and up matrices become one, of which a rank holds rows of either."""

@@ -297,6 +297,7 @@ CASES = [
 ]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("text", "mask", "score"), [*CASES[::2], *(pytest.param(*c, marks=pytest.mark.soak) for c in CASES[1::2])]
 )

@@ -152,7 +152,7 @@ def cells(plans: list[str], soak: set[str]) -> list[Any]:
     return [pytest.param(plan, id=plan, marks=pytest.mark.soak if plan in soak else ()) for plan in plans]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", cells(PLANS, SOAK))
 def test_decoder_fp64(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
@@ -173,17 +173,19 @@ def run_compiled(text: str, model: str, global_batch: int) -> grid.Trace:
 IN_FP32 = {plan for i, plan in enumerate(PLANS[1::3]) if Plan.parse(plan).world < (8 if i % 4 == 1 else 4)}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", cells(PLANS[1::3], set(PLANS) - IN_FP32))
 def test_decoder_fp32(world, plan: str) -> None:
     check(world, plan, "decoder", "fp32")
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["tp4 / seq / loss-parallel", "fsdp2 tp4 / seq", "pp2 tp4 / 1f1b mb2 / seq"])
 def test_more_heads(world, plan: str) -> None:
     check(world, plan, "decoder-tp4", "fp64")
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "plan",
     cells(

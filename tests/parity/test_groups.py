@@ -105,11 +105,13 @@ def compare(ranks: list[dict[str, torch.Tensor]], truth: dict[str, torch.Tensor]
     assert seen == set(truth)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_groups_average_and_frozen(world, plan: str) -> None:
     compare(world(sw.Plan.parse(plan).world, trained, plan), truth(world))
 
 
+@pytest.mark.soak  # in every run: tests/parity/test_store_groups.py
 def test_groups_and_average_resume(world, tmp_path) -> None:
     compare(world(4, trained, "fsdp2 tp2", str(tmp_path), 1), truth(world))
 

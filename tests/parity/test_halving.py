@@ -64,6 +64,7 @@ def test_what_is_memory_that_ran_out(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) is is_memory
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("plan", "loss"), [("dp2", "weighted"), ("dp2 / mb2", "a_scalar_mean"), ("dp1", "weighted")])
 def test_the_result_is_that_of_an_undisturbed_run(world: World, plan: str, loss: str) -> None:
     size = sw.Plan.parse(plan).world

@@ -106,6 +106,7 @@ def test_dropout_inside_attention_draws_the_same_under_every_plan(world: World) 
     assert compared(world, "tp2", made, truth) == {}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["pp2 / 1f1b mb2", "tp2 / seq"])
 def test_padded_rows(world: World, plan: str) -> None:
     made = {family: hf_models.config(family, pads=True) for family in ("llama", "mistral", "gemma3_text", "gpt2")}

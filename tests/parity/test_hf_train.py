@@ -65,6 +65,7 @@ def alone(world: World, folder: Path, model: str) -> dict[str, list[float]]:
     return trained(world, folder, model, "dp1")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("model", "plan"), [("hf:config.json", "fsdp2"), ("hf:weights", "pp2 / mb2")])
 def test_a_plan_trains_as_one_process_does(world: World, folder: Path, model: str, plan: str) -> None:
     found, expected = trained(world, folder, model, plan), alone(world, folder, model)

@@ -59,6 +59,7 @@ def load_and_export(text: str, source: str, target: str, families: tuple[str, ..
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("text", ["fsdp2", "pp2 tp2 / 1f1b mb2"])
 def test_what_transformers_wrote_is_read_into_shards_and_written_back(world: World, tmp_path: Path, text: str) -> None:
     families = FAMILIES if text == "fsdp2" else ("llama", "gpt2", "mixtral")

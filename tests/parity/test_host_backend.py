@@ -21,7 +21,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_step_of_one_process(world, plan: str) -> None:
     ranks, text = sw.Plan.parse(plan).world, f"{plan} / fp64"

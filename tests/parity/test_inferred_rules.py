@@ -33,14 +33,14 @@ def inferred(name: str) -> Inferred:
     return infer_rules(trial.factory, [torch.empty(trial.shape, dtype=getattr(torch, trial.dtype))])
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ALL)
 def test_inferred_rules_equal_one_process(world: World, name: str) -> None:
     worst = check_rules(ALL[name], inferred(name).rules, Plan.parse("tp2 / fp64"), world)
     assert worst.equal, worst
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", SHARDED)
 def test_inferred_rules_equal_one_process_with_sequence_shards(world: World, name: str) -> None:
     assert inferred(name).no_sequence == ""
@@ -84,6 +84,7 @@ def test_the_verb_marks_a_file_that_apply_takes(world: World, tmp_path: Path) ->
     assert world(2, apply_file, str(tmp_path / "rules.toml")) == ["column-gather: Shard(0) over tp"] * 2
 
 
+@pytest.mark.soak  # in every run: the wrong rule is seen, without the verb
 def test_the_verb_does_not_mark_rules_that_are_wrong(tmp_path: Path) -> None:
     wrong = inferred("counting").rules | dict.fromkeys((f"tower.*.look.l{i}" for i in (1, 2, 3)), "column")
     Rules(styles=wrong).save(tmp_path / "rules.toml")

@@ -79,6 +79,7 @@ def differing(axes: Axes, offload: bool = False) -> list[str]:
         return wrong
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("axes", "offload"),
     [

@@ -50,6 +50,7 @@ def test_negative_control_without_the_check_nobody_says_so(world: World) -> None
         assert not text and number != [2.0] * 4, "gloo has added a float to an integer"
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2 fsdp2", "fsdp2 tp2", "pp2 fsdp2 / 1f1b mb2", "fsdp2 / zero1"])
 def test_nothing_is_said_where_nothing_is_wrong(world: World, plan: str) -> None:
     size = sw.Plan.parse(plan).world

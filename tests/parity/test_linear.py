@@ -54,6 +54,7 @@ def compare(kind: str, tp: int, dtype: torch.dtype, bias: bool) -> dict[str, flo
         return {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("kind", ["column-row", "column-gather", "row-whole"])

@@ -68,7 +68,7 @@ def differing(layout: str, kind: str, dtype: torch.dtype, other: bool) -> list[s
         return numbers + [name for name, tensor in tensors.items() if not shares(local[name], tensor)]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "fsdp2tp2", "pp2"])
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, "counting", "several"])
 def test_they_are_the_parts_of_the_tensors(world: World, layout: str, kind: str) -> None:

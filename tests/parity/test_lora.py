@@ -61,7 +61,7 @@ def truth(world) -> tuple[list[float], dict[str, torch.Tensor]]:
     return world(1, reference)[0]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2 / mb2", "tp2", "fsdp2 tp2", "pp2 / 1f1b mb2"])
 def test_adapters_train_as_in_one_process(world, plan: str) -> None:
     norms, parameters = truth(world)

@@ -55,6 +55,7 @@ def sharded(tp: int, vocab: int, dtype: torch.dtype, z_loss: float) -> tuple[flo
         return value, float(difference), int(loss.weight), max(sizes)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("tp", "vocab"), [(2, 12), (4, 12), (4, 9)], ids=["tp2", "tp4", "uneven"])

@@ -42,7 +42,7 @@ def truth(world: Any, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return result
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "fsdp4", "tp2", "hsdp2x2", "fsdp2tp2", "pp2"])
 def test_every_layout_makes_the_update_of_one_process(world, layout: str, kind: str) -> None:
@@ -71,7 +71,7 @@ def resumed(layout: str, kind: str, path: str) -> dict[str, Tensor]:
         return {name: full(p) for name, p in placed.named_parameters().items()}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize(("before", "after"), [("fsdp2tp2", "one"), ("fsdp2", "tp2"), ("one", "fsdp4")])
 def test_a_checkpoint_goes_on_under_another_mesh(world, tmp_path, before: str, after: str, kind: str) -> None:

@@ -83,6 +83,7 @@ def check(world: Any, folder: Path, text: str, model: str, optimizer: str) -> No
         assert memory.peaks[phase] == pytest.approx(max(found[phase] for found in real), rel=0.03), phase
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("plan", "model", "optimizer"), FAST)
 def test_within_three_per_cent(world: Any, tmp_path: Path, plan: str, model: str, optimizer: str) -> None:
     check(world, tmp_path, plan, model, optimizer)

@@ -61,6 +61,7 @@ def without_the_bad_window(text: str) -> dict[str, torch.Tensor]:
         return snapshot(state)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2"])
 def test_a_skipped_step_leaves_no_trace(world, plan: str) -> None:
     [truth] = world(1, without_the_bad_window, "dp1 / fp64")
@@ -81,6 +82,7 @@ def stop(text: str) -> dict[str, Any]:
         return {"seen": seen, "code": code, "end": snapshot(state)}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "pp2 / 1f1b mb2"])
 def test_stop(world, plan: str) -> None:
     for rank in world(2, stop, f"{plan} / fp64"):
@@ -140,6 +142,7 @@ def raise_and_go_on(text: str) -> dict[str, Any]:
         return {"said": said, "end": snapshot(state)}
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "fsdp2 / zero1 / mb2", "pp2 / 1f1b mb2"])
 def test_raise_on_all_ranks_and_go_on(world, plan: str) -> None:
     skipping = world(2, skip, f"{plan} / fp64", BAD)
@@ -236,6 +239,7 @@ def test_negative_control_buffers_change_in_steps_that_are_made(world) -> None:
     assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("plan", "policy"),
     [

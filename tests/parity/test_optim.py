@@ -107,7 +107,7 @@ def compare(layout: str, kind: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "pp2fsdp2"])
 def test_every_layout_makes_the_update_of_one_process(world: World, layout: str, kind: str) -> None:
@@ -223,6 +223,7 @@ def state_round_trip(kind: str) -> bool:
         return all(torch.equal(full(ours[name]), full(theirs[name])) for name in ours)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, *TORCH_KINDS])
 def test_state_by_name_continues_bit_by_bit(world: World, kind: str) -> None:
     assert all(world(2, state_round_trip, kind))

@@ -47,6 +47,7 @@ def truth(world: Any) -> grid.Trace:
     return world(1, grid.reference, "decoder", "fp64", 16)[0]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_bare_tuple(world, plan: str) -> None:
     worst = grid.differences(world(sw.Plan.parse(plan).world, run, plan), truth(world))

@@ -128,7 +128,7 @@ def test_equals_plain_ddp(world) -> None:
 PLANS = ["dp2 / mb2", "fsdp2", "fsdp2 / zero1 / mb3", "tp2", "pp2 / 1f1b mb2", "dp2 tp2"]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("build", [one_group, three_groups])
 def test_own_optimizer_and_schedule(world, plan: str, build: Any) -> None:
@@ -136,6 +136,7 @@ def test_own_optimizer_and_schedule(world, plan: str, build: Any) -> None:
     check(ranks, grid.alone(world, plain, build))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "tp2", "pp2 / 1f1b mb2"])
 def test_clip_by_value(world, plan: str) -> None:
     options = sw.StepOptions(clip_value=0.1)
@@ -150,6 +151,7 @@ def test_clip_by_value(world, plan: str) -> None:
 FROZEN = functools.partial(Partly, ("first", "layers.1", "layers.3"))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2", "fsdp2 / zero1 / mb2", "tp2", "pp2 / 1f1b mb2"])
 def test_frozen_parameters(world, plan: str) -> None:
     ranks = world(2, own_loop, f"{plan} / fp64", some_sgd, FROZEN)
@@ -164,6 +166,7 @@ def test_frozen_parameters(world, plan: str) -> None:
 SPARE = functools.partial(Partly, (), True)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2 / find-unused", "dp2 / find-unused / mb2", "fsdp2", "fsdp2 / zero1 / mb2"])
 def test_parameter_that_forward_does_not_use(world, plan: str) -> None:
     check(world(2, own_loop, f"{plan} / fp64", one_group, SPARE), world(1, plain, one_group, SPARE)[0])
@@ -205,7 +208,7 @@ def evaluated_plainly() -> list[tuple[float, float]]:
     return sums
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("plan", ["dp1 / mb3", "dp4", "dp4 / mb2", "fsdp2", "fsdp4 / mb3", "tp2", "pp2 / 1f1b mb4"])
 def test_evaluate_is_exact_and_leaves_training_alone(world, plan: str) -> None:
     size = sw.Plan.parse(plan).world

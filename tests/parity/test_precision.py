@@ -90,7 +90,7 @@ def assert_close(trace: grid.Trace, truth: grid.Trace, scale: float = 1.0) -> No
     assert all(worst[kind] <= limit for kind, limit in limits.items()), worst
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure"])
 def test_near_fp32_on_every_mesh(world, plan: str, precision: str) -> None:
@@ -99,6 +99,7 @@ def test_near_fp32_on_every_mesh(world, plan: str, precision: str) -> None:
     assert grid.differences([trace], fp32(world))["grad"] > 1e-3  # it did compute in half precision
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", PLANS[1:])
 def test_meshes_differ_by_rounding_only(world, plan: str) -> None:
     assert_close(on_mesh(world, f"{plan} / bf16"), on_mesh(world, "dp1 / bf16"))
@@ -116,7 +117,7 @@ def test_the_tolerance_would_see_a_fault(world) -> None:
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp1", "dp2", "fsdp2", "tp2", "pp2 dp2 / 1f1b mb4"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_policy_is_that_of_every_mesh(world, plan: str, precision: str) -> None:
@@ -127,6 +128,7 @@ def test_policy_is_that_of_every_mesh(world, plan: str, precision: str) -> None:
         assert policy.wire == {torch.float32}  # gloo has no sum in bf16 that is worth having
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp1", "fsdp2", "tp2"])
 def test_pure_bf16_keeps_fp32_masters(world, plan: str) -> None:
     text = f"{plan} / bf16-pure"
@@ -152,6 +154,7 @@ def small_steps(text: str) -> float:
         return float((whole - 1).abs().max())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp1", "fsdp2"])
 def test_masters_gather_steps_that_bf16_would_lose(world, plan: str) -> None:
     for moved in world(sw.Plan.parse(plan).world, small_steps, f"{plan} / bf16-pure"):
@@ -184,7 +187,7 @@ def scaled(text: str) -> list[tuple[bool, float, bool]]:
     return seen
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("plan", ["dp1", "dp1 / mb4", "dp2", "fsdp2", "fsdp2 / zero1 / mb2", "tp2", "pp2 / 1f1b mb4"])
 def test_overflow_moves_the_scale_alike_on_all_ranks_and_meshes(world, plan: str) -> None:
     # row 5 is in the first of five windows, so in steps 1 and 6; two good steps double the scale

@@ -60,6 +60,7 @@ def run(text: str, policy: str, factor: float, quarantine: tuple[int, int] | Non
         }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["dp2", "pp2 / 1f1b mb2"])
 def test_skip_leaves_the_update_out_on_all_ranks(world: World, plan: str) -> None:
     for rank in world(2, run, f"{plan} / fp64", "skip", 1e3):
@@ -163,6 +164,7 @@ def one_verdict(text: str, own_only: bool) -> str | None:
         return protection.judge(1.0, 1e6 if state.mesh.rank else 1.0, excused=False)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", ["fsdp2 / fp16", "dp2 / fp16"])
 def test_a_spike_whose_gradient_overflows_in_fp16_is_one(world: World, plan: str) -> None:
     """The scale makes up for gradients, and for no loss: 1e6 times the median is no matter of the scale."""

@@ -76,7 +76,7 @@ def truth(world, model=Net, precision: str = "fp64") -> grid.Trace:
     return grid.merged(world(1, train, "dp1", model, precision))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", cells(PLANS, {"dp8", "pp2 fsdp2 tp2 / 1f1b mb4 / seq / recompute=blocks"}))
 def test_training_with_dropout_is_that_of_one_process(world, plan: str) -> None:
     worst = grid.differences(world(Plan.parse(plan).world, train, plan, timeout_s=300), truth(world))
@@ -86,6 +86,7 @@ def test_training_with_dropout_is_that_of_one_process(world, plan: str) -> None:
 FUSED = functools.partial(Net, fused=True)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["cp2 / mb2 / recompute=blocks", "cp2 tp2"])
 def test_a_divided_sequence_draws_for_its_own_tokens(world, plan: str) -> None:
     worst = grid.differences(world(Plan.parse(plan).world, train, plan, FUSED), truth(world, FUSED))
@@ -111,6 +112,7 @@ def train_compiled(text: str, precision: str) -> grid.Trace:
         return train(text, quiet, precision)
 
 
+@pytest.mark.soak  # in every run: compiled blocks, and modules that draw, alone
 def test_modules_that_draw_stay_outside_of_compiled_blocks(world) -> None:
     # torch 2.11 and 2.12 compile the backward of fp64 attention on a CPU wrongly, without Shardwise too
     precision = "fp32" if torch.__version__ < "2.13" else "fp64"
@@ -154,6 +156,7 @@ def true_masks(world, steps: int = 1) -> dict[str, torch.Tensor]:
     return {name: torch.cat(made) for name, made in rank.items()}
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["dp2 / mb3", "dp8", "fsdp2 tp2 / seq / bf16 / mb2"])
 def test_masks_are_the_same_bits_on_any_number_of_ranks(world, plan: str) -> None:
     parsed = Plan.parse(plan)

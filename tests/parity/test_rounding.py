@@ -29,6 +29,7 @@ def trained(layout: str, directory: str = "", rest: int = 0) -> dict[str, torch.
         return {name: full(p) for name, p in placed.named_parameters().items()}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("layout", ["fsdp4", "tp2", "fsdp2tp2", "hsdp2x2", "pp2"])
 def test_a_sharded_parameter_is_rounded_as_the_whole_one(world, layout: str) -> None:
     (truth,) = world(1, trained, "one")

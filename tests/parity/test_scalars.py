@@ -70,7 +70,7 @@ def reference(*arguments: object) -> grid.Trace:
     return grid.reference(*arguments)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -133,6 +133,7 @@ def compiled() -> tuple[int, str]:
     return int(counters["stats"]["unique_graphs"]), str(gate.dtype)
 
 
+@pytest.mark.soak  # in every run: tests/parity/test_compile_shared.py
 def test_compiled_blocks_are_one_compilation(world) -> None:
     assert world(1, compiled, timeout_s=100) == [(1, "torch.float32")]
 

@@ -74,6 +74,7 @@ def updated(text: str) -> int:
 CUT = ["dp2", "fsdp4", "dp2 fsdp2", "fsdp4 / zero1", "fsdp2 cp2", "dp2 cp2", "tp2", "fsdp2 tp2", "fsdp2 / bf16-pure"]
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("text", CUT)
 def test_ranks_divide_the_operations(world: World, text: str) -> None:
     size = sw.Plan.parse(text).world
@@ -157,6 +158,7 @@ def check(world: World, text: str, model: str, precision: str) -> None:
     assert max(worst.values()) <= {"fp64": 1e-11, "fp32": 1e-6}[precision], worst
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("plan", "model"), [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in MORE)])
 def test_muon_trains_as_in_one_process(world: World, plan: str, model: str) -> None:
     check(world, plan, model, "fp64")

@@ -76,7 +76,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_any_layout_loads_into_any_other(world: World, tmp_path: Path, before: str, after: str) -> None:
     saved = union(world(LAYOUTS[before].world, train_and_save, before, str(tmp_path), "adamw"))
@@ -91,6 +91,7 @@ def test_any_layout_loads_into_any_other(world: World, tmp_path: Path, before: s
             torch.testing.assert_close(loaded[name], tensor, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizers_state_moves(world: World, tmp_path: Path, kind: str) -> None:
     saved = union(world(2, train_and_save, "fsdp2", str(tmp_path), kind))
@@ -309,7 +310,7 @@ def train_state(plan: str, path: str, batches: int) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in state.tensors().items()}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("after", ["fsdp2", "pp2 / mb2", "tp2", "fsdp2 tp2"])
 def test_a_real_run_goes_on_under_another_plan(world: World, tmp_path: Path, after: str) -> None:
     world(2, train_state, "fsdp2", str(tmp_path / "cut"), 2)

@@ -136,6 +136,7 @@ def resumed(words: str, path: str) -> None:
             assert go(again, 6) == whole[3:], kind.__name__
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("words", ["dp1", "fsdp2"])
 def test_what_an_optimizer_keeps_anywhere_goes_on(world: World, tmp_path: Path, words: str) -> None:
     world(sw.Plan.parse(words).world, resumed, words, str(tmp_path))

@@ -521,6 +521,7 @@ def test_a_remote_path_is_no_path_of_this_machine() -> None:
         RemoteFiles(RemotePath("memory://a/b")).names(RemotePath("memory://a/b/../c"))
 
 
+@pytest.mark.soak  # in every run: a store there, and the verb with a path
 def test_the_train_verb_goes_on_from_a_url_on_a_machine_without_the_run(tmp_path: Path, s3: dict[str, str]) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
     small = (

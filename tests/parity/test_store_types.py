@@ -262,6 +262,7 @@ def same_as_one(world: World, path: str, layout: str, pairs: tuple[tuple[str, st
     assert [names == want.keys() for names, want in zip(seen, truth, strict=True)] == [True] * len(pairs)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("layout", ["fsdp4", "tp2", "pp2"])
 def test_the_next_step_is_that_of_one_process(world: World, wide: str, layout: str) -> None:
     same_as_one(world, wide, layout, SOME)

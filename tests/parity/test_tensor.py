@@ -301,7 +301,7 @@ def check(world: World, case: Case) -> None:
         assert {k: v for k, v in found.items() if not v <= TOLERANCE[case.dtype]} == {}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("loss", [False, True], ids=["gathered", "sharded-loss"])
 @pytest.mark.parametrize("tp", [2, 4])
@@ -310,19 +310,21 @@ def test_parity_in_fp64(world: World, model: str, tp: int, sequence: bool, loss:
     check(world, Case(model=model, tp=tp, sequence=sequence, loss=loss))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", ["decoder", "gpt"])
 def test_parity_in_fp32(world: World, model: str, sequence: bool) -> None:
     check(world, Case(model=model, sequence=sequence, loss=sequence, dtype=torch.float32))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", ["by-keyword", "qk-norm", "gpt-fused", "scaled"])
 def test_parity_of_other_architectures(world: World, model: str, sequence: bool) -> None:
     check(world, Case(model=model, sequence=sequence))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("model", ["decoder", "gpt", "scaled"])
 def test_parity_under_fully_shard(world: World, model: str, sequence: bool) -> None:

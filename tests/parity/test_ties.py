@@ -95,7 +95,7 @@ def check(world, plan: str, model: str) -> None:
     assert max(worst.values()) <= 1e-11, worst
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -121,6 +121,7 @@ def test_tied_decoder(world, plan: str) -> None:
     check(world, plan, "tied")
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["fsdp2", "pp2 / 1f1b mb2", "pp2 fsdp2 / interleaved mb2"])
 @pytest.mark.parametrize("model", ["functional", "shared-blocks"])
 def test_other_ways_to_share(world, plan: str, model: str) -> None:

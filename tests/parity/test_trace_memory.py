@@ -166,7 +166,7 @@ def check_equal(traced: StepTrace, real: StepTrace) -> None:
     assert traced.later.collectives == real.later.collectives
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_equal_to_the_byte(world: Any, plan: str, model: str) -> None:
     for traced, real in both(world, plan, model):
@@ -196,6 +196,7 @@ def test_negative_control_a_forgotten_shard_is_seen(world: Any) -> None:
     assert trace_step(training("short"), Plan.parse("fsdp2 / zero2")).peak != real.peak
 
 
+@pytest.mark.soak  # in every run: tests/fake/test_trace_module.py, the same of modules
 def test_few_layers_extrapolate_to_many() -> None:
     spec = ModelSpec(**SIZES, num_layers=5, num_kv_heads=2)
     plan, work = Plan.parse("fsdp4 / mb2"), Workload(seq_len=SEQ, global_batch=8)

@@ -46,6 +46,7 @@ def measured(model: str, text: str, optimizer: str = "adamw") -> StepTrace:
         return measure_step(training(model, optimizer), plan, mesh)
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("model", "plan"), [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in SOAK)])
 def test_equal_to_the_byte(world: Any, model: str, plan: str) -> None:
     parsed = Plan.parse(plan)

@@ -83,7 +83,7 @@ SOAK |= {"fsdp4 / fp8=emulate / reshard=2", "fsdp2 zero1 / fp8=rowwise-hp+emulat
 SOAK |= {"fsdp2 tp2 gbs4 / fp32 fp8=emulate / seq", "fsdp4 / fp8=gather+emulate"}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", test_grid.cells(FP8_PLANS, SOAK))
 def test_float8(world, plan: str) -> None:
     check(world, plan)
@@ -94,11 +94,13 @@ def test_float8_beside_experts(world, plan: str) -> None:
     check(world, plan, "moe")
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", RULES)
 def test_precision_rules(world, plan: str) -> None:
     check(world, plan)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", test_grid.cells(GATHERED, SOAK))
 def test_float8_gathered(world, plan: str) -> None:
     """Weights go from fp32 to float8 at once, so one process does too: the same dial on one rank."""
@@ -221,6 +223,7 @@ def dtypes_seen(text: str) -> set[torch.dtype]:
     return seen
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp1", "dp2", "fsdp2", "tp2", "fsdp2 tp2 / seq"])
 def test_a_rule_holds_under_every_mesh(world, plan: str) -> None:
     text = f"{plan} / bf16 precision=layers.*.attn_norm:fp32"

@@ -78,6 +78,7 @@ def whole(tensor: Any) -> Tensor:
     return full.detach().clone()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_some_ranks_use_trains_as_in_one_process(world: Any, plan: str) -> None:
     precision, near = ("bf16", 1e-2) if "bf16" in plan else ("fp64", 1e-11)

@@ -72,6 +72,7 @@ def planted(verifiers: dict[str, Verifier], fault: str, plan: str, kind: str) ->
     return faulty.verify(sw.Plan.parse(plan))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [

@@ -17,6 +17,7 @@ def ragged_truth(world) -> grid.Trace:
     return world(1, grid.reference, "decoder", "fp64", 16)[0]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("micro_batches", [1, 3, 7])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ragged_masks_under_accumulation(world, ranks: int, micro_batches: int) -> None:
@@ -42,18 +43,19 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", UNEVEN)
 def test_uneven_last_window(world, plan: str) -> None:
     points.check(world, plan, Case(rows=19, epochs=1, steps=3))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2", "dp4 / mb2", "fsdp4 / mb2", "pp2 dp2 / 1f1b mb2"])
 def test_global_batch_not_divisible_by_ranks(world, plan: str) -> None:
     points.check(world, plan, Case(global_batch=7))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("loss", list(points.LOSSES))
 @pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp4", "pp2 dp2 / 1f1b mb2"])
 def test_every_form_of_a_loss_with_uneven_rows(world, plan: str, loss: str) -> None:
@@ -64,6 +66,7 @@ def test_every_form_of_a_loss_with_uneven_rows(world, plan: str, loss: str) -> N
         assert not any(said)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp1", "dp2 / mb2", "pp2 dp2 / 1f1b mb2", "tp2"])
 def test_a_scalar_mean_over_equal_rows_says_nothing(world, plan: str) -> None:
     assert not any(points.check(world, plan, Case(loss="a_scalar_mean")))

@@ -76,6 +76,7 @@ CASES = [
 SLOW = (1, 2)  # of the cases: seconds to list all their plans
 
 
+@pytest.mark.share(5)
 @pytest.mark.parametrize(
     ("spec", "where", "gib", "seq_len", "batch"),
     [pytest.param(*case, marks=pytest.mark.soak if i in SLOW else ()) for i, case in enumerate(CASES)],
@@ -130,6 +131,7 @@ def test_with_fewer_choices_no_layout_is_faster() -> None:
     assert all(whole[layout] <= part[layout] * (1 + ALIKE) for layout in whole.keys() & part.keys())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("goal", ["memory", "cost"])
 def test_other_goals_too(goal: str) -> None:
     there, workload = cluster("h100:4", 12), Workload(seq_len=1024, global_batch=4)
@@ -320,7 +322,7 @@ FRONTS = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("spec", "where", "gib", "seq_len", "batch"), FRONTS)
 def test_the_front_is_that_of_all_plans(spec: ModelSpec, where: str, gib: float, seq_len: int, batch: int) -> None:
     """In full where no point is left out; else within the share that points are apart, and of plans of the whole."""
