@@ -83,7 +83,6 @@ def die_in_save(path: str, where: str) -> None:
         target.save(state)
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize("where", ["data", "manifest", "rename"])
 def test_a_rank_killed_in_a_save_leaves_the_old_checkpoint(world: World, tmp_path: Path, where: str) -> None:
     saved = world(2, save_twice, str(tmp_path))[0]

@@ -85,7 +85,9 @@ def written(text: str, writes: str) -> list[float] | str:
 
 
 @pytest.mark.parametrize("writes", ["clamp", "data"])
-@pytest.mark.parametrize("text", ["fsdp2 / mb2 / fp64", "fsdp2 zero1", "dp1 zero3 / offload=state", "dp2 / bf16"])
+@pytest.mark.parametrize(
+    "text", ["fsdp2 / mb2 / fp64", "fsdp2 zero1", "dp1 zero3 / offload=state", "dp1 / bf16", "dp2 / bf16"]
+)
 def test_a_forward_that_writes_a_weight_is_refused_where_that_is_lost(world: World, text: str, writes: str) -> None:
     for message in world(Plan.parse(text).world, written, text, writes):
         assert "[module.writes-weights] forward writes into the weight last.weight" in str(message)

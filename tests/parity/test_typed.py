@@ -14,6 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError
 from shardwise.parallel import float8
+from shardwise.parallel.tensor_hooks import wrap_forward
 from shardwise.plan.plan import Plan
 from tests.parity import grid, test_grid, typed
 
@@ -214,11 +215,19 @@ def test_devices_and_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def dtypes_seen(text: str) -> set[torch.dtype]:
     plan, seen = Plan.parse(text), set()
     with sw.open_mesh(plan) as mesh:
-        placed = sw.apply(typed.MODELS["decoder"], plan, mesh)
-        for part in placed.parts:
-            for name, module in part.root.named_modules():
+
+        def decoder() -> torch.nn.Module:
+            module = typed.MODELS["decoder"]()
+            for name, norm in module.named_modules():
                 if name.endswith("attn_norm"):
-                    module.register_forward_pre_hook(lambda m, a: seen.update((a[0].dtype, m.weight.dtype)))
+                    wrap_forward(norm, functools.partial(look, norm))
+            return module
+
+        def look(norm: torch.nn.Module, forward: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.update((x.dtype, norm.weight.dtype))
+            return forward(x)
+
+        placed = sw.apply(decoder, plan, mesh)
         placed.parts[0].run(torch.zeros(1, 8, dtype=torch.int64))
     return seen
 

@@ -99,19 +99,19 @@ def test_what_a_plan_does_not_compile_keeps_more() -> None:
 
 def test_gradients_of_the_step_before_hold_memory_of_their_own() -> None:
     work, large = Workload(seq_len=128, global_batch=512), profile_of(LLAMA)
-    memory = estimate_memory(large, Plan.parse("bf16"), work)
+    memory = estimate_memory(large, Plan.parse("dp1 zero1 / bf16"), work)
     assert "gradients" not in memory.worst.terms  # they are not there yet at the loss
     assert memory.held == pytest.approx(4 * LLAMA.num_params)
     assert memory.fits_in(memory.device - memory.held)
-    for text in ("fp32", "bf16-pure"):  # no shards
+    for text in ("fp32", "bf16", "bf16-pure"):  # no shards
         assert estimate_memory(large, Plan.parse(text), work).held == 0.0
-    added = estimate_memory(large, Plan.parse("bf16 / mb2"), work)
+    added = estimate_memory(large, Plan.parse("dp1 zero1 / bf16 / mb2"), work)
     assert added.held == added.worst.terms["gradients"] == pytest.approx(4 * LLAMA.num_params)
 
 
 def test_the_most_that_the_gradients_stream_and_all_else_need_is_reserved_though_not_at_once() -> None:
     spec = preset("llama-3b")
-    memory = estimate_memory(profile_of(spec), Plan.parse("bf16"), Workload(seq_len=512, global_batch=1))
+    memory = estimate_memory(profile_of(spec), Plan.parse("dp1 zero1 / bf16"), Workload(seq_len=512, global_batch=1))
     assert memory.worst.terms["gradients"] == pytest.approx(4 * spec.num_params)  # the peak is behind the loss
     assert memory.worst.allocated + memory.held == pytest.approx(memory.peaks["loss"] + 4 * spec.num_params)
 

@@ -246,7 +246,7 @@ def test_what_a_load_needs_must_fit_too() -> None:
 
 def test_nothing_is_held_for_streams_while_a_checkpoint_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a load needs beyond a step takes the place of what is held within the step."""
-    work, plan, count = Workload(seq_len=128, global_batch=512), Plan.parse("bf16"), SMALL.num_params
+    work, plan, count = Workload(seq_len=128, global_batch=512), Plan.parse("dp1 zero1 / bf16"), SMALL.num_params
     step = estimate_memory(profile_of(SMALL), plan, work)
     assert step.peak is step.worst and step.held == pytest.approx(4 * count)
     for beyond, least, most in ((1.0, 2.0, 3.0), (9.0, 0.0, 0.0)):  # the allocator's holes are a part of what is taken

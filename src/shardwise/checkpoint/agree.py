@@ -32,7 +32,12 @@ class Peers:
 
     @classmethod
     def of(cls, mesh: Mesh) -> Peers:
-        """All ranks of a mesh."""
+        """All ranks of a mesh.
+
+        Raises:
+            UsageError: the mesh is closed.
+        """
+        mesh.check_open("checkpoints")
         return cls(mesh.rank, mesh.world)
 
     def apart(self) -> Peers:

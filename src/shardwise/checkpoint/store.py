@@ -10,6 +10,8 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
@@ -40,6 +42,7 @@ from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, 
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
+from shardwise.parallel.mesh import Mesh
 
 
 class Store:
@@ -79,7 +82,9 @@ class Store:
         self._run: str | None = None
         """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
         self._copy = HostCopy()
-        self._apart: Peers | None = None
+        self._apart: tuple[Mesh, Peers] | None = None
+        self._waits: Mesh | None = None
+        """The mesh at whose end the last save is waited for."""
         self._going_on: Saving | None = None
         self._last_s = self._held_up_s = 0.0
         self._findings: list[Finding] = []
@@ -95,6 +100,7 @@ class Store:
         """The newest complete checkpoint."""
         return next(iter(self.checkpoints()), None)
 
+    @torch.inference_mode(False)
     def save(self, state: Saveable, *, metric: float | None = None) -> Save:
         """Write a checkpoint; every rank takes part. On return it is complete and flushed to the disk.
 
@@ -118,6 +124,7 @@ class Store:
             peers.warn(str(left_over(saved)))
         return saved
 
+    @torch.inference_mode(False)
     def save_async(self, state: Saveable, *, metric: float | None = None) -> Saving:
         """Copy this rank's part to host memory and write it in the background; every rank takes part.
 
@@ -134,12 +141,10 @@ class Store:
         Raises:
             CheckpointError: ranks disagree on what they save, or a tensor cannot be stored.
         """
-        is_first = self._apart is None
-        if self._apart is None:
-            self._apart = Peers.of(state.mesh).apart()
         job = self._prepare(state, metric, beside=True)
-        if is_first:  # after the lock, which is given back in the reverse order: when the last save is complete
+        if self._waits is not state.mesh:  # after the lock, which is given back in the reverse order, behind the last
             state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
+            self._waits = state.mesh
         stalled = time.perf_counter() - job.start
         saving = Saving(
             job=job,
@@ -149,7 +154,7 @@ class Store:
             previous_held_up_s=self._held_up_s,
         )
         self._going_on = saving
-        saving.begin(self._apart)
+        saving.begin(self._peers_apart(state.mesh))
         return saving
 
     def wait(self) -> None:
@@ -175,6 +180,7 @@ class Store:
         found, self._findings = self._findings, []
         return found
 
+    @torch.inference_mode(False)
     def load_latest(self, state: Saveable, *, convert_state: bool = False) -> Loaded | None:
         """Load the newest checkpoint whose files are whole; None when the store holds none at all.
 
@@ -231,6 +237,7 @@ class Store:
             )
         return None
 
+    @torch.inference_mode(False)
     def load(
         self,
         state: Saveable,
@@ -326,17 +333,25 @@ class Store:
         peers.together(doing, lambda: state.load_tensors(template))
         return kept, converted, arrived
 
+    def _peers_apart(self, mesh: Mesh) -> Peers:
+        """The ranks on a group of the store's own: others may be in the messages of a step when one saves alone."""
+        if self._apart is None or self._apart[0] is not mesh:
+            self._apart = mesh, Peers.of(mesh).apart()
+        return self._apart[1]
+
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
-        start = time.perf_counter()
+        start, peers = time.perf_counter(), Peers.of(state.mesh)
         self.wait()
         waited = time.perf_counter() - start
         scalars, tensors = state.scalars(), state.tensors()
-        doing, peers = f"saving step {scalars['step']} to {self.path}", Peers.of(state.mesh)
+        doing = f"saving step {scalars['step']} to {self.path}"
         self._directory.check_shared(peers.world)
         own = dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")
         with late_told(doing, peers):
-            told = peers.gather((own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh)))
+            mine = (own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh))
+            apart = self._peers_apart(state.mesh)
+            told = apart.gather(mine)
         self._findings += told[0][3].check()
         forgotten = state.forgets() if isinstance(state, Forgetful) else ""
         if forgotten not in ("", self._forgotten):
@@ -344,7 +359,7 @@ class Store:
             peers.warn(f"{self.path}: {forgotten}")
         scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))
         if not all(each[1] for each in told):
-            self._copy.lay_out(peers, tensors, doing)
+            self._copy.lay_out(apart, tensors, doing)
         probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None
         job = SaveJob(
             doing=doing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.table import Table
@@ -32,7 +32,7 @@ from shardwise.cli.planning import (
 from shardwise.cli.uneven import ImbalanceOption
 from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture
-from shardwise.plan.search import Candidate
+from shardwise.plan.search import Candidate, Goal
 from shardwise.plan.space import OPT_IN, Space
 
 
@@ -62,11 +62,12 @@ def explain(
     parsed = as_asked(parsed, asked)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
-    forbid = load_made_for(plan).forbid  # neighbours are what the search would have made of them
+    made = load_made_for(plan)
+    forbid = made.forbid  # neighbours are what the search would have made of them
     words = tuple(word for word in OPT_IN if word not in forbid and (word != "fp8" or asked.cluster.device.rates.fp8))
     space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words, forbid, asked.left_out)
     chosen = Candidate(plan=parsed, memory=memory, time=step)
-    why = decisions(chosen, space)
+    why = decisions(chosen, space, cast(Goal, made.goal or "time"))
     if json:
         shown = {"decisions": [vars(d) for d in why], "binds": binds(chosen, space)}
         numbers = estimate_json(memory, step, parsed, asked.cluster)

@@ -136,7 +136,7 @@ def search_json(found: Search, whole: Plan, asked: Question) -> dict[str, Any]:
         "plan": plan_json(whole),
         **estimate_json(chosen.memory, chosen.time, chosen.plan, asked.cluster),
         "binds": binds(chosen, found.space),
-        "decisions": [vars(decision) for decision in decisions(chosen, found.space)],
+        "decisions": [vars(decision) for decision in decisions(chosen, found.space, found.goal)],
         "runners_up": [
             {**_brief_json(other), "why": why_lost(other, found)} for other in found.ranked[1:]
         ],
@@ -150,7 +150,7 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
     out = console()
     chosen = found.best or found.nearest
     assert chosen is not None
-    reasons = {decision.field: decision.reason for decision in decisions(chosen, found.space)}
+    reasons = {decision.field: decision.reason for decision in decisions(chosen, found.space, found.goal)}
     reasons |= dict.fromkeys(("axes.dp_replicate", "axes.dp_shard"), reasons.pop("data", ""))
     out.print(plan_table(whole, asked.spec, reasons, title=f"{'plan' if found.best else 'nearest plan'}: {whole}"))
     shown = {name for name, _, _ in plan_rows(whole, asked.spec)}

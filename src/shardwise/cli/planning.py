@@ -386,13 +386,15 @@ def check_path(path: Path | None, endings: tuple[str, ...]) -> None:
     """Refuse a file that could not be written, before any work.
 
     Raises:
-        ConfigError: another ending, a folder, or no folder that this user may write to.
+        ConfigError: another ending, a name near the 255 bytes of file systems, a folder, or none to write to.
     """
     if path is None:
         return
     folder = path.resolve().parent
-    if path.suffix not in endings or path.is_dir() or not folder.is_dir():
+    if path.suffix not in endings or len(os.fsencode(path.name)) > 230 or path.is_dir() or not folder.is_dir():
         ending = " or ".join(endings)
-        raise ConfigError(f"{path}: cannot be written; needed a file in a folder that exists, ending in {ending}")
+        raise ConfigError(
+            f"{path}: cannot be written; needed a file in a folder that exists, its name short and ending in {ending}"
+        )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{path}: cannot be written; needed a folder that this user may write to, found {folder}")

@@ -9,27 +9,39 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
 from shardwise.launch.environment import HOST, LOCAL_INIT, Launch, asked_backend, read_environment
 from shardwise.parallel import host_torch_private
-from shardwise.parallel.mesh_torch_private import HashStore, Store, flatten_mesh, grow_segments, release_groups
+from shardwise.parallel.mesh_torch_private import (
+    HashStore,
+    PrefixStore,
+    Store,
+    flatten_mesh,
+    grow_segments,
+    release_groups,
+)
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import AXES, Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes whose ranks see different samples."""
+_OPENED: Counter[str] = Counter()
+"""How often this process has opened a mesh at an address; the ranks that meet there have all done so as often."""
 GRADIENT_AXES = (*DATA_AXES, "cp")
 """The axes whose ranks see different tokens: over them losses and gradients are sums of parts."""
 
@@ -56,7 +68,21 @@ class Mesh:
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     at_exit: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
     """Called when `open_mesh` is left without an error: what still needs the ranks in the background."""
+    ended: list[bool] = field(default_factory=list, repr=False, compare=False)
+    """Not empty once `open_mesh` is left: see `check_open`."""
     _covered: dict[DeviceMesh, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
+
+    def check_open(self, what: str) -> None:
+        """Refuse what needs the ranks once they have left.
+
+        Raises:
+            UsageError: `open_mesh` is left.
+        """
+        if self.ended:
+            raise UsageError(
+                f"{what}: found a mesh that is closed, its ranks have left; needed one that is open: call it within "
+                "`with open_mesh(plan) as mesh:` (look at the indentation)"
+            )
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
@@ -212,6 +238,7 @@ def _finish(mesh: Mesh, error: BaseException | None) -> None:
             finish()
         except Exception as raised:
             failed.append(raised)
+    mesh.ended.append(True)
     if failed and (error is None or isinstance(error, SystemExit)):
         raise failed[0]
     for other in failed:
@@ -304,9 +331,14 @@ def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: flo
         elif init is None and launch.init == LOCAL_INIT:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
-            dist.init_process_group(
-                backend, init_method=method, rank=launch.rank, world_size=launch.world, timeout=timeout
-            )
+            where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world, "timeout": timeout}
+            number = _OPENED[method]
+            _OPENED[method] += 1
+            if number:  # what the ranks left there before is of groups that are gone
+                store = PrefixStore(f"opened {number}", next(rendezvous(method, **where))[0])
+                dist.init_process_group(backend, store=store, **where)
+            else:
+                dist.init_process_group(backend, init_method=method, **where)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"open_mesh: rank {launch.rank} of {launch.world} could not join ({backend}, {method}): "

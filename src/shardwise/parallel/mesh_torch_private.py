@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -117,7 +117,7 @@ def _legend(names: Sequence[str]) -> str:
 def _decisions(found: Search, chosen: Candidate) -> str:
     rows = "".join(
         f'<tr><td>{escape(d.field)}</td><td class="tight">{escape(d.value)}</td><td>{escape(d.reason)}</td></tr>'
-        for d in decisions(chosen, found.space)
+        for d in decisions(chosen, found.space, found.goal)
     )
     return f"<table><tr><th>decision</th><th>value</th><th>what its neighbours would do</th></tr>{rows}</table>"
 

@@ -13,7 +13,7 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
 from shardwise.plan.rows_modules import used
-from shardwise.plan.search import HEADROOM, Candidate, Search
+from shardwise.plan.search import HEADROOM, Candidate, Goal, Search
 from shardwise.plan.space import Space
 from shardwise.plan.timing import estimate_time
 
@@ -27,8 +27,8 @@ class Decision:
     reason: str
 
 
-def decisions(candidate: Candidate, space: Space) -> tuple[Decision, ...]:
-    """One sentence per decision: what the nearest other values of that field alone would do.
+def decisions(candidate: Candidate, space: Space, goal: Goal = "time") -> tuple[Decision, ...]:
+    """One sentence per decision: what the nearest other values of that field alone would do, to what is to be least.
 
     Cost: two estimates per field.
     """
@@ -36,7 +36,7 @@ def decisions(candidate: Candidate, space: Space) -> tuple[Decision, ...]:
     for name, value, others in _neighbours(candidate.plan, space):
         if name != "compile":  # else a neighbour is compiled where it may be, as the search would
             others = [(label, plan.with_(compile=space.compiles(plan))) for label, plan in others]
-        outcomes = [_outcome(label, plan, candidate, space) for label, plan in others]
+        outcomes = [_outcome(label, plan, candidate, space, goal) for label, plan in others]
         found.append(Decision(name, value, "; ".join(outcome for outcome in outcomes if outcome) or "nothing else is"))
     return tuple(found)
 
@@ -106,7 +106,7 @@ def _split(plan: Plan, replicas: int, shards: int) -> Plan:
     ).with_(zero=zero)  # fmt: skip
 
 
-def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
+def _outcome(label: str, plan: Plan, best: Candidate, space: Space, goal: Goal) -> str:
     """What a neighbour would do; empty where it is the same plan."""
     if plan == best.plan or plan.world != best.plan.world:
         return ""
@@ -120,7 +120,7 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
     try:
         workload = space.workload
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=device)
-        seconds = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack).total
+        time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
     except ShardwiseError:
         return f"{label}: the batch does not divide"
     if not memory.fits:
@@ -129,7 +129,10 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space) -> str:
         return f"{label}: {lack}"
     share = (memory.device - memory.held) / device.memory
     tight = "" if memory.fits_in(device.memory * (1 - HEADROOM)) else f", memory {share:.0%} full"
-    return f"{label}: {_percent(seconds, best.time.total)}{tight}"
+    found = f"{_percent(time.total, best.time.total)}{tight}"
+    if goal == "memory":
+        found = f"{_gib(Candidate(plan=plan, memory=memory, time=time), best)}, {found}"
+    return f"{label}: {found}"
 
 
 def _with_recompute(plan: Plan, best: Candidate, space: Space) -> str:
@@ -152,14 +155,20 @@ def _percent(seconds: float, best: float) -> str:
     return f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
 
 
+def _gib(other: Candidate, best: Candidate) -> str:
+    """How much more it needs; without what allocators give back before memory runs out."""
+    return f"{(other.needs - best.needs) / GIB:+.2f} GiB"
+
+
 def why_lost(other: Candidate, search: Search) -> str:
     """One sentence: by how much, and which terms made it."""
     best = search.best
     assert best is not None
     if search.goal == "memory":
-        return f"{(other.memory.device - best.memory.device) / GIB:+.2f} GiB"
+        return _gib(other, best)
+    share = other.plan.world / best.plan.world if search.goal == "cost" else 1.0  # device seconds
     names = sorted({*other.time.terms, *best.time.terms})
-    gaps = {name: other.time.terms.get(name, 0.0) - best.time.terms.get(name, 0.0) for name in names}
+    gaps = {name: other.time.terms.get(name, 0.0) * share - best.time.terms.get(name, 0.0) for name in names}
     worst = [name for name in sorted(gaps, key=lambda name: -gaps[name]) if gaps[name] > 0.0005 * best.time.total][:2]
     because = ", ".join(f"{name} +{gaps[name] / best.time.total:.1%}" for name in worst)
     ratio = other.score(search.goal) / best.score(search.goal) - 1

@@ -61,6 +61,7 @@ def steps(
     """
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
+    state.mesh.check_open("steps()")
     step = TrainStep(state, loss_fn, options_with(clip, options))
     mirror = rejoin(step)
     if not all(part.root.training for part in state.placed.parts):

@@ -1,0 +1,119 @@
+"""A store that is called by one rank alone, in inference mode, or when its ranks have left."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import agree
+from shardwise.errors import UsageError
+from shardwise.testing import World
+
+
+def state_on(mesh: sw.Mesh, plan: sw.Plan) -> sw.TrainState:
+    placed = sw.apply(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), plan, mesh, seed=3)
+    return sw.TrainState(placed, sw.adamw(placed, lr=1e-2))
+
+
+def trained(state: sw.TrainState, times: int) -> list[float]:
+    step = sw.make_step(state, lambda output, _: sw.Loss(output.square().sum(), len(output)))
+    rows = torch.arange(16.0).view(4, 4)
+    return [step(rows).loss for _ in range(times)]
+
+
+def alone(path: str, beside: bool) -> list[str]:
+    """Rank 0 saves while the other one is in a message of its own; what it warns of meanwhile."""
+    plan, said = sw.Plan.parse("dp2"), []
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree, "LATE_S", 0.2)
+        patch.setattr(warnings, "warn", lambda text, *_, **__: said.append(str(text)))
+        state, store, total = state_on(mesh, plan), sw.Store(path), torch.ones(3)
+        save = store.save_async if beside else store.save
+        if mesh.rank and beside:
+            message = dist.all_reduce(total, async_op=True)
+        if mesh.rank:
+            time.sleep(1.0)
+        save(state)
+        if beside:
+            message.wait() if mesh.rank else dist.all_reduce(total)
+            assert total.tolist() == [2.0] * 3
+    return said
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_rank_that_saves_alone_says_so_and_its_messages_are_apart(world: World, tmp_path: Path, beside: bool) -> None:
+    first, second = world(2, alone, str(tmp_path / "s"), beside)
+    waits = "waited 0.2 s for the other ranks; every rank must call it"
+    assert any(waits in text for text in first)
+    assert not any(waits in text for text in second)
+
+
+def in_inference_mode(text: str, path: str) -> None:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        state, store = state_on(mesh, plan), sw.Store(path)
+        trained(state, 2)
+        with torch.inference_mode():
+            store.save(state)
+        expected = trained(state, 2)
+        other, store = state_on(mesh, plan), sw.Store(path)
+        with torch.inference_mode():
+            assert store.load_latest(other) is not None
+        assert trained(other, 2) == expected
+        with torch.inference_mode():
+            store.save_async(other)
+
+
+@pytest.mark.parametrize("text", ["dp1", "fsdp2"])
+def test_inference_mode_around_a_store_changes_nothing(world: World, tmp_path: Path, text: str) -> None:
+    world(sw.Plan.parse(text).world, in_inference_mode, text, str(tmp_path / "s"))
+
+
+def begun(state: sw.TrainState) -> None:
+    state.batches = iter(())
+    next(sw.steps(state, len, until=9))
+
+
+def when_closed(text: str, path: str) -> list[str]:
+    plan, said = sw.Plan.parse(text), []
+    with sw.open_mesh(plan) as mesh:
+        state, store = state_on(mesh, plan), sw.Store(path)
+        trained(state, 1)
+    for call in (store.save, store.save_async, store.load_latest, begun):
+        try:
+            call(state)
+        except UsageError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("text", ["dp1", "fsdp2"])
+def test_what_is_called_behind_the_block_of_its_mesh_is_refused(world: World, tmp_path: Path, text: str) -> None:
+    for said in world(sw.Plan.parse(text).world, when_closed, text, str(tmp_path / "s")):
+        assert len(said) == 4
+        assert all("found a mesh that is closed" in message and "indentation" in message for message in said)
+    assert not (tmp_path / "s").exists()
+
+
+def test_one_store_on_two_meshes(world: World, tmp_path: Path) -> None:
+    world(2, twice, str(tmp_path / "s"))
+
+
+def twice(path: str) -> None:
+    plan, store = sw.Plan.parse("dp2"), sw.Store(path)
+    for _ in range(2):
+        with sw.open_mesh(plan) as mesh:
+            state = state_on(mesh, plan)
+            store.load_latest(state)
+            trained(state, 1)
+            store.save(state)
+            trained(state, 1)
+            store.save_async(state)
+    assert len(store.checkpoints()) == 3 and store.checkpoints()[0].name.endswith("4")
