@@ -10,6 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import Matmul, profile_of
 from shardwise.model.spec import ModelSpec, preset
+from shardwise.plan import eager_rank
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import cut, divide
 from shardwise.plan.hosting import host_lack, on_host
@@ -114,6 +115,20 @@ def test_the_most_that_the_gradients_stream_and_all_else_need_is_reserved_though
     memory = estimate_memory(profile_of(spec), Plan.parse("dp1 zero1 / bf16"), Workload(seq_len=512, global_batch=1))
     assert memory.worst.terms["gradients"] == pytest.approx(4 * spec.num_params)  # the peak is behind the loss
     assert memory.worst.allocated + memory.held == pytest.approx(memory.peaks["loss"] + 4 * spec.num_params)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zero-bubble-v"])
+def test_rounds_of_micro_batches_beyond_the_first_add_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs every action is looked at: of the first rounds, and a million micro-batches take as long."""
+    small = profile_of(replace(LLAMA, num_layers=16, dim=256, ffn_dim=704, num_heads=8, num_kv_heads=4))
+    for text in ("pp4", "pp2 fsdp2", "pp2 / bf16 / recompute=50%"):
+        plan = Plan.parse(f"{text} / {kind} mb64")
+        work, stack = Workload(seq_len=64, global_batch=64 * plan.axes.data), load_stack("shardwise-cpu")
+        found = []
+        for rounds in (1000, 6):
+            monkeypatch.setattr(eager_rank, "ROUNDS", rounds)
+            found.append([rank.allocated for rank in estimate_memory(small, plan, work, stack=stack).stages])
+        assert found[1] == pytest.approx(found[0], rel=1e-9), text
 
 
 def test_gpipe_keeps_all_micro_batches() -> None:

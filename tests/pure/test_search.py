@@ -295,6 +295,25 @@ def test_reasons() -> None:
     assert "compute" in binds(found.best, found.space)
 
 
+def test_reasons_speak_of_what_is_to_be_least() -> None:
+    work = Workload(seq_len=2048, global_batch=64)
+    lean = find(preset("llama-1b"), cluster("h100:8"), work, goal="memory")
+    assert lean.best is not None
+    for decision in decisions(lean.best, lean.space, "memory"):
+        for said in decision.reason.split("; "):
+            assert "GiB" in said or not said.endswith(("faster", "slower")), said
+    gaps = [float(why_lost(other, lean).removesuffix(" GiB")) for other in lean.ranked[1:]]
+    assert gaps == sorted(gaps), "ranked by what is said"
+    cheap = find(preset("llama-1b"), cluster("h100:8x2"), work, goal="cost")
+    assert cheap.best is not None and any(other.plan.world != cheap.best.plan.world for other in cheap.ranked)
+    for other in cheap.ranked[1:]:
+        said = why_lost(other, cheap)
+        terms = [
+            float(part.rpartition("+")[2].rstrip("%")) for part in said.partition(": ")[2].split(", ") if "+" in part
+        ]
+        assert not terms or max(terms) < 100 or "10" in said, f"terms of device seconds: {said}"
+
+
 def test_a_vocabulary_that_kernels_dislike_is_named() -> None:
     work = Workload(seq_len=1024, global_batch=32)
     for model, named in (("gpt2-large", True), ("llama-1b", False)):

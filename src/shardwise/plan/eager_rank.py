@@ -13,6 +13,9 @@ from shardwise.plan.eager_pipe import PipeRank
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import moments_of
 
+ROUNDS = 12
+"""Rounds of micro-batches of a pipeline that are gone through one by one, for each stage of a rank."""
+
 
 def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states: Terms) -> Mapping[str, Terms]:
     """Bytes by term of one rank of the pipeline at each moment that may be its largest.
@@ -23,8 +26,22 @@ def eager_rank(division: Division, rank: int, stages: tuple[Stage, ...], states:
     plan = division.plan
     if plan.axes.pp == 1:
         return _Rank(division, stages, dict(states)).moments()
-    shape = (plan.axes.pp, len(stages), plan.batch.micro_batches)
-    return PipeRank(division, stages, dict(states)).moments(moments_of(plan.schedule.kind, *shape)[rank])
+    count, pp, turns = plan.batch.micro_batches, plan.axes.pp, len(stages)
+
+    def moments(number: int) -> Mapping[str, Terms]:
+        seen = moments_of(plan.schedule.kind, pp, turns, number)[rank]
+        return PipeRank(division, stages, dict(states)).moments(seen)
+
+    rounds = max(0, count - ROUNDS * pp * turns) // pp
+    if rounds < 2:
+        return moments(count)
+    few = count - rounds * pp
+    before, there = moments(few), moments(few + pp)
+    more = rounds - 1  # each round of micro-batches adds as much as the one before
+    return {
+        name: {key: value + more * (value - before[name].get(key, 0.0)) for key, value in terms.items()}
+        for name, terms in there.items()
+    }
 
 
 class _Rank(RankSizes):
