@@ -12,10 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.parallel.backward_torch_private import backward_to_inputs, backward_to_weights
 from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors, put_parameter
-from shardwise.parallel.torch_private import SCHEDULE_CLASSES, schedule_order
+from shardwise.parallel.torch_private import (
+    SCHEDULE_CLASSES,
+    behind_backward,
+    in_backward,
+    saving_hook,
+    schedule_order,
+)
 from shardwise.plan.plan import LOOPED, SCHEDULES
 
 
@@ -130,3 +137,18 @@ def test_a_tensor_in_the_place_of_a_parameter_is_what_forward_reads() -> None:
     for key, parameter in kept.items():
         put_parameter(lstm, key, parameter)
     assert lstm(torch.ones(3, 1, 2))[0].all()
+
+
+def test_what_saves_tensors_and_where_a_backward_pass_is() -> None:
+    seen: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def inside(y: torch.Tensor) -> torch.Tensor:
+        seen.append(saving_hook())
+        return y * 2
+
+    output = checkpoint(inside, x, use_reentrant=False)
+    assert saving_hook() is None and seen[0] is not None and not in_backward()
+    output.register_hook(lambda _: behind_backward(lambda: seen.append("behind")) or seen.append(in_backward()))
+    output.sum().backward()
+    assert seen[1:] in ([True, "behind"], [True, seen[2], "behind"]) and not in_backward()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.plan.engines import casts_weights, uses_fully_shard
@@ -81,7 +84,44 @@ class Shared(nn.Module):
         return (self.tied(x) @ self.table.weight * self.scale.to(x.dtype)).sum(1)
 
 
+class Repeated(nn.Module):
+    """A block that runs its inside again in the backward pass: modules and a parameter of its own, or bare products."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.gamma, self.reentrant, self.bare = (
+            nn.Parameter(torch.full((WIDTH,), 0.5)),
+            how == "reentrant",
+            how == "bare",
+        )
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bare:
+            return functional.linear(functional.linear(x, self.up.weight).relu(), self.down.weight) * self.gamma
+        return self.down(self.up(self.norm(x)).relu()) * self.gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.inside, x, use_reentrant=self.reentrant)
+
+
+class Repeating(nn.Module):
+    """Three such blocks, and a head that is run again too."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(Repeated(how) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return checkpoint(lambda y: self.head(y).mean((1, 2)), x, use_reentrant=False)
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {"recurrent": Recurrent, "vocoder": Vocoder, "shared": Shared}
+OWN |= {f"repeating-{how}": partial(Repeating, how) for how in ("new", "reentrant", "bare")}
 CASES = [
     ("decoder", "bf16"),
     ("decoder", "fp16"),
@@ -99,13 +139,18 @@ CASES = [
     ("vocoder", "bf16 blocks=old.*"),
     ("vocoder", "bf16 / recompute=blocks blocks=new.*"),
     ("shared", "bf16 / mb2"),
+    ("repeating-new", "bf16 / mb2"),
+    ("repeating-new", "bf16 / recompute=blocks"),
+    ("repeating-reentrant", "bf16"),
+    ("repeating-bare", "bf16"),
 ]
 
 
 def gradients(model: str, plan: sw.Plan) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Losses of two steps, the gradients of the second, and the units of `fully_shard`."""
     generator = torch.Generator().manual_seed(1)
-    with sw.open_mesh(plan) as mesh:
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # a reentrant checkpoint, while read
         factory = OWN.get(model) or {**grid.MODELS, "moe": moe_models.MODELS["softmax"]}[model]
         placed = sw.apply(factory, plan, mesh, seed=0)
         state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3))
@@ -140,3 +185,53 @@ def both(model: str, text: str) -> None:
 @pytest.mark.parametrize(("model", "text"), CASES)
 def test_equal_bits(world, model: str, text: str) -> None:
     world(1, both, model, text)
+
+
+def failed_backward() -> None:
+    """A backward pass that does not come to its end leaves casts in the place of parameters, until the next forward."""
+    plan, failing = sw.Plan.parse("dp1 / bf16"), [False]
+
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        if failing[0]:
+            raise ValueError("on purpose")
+        return gradient
+
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(OWN["repeating-new"], plan, mesh, seed=0)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3))
+        rows = torch.randn(ROWS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+        def loss_fn(output: torch.Tensor, _: Any) -> sw.Loss:
+            return sw.Loss(output.float().square().sum(), ROWS)
+
+        step = sw.make_step(state, loss_fn)
+        placed.parts[0].root.first.weight.register_hook(fail)
+        step(rows)
+        expected = step.measure(rows)
+        failing[0] = True
+        with pytest.raises(ValueError, match="on purpose"):
+            step(rows)
+        failing[0] = False
+        assert step.measure(rows) == expected
+        assert all(p.dtype == torch.float32 and p.is_leaf for p in placed.parts[0].root.parameters())
+
+
+def test_a_backward_pass_that_fails_leaves_no_casts(world) -> None:
+    world(1, failed_backward)
+
+
+def compiled_root() -> list[float]:
+    plan = sw.Plan.parse("dp1 / bf16 / compile")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler's own imports
+        placed = sw.apply(OWN["repeating-new"], plan, mesh, seed=0)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3))
+        rows = torch.randn(ROWS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+        step = sw.make_step(state, lambda output, _: sw.Loss(output.float().square().sum(), ROWS))
+        return [step(rows).loss for _ in range(2)]
+
+
+def test_the_head_of_a_compiled_model_is_run_again(world) -> None:
+    world.preload("torch._inductor.codegen.triton")
+    first, second = world(1, compiled_root)[0]
+    assert second < first

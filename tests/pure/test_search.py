@@ -308,10 +308,8 @@ def test_reasons_speak_of_what_is_to_be_least() -> None:
     assert cheap.best is not None and any(other.plan.world != cheap.best.plan.world for other in cheap.ranked)
     for other in cheap.ranked[1:]:
         said = why_lost(other, cheap)
-        terms = [
-            float(part.rpartition("+")[2].rstrip("%")) for part in said.partition(": ")[2].split(", ") if "+" in part
-        ]
-        assert not terms or max(terms) < 100 or "10" in said, f"terms of device seconds: {said}"
+        terms = [float(part.rpartition("+")[2].rstrip("%")) for part in said.split(", ") if "+" in part]
+        assert all(term < 50 for term in terms), f"terms of device seconds: {said}"
 
 
 def test_a_vocabulary_that_kernels_dislike_is_named() -> None:

@@ -7,26 +7,23 @@ gradients back into the parameters' type, and compiled blocks cast within their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors, put_parameter
+from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.precision import mixed_precision, ruled_modules
+from shardwise.parallel.repeating import Cast, Places, Repeating, put_back, put_casts
 from shardwise.parallel.tensor_hooks import wrap_forward
 from shardwise.parallel.units import groups_in
 from shardwise.parallel.written import watched
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.plan import Plan
-
-Cast = Callable[[torch.Tensor], torch.Tensor]
-Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
-"""Of each parameter: the modules that have it, and by what name."""
 
 
 def cast_weights(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
@@ -45,6 +42,7 @@ def cast_compiled(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 def _cast_units(placed: Placed, plan: Plan) -> Placed:
     if not casts_weights(plan):
         return placed
+    running: list[Repeating] = []
     for part in placed.parts:
         names = {module: name for name, module in part.root.named_modules()}
         units = dict.fromkeys([*ruled_modules(placed, part), *groups_in(placed, part), part.root])
@@ -55,7 +53,12 @@ def _cast_units(placed: Placed, plan: Plan) -> Placed:
             if not plan.compile:  # what looks at values would be compiled
                 wrap_forward(unit, watched(unit, names[unit], units))
             places, to_compute = _places(unit, units), partial(_to, policy.param_dtype)
-            wrap_forward(unit, partial(_cast_forward, places, to_compute, policy.output_dtype))
+            if plan.compile and unit is not part.root:  # no state of its own, which would compile each block apart
+                wrap_forward(unit, partial(_cast_forward, places, to_compute))
+            else:
+                wrap_forward(unit, Repeating(places, to_compute, running, compiles=plan.compile))
+            if policy.output_dtype is not None:
+                wrap_forward(unit, partial(_cast_output, policy.output_dtype))
             if has_forward_pre_hook(unit):
                 _cast_for_hooks(unit, places, to_compute)
     return placed
@@ -77,15 +80,16 @@ def _own_modules(unit: nn.Module, units: Container[nn.Module]) -> Iterator[nn.Mo
             yield from _own_modules(child, units)
 
 
-def _cast_forward(
-    places: Places, to_compute: Cast, output_dtype: torch.dtype | None, forward: Any, *args: Any, **kwargs: Any
-) -> Any:
-    kept = _put_casts(places, to_compute)
+def _cast_forward(places: Places, to_compute: Cast, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    kept = put_casts(places, to_compute)
     try:
-        output = forward(*map_tensors(to_compute, args), **map_tensors(to_compute, kwargs))
+        return forward(*map_tensors(to_compute, args), **map_tensors(to_compute, kwargs))
     finally:
-        _put_back(places, kept)
-    return output if output_dtype is None else map_tensors(partial(_to, output_dtype), output)
+        put_back(places, kept)
+
+
+def _cast_output(dtype: torch.dtype, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return map_tensors(partial(_to, dtype), forward(*args, **kwargs))
 
 
 def _cast_for_hooks(unit: nn.Module, places: Places, to_compute: Cast) -> None:
@@ -93,30 +97,14 @@ def _cast_for_hooks(unit: nn.Module, places: Places, to_compute: Cast) -> None:
     kept: list[list[torch.Tensor]] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        kept.append(_put_casts(places, to_compute))
+        kept.append(put_casts(places, to_compute))
         return map_tensors(to_compute, args), map_tensors(to_compute, kwargs)
 
     def end(*_: Any) -> None:
-        _put_back(places, kept.pop())
+        put_back(places, kept.pop())
 
     hook_first(unit, begin, with_kwargs=True)
     unit.register_forward_hook(end, always_call=True)
-
-
-def _put_casts(places: Places, to_compute: Cast) -> list[torch.Tensor]:
-    """The parameters, in the place of which their casts are now."""
-    kept = [cast(torch.Tensor, module._parameters[key]) for (module, key), *_ in places]
-    for parameter, sites in zip(kept, places, strict=True):
-        value = to_compute(parameter)
-        for module, key in sites:
-            put_parameter(module, key, value)
-    return kept
-
-
-def _put_back(places: Places, kept: list[torch.Tensor]) -> None:
-    for parameter, sites in zip(kept, places, strict=True):
-        for module, key in sites:
-            put_parameter(module, key, parameter)
 
 
 def _to(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

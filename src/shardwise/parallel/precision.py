@@ -1,7 +1,7 @@
 """`convert_precision`: the type of the parameters, and the policy of mixed precision.
 
-One policy under every plan: bf16 and fp16 compute through `fully_shard`'s mixed precision on any mesh, size 1
-included, so that changing the mesh does not change which operations run in which type.
+One policy under every plan: bf16 and fp16 compute by the rules of `fully_shard`'s mixed precision on any mesh. One
+process applies them itself (`casts`), so that changing the mesh does not change which operations run in which type.
 """
 
 from __future__ import annotations

@@ -92,10 +92,25 @@ def refresh(module: nn.Module) -> None:
     module._apply(lambda tensor: tensor, recurse=False)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
+def saving_hook() -> Callable[..., Any] | None:
+    """What keeps the tensors that are saved for a backward pass; None: autograd itself."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None else None
+
+
 def in_checkpoint() -> bool:
     """Whether what runs is in `torch.utils.checkpoint`, by the hooks for saved tensors: a reentrant one has none."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return getattr(saving_hook(), "__module__", "") == "torch.utils.checkpoint"
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass: `torch._C._current_graph_task_id`."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def behind_backward(function: Callable[[], None]) -> None:
+    """Have a function called when the backward pass that runs is over: the engine's `queue_callback`."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def strided_shard_factor(placement: Placement) -> int | None:
