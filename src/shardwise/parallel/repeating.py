@@ -139,5 +139,6 @@ class _Looking(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every call of a torch function comes here."""
-        self.look(*args)
+        if not torch.compiler.is_compiling():  # what the model compiles itself is traced with this mode around it
+            self.look(*args, *(kwargs or {}).values())
         return func(*args, **(kwargs or {}))
