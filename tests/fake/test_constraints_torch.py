@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
+from torch.nn.parallel import DistributedDataParallel
 
+import shardwise as sw
+from shardwise.parallel.repeating import Repeating
 from shardwise.plan.constraints import ROWS
-from shardwise.plan.engines import uses_fully_shard
-from shardwise.plan.plan import LOOPED, PRECISIONS, SCHEDULES, V_SHAPED, Plan
+from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
+from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, Plan
 from shardwise.plan.repair import Case, change
+from shardwise.testing import fake_world
+from tests.parity.grid import decoder
 
 TORCH = {
     "gpipe": schedules.ScheduleGPipe,
@@ -66,7 +73,28 @@ def test_negative_control_a_wrong_row_would_differ() -> None:
     assert torch_takes("interleaved", 4, 2, 10), "more than a multiple of pp: a row that says so would be too strict"
 
 
-def test_ddp_is_where_the_data_pass_puts_it() -> None:
-    for pp, dp, tp, zero, precision in product((1, 2), (1, 2), (1, 2), (0, 1), PRECISIONS):
-        plan = change(Plan(), axes__pp=pp, axes__dp_replicate=dp, axes__tp=tp, zero=zero, precision=precision)
-        assert Case(plan=plan).uses_ddp == (plan.axes.data > 1 and not uses_fully_shard(plan)), str(plan)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_who_holds_the_parameters_is_as_the_plan_says(precision: str) -> None:
+    """DDP, `fully_shard`, a process that casts, or nobody: what the planner reckons with is what `apply` makes."""
+    found = set()
+    for pp, dp, shard, zero in product((1, 2), (1, 2), (1, 2), (0, 1)):
+        plan = change(Plan(), axes__pp=pp, axes__dp_replicate=dp, axes__dp_shard=shard, zero=zero, precision=precision)
+        if (zero == 0 and shard > 1) or (zero and shard == 1 and max(dp, pp) > 1):
+            continue
+        plan = change(plan, batch__micro_batches=pp * 2 if pp > 1 else 1)
+        with fake_world(plan.world), sw.open_mesh(plan, device="cpu") as mesh:
+            part = sw.apply(decoder(4), plan, mesh).parts[0]
+        holds = any(isinstance(module, FSDPModule) for module in part.run.modules())
+        sums = isinstance(part.run, DistributedDataParallel)
+        casts = isinstance(inspect.getclosurevars(part.root.forward).nonlocals.get("wrapper"), Repeating)
+        assert (holds, sums, casts) == (uses_fully_shard(plan), is_replicated(plan), casts_weights(plan)), str(plan)
+        assert Case(plan=plan).uses_ddp == sums
+        found.add((holds, sums, casts))
+    assert (
+        found
+        == {
+            "fp32": {(True, False, False), (False, True, False), (False, False, False)},
+            "bf16": {(True, False, False), (False, False, True)},
+            "bf16-pure": {(True, False, False), (False, True, False), (False, False, False)},
+        }[precision]
+    )
