@@ -208,3 +208,15 @@ def test_a_name_is_taken_once() -> None:
     kept.add({"a": Odd({})})
     with pytest.raises(UsageError, match="'a' is kept already"):
         kept.add({"a": Odd({})})
+
+
+class Refusing(Odd):
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError("boo")
+
+
+def test_an_object_that_does_not_take_its_state_is_named() -> None:
+    objects = StatefulObjects()
+    objects.add({"meter": Refusing({"a": 1})})
+    with pytest.raises(CheckpointError, match=r"keep: 'meter': a Refusing does not take .* \(KeyError: 'boo'\)"):
+        objects.load(objects.to_json())

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.errors import ModelError, UsageError
+from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.train.values import from_json, like, plain, to_json
 
 MOST_BYTES = 1 << 18
@@ -52,10 +52,21 @@ class StatefulObjects:
         return {name: _told(name, held) for name, held in self._objects.items()}
 
     def load(self, stored: Mapping[str, Any]) -> None:
-        """Give each object that is in both what `to_json` gave for it; those of one side alone are left as they are."""
+        """Give each object that is in both what `to_json` gave for it; those of one side alone are left as they are.
+
+        Raises:
+            CheckpointError: an object does not take it.
+        """
         for name, held in self._objects.items():
-            if name in stored:
+            if name not in stored:
+                continue
+            try:
                 held.load_state_dict(like(held.state_dict(), from_json(stored[name])))
+            except Exception as error:
+                raise CheckpointError(
+                    f"keep: {name!r}: a {type(held).__name__} does not take the state that is stored for it "
+                    f"({type(error).__name__}: {error}); keep what was kept when it was saved, or give it another name"
+                ) from error
 
     def forgets(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """What a checkpoint lacks, and what to do: one of torch's schedulers of these groups; empty: nothing."""
