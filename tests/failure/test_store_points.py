@@ -97,9 +97,10 @@ def equal(a: dict[str, torch.Tensor] | None, b: dict[str, torch.Tensor] | None) 
 
 def points(path: str, scene: str, half: bool) -> list[str]:
     """For each point: `old` or `new`, as a fresh process finds it; then the next save must work."""
-    where, outcomes = Path(path) / "store", []
+    outcomes: list[str] = []
     with open_mesh(LAYOUTS["one"]) as mesh:
         for at in range(1, 200):
+            where = Path(path) / f"store{at}"  # this process holds those before, and would end where another begins
             state, store = prepared(where, mesh, scene)
             old, new = resumed(where, mesh), state.whole()
             store._directory.files = Counted(at, end_after_half if half else end)
