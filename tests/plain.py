@@ -34,7 +34,8 @@ class Plain:
             "size": lambda axis: world if axis == "dp_replicate" else 1,
             "index": lambda axis: rank if axis == "dp_replicate" else 0,
         }
-        self.mesh: Any = SimpleNamespace(rank=rank, world=world, device=torch.device("cpu"), at_exit=[], **place)
+        whole = {"rank": rank, "world": world, "device": torch.device("cpu"), "at_exit": [], **place}
+        self.mesh: Any = SimpleNamespace(check_open=lambda _: None, **whole)
         plan = Plan.parse(f"dp{world}")
         self.placed: Any = SimpleNamespace(plan=plan, mesh=self.mesh)
 
@@ -86,7 +87,7 @@ def meet_over(sockets: tuple[socket.socket, ...]) -> None:
             _send(peer, values)
         return values
 
-    Peers.gather = gather  # of this process only
+    Peers.gather, Peers.apart = gather, lambda self: self  # of this process only
 
 
 def _send(peer: socket.socket, value: Any) -> None:
