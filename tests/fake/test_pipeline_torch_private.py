@@ -136,6 +136,7 @@ def test_a_tensor_in_the_place_of_a_parameter_is_what_forward_reads() -> None:
     assert not lstm(torch.ones(3, 1, 2))[0].any(), "an LSTM of zeros gives zeros"
     for key, parameter in kept.items():
         put_parameter(lstm, key, parameter)
+    assert all(held is kept[key] for held, key in zip(lstm._flat_weights, lstm._flat_weights_names, strict=True))
     assert lstm(torch.ones(3, 1, 2))[0].all()
 
 

@@ -16,7 +16,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -
 
 
 def put_parameter(module: nn.Module, key: str, value: torch.Tensor) -> None:
-    """Put a tensor in the place of a parameter: `Module._parameters`, and `RNNBase._flat_weights`, which follows it.
+    """Put a tensor in the place of a parameter: `Module._parameters`, and `RNNBase._flat_weights`, which would keep it.
 
     Not as an attribute: the compiler of torch 2.12 deletes the parameter where one of its name is deleted.
     """
