@@ -150,6 +150,25 @@ def test_within_three_per_cent(plan: str, model: str) -> None:
     check_close(plan, model)
 
 
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ("dp1 / bf16", "gpt"),
+        ("dp1 / mb4 / fp16", "tied"),
+        ("dp1 / bf16 / recompute=50%", "llama"),
+        ("dp1 / mb2 / bf16 / recompute=ops", "moe"),
+    ],
+)
+@pytest.mark.parametrize("rows", [2, 32])
+def test_one_process_that_casts_its_weights(plan: str, model: str, rows: int) -> None:
+    """With few rows weights decide, with many what is kept."""
+    parsed, spec = Plan.parse(plan), MODELS[model]
+    work = Workload(seq_len=64, global_batch=rows * parsed.batch.micro_batches)
+    memory = estimate_memory(profile_of(spec), parsed, work, stack=load_stack("shardwise-cpu"))
+    peak = trace_step(training_of(spec, work), parsed, rank=0).later.num_bytes
+    assert memory.stages[0].allocated == pytest.approx(peak, rel=0.03)
+
+
 @pytest.mark.parametrize(("plan", "model"), soak())
 def test_every_plan(plan: str, model: str) -> None:
     check_close(plan, model)

@@ -18,7 +18,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.precision import mixed_precision, ruled_modules
-from shardwise.parallel.repeating import Cast, Places, Repeating, put_back, put_casts
+from shardwise.parallel.repeating import Cast, Places, Repeating, cast_forward, put_back, put_casts
 from shardwise.parallel.tensor_hooks import wrap_forward
 from shardwise.parallel.units import groups_in
 from shardwise.parallel.written import watched
@@ -54,7 +54,7 @@ def _cast_units(placed: Placed, plan: Plan) -> Placed:
                 wrap_forward(unit, watched(unit, names[unit], units))
             places, to_compute = _places(unit, units), partial(_to, policy.param_dtype)
             if plan.compile and unit is not part.root:  # no state of its own, which would compile each block apart
-                wrap_forward(unit, partial(_cast_forward, places, to_compute))
+                wrap_forward(unit, partial(cast_forward, places, to_compute))
             else:
                 wrap_forward(unit, Repeating(places, to_compute, running, compiles=plan.compile))
             if policy.output_dtype is not None:
@@ -78,14 +78,6 @@ def _own_modules(unit: nn.Module, units: Container[nn.Module]) -> Iterator[nn.Mo
     for child in unit.children():
         if child not in units:
             yield from _own_modules(child, units)
-
-
-def _cast_forward(places: Places, to_compute: Cast, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    kept = put_casts(places, to_compute)
-    try:
-        return forward(*map_tensors(to_compute, args), **map_tensors(to_compute, kwargs))
-    finally:
-        put_back(places, kept)
 
 
 def _cast_output(dtype: torch.dtype, forward: Any, *args: Any, **kwargs: Any) -> Any:

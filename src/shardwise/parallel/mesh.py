@@ -40,10 +40,10 @@ from shardwise.plan.plan import AXES, Plan
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes whose ranks see different samples."""
-_OPENED: Counter[str] = Counter()
-"""How often this process has opened a mesh at an address; the ranks that meet there have all done so as often."""
 GRADIENT_AXES = (*DATA_AXES, "cp")
 """The axes whose ranks see different tokens: over them losses and gradients are sums of parts."""
+_OPENED: Counter[str] = Counter()
+"""How often this process has opened a mesh at an address; the ranks that meet there have all done so as often."""
 
 
 @dataclass(frozen=True)

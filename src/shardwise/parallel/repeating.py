@@ -35,6 +35,15 @@ def put_back(places: Places, kept: list[torch.Tensor]) -> None:
             put_parameter(module, key, parameter)
 
 
+def cast_forward(places: Places, to_compute: Cast, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call forward with cast inputs, while casts are in the place of parameters."""
+    kept = put_casts(places, to_compute)
+    try:
+        return forward(*map_tensors(to_compute, args), **map_tensors(to_compute, kwargs))
+    finally:
+        put_back(places, kept)
+
+
 class Repeating:
     """Calls the forward of a unit that casts its weights, and has them cast in its backward pass where that is needed.
 
@@ -56,14 +65,12 @@ class Repeating:
         if self.kept is not None and not in_backward():  # of a backward pass that did not come to its end
             self.end()
         looks = self.repeats is None and torch.is_grad_enabled() and not in_backward()
-        kept = put_casts(self.places, self.to_compute)
         self.running.append(self)
         try:
             with self.looking(looks) as seen:
-                output = forward(*map_tensors(self.to_compute, args), **map_tensors(self.to_compute, kwargs))
+                output = cast_forward(self.places, self.to_compute, forward, *args, **kwargs)
         finally:
             self.running.pop()
-            put_back(self.places, kept)
         if looks:
             self.repeats = bool(seen)
         if self.repeats and torch.is_grad_enabled():
