@@ -186,6 +186,7 @@ def readings_of(cluster: Cluster, here: Found, dtypes: tuple[str, ...]) -> Readi
         ),
         launch=7e-6,
         product_launch=3e-5,
+        biased_launch=3e-5,
         host=cluster.host_bandwidth,
         links={
             tier: tuple(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.parallel import data
+from shardwise.parallel.batchnorm import _Forward as Normal
 from shardwise.parallel.init import init_model
+from shardwise.parallel.mesh import GRADIENT_AXES
+from shardwise.parallel.padding import Padding
 from shardwise.testing.world import WorldError
 from shardwise.train import agreement
 from tests.parity import grid
@@ -207,3 +214,57 @@ def hits(logits: Tensor, batch: Any) -> sw.Loss:
 def test_learns_digits(world, plan: str) -> None:
     for by_evaluate, by_hand in world(sw.Plan.parse(plan).world, accuracy, plan):
         assert by_evaluate == by_hand > 0.8
+
+
+def twice(rows: int) -> list[Tensor]:
+    """Gradients of a penalty on the gradient, of a norm over all ranks' rows; `rows`: of this rank, of 12 in all."""
+    with sw.open_mesh(sw.Plan.parse("dp2" if rows < 12 else "dp1")) as mesh:
+        torch.manual_seed(3)
+        norm, x = nn.BatchNorm2d(3).double(), torch.randn(12, 3, 4, dtype=torch.float64).unsqueeze(-1)
+        with torch.no_grad():
+            norm.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
+        start = mesh.rank * 7
+        x = x[start : start + rows].clone().requires_grad_()
+        group = mesh.group(*GRADIENT_AXES) if rows < 12 else None
+        forward: Callable[[Tensor], Tensor] = Normal(norm, group, Padding()) if rows < 12 else norm.__call__
+        (slope,) = torch.autograd.grad(forward(x).sin().sum(), x, create_graph=True)
+        found = torch.autograd.grad(slope.pow(2).sum() + forward(x).pow(3).sum(), [x, norm.weight, norm.bias])
+        if group is not None:
+            for each in found[1:]:
+                dist.all_reduce(each, group=group)
+        return list(found)
+
+
+def unequal() -> list[Tensor]:
+    return twice(7 if int(os.environ["RANK"]) == 0 else 5)
+
+
+def test_second_derivatives_go_through_the_statistics_of_all_ranks(world) -> None:
+    ranks, (whole,) = world(2, unequal), world(1, twice, 12)
+    torch.testing.assert_close(torch.cat([rank[0] for rank in ranks]), whole[0], rtol=1e-10, atol=1e-10)
+    for found in ranks:
+        torch.testing.assert_close(found[1:], whole[1:], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("affine", [True, False])
+def test_it_is_torchs_norm_and_keeps_its_input_alone(kind: torch.dtype, affine: bool) -> None:
+    norm, wide = nn.BatchNorm2d(5, affine=affine).to(kind), max(kind, torch.float32, key=lambda each: each.itemsize)
+    like = copy.deepcopy(norm).to(wide)
+    x, slope = torch.randn(6, 5, 4, 4).add(3).to(kind), torch.randn(6, 5, 4, 4).to(kind)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        y = Normal(norm, None, Padding())(x.requires_grad_())
+    y.backward(slope)
+    other = x.detach().to(wide).requires_grad_()
+    expected = like(other)
+    expected.backward(slope.to(wide))
+    close = functools.partial(
+        torch.testing.assert_close, **({"rtol": 0.02, "atol": 0.02} if kind == torch.bfloat16 else {})
+    )
+    close(y, expected.to(kind))
+    close(x.grad, other.grad.to(kind))
+    close([t.to(wide) for t in norm.buffers()], [t.to(wide) for t in like.buffers()])
+    for own, torchs in zip(norm.parameters(), like.parameters(), strict=True):
+        close(own.grad, torchs.grad.to(kind))
+    assert sum(kept) < x.nbytes + 1000  # and numbers per channel

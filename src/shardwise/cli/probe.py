@@ -213,8 +213,10 @@ def show(out: Console, found: Measured, path: Path) -> None:
     out.print(table)
     off = ", ".join(f"{name} {error:.0%}" for name, error in found.errors.items())
     out.print(f"the planner's formulas with these constants are off by (median): {off}")
-    own, product = seconds(found.launch), seconds(found.readings.product_launch)
-    out.print(f"host per kernel: {own}, per product: {product} (`launch` and `product_launch` of the file)")
+    own, product, biased = map(seconds, (found.launch, found.readings.product_launch, found.readings.biased_launch))
+    out.print(
+        f"host per kernel: {own}, per product: {product}, with a bias: {biased} (`launch` and the like of the file)"
+    )
     for line in found.cluster.origins:
         out.print(f"not measured: {line}", style="dim", markup=False)
     out.print(f"written: {path}", markup=False)
@@ -227,6 +229,7 @@ def probe_json(found: Measured, path: Path | None) -> dict[str, Any]:
         "nearest": found.nearest,
         "launch": found.launch,
         "product_launch": found.readings.product_launch,
+        "biased_launch": found.readings.biased_launch,
         "errors": dict(found.errors),
         "seconds": found.seconds,
         "timings": len(found.readings.products) + sum(map(len, found.readings.links.values())),

@@ -37,7 +37,7 @@ LONGEST = 512
 LENGTHS = ((32, 96), (256, 512))
 """Tokens that a forward is read with in place of one that takes too long; two tell whether all of it is per token. A
 scan in chunks fills up its last one, of 64 to 256."""
-PATIENCE_S = 5.0
+PATIENCE_S = 8.0
 """Seconds of a forward on meta after which it is asked whether its length is why."""
 ALIKE = 0.03
 """How far what two lengths give per token may differ."""
@@ -223,9 +223,10 @@ def read_planned(
     blocks = planned.blocks if blocks == "auto" else blocks
     read = partial(read_module, model, factory, device=device, blocks=blocks, how=planned.how)
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
+    is_recurrent = long and _is_recurrent(factory)  # made before the clock runs: what it imports takes seconds once
     try:
         with _patience(PATIENCE_S if long else None):
-            if not (long and _is_recurrent(factory)):
+            if not is_recurrent:
                 return read(seq_len=seq_len), ()
     except _TooLong:
         pass

@@ -56,6 +56,8 @@ class Readings:
     """Seconds of the host per kernel."""
     product_launch: float
     """And per matrix product."""
+    biased_launch: float
+    """And per product with a bias."""
     host: float
     """Bytes per second from the host to a device."""
     links: Mapping[str, tuple[Message, ...]]
@@ -133,11 +135,11 @@ def _read(run: Runner, seconds: float, on_stage: Callable[[str, float], None]) -
         done += SHARES[name] * 0.95
     copies, streams = (_middle(rows) for rows in zip(*results["memory"], strict=True))
     tiers = {tier: _middle([rank[tier] for rank in results["links"]]) for tier in results["links"][0]}
-    launch, product, host = (median(values) for values in zip(*results["host"], strict=True))
+    launch, product, biased, host = (median(values) for values in zip(*results["host"], strict=True))
     return Readings(
         found=found, nodes=len(places) // per_node, per_node=per_node, products=tuple(products), copies=copies,
         streams=streams, heads=_middle(results["attention"]), launch=launch, product_launch=product,
-        host=host, links=tiers,
+        biased_launch=biased, host=host, links=tiers,
     )  # fmt: skip
 
 
@@ -197,8 +199,10 @@ def fitted(readings: Readings) -> Measured:
         "nodes: read, from the ranks",
     )
     name = f"{nearest if preset else device.name}:{readings.per_node}x{readings.nodes}, measured"
-    host = {"host_bandwidth": readings.host, "launch": readings.launch, "product_launch": readings.product_launch}
-    cluster = cluster.with_(name=name, origins=origins, **host)
+    cluster = cluster.with_(
+        name=name, origins=origins, host_bandwidth=readings.host, launch=readings.launch,
+        product_launch=readings.product_launch, biased_launch=readings.biased_launch,
+    )  # fmt: skip
     return Measured(
         cluster=cluster, nearest=nearest, launch=readings.launch, errors=errors, readings=readings, seconds=0.0
     )

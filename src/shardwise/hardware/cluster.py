@@ -176,6 +176,8 @@ class Cluster:
     """Seconds of the host per kernel, as a probe found it; 0: as the software stack says."""
     product_launch: float = 0.0
     """The same per matrix product, whose library picks a kernel; 0: as any."""
+    biased_launch: float = 0.0
+    """The same per product with a bias, for which another library looks anew each time; 0: as one without."""
     loading: Loading = field(default_factory=Loading)
     origins: tuple[str, ...] = ()
     """`name: measured|read|table|assumed, how`, a line for each number that has another origin than its record says."""
@@ -187,7 +189,7 @@ class Cluster:
         for name in ("nodes", "per_node"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"cluster {self.name}: {name}: found {getattr(self, name)}, needed at least 1")
-        _refuse(f"cluster {self.name}", self, "host_bandwidth", "domain host_memory launch product_launch")
+        _refuse(f"cluster {self.name}", self, "host_bandwidth", "domain host_memory " + " ".join(_HOST))
         object.__setattr__(self, "domain", self.domain or self.per_node)
 
     @property
@@ -274,6 +276,7 @@ class _Quantity(NamedTuple):
     """Units that people write instead: name, its power of ten, and the numbers that are usual in it."""
 
 
+_HOST = ("launch", "product_launch", "biased_launch")
 _FLOPS = (("TFLOP/s", 12, 5, 2e4), ("GFLOP/s", 9, 2e4, 2e7), ("PFLOP/s", 15, 0.01, 5))
 _BYTES = (("GB", 9, 0.5, 2048), ("MB", 6, 2048, 2e6))
 _CONTEXT = (("GB", 9, 0.05, 50), ("MB", 6, 50, 5e4))
@@ -301,7 +304,7 @@ _QUANTITIES: Mapping[tuple[str, ...], _Quantity] = {
     ("device", "attention", "rise"): _Quantity("keys", "512", 1, 1e6),
     ("device", "price"): _Quantity("currency per hour", "2.5", 0, 1e6),
     **{keys: _LINK for keys in (("local", "bandwidth"), ("network", "bandwidth"), ("host_bandwidth",))},
-    **{keys: _LATENCY for keys in (("local", "latency"), ("network", "latency"), ("launch",), ("product_launch",))},
+    **{keys: _LATENCY for keys in (("local", "latency"), ("network", "latency"), *((name,) for name in _HOST))},
     **{(tier, "wires"): _Quantity("whole wires", "7", 0, most) for tier, most in (("local", 64), ("network", 0))},
     ("host_memory",): _Quantity("bytes", "2e12", 1e8, 1e15, zero=True, slips=_BYTES),
     **{("loading", name): _LINK for name in ("rows", "decoded")},
@@ -315,8 +318,7 @@ _RECORDS: Mapping[tuple[str, ...], type] = {
     **dict.fromkeys((("local",), ("network",)), Link),
     ("loading",): Loading,
 }
-_NOT_GUESSED = ("origin", "origins", "price", "host_memory", "launch", "product_launch", "loading", "unaligned",
-                "wires", "triton", "rise")  # fmt: skip
+_NOT_GUESSED = ("origin", "origins", "price", "host_memory", *_HOST, "loading", "unaligned", "wires", "triton", "rise")
 """Fields whose defaults stand for no number, or that are said to be assumed where they are used."""
 
 

@@ -119,10 +119,11 @@ def attention(seconds: float) -> list[Heads]:
     return found
 
 
-def host(seconds: float) -> tuple[float, float, float]:
-    """Seconds of the host per kernel, recorded for a backward pass, and per matrix product; its bytes per second.
+def host(seconds: float) -> tuple[float, float, float, float]:
+    """Seconds of the host per kernel, recorded for a backward pass, per product, and per product with a bias; its rate.
 
-    These are copied to the device. A product's library looks for a kernel: of 16 bits where a device has those.
+    That is of bytes per second, copied to the device. A product's library looks for a kernel: of 16 bits where a
+    device has those.
     """
     device = _device()
     weight = torch.ones(8, device=device, requires_grad=True)
@@ -137,17 +138,18 @@ def host(seconds: float) -> tuple[float, float, float]:
     side, kind = (8, torch.float32) if is_cpu else (256, torch.bfloat16)
     small = torch.ones(side, side, device=device, dtype=kind)
 
-    def products() -> object:
+    def products(bias: torch.Tensor | None = None) -> object:
         y = small
         for _ in range(KERNELS):
-            y = torch.mm(y, small)
+            y = F.linear(y, small, bias)
         return y
 
-    issued = timed(chain, device, seconds / 3, wait=False) / KERNELS
-    product = timed(products, device, seconds / 3, wait=False) / KERNELS
+    issued = timed(chain, device, seconds / 4, wait=False) / KERNELS
+    product = timed(products, device, seconds / 4, wait=False) / KERNELS
+    biased = timed(lambda: products(small[0]), device, seconds / 4, wait=False) / KERNELS
     there = torch.empty(2**24, device=device)
     here = torch.ones(2**24, pin_memory=not is_cpu)
-    return issued, product, 4.0 * 2**24 / timed(lambda: there.copy_(here), device, seconds / 3)
+    return issued, product, biased, 4.0 * 2**24 / timed(lambda: there.copy_(here), device, seconds / 4)
 
 
 def join() -> None:

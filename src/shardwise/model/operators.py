@@ -250,6 +250,7 @@ def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
         rows=rows / (recording.tokens * max(chosen, 1)),
         overlap=rows * ins / taken if nodes[0].name == "convolution" else 1.0,
         own=own,
+        biased=nodes[0].name == "addmm",
     )
 
 

@@ -41,6 +41,8 @@ class Matmul:
     """How often it reads an element of its input: windows of a convolution overlap."""
     own: bool = True
     """False: its weight is counted elsewhere, or is computed."""
+    biased: bool = False
+    """Its kernel adds a vector to the result."""
 
     @property
     def params(self) -> int:
@@ -312,7 +314,8 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
     dim, heads, size = spec.dim, spec.num_heads, spec.head_dim
     qk_dim = size + spec.rope_dim
     core = Attention(heads, spec.num_kv_heads, qk_dim, size, spec.causal, window, spec.dropout)
-    out = Matmul("out", heads * size, dim, "row")
+    biased = spec.kind == "gpt"
+    out = Matmul("out", heads * size, dim, "row", biased=biased)
     width = (heads + spec.num_kv_heads) * size
     rotate = Pointwise("rope", 2 * width, "heads", kernels=8)
     if spec.kv_rank:
@@ -330,7 +333,8 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
             ]
         wide = Pointwise("rope", 2 * heads * (qk_dim + size), "heads", kernels=10)
         return [*first, down, norm, up, wide, core, out]
-    qkv = Matmul("qkv", dim, (heads + 2 * spec.num_kv_heads) * size, "column", saves=dim)
+    outs = (heads + 2 * spec.num_kv_heads) * size
+    qkv = Matmul("qkv", dim, outs, "column", saves=dim, biased=biased or spec.qkv_bias)
     norms: list[Op] = []
     if spec.qk_norm:
         norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, upcast=True, kernels=12)]
@@ -338,8 +342,9 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
 
 
 def _ffn_ops(spec: ModelSpec, width: int, name: str = "") -> list[Op]:
-    up = Matmul(f"{name}up", spec.dim, width * (2 if spec.ffn == "gated" else 1), "column", saves=spec.dim)
-    return [up, _activation(spec, width), Matmul(f"{name}down", width, spec.dim, "row", saves=width)]
+    outs, biased = width * (2 if spec.ffn == "gated" else 1), spec.kind == "gpt"
+    up = Matmul(f"{name}up", spec.dim, outs, "column", saves=spec.dim, biased=biased)
+    return [up, _activation(spec, width), Matmul(f"{name}down", width, spec.dim, "row", saves=width, biased=biased)]
 
 
 def _activation(spec: ModelSpec, width: int, chosen: int = 0) -> Pointwise:

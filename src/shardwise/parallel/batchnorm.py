@@ -1,7 +1,7 @@
 """Batch norm whose statistics are those of the rows of all data ranks, on any device.
 
-torch's `SyncBatchNorm` needs a GPU. This one is two differentiable sums: exact, uneven rows included, and equal
-to one process on the whole micro-batch.
+torch's `SyncBatchNorm` needs a GPU. This one is two sums over ranks: exact, uneven rows included, and equal to one
+process on the whole micro-batch.
 """
 
 from __future__ import annotations
@@ -43,33 +43,47 @@ class _Forward:
         self.norm, self.group, self.padding = norm, group, padding
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.element_size() >= 4:
-            return self._normalised(x)
-        return self._normalised(x.float()).to(x.dtype)  # half types: statistics are taken and kept in fp32
-
-    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
         if not (norm.training or norm.running_mean is None):
             return self._by_running_statistics(x)
-        dims = [d for d in range(x.dim()) if d != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
         counts = 0.0 if self.padding.now else 1.0  # padding takes part in the sums, with nothing
-        count = x.new_full((1,), counts * x.numel() / x.shape[1])
-        total = self._sum(torch.cat([x.sum(dims) * counts, count]))
-        count = total[-1].detach()
+        with torch.no_grad():
+            mean, variance, count = self.statistics(_wide(x), counts)
         if self.padding.now and not count:  # padding on all ranks
             return self._by_running_statistics(x) if norm.running_mean is not None else x
-        mean = total[:-1] / count
-        # squares of what is centred: no cancellation for channels far from zero
-        variance = self._sum((x - mean.view(shape)).square().sum(dims) * counts) / count
         if norm.track_running_stats:
-            self._update(mean.detach(), variance.detach(), count)
-        y = (x - mean.view(shape)) * torch.rsqrt(variance + norm.eps).view(shape)
-        return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
+            self._update(mean, variance, count)
+        found = mean, variance, count
+        weight, bias = (norm.weight, norm.bias) if norm.affine else (torch.ones_like(mean), torch.zeros_like(mean))
+        y: torch.Tensor = _Normalised.apply(x, weight.to(mean.dtype), bias.to(mean.dtype), found, counts, self)  # type: ignore[no-untyped-call]  # torch has no types here
+        return y
+
+    def statistics(self, x: torch.Tensor, counts: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean, biased variance and count of all ranks' rows, as differentiable sums; `counts`: 0 for padding.
+
+        Squares are of what is centred: no cancellation for channels far from zero.
+        """
+        dims = [d for d in range(x.dim()) if d != 1]
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        here = x.new_full((1,), counts * x.numel() / x.shape[1])
+        if self.group is None and counts:
+            return mean, variance, here
+        total = self._sum(torch.cat([mean * here, here]))
+        count = total[-1].detach()
+        middle = total[:-1] / count
+        return middle, self._sum((variance + (mean - middle).square()) * here) / count, count
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, counts: float) -> torch.Tensor:
+        """What `_Normalised` gives, by operations that can be derived twice."""
+        wide, shape = _wide(x), _shape(x)
+        mean, variance, _ = self.statistics(wide, counts)
+        y = (wide - mean.view(shape)) * torch.rsqrt(variance + self.norm.eps).view(shape)
+        return (y * weight.view(shape) + bias.view(shape)).to(x.dtype)
 
     def _by_running_statistics(self, x: torch.Tensor) -> torch.Tensor:
         norm = self.norm
-        weight, bias = (norm.weight.to(x.dtype), norm.bias.to(x.dtype)) if norm.affine else (None, None)
+        kind = norm.running_mean.dtype if norm.running_mean is not None else x.dtype
+        weight, bias = (norm.weight.to(kind), norm.bias.to(kind)) if norm.affine else (None, None)
         return F.batch_norm(x, norm.running_mean, norm.running_var, weight, bias, training=False, eps=norm.eps)
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
@@ -89,6 +103,60 @@ class _Forward:
         return y
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Half types: statistics are taken and kept in fp32."""
+    return x if x.element_size() >= 4 else x.float()
+
+
+def _shape(x: torch.Tensor) -> list[int]:
+    return [1, -1] + [1] * (x.dim() - 2)
+
+
+class _Normalised(torch.autograd.Function):
+    """Torch's fused kernels with the statistics of all ranks: only `x` is kept, in its own type."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        counts: float,
+        norm: _Forward,
+    ) -> torch.Tensor:
+        return F.batch_norm(x, found[0], found[1], weight, bias, training=False, eps=norm.norm.eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, weight, bias, found, ctx.counts, ctx.norm = inputs
+        ctx.save_for_backward(x, weight, bias, *found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, mean, variance, count = ctx.saved_tensors
+        norm: _Forward = ctx.norm
+        if torch.is_grad_enabled():  # the derivative is derived in turn, through the statistics
+            wanted = [tensor for tensor in (x, weight, bias) if tensor.requires_grad]
+            y = norm.plain(x, weight, bias, ctx.counts)
+            found = iter(torch.autograd.grad(y, wanted, grads, create_graph=True))
+            return *(next(found) if tensor.requires_grad else None for tensor in (x, weight, bias)), None, None, None
+        eps, of_sums = norm.norm.eps, ctx.counts != 0 and ctx.needs_input_grad[0]
+        native, every = torch.ops.aten.native_batch_norm_backward, [True, True, True]
+        if norm.group is None and of_sums:
+            scale = torch.rsqrt(variance + eps)
+            return *native(grads[0], x, weight, None, None, mean, scale, True, eps, every), None, None, None
+        wide, gradient = _wide(x), _wide(grads[0])
+        to_x, to_weight, to_bias = native(gradient, wide, weight, mean, variance, None, None, False, eps, every)
+        sums = torch.stack([to_bias, to_weight])
+        if norm.group is not None:  # by every rank, as each has a share in the statistics
+            dist.all_reduce(sums, group=norm.group)
+        if of_sums:  # less what `x` changes in the mean and the variance
+            scale, shape = torch.rsqrt(variance + eps), _shape(x)
+            by_mean, by_scale = sums * weight * scale / count
+            to_x = to_x - by_mean.view(shape) - (wide - mean.view(shape)) * (by_scale * scale).view(shape)
+        return to_x.to(x.dtype), to_weight, to_bias, None, None, None
+
+
 class _SumOverGroup(torch.autograd.Function):
     """y = sum of x over ranks; every rank's y depends on every rank's x, so gradients are summed too."""
 
@@ -101,6 +169,4 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grads[0].clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _SumOverGroup.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]  # so it can be derived too

@@ -53,6 +53,11 @@ class Setting:
         return self.cluster.product_launch or self.launch
 
     @property
+    def biased_launch(self) -> float:
+        """And per product whose kernel adds a bias."""
+        return self.cluster.biased_launch or self.product_launch
+
+    @property
     def width(self) -> float:
         """Bytes of an activation."""
         return BYTES[self.dtype] if self.dtype not in ("fp8", "fp4") else 2.0
@@ -75,6 +80,8 @@ class BlockTime:
     weight: float
     """The part of the backward that makes gradients of weights, which a zero-bubble schedule moves: what the kernels of
     the rest, or the launch of these, leave of it."""
+    lag: float
+    """Of the backward pass, seconds in which the device waits for the host: none, where that is as far ahead."""
     whole: float
     """What repeating its forward pass adds to its backward pass."""
     light: float
@@ -104,7 +111,8 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     context = _context(block, shape, setting, compute - sum(device))
     expert = _expert(block, shape, setting)
     tensor += _waits(host, compute + tensor + context + expert, setting)
-    ahead, back, both = _passes(device, host, tensor, setting.stack)
+    looks = _looks(block, setting)
+    ahead, back, both = _passes(device, host, tensor, setting.stack, HOOKS * looks)
     _, inputs, _ = _passes(
         (forward, backward - weight), (host[0], host[1] - setting.launch * apart), tensor, setting.stack
     )
@@ -119,8 +127,9 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         expert=expert,
         hidden=max(0.0, hidden + tensor - exposed),  # to rounding
         weight=back - inputs,
+        lag=max(0.0, host[1] - backward),
         whole=both - back + sent[0],
-        light=_again_light(block, light, device, host, kernels, setting),
+        light=_again_light(light, device, host, SELECTIVE * looks, setting.stack),
     )
 
 
@@ -143,18 +152,19 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
 
 
 def _passes(
-    device: tuple[float, float], host: tuple[float, float], tensor: float, stack: Stack
+    device: tuple[float, float], host: tuple[float, float], tensor: float, stack: Stack, hooks: float = 0.0
 ) -> tuple[float, float, float]:
     """Seconds of a forward pass, of a backward pass, and of a backward pass that repeats the forward pass first.
 
     A pass takes as long as its kernels and the tp axis' collectives, which are kernels of the same stream, or as long
     as the host needs to launch them all, whichever is longer: what is repeated and what follows it are launched in one
-    go, so a host that is behind in the first catches up in the second.
+    go, so a host that is behind in the first catches up in the second. `hooks`: seconds of the host that recording and
+    comparing what is repeated takes.
     """
     inside, outside = (tensor / 2, 0.0) if stack.launches_hide else (0.0, tensor / 2)
     ahead = max(device[0] + inside, host[0]) + outside
     back = max(device[1] + inside, host[1]) + outside
-    return ahead, back, max(sum(device) + 2 * inside, sum(host)) + 2 * outside
+    return ahead, back, max(sum(device) + 2 * inside, sum(host) + hooks) + 2 * outside
 
 
 UPCAST = 9.0
@@ -208,19 +218,24 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     return ahead, back
 
 
-SELECTIVE = 5.0
-"""Kernels' launches that the host needs per operator of a block that is recomputed by operator and not compiled: Python
-looks at each, in the forward pass and when it is repeated (measured: 16 blocks of Llama-3.2-1B on an H100)."""
+HOOKS, SELECTIVE = 27.0, 33.0
+"""Launches that recompute costs the host per operator of a block that is not compiled: Python's hooks record every kept
+tensor in the forward pass, find and compare it when the block is repeated; by operator, Python looks at each operation
+in each of both passes. Measured over six models on an H200 (docs/benchmarks.md)."""
+
+
+def _looks(block: Block, setting: Setting) -> float:
+    """Seconds of as many launches as an uncompiled block of our own has operators; 0: others recompute otherwise."""
+    return 0.0 if setting.stack.fused or not setting.stack.compiles else setting.launch * len(block.ops)
 
 
 def _again_light(
-    block: Block, light: float, device: tuple[float, float], host: tuple[float, float], kernels: int, setting: Setting
+    light: float, device: tuple[float, float], host: tuple[float, float], looks: float, stack: Stack
 ) -> float:
     """Seconds that per-operator recompute adds to a block, in both passes."""
     forward, backward = device
-    if setting.stack.fused or not setting.stack.compiles:
+    if not looks:
         return max(backward + light, host[1] + host[0] / 2) - max(backward, host[1])
-    looks = SELECTIVE * setting.launch * (kernels + _casts(block) * setting.casts)
     return max(light, looks + host[0] / 2) + max(0.0, host[0] + looks - max(forward, host[0]))
 
 
@@ -235,25 +250,27 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     if setting.casts and not stack.fused:
         shards = setting.launch * _casts(block)
     picks = (setting.product_launch - setting.launch) * _products(block)
+    biases = 0.0 if stack.fused else (setting.biased_launch - setting.product_launch) * _products(block, biased=True)
     attention = [op for op in block.ops if isinstance(op, Attention)]
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in attention)
     own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower
-    forward = setting.launch * kernels + picks + own + routed + shards
+    forward = setting.launch * kernels + picks + biases + own + routed + shards
     backward = setting.launch * 2 * kernels + 2 * picks + own * stack.backward_host + routed + 1.2 * shards
     return forward, backward
 
 
 @lru_cache(maxsize=4096)
-def _products(block: Block) -> int:
-    """Matrix products of its forward pass, each of one weight; without those of experts, see `Stack.expert_host`."""
+def _products(block: Block, *, biased: bool = False) -> int:
+    """Matrix products of its forward pass, each of one weight, or those with a bias; experts: `Stack.expert_host`."""
     heads = next((op for op in block.ops if isinstance(op, Attention)), None)
     gated = any(op.name == "swiglu" for op in block.ops)
-    return sum(len(apart(op, heads, gated)) for op in block.matmuls if not op.experts)
+    return sum(len(apart(op, heads, gated)) for op in block.matmuls if not op.experts and op.biased >= biased)
 
 
 def _casts(block: Block) -> int:
-    """Kernels that cast its weights: those of products and norms."""
-    return _products(block) + sum(op.name in ("norm", "qk-norm") for op in block.ops)
+    """Kernels that cast its parameters: those of products and norms."""
+    products = _products(block) + _products(block, biased=True)
+    return products + sum(op.name in ("norm", "qk-norm") for op in block.ops)
 
 
 def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:

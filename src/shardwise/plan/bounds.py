@@ -59,12 +59,17 @@ class Bounds(SizeBounds):
 
         And no less than data takes to be loaded.
         """
-        groups, work = core.world // (core.tp * core.cp), self.work(core)
+        groups = core.world // (core.tp * core.cp)
         passes = self.space.workload.global_batch / core.samples
-        seconds = (work.busy[-1] + work.head) * passes / groups + self._orthogonal / core.world
+        seconds = self._alone(core) * passes / groups + self._orthogonal / core.world
         return max(
             (seconds + more + fixed_time(core.world, self.space.stack)) * self.stragglers, self._loading(core, groups)
         )
+
+    def _alone(self, core: Core) -> float:
+        """Below a micro-batch through blocks and head on one pipeline rank, without recompute and loss."""
+        work = self.work(core)
+        return work.busy[-1] + work.head - min(work.lag, work.head + 2 * self._loss(core))
 
     def fitting_time(self, core: Core, limit: float) -> float:
         """Below the step of all plans with this core in `limit` bytes per device, by where states have room."""
@@ -139,6 +144,7 @@ class Bounds(SizeBounds):
         step += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
         if pipe.pp == 1:
             one = work.busy[-1] + work.head
+            step -= (one - self._alone(pipe.core)) * count
             forward, backward = one * work.most + loss, one * (1 - work.least) + again + loss
             return (one + 2 * loss + again) * count + step, forward, backward
         path = before = total = forward = backward = 0.0

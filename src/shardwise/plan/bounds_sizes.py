@@ -14,7 +14,9 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed, kept_bytes, saved_bytes
 from shardwise.plan.around import outside_step
 from shardwise.plan.bounds_work import Cut, Flight, Upto, Work, work_of
+from shardwise.plan.casting import cast_last
 from shardwise.plan.division import Division
+from shardwise.plan.engines import casts_weights
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.hosting import on_node
 from shardwise.plan.memory import COMMUNICATOR, WORKSPACE, gathered_of, offloaded_of, states_of
@@ -287,7 +289,10 @@ class SizeBounds:
             stages = division.ranks[rank]
             terms = dict(states_of(division, stages, stack))
             gradients = terms.pop("gradients")
-            found = sum(terms.values()), gradients, gathered_of(division, stages, stack)
+            gathered = gathered_of(division, stages, stack)
+            if casts_weights(division.plan):
+                gathered = min(gathered, cast_last(division, stages))
+            found = sum(terms.values()), gradients, gathered
             self._states[key, rank] = found
         return found
 

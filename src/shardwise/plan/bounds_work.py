@@ -32,6 +32,8 @@ class Work:
     forwards: Upto
     """Those of forward passes."""
     head: float
+    lag: float
+    """Those by which hosts are behind devices in all blocks' backward passes: at most so many hide behind the head."""
     least: float
     """The least share of a block's time, or of the head's, that is its forward pass; and the most."""
     most: float
@@ -84,6 +86,7 @@ def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recompute
         busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
         forwards=tuple(accumulate((times[id(block)].forward for block in space.profile.blocks), initial=0.0)),
         head=end.forward + end.backward,
+        lag=sum(times[id(block)].lag for block in space.profile.blocks),
         least=min(shares),
         most=max(shares),
         weights=tuple(accumulate((times[id(block)].weight for block in space.profile.blocks), initial=0.0)),

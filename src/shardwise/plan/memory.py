@@ -18,12 +18,12 @@ from shardwise.plan.activations import (
     is_gathered,
     kept_bytes,
     kept_in,
-    recomputed_in,
     saved_bytes,
     saving_of,
     working_bytes,
 )
 from shardwise.plan.around import copied, outside_step
+from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, Stage, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
@@ -196,9 +196,14 @@ def held_apart(
 ) -> float:
     """Bytes of two streams' memory beyond the peak: that of gradients, and the most that all else needs at once.
 
-    Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs).
+    Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs). One process
+    has one stream; of what its cast weights leave there, every other piece is too small for a gradient.
     """
     plan = division.plan
+    if casts_weights(plan) and stack.name in OWN and not stack.eager:
+        stages = division.ranks[rank.rank]
+        left = cast_whole(division, stages, stack) - cast_last(division, stages)
+        return left / 2 if rank.phase == "backward" else 0.0
     if not stack.grads_apart or plan.offload.state or not is_gathered(plan):
         return 0.0
     gradients = states["gradients"]
@@ -229,6 +234,8 @@ def _rank_memory(
     if stack.master or plan.batch.micro_batches > 1:  # gradients are there before the first backward pass
         loss["gradients"] = gradients
         backward["activations"] = loss["activations"]
+    elif casts_weights(plan) and stack.name in OWN:
+        backward["gathered"] = cast_last(division, stages)
     update = {**states, "gradients": gradients, "temporary": spike}
     if not stack.fused_optimizer:
         update["temporary"] += division.owned(stages) * 4.0
@@ -311,7 +318,7 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
     if casts_weights(plan) and stack.name in OWN:
-        return _cast_of(division, stages, stack) * width
+        return cast_whole(division, stages, stack)
     if not plan.reshards:
         gathered = plan.zero == 3 or sharded
         return division.whole(stages) * width if width < 4 or gathered else 0.0
@@ -321,20 +328,6 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
     gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
     return (min(most * (1 + plan.communication.prefetch), every) + gradient + ends) * width
-
-
-def _cast_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Weights that one process has cast and backward passes need: all but tables, and but recomputed blocks' own.
-
-    Compiled code keeps those of recomputed blocks too, which it casts outside of what it recomputes.
-    """
-    table = 0.0 if division.profile.tied else division.embedding_table
-    if stack.fused:
-        return division.whole(stages) - table
-    blocks = [each for stage in stages for each in recomputed_in(stage, division.plan)]
-    sizes = [(division.dense(block) + division.filled(block), number, again) for block, number, again in blocks]
-    spared = sum(size * again for size, _, again in sizes) - max((s for s, _, again in sizes if again), default=0.0)
-    return division.whole(stages) - table - spared
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

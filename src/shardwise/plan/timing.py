@@ -201,12 +201,13 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     forward, backward, weight = [], [], []
     sums = dict.fromkeys(("compute", "recompute", "tensor", "context", "expert", "hidden"), 0.0)
     for stage in stages:
-        ahead = back = grads = 0.0
+        ahead = back = grads = lag = 0.0
         for block, number, repeats in recomputed_in(stage, plan):
             time = block_time(block, shape, setting)
             again = time.again(plan.recompute.mode) * repeats if repeats else 0.0
             ahead += time.forward * number
             back += time.backward * number + again
+            lag += time.lag * (number - repeats)
             grads += time.weight * (number - repeats)  # else with those of its input: one recompute serves both
             sums["recompute"] += again
             for term in ("compute", "tensor", "context", "expert", "hidden"):
@@ -217,7 +218,10 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
             ahead += time.forward + loss
             back += time.backward + loss
             grads += time.weight
-            sums["compute"] += time.compute + 2 * loss
+            # the device is busy with these while the host goes on to the blocks: it is that far ahead of them
+            hidden = min(lag, time.compute + 2 * loss) if plan.axes.pp == 1 else 0.0
+            back -= hidden
+            sums["compute"] += time.compute + 2 * loss - hidden
             sums["tensor"] += time.tensor
         forward.append(ahead)
         backward.append(back)
