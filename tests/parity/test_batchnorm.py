@@ -158,14 +158,14 @@ def test_cumulative_average(world) -> None:
 
 @pytest.mark.parametrize("plan", ["dp4", "fsdp4"])
 def test_ranks_without_rows_count_in_no_statistics(world, plan: str) -> None:
-    check(world, plan, Case(rows=2 * BATCH + 2, epochs=1))  # the third window has two rows for four ranks
+    check(world, plan, Case(rows=2 * BATCH + 3, epochs=1))  # the third window has three rows for four ranks
 
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp2 / zero1 / mb3", "dp2 fsdp2 / mb2", "pp2 dp2 / 1f1b mb2"])
 def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> None:
-    # both rows are in the first micro-batch, one on each rank
-    check(world, plan, Case(rows=2, batch=2, steps=2, last="none" if "pp" in plan else "usual"))
+    # both rows are in the first micro-batch, one on each rank; a norm of two numbers leaves nothing but rounding
+    check(world, plan, Case(rows=2, batch=2, steps=2, last="none"))
 
 
 def unsynchronised(text: str, case: Case) -> Run:

@@ -63,15 +63,15 @@ class _Forward:
 
         Squares are of what is centred: no cancellation for channels far from zero.
         """
-        dims = [d for d in range(x.dim()) if d != 1]
-        variance, mean = torch.var_mean(x, dims, correction=0)
+        dims = _dims(x)
         here = x.new_full((1,), counts * x.numel() / x.shape[1])
         if self.group is None and counts:
+            variance, mean = torch.var_mean(x, dims, correction=0)
             return mean, variance, here
-        total = self._sum(torch.cat([mean * here, here]))
+        total = self.sum_of(torch.cat([x.sum(dims) * counts, here]))
         count = total[-1].detach()
-        middle = total[:-1] / count
-        return middle, self._sum((variance + (mean - middle).square()) * here) / count, count
+        mean = total[:-1] / count
+        return mean, self.sum_of((x - mean.view(_shape(x))).square().sum(dims) * counts) / count, count
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, counts: float) -> torch.Tensor:
         """What `_Normalised` gives, by operations that can be derived twice."""
@@ -96,7 +96,8 @@ class _Forward:
             factor: Any = tracked.to(running.dtype).reciprocal() if norm.momentum is None else norm.momentum
             running.lerp_(value.to(running.dtype), factor)
 
-    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Over all ranks."""
         if self.group is None:
             return x
         y: torch.Tensor = _SumOverGroup.apply(x, self.group)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -108,7 +109,13 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.element_size() >= 4 else x.float()
 
 
+def _dims(x: torch.Tensor) -> list[int]:
+    """All but the channels'."""
+    return [d for d in range(x.dim()) if d != 1]
+
+
 def _shape(x: torch.Tensor) -> list[int]:
+    """Of numbers per channel, beside `x`."""
     return [1, -1] + [1] * (x.dim() - 2)
 
 
@@ -124,7 +131,11 @@ class _Normalised(torch.autograd.Function):
         counts: float,
         norm: _Forward,
     ) -> torch.Tensor:
-        return F.batch_norm(x, found[0], found[1], weight, bias, training=False, eps=norm.norm.eps)
+        mean, variance, _ = found
+        if norm.group is None:
+            return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=norm.norm.eps)
+        scale, shape = torch.rsqrt(variance + norm.norm.eps), _shape(x)  # centred first: there may be two rows
+        return (_wide(x) - mean.view(shape)).mul_((weight * scale).view(shape)).add_(bias.view(shape)).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -140,20 +151,16 @@ class _Normalised(torch.autograd.Function):
             y = norm.plain(x, weight, bias, ctx.counts)
             found = iter(torch.autograd.grad(y, wanted, grads, create_graph=True))
             return *(next(found) if tensor.requires_grad else None for tensor in (x, weight, bias)), None, None, None
-        eps, of_sums = norm.norm.eps, ctx.counts != 0 and ctx.needs_input_grad[0]
-        native, every = torch.ops.aten.native_batch_norm_backward, [True, True, True]
-        if norm.group is None and of_sums:
-            scale = torch.rsqrt(variance + eps)
-            return *native(grads[0], x, weight, None, None, mean, scale, True, eps, every), None, None, None
-        wide, gradient = _wide(x), _wide(grads[0])
-        to_x, to_weight, to_bias = native(gradient, wide, weight, mean, variance, None, None, False, eps, every)
-        sums = torch.stack([to_bias, to_weight])
-        if norm.group is not None:  # by every rank, as each has a share in the statistics
-            dist.all_reduce(sums, group=norm.group)
-        if of_sums:  # less what `x` changes in the mean and the variance
-            scale, shape = torch.rsqrt(variance + eps), _shape(x)
-            by_mean, by_scale = sums * weight * scale / count
-            to_x = to_x - by_mean.view(shape) - (wide - mean.view(shape)) * (by_scale * scale).view(shape)
+        scale, shape = torch.rsqrt(variance + norm.norm.eps), _shape(x)
+        if norm.group is None and ctx.counts:
+            fused, every = torch.ops.aten.native_batch_norm_backward, [True, True, True]
+            return *fused(grads[0], x, weight, None, None, mean, scale, True, norm.norm.eps, every), None, None, None
+        dims, slope, centred = _dims(x), _wide(grads[0]), _wide(x) - mean.view(shape)
+        to_bias, to_weight = slope.sum(dims), (slope * centred).sum(dims) * scale
+        # every rank has a share in the statistics; centred first: of two rows next to nothing is left
+        slope = slope - (norm.sum_of(to_bias) * (ctx.counts / count)).view(shape)
+        by_scale = norm.sum_of((slope * centred).sum(dims)) * (ctx.counts / count) * scale.square()
+        to_x = slope.addcmul_(centred, by_scale.view(shape), value=-1).mul_((weight * scale).view(shape))
         return to_x.to(x.dtype), to_weight, to_bias, None, None, None
 
 
