@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import Plan
 from shardwise.testing import World
 from shardwise.train.batches import eval_batches
+from shardwise.train.ema import Ema
 from shardwise.train.loop import evaluate
 from shardwise.train.loss import mean_over
 from shardwise.train.optimizers import sgd
@@ -76,6 +77,57 @@ def test_parameters_that_change_after_apply(world: World, text: str, what: str) 
         assert all(f"was {what} after apply" in str(message) for message in found)
     else:
         assert found == [pytest.approx(world(1, changed, "dp1 / fp64", what)[0], rel=1e-12)] * 2
+
+
+def unfrozen_late(text: str) -> str:
+    """The refusal of a third step, over whose model a torch optimizer holds everything."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Model, plan, mesh, seed=3)
+        step = make_step(
+            TrainState(placed, torch.optim.SGD(placed.parameters(), lr=0.1)), lambda y, x: y.square().sum()
+        )
+        for _ in range(2):
+            step(torch.ones(4, DIM))
+        before = [p.detach().clone() for p in placed.local_parameters().values()]
+        placed.module.first.requires_grad_(True)
+        with pytest.raises(ModelError) as refused:
+            step(torch.ones(4, DIM))
+        for parameter, value in zip(placed.local_parameters().values(), before, strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["dp1", "dp2", "fsdp2"])
+def test_a_parameter_that_is_unfrozen_between_steps_is_refused_before_one(world: World, text: str) -> None:
+    for message in world(Plan.parse(text).world, unfrozen_late, text):
+        assert "first.weight was unfrozen after make_step" in message and "a constructor that freezes less" in message
+
+
+def within_averages() -> None:
+    plan = Plan.parse("dp1")
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: nn.Linear(DIM, 1), plan, mesh, seed=3)
+        state = TrainState(placed, sgd(placed, lr=0.1), ema=Ema(placed, 0.9))
+        step = make_step(state, lambda y, x: y.square().sum())
+        step(torch.ones(4, DIM))
+        names = state.tensors().keys()
+        own = placed.module.weight.detach().clone()
+        with state.ema.applied():
+            for what, function in (
+                ("stepped", lambda: step(torch.ones(4, DIM))),
+                ("saved", state.tensors),
+                ("loaded", lambda: state.template(names)),
+                ("applied again", lambda: state.ema.applied().__enter__()),
+            ):
+                with pytest.raises(UsageError, match=f"the state is {what} within `ema.applied\\(\\)`"):
+                    function()
+        assert torch.equal(placed.module.weight, own) and state.step == 1
+        step(torch.ones(4, DIM))
+
+
+def test_nothing_takes_averages_for_the_weights(world: World) -> None:
+    world(1, within_averages)
 
 
 def written(text: str, writes: str) -> list[float] | str:

@@ -79,10 +79,18 @@ class Together(Augmented):
         return torch.stack([self[index] for index in indices])
 
 
-def drawn(text: str, workers: int, start: int, stop: int, together: bool = False) -> dict[int, list[float]]:
+def mixed(samples: list[torch.Tensor]) -> torch.Tensor:
+    """A batch that draws itself, as mixup does."""
+    batch = torch.stack(samples)
+    batch[:, 1:] += torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+    return batch
+
+
+def drawn(text: str, workers: int, start: int, stop: int, how: str = "") -> dict[int, list[float]]:
     """Position -> the sample there, of this rank's rows in some windows of four; the run was resumed at the first."""
     with open_mesh(Plan.parse(text)) as mesh:
-        batches = loader(Together() if together else Augmented(), 4, mesh, seed=5, workers=workers)
+        data, collate = Together() if how == "together" else Augmented(), mixed if how == "mixed" else None
+        batches = loader(data, 4, mesh, seed=5, workers=workers, collate=collate)
         batches.load_state_dict({**batches.state_dict(), "step": start, "position": 4 * start})
         for generator in (random.seed, np.random.seed, torch.manual_seed):
             generator(start)  # the process's own, which another run has in another state
@@ -104,10 +112,11 @@ def test_a_sample_is_augmented_alike_after_a_resume_and_by_any_worker(world: Wor
     assert resumed[0] | resumed[1] == {position: truth[position] for position in range(8, 20)}
 
 
-def test_rows_that_are_read_together_are_augmented_alike_after_a_resume(world: World) -> None:
-    [truth] = world(1, drawn, "dp1", 0, 0, 5, True)
+@pytest.mark.parametrize("how", ["together", "mixed"])
+def test_rows_that_are_read_or_mixed_together_are_augmented_alike_after_a_resume(world: World, how: str) -> None:
+    [truth] = world(1, drawn, "dp1", 0, 0, 5, how)
     for workers in (0, 2):
-        [resumed] = world(1, drawn, "dp1", workers, 2, 5, True)
+        [resumed] = world(1, drawn, "dp1", workers, 2, 5, how)
         assert resumed == {position: truth[position] for position in range(8, 20)}
 
 

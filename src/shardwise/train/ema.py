@@ -44,7 +44,7 @@ class Ema:
             raise UsageError(f"Ema: decay={decay}; needed a number above 0 and below 1, as 0.999")
         self.decay, self.warmup = decay, warmup
         self.updates = 0
-        self._placed = placed
+        self._placed, self._is_applied = placed, False
         self._live = {name: p for name, p in placed.named_parameters().items() if p.requires_grad}
         self._local = {name: local_shard(p) for name, p in self._live.items()}
         self._average = {name: _wide(p.detach()).clone() for name, p in self._local.items()}
@@ -60,14 +60,28 @@ class Ema:
     def applied(self) -> Iterator[None]:
         """The model has the averaged weights inside, and its own again afterwards. Every rank enters it.
 
+        Raises:
+            UsageError: inside of it, from what saves, loads or steps the state, and from a second one.
+
         Cost: a second copy of the local parameters while it lasts.
         """
+        self.check_own("applied again")
         kept = {name: p.detach().clone() for name, p in self._local.items()}
         self._write(self._average)
+        self._is_applied = True
         try:
             yield
         finally:
+            self._is_applied = False
             self._write(kept)
+
+    def check_own(self, what: str) -> None:
+        """Refuse what must find the model's own weights while it has the averaged ones."""
+        if self._is_applied:
+            raise UsageError(
+                f"the state is {what} within `ema.applied()`, where the model has its averages: its own are back "
+                "behind the block: do it there"
+            )
 
     @torch.no_grad()
     def _write(self, values: Mapping[str, Tensor]) -> None:

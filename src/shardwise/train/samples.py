@@ -96,8 +96,8 @@ class SampleWindows:
         self.total = None if options.epochs is None else options.epochs * order.size
         whole = options.collate is None and callable(getattr(dataset, "get_batch", None))
         pin = options.pin_memory and torch.accelerator.is_available()
-        self._dataset = KeyedDataset(dataset, options.seed, whole=whole)
-        self._collate = CheckedCollate(_same if whole else options.collate, pin and options.workers == 0)
+        collate = CheckedCollate(_same if whole else options.collate, pin and options.workers == 0)
+        self._dataset = KeyedDataset(dataset, options.seed, collate, whole=whole)
         self._sampler = MicroBatchSampler(self)
         self._workers = self._make_workers(pin) if options.workers else None
         self._excluded = self._substitutes = np.empty(0, dtype=np.int64)
@@ -139,7 +139,7 @@ class SampleWindows:
         for rows in self.plan(step, position):
             layout = rows.layout
             if read is None:
-                micro_batches = [self._collate(self._dataset.__getitems__(keys)) for keys in rows.key_lists()]
+                micro_batches = [self._dataset.__getitems__(keys) for keys in rows.key_lists()]
             else:
                 micro_batches = [next(read) for _ in layout.chunks]
             begin = rows.start + layout.offset
@@ -195,7 +195,7 @@ class SampleWindows:
         return DataLoader(
             self._dataset,
             batch_sampler=self._sampler,
-            collate_fn=self._collate,
+            collate_fn=_same,
             num_workers=options.workers,
             pin_memory=pin,
             persistent_workers=options.persistent_workers,

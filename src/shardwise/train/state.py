@@ -135,6 +135,8 @@ class TrainState:
 
     def tensors(self) -> Tensors:
         """Every tensor by its logical name: `model.<parameter or buffer>`, `optim.<parameter>.<key>`."""
+        if self.ema is not None:
+            self.ema.check_own("saved")
         return self._model_tensors() | self.optimizer.state_tensors() | (self.ema.tensors() if self.ema else {})
 
     def local_tensors(self) -> Tensors:
@@ -152,6 +154,7 @@ class TrainState:
         """
         model = {name: empty_as(tensor) for name, tensor in self._model_tensors().items()}
         if self.ema is not None:
+            self.ema.check_own("loaded")
             model |= {name: empty_as(tensor) for name, tensor in self.ema.tensors().items()}
         return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)], late=late)
 

@@ -44,6 +44,7 @@ from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
 from shardwise.train.sums import Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
+from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
 from shardwise.train.witness import Witness, open_witness
 
@@ -58,8 +59,8 @@ class TrainStep:
         """See `make_step`."""
         placed, watches = state.placed, not isinstance(loss_fn, Losses) and is_first_order(state.placed)
         self.state, self.loss_fn, self.options = state, first_order(loss_fn) if watches else loss_fn, options
-        placed.check_trainable()
-        self._parameters = {n: p for n, p in placed.named_parameters().items() if p.requires_grad}
+        self._parameters = (trained := Trained(state)).parameters
+        self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
@@ -97,6 +98,7 @@ class TrainStep:
             SpikeError, OutOfMemoryError, ReplicaError: at the limits of the options' policies, on all ranks alike.
         """
         start = time.perf_counter()
+        self._check_trained()
         if not self._is_begun:
             self._begin(batch)
         if self._protection is not None:
@@ -273,7 +275,6 @@ class TrainStep:
         return list(seen.values())
 
     def _own(self, losses: list[Loss], micro: list[Any], zero: tuple[bool, ...]) -> Own:
-        # rows matter to a plain mean only
         rows = sum(num_rows(m) for m, z in zip(micro, zero, strict=True) if not z) if self._scalar_mean else 0
         return Own(losses, self.stop_requested, rows, self._scalar_mean, self._unused.here())
 
@@ -282,8 +283,8 @@ class TrainStep:
             self._warned = True
             if self.state.mesh.is_first:
                 warnings.warn(
-                    "the loss function returns a plain mean, and ranks hold different numbers of rows: every row "
-                    "weighs the same; return (sum, weight) if the mean is over anything else (shardwise.mean_over)",
+                    "the loss function returns a plain mean, and ranks hold unequal numbers of rows: every row weighs "
+                    "the same; return (sum, weight) if the mean is over anything else (shardwise.mean_over)",
                     stacklevel=4,
                 )
 
@@ -390,8 +391,7 @@ def make_step(
     Raises:
         UsageError: under `--recover`, which needs `steps`.
 
-    Cost beyond the model: one all-reduce of seven numbers (under DDP on CPUs none: they ride with the gradients), one
-    pass over the gradients.
+    Cost beyond the model: an all-reduce of seven numbers (DDP on CPUs sends them along), a pass over the gradients.
 
     >>> step = make_step(state, loss_fn, clip=1.0)  # doctest: +SKIP
     >>> metrics = step(batch)  # this rank's rows  # doctest: +SKIP
