@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.testing import World
 
 ROWS = [(torch.randn(4, generator=torch.Generator().manual_seed(i)),) for i in range(64)]
@@ -74,6 +74,40 @@ def test_another_optimizer_of_the_same_state_is_said(tmp_path: Path) -> None:
                 loaded = sw.Store(tmp_path, config=config).load_latest(state_of(mesh, sw.Plan(), "lamb"))
             assert loaded is not None and "optimizer.name: 'AdamW' -> 'Lamb'" in loaded.changes
         assert sw.Store(tmp_path).load(state_of(mesh, sw.Plan(), lr=1.0), tmp_path, weights_only=True).changes == ()
+
+
+def normed(mesh: sw.Mesh, words: str) -> sw.TrainState:
+    plan = sw.Plan.parse(words)
+    placed = sw.apply(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), plan, mesh, seed=1)
+    return sw.TrainState(placed, sw.sgd(placed, lr=0.1), sw.loader(ROWS, plan.batch, mesh, global_size=4, seed=3))
+
+
+def test_batch_norm_over_other_micro_batches_is_said(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        sw.Store(tmp_path).save(normed(mesh, "dp1"))
+        for words, wanted in (("dp1", ()), ("dp1 / mb2", ("batch_norm.micro_batches: 1 -> 2",))):
+            with pytest.warns(match="batch_norm") if wanted else warnings.catch_warnings():
+                loaded = sw.Store(tmp_path).load_latest(normed(mesh, words))
+            assert loaded is not None and loaded.changes == wanted
+
+
+def test_a_run_goes_on_in_each_of_its_stores(tmp_path: Path) -> None:
+    """The last steps and the best: loaded from one, saved to both; and nowhere that is further, or another's."""
+    with sw.open_mesh(sw.Plan()) as mesh:
+        state = state_of(mesh, sw.Plan())
+        for step, names in ((2, ["last", "best"]), (3, ["last"]), (5, ["further"])):
+            state.step = step
+            for name in names:
+                sw.Store(tmp_path / name).save(state)
+        sw.Store(tmp_path / "other").save(state_of(mesh, sw.Plan()))
+        again = state_of(mesh, sw.Plan())
+        assert sw.Store(tmp_path / "last").load_latest(again) is not None
+        again.step = 4
+        for name in ("best", "last"):
+            sw.Store(tmp_path / name).save(again)
+        for name in ("further", "other"):
+            with pytest.raises(CheckpointError, match="holds another run"):
+                sw.Store(tmp_path / name).save(again)
 
 
 def test_batches_that_cannot_say_where_they_are_are_refused() -> None:

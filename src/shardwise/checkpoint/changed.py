@@ -11,7 +11,7 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
 
-_KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "data.global_size")
+_KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "data.global_size", "batch_norm")
 """Of the scalars: what is said when it differs. What lies in the data is compared by the loader, which refuses."""
 
 

@@ -67,6 +67,8 @@ class SaveJob:
     retention: Retention
     run: str | None
     """Id of the run; None until the first save has begun."""
+    of_state: str
+    """Of the run that the state belongs to, which may be in another store, too; empty: it does not say."""
     scalars: Mapping[str, Any]
     placed: Placed
     config: Mapping[str, Any]
@@ -122,12 +124,13 @@ class SaveJob:
         own = recovering_job(variables())  # what ranks that died have saved is of this run, though nobody loaded it
         if self.run is None:
             present = self.directory.listing().complete
-            if present and present[0][1].run != own:
+            newest = present[0][1] if present else None
+            if newest and newest.run != own and (newest.run != self.of_state or newest.step > self.step):
                 raise CheckpointError(
-                    f"{self.directory.path} holds another run, at step {present[0][1].step}, which this run has not "
+                    f"{self.directory.path} holds another run, at step {newest.step}, which this run has not "
                     "loaded; call load_latest(state) first to continue it, or choose another directory"
                 )
-        run = self.run or own or self.directory.run_id() or uuid.uuid4().hex
+        run = self.run or own or self.directory.run_id() or self.of_state or uuid.uuid4().hex
         return self.directory.begin(self.step, run), run, uuid.uuid4().hex
 
     def _write(self, partial: Path, identity: Identity) -> tuple[FileEntry, Sums]:

@@ -297,6 +297,8 @@ class Store:
             proof = check_probe(proof, manifest, found, state.placed, used)
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
+        if not weights_only and hasattr(state, "run_id"):
+            state.run_id = manifest.run
         if changes and not self._config:  # who gives a configuration compares by that
             peers.warn(f"{path}: changed since it was saved: {'; '.join(changes)}")
         return Loaded(
@@ -366,6 +368,7 @@ class Store:
             directory=self._directory,
             retention=self.retention,
             run=self._run,
+            of_state=getattr(state, "run_id", ""),
             scalars=scalars,
             placed=state.placed,
             config=self._config,

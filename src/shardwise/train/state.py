@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
@@ -105,6 +107,8 @@ class TrainState:
         self.weight = 0.0
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
+        self.run_id = uuid.uuid4().hex
+        """Of which run it is, by which its stores know it: one for the last steps and one for the best, say."""
         self._extra = ExtraState(placed)
         self._stateful = StatefulObjects()
         self._taken_back: Mapping[str, Any] | None = None
@@ -187,6 +191,8 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
+        if any(isinstance(m, BatchNorm) for part in self.placed.parts for m in part.root.modules()):
+            rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names
             rare["ties"] = dict(self.placed.ties)
         return (
