@@ -157,6 +157,18 @@ def test_a_rank_that_was_killed_comes_before_one_that_left(tmp_path: Path) -> No
     assert failure.message == "2 of 3 joined (rank 1 had ended with status 0 before)"
 
 
+def test_whom_the_others_waited_for_is_named_and_not_who_gave_up(tmp_path: Path) -> None:
+    files = {rank: tmp_path / f"rank-{rank}.json" for rank in range(3)}
+    text = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6500ms for recv operation to complete"
+    record = {"rank": 0, "time_s": 1.0, "type": "RuntimeError", "message": text, "exit_code": 6, "known": False}
+    files[0].write_text(json.dumps(record | {"halving": None, "traceback": "deep in torch"}))
+    failure = outcome_of({0: 6, 1: -9, 2: -15}, files, Stopping(), frozenset({1, 2})).failure
+    assert failure is not None and (failure.rank, failure.exit_code, failure.traceback) == (1, 6, "")
+    assert "rank 0 waited 6.5 s" in failure.message and "still ran then, as did 2" in failure.message
+    failure = outcome_of({0: 6, 1: 6, 2: 6}, files, Stopping()).failure  # each waited for another
+    assert failure is not None and failure.rank == 0 and failure.traceback
+
+
 def test_who_still_runs_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,8 @@ _CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGUSR1: ExitCode.PREEMPTE
 _ASKED = (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED)
 _AGREED = (ExitCode.NON_FINITE, ExitCode.SPIKE)
 """With which `steps` ends all ranks after the same step, each as soon as it has left the loop."""
+_IN_VAIN = re.compile(r"Timed out waiting (\d+)ms for")
+"""Of a rank that waited for one that is there and does not come (gloo; NCCL ends the process)."""
 _ECHO = re.compile(r"onnection (?:was )?(?:closed|reset)|roken pipe|gloo/transport|remote (?:process|peer)|Abort", re.I)
 """Texts of a rank that lost a peer: true, but not the cause."""
 SETTLE_S = 2.0
@@ -241,6 +243,8 @@ def outcome_of(
     if failure is not None and failure.is_echo and stopping.first is None:  # of a rank that somebody else ended
         ended = ((r, c) for r, c in codes.items() if (-c in STOP_SIGNALS or c in _ASKED) and not files[r].exists())
         failure = next((_died(rank, code) for rank, code in ended), failure)
+    if failure is not None and stopping.first is None and told and (waited := _IN_VAIN.search(failure.message)):
+        failure = _hung(sorted(told), failure, waited)
     by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
     asked = {code for code in codes.values() if code in _ASKED}
     if failure is not None and not (stopping.first and (failure.message == _LEFT or _ECHO.search(failure.message))):
@@ -262,6 +266,20 @@ def outcome_of(
 
 def _died(rank: int, code: int) -> Failure:
     return Failure(rank=rank, message=death(code), exit_code=ExitCode.RANK_FAILED)
+
+
+def _hung(ranks: list[int], waiting: Failure, waited: re.Match[str]) -> Failure:
+    """Whom another rank waited for: those that still ran when it gave up."""
+    others = f", as did {' '.join(map(str, ranks[1:]))}" if ranks[1:] else ""
+    return Failure(
+        rank=ranks[0],
+        message=(
+            f"rank {waiting.rank} waited {float(waited[1]) / 1000:g} s in a collective for one that did not come, and "
+            f"this one still ran then{others}: busy, stuck or stopped; look at its output and, while it hangs, at its "
+            "stack (`py-spy dump --pid`); open_mesh(timeout_s=...) is how long ranks wait"
+        ),
+        exit_code=waiting.exit_code,
+    )
 
 
 def _silent_deaths(codes: Mapping[int, int], files: Mapping[int, Path]) -> list[tuple[int, int]]:
