@@ -6,12 +6,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
 
 ROWS = [(torch.randn(4, generator=torch.Generator().manual_seed(i)),) for i in range(64)]
@@ -115,3 +116,34 @@ def test_batches_that_cannot_say_where_they_are_are_refused() -> None:
         placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh)
         with pytest.raises(UsageError, match="batches of type list, which cannot say where it is"):
             sw.TrainState(placed, sw.adamw(placed, lr=0.1), [1, 2])
+
+
+class Drawing:
+    """Batches of a script's own, which tell where their generator is; `more` is what else they tell."""
+
+    def __init__(self, more: Any = None) -> None:
+        self.generator, self.seen, self.more = torch.Generator().manual_seed(7), np.zeros(2, dtype=np.int32), more
+
+    def __next__(self) -> torch.Tensor:
+        self.seen += 1
+        return torch.rand(4, 4, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "seen": self.seen, "more": self.more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.seen = state["seen"]
+
+
+def test_batches_of_ones_own_tell_tensors_and_arrays_and_nothing_that_no_file_holds(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh)
+        one, other = Drawing(), Drawing()
+        next(one)
+        sw.Store(tmp_path).save(sw.TrainState(placed, sw.adamw(placed, lr=0.1), one))
+        assert sw.Store(tmp_path).load_latest(sw.TrainState(placed, sw.adamw(placed, lr=0.1), other)) is not None
+        assert other.seen.dtype == np.int32 and other.seen.tolist() == [1, 1]
+        assert torch.equal(next(other), next(one))
+        with pytest.raises(ModelError, match=r"batches: a checkpoint cannot hold its state at \.more: found Linear"):
+            sw.Store(tmp_path).save(sw.TrainState(placed, sw.adamw(placed, lr=0.1), Drawing(nn.Linear(1, 1))))

@@ -23,8 +23,9 @@ from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
-from shardwise.train.stateful import StatefulObjects
+from shardwise.train.stateful import StatefulObjects, told
 from shardwise.train.torch_private import local_of
+from shardwise.train.values import from_json, like
 
 Tensors = dict[str, torch.Tensor]
 _BESIDE = ("stateful", "groups", "optimizer_state")
@@ -205,7 +206,7 @@ class TrainState:
                 "seed": self.seed,
                 "base_lr": self.optimizer.base_lrs,
                 "optimizer": {"name": self.optimizer.kind, "groups": self._group_values.settings()},
-                "data": self.batches.state_dict() if self.batches is not None else None,
+                "data": told("batches", self.batches) if self.batches is not None else None,
                 "ema_updates": self.ema.updates if self.ema is not None else None,
                 "ema_decay": self.ema.decay if self.ema is not None else None,
                 "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
@@ -302,7 +303,7 @@ class TrainState:
         self.seed = int(scalars["seed"])
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
-            self.batches.load_state_dict(scalars["data"])
+            self.batches.load_state_dict(like(self.batches.state_dict(), from_json(scalars["data"])))
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:
