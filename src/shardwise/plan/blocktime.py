@@ -218,10 +218,12 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     return ahead, back
 
 
-HOOKS, SELECTIVE = 27.0, 33.0
-"""Launches that recompute costs the host per operator of a block that is not compiled: Python's hooks record every kept
-tensor in the forward pass, find and compare it when the block is repeated; by operator, Python looks at each operation
-in each of both passes. Measured over six models on an H200 (docs/benchmarks.md)."""
+HOOKS = 27.0
+"""Launches that the host needs per operator of a recomputed block that is not compiled, beyond those of its kernels:
+Python's hooks record what the forward pass keeps, find it and compare it (measured: SmolLM-360M on an H200)."""
+SELECTIVE = 33.0
+"""The same where it is recomputed by operator: Python looks at each operation, in each of both
+passes (measured: GPT-2 medium, SmolLM-360M, Qwen-0.5B and Llama-3.2-1B on an H200)."""
 
 
 def _looks(block: Block, setting: Setting) -> float:

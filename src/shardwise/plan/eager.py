@@ -48,7 +48,7 @@ def course_ahead(block: Block, local: Local) -> Course | None:
 
 
 def _seen(courses: Courses, block: Block, local: Local) -> Course | None:
-    if local.tp > 1 or local.ep > 1 or local.divided or (local.synchronised and spread_of(block)):
+    if local.tp > 1 or local.ep > 1 or local.divided:
         return None
     return dict(courses).get(local.width)
 
@@ -87,7 +87,7 @@ def kept_op(op: Op, local: Local) -> float:
 
 
 def _kept_apart(op: Pointwise, local: Local) -> float:
-    tp, sequence, ep, width, _, synchronised = local
+    tp, sequence, ep, width, _, _ = local
     choices = max(op.per_choice, 1)
     if op.name == "qk-norm":
         return op.saves_apart * max(width, 4.0) / tp
@@ -103,8 +103,6 @@ def _kept_apart(op: Pointwise, local: Local) -> float:
         return op.saves_apart * 4.0 / (tp if sequence else 1)
     wide = op.widened if width < 4 else 0
     shard = tp if op.split == "heads" or op.per_choice else 1
-    if synchronised and op.spread:  # ours keeps centred, centred and scaled elements in fp32, not the input
-        wide += op.spread * (3 * max(width, 4.0) - width)
     return (op.saves_apart * width + wide + op.masks) * choices / shard
 
 

@@ -244,6 +244,11 @@ def _rank_memory(
         whole = gradients if accumulates_whole(plan, stack) else 0.0
         for name, terms in phases.items():
             phases[name] = _without_states(terms, stack) | {"gradients": whole * (name != "update")}
+    elif stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks):
+        whole_states = states_of(division, stages, replace(stack, eager=True))
+        for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}).items():
+            if sum(terms.values()) > sum(phases.get(name, {}).values()):
+                phases[name] = dict(terms)  # of a module whose own forward was followed, moment by moment
     return _largest(rank, phases)
 
 
