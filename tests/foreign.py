@@ -120,9 +120,12 @@ def padded(flat: Tensor, multiple: int) -> Tensor:
 
 def write_zero12(
     path: Path, truth: Truth, world: int, *, stage: int = 2, elastic: bool = False, slices: bool = True, gaps: int = 1,
-    reverse: bool = False, bf16: bool = False,
+    reverse: bool = False, bf16: bool = False, wrong: bool = False,
 ) -> Path:  # fmt: skip
-    """Stages 1 and 2: `reverse` orders parameters as round-robin gradients might, `gaps` aligns them."""
+    """Stages 1 and 2: `reverse` orders parameters as round-robin gradients might, `gaps` aligns them.
+
+    With `wrong` slices are counted in the model's order for all that, as DeepSpeed does; not where there are gaps.
+    """
     folder = path / "global_step12"
     folder.mkdir(parents=True)
     (path / "latest").write_text("global_step12")
@@ -142,10 +145,13 @@ def write_zero12(
                 "step": torch.tensor(float(truth.step)), "exp_avg": cut[1][rank][:keep].clone(),
                 "exp_avg_sq": cut[2][rank][:keep].clone(),
             }  # fmt: skip
+            if wrong and not lean - sum(truth.weights[name].numel() for name in names):
+                names, starts = truth.groups[number], flat_group(truth.weights, truth.groups[number])[1]
             held["slices"].append(_slices(truth, names, starts, rank * size, size))
     with at_home():
         shapes = [OrderedDict((n, truth.weights[n].shape) for n in names) for names in groups]
-        torch.save(truth.model_states(shapes, truth.frozen), folder / "mp_rank_00_model_states.pt")
+        how = {"ds_config": {"zero_optimization": {"stage": stage, "round_robin_gradients": wrong}}}
+        torch.save(truth.model_states(shapes, truth.frozen) | how, folder / "mp_rank_00_model_states.pt")
         for rank, held in enumerate(ranks):
             rigid = {"state": held["state"], "param_groups": [{"lr": 1e-3, "params": [i]} for i in range(len(groups))]}
             inner = {
@@ -153,6 +159,10 @@ def write_zero12(
                 "base_optimizer_state": list(held["state"].values()) if elastic else rigid,
                 "single_partition_of_fp32_groups": held["fp32"], "ds_version": "0.16.4",
             } | ({"param_slice_mappings": held["slices"]} if slices else {})  # fmt: skip
+            if gaps > 1:
+                inner["param_alignment_paddings"] = [
+                    [-truth.weights[n].numel() % gaps for n in names] for names in groups
+                ]
             if not bf16:
                 inner |= {
                     "loss_scaler": LossScaler(),
