@@ -213,6 +213,31 @@ def write_zero3(path: Path, truth: Truth, world: int, *, merged: bool = False) -
     return path
 
 
+def write_universal(path: Path, truth: Truth, *, stage3: bool = False) -> Path:
+    """What DeepSpeed's `ds_to_universal` makes of a ZeRO directory: of stage 3 tensors are bare, and flat."""
+    folder = path / "global_step12_universal"
+    (path / "latest_universal").parent.mkdir(parents=True)
+    (path / "latest_universal").write_text(folder.name)
+    tensors = {"fp32": truth.weights, "exp_avg": truth.mean, "exp_avg_sq": truth.square}
+    for name in truth.weights:
+        (folder / "zero" / name).mkdir(parents=True)
+        for key, held in tensors.items():
+            value: Any = held[name].reshape(-1) if stage3 else {"cat_dim": 0, "param": held[name]}
+            torch.save(value, folder / "zero" / name / f"{key}.pt")
+        if not stage3:
+            torch.save(torch.tensor(float(truth.step)), folder / "zero" / name / "step.pt")
+    with at_home():
+        state = {0: {"step": truth.step, "exp_avg": torch.ones(3)}}
+        common = {"loss_scaler": LossScaler()} | ({"optimizer_state_dict": {"state": state}} if stage3 else {})
+        torch.save(common, folder / "zero" / "optimizer_state.pt")
+    shapes = [OrderedDict((n, truth.weights[n].shape) for n in names) for names in truth.groups]
+    whole = truth.model_states(shapes, truth.frozen)
+    if stage3:
+        whole["module"] |= {name: torch.empty(0) for name in (*truth.weights, *truth.ties)}
+    torch.save(whole, folder / f"{'zero_pp_rank_0_' * stage3}mp_rank_00_model_states.pt")
+    return path
+
+
 def _part(tensor: Tensor, rank: int, world: int) -> Tensor:
     size = math.ceil(tensor.numel() / world)
     return padded(tensor.reshape(-1), world * size if size else 1)[rank * size : (rank + 1) * size].clone()

@@ -22,7 +22,7 @@ from shardwise.checkpoint.foreign.convert import Options, convert
 from shardwise.checkpoint.foreign.dcp_out import export_dcp
 from shardwise.checkpoint.foreign.export import ExportOptions, export
 from shardwise.errors import CheckpointError, UsageError
-from tests.foreign import Truth, at_home, write_lightning, write_zero3, write_zero12
+from tests.foreign import Truth, at_home, write_lightning, write_universal, write_zero3, write_zero12
 from tests.parity.test_convert import ckpt, expected_of, held, pair, same, save_dcp, stepped, trained, under_model
 
 # ---------------------------------------------------------------- DeepSpeed
@@ -79,11 +79,56 @@ def test_stage_0_is_the_one_file_that_latest_leads_to(tmp_path: Path) -> None:
         done = convert(source, tmp_path / str(number), Options(**options))
         same(held(done.path), expected_of(net, optimizer))
         assert done.step == 7 and done.kind == ("torch" if source == file else "deepspeed zero 0")
-    torch.save(values | {"param_shapes": [{"w": torch.Size([2])}]}, file)  # of ZeRO, whose other files were lost
-    with pytest.raises(CheckpointError, match="found 1 files of model states and 0 of optimizer states; needed both"):
-        convert(tmp_path / "ds", tmp_path / "out", Options())
     torch.save(net.state_dict(), tmp_path / "ds" / "pytorch_model.bin")  # of a trainer: it is what is meant
     assert convert(tmp_path / "ds", tmp_path / "out", Options()).kind == "torch"
+
+
+def test_model_states_of_zero_without_their_optimizer_states(tmp_path: Path) -> None:
+    truth = Truth()
+    for stage, write in {"2": write_zero12, "3": write_zero3}.items():
+        folder = write(tmp_path / stage, truth, 1) / "global_step12"
+        (file,), (part,) = folder.glob("*model_states.pt"), folder.glob("*optim_states.pt")
+        if stage == "3":
+            change(file, module={name: torch.empty(0) for name in (*truth.weights, *truth.ties)} | truth.buffers)
+        part.unlink()
+        for source in (tmp_path / stage, folder, file):
+            with pytest.raises(CheckpointError, match=r"needed .*\*_optim_states.pt of every rank"):
+                convert(source, tmp_path / "out", Options())
+            if stage == "3":
+                with pytest.raises(
+                    CheckpointError, match=r"found embed.weight of shape \[0\], and \[7, 3\] in 'param_s"
+                ):
+                    convert(source, tmp_path / "out", Options(optimizer=False))
+                continue
+            done = convert(source, tmp_path / f"out {source.name}", Options(optimizer=False))
+            expected = {n: t for n, t in module_of(truth).items() if n not in truth.ties}
+            same(held(done.path), under_model(expected))
+            assert done.notes[0].startswith("the fp32 weights and the optimizer's state: they are in files of ZeRO")
+
+
+@pytest.mark.parametrize("stage3", [False, True])
+def test_universal_checkpoints(stage3: bool, tmp_path: Path) -> None:
+    truth = Truth()
+    truth.frozen = {}
+    source = write_universal(tmp_path / "ds", truth, stage3=stage3)
+    folder = source / "global_step12_universal"
+    for number, path in enumerate((source, folder)):
+        done = convert(path, tmp_path / str(number), Options())
+        same(held(done.path), truth.expected())
+        assert done.kind == "deepspeed universal" and done.step == 12
+    zero = folder / "zero"
+    if not stage3:  # as its maker writes it of gradients in round-robin order
+        torch.save({"param": truth.weights["up.weight"].flip(0)}, zero / "up.weight" / "fp32.pt")
+        with pytest.raises(
+            CheckpointError, match=r"zero/up.weight: found fp32 weights .* or convert the ZeRO directory"
+        ):
+            convert(source, tmp_path / "out", Options(optimizer=False))
+    torch.save(torch.ones(4), zero / "up.weight" / "exp_avg.pt")
+    with pytest.raises(CheckpointError, match=r"up.weight/exp_avg.pt: found \(4,\), needed a tensor of \(5, 3\)"):
+        convert(source, tmp_path / "out", Options())
+    (zero / "up.weight" / "fp32.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"zero: found no fp32.pt of up.weight, needed one in a directory"):
+        convert(source, tmp_path / "out", Options())
 
 
 # ---------------------------------------------------------------- safetensors that DCP wrote

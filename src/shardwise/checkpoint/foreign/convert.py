@@ -158,7 +158,7 @@ def _read(files: OpenFiles, source: Path, kind: Kind, options: Options) -> Forei
         found = read_dcp(files, folder, options.in_order)
         add_meta(files, folder, found, options.unsafe)
     else:
-        found = read_torch(files, source, options.in_order, options.unsafe)
+        found = read_torch(files, source, options.in_order, options.unsafe, options.optimizer)
     found.kind = "lightning" if options.kind == "lightning" else found.kind
     return found
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, ranked, tagged
+from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, UNIVERSAL, ranked, tagged
 from shardwise.checkpoint.foreign.deepspeed_places import flattened, sharded
 from shardwise.checkpoint.foreign.deepspeed_ranks import (
     Place,
@@ -29,6 +29,7 @@ from shardwise.checkpoint.foreign.deepspeed_ranks import (
     check_devices,
     check_module,
 )
+from shardwise.checkpoint.foreign.deepspeed_universal import universal_parts
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
@@ -55,14 +56,17 @@ def read_deepspeed(
             "convert it with DeepSpeed's own tools first"
         )
     models, optims = ranked(folder, names, MODEL), ranked(folder, names, OPTIM)
+    if models and not optims and files.is_directory(folder / UNIVERSAL):
+        return _universal(files, folder, models, unsafe, optimizer)
     if len(models) == 1 and not optims:
         value = read_values(files, [Job(models[0])], unsafe=unsafe)[0]
-        if isinstance(value, dict) and not value.get("param_shapes"):  # which ZeRO writes
-            return replace(of_value(value, str(models[0]), in_order), kind="deepspeed zero 0")
+        zero = isinstance(value, dict) and value.get("param_shapes")  # which stage 0 has not
+        alone = of_value(value, str(models[0]), in_order, optimizer)
+        return alone if zero else replace(alone, kind="deepspeed zero 0")
     if not models or not optims:
         raise CheckpointError(
-            f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both: "
-            "give the directory that holds `latest`, or the one that it names"
+            f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both "
+            "of every rank: copy all of them, and give the directory that holds `latest`, or the one that it names"
         )
     values = read_values(files, [Job(p) for p in (*models, *optims)], unsafe=unsafe)
     model, ranks = values[: len(models)], [_rank(v, p) for v, p in zip(values[len(models) :], optims, strict=True)]
@@ -79,13 +83,44 @@ def read_deepspeed(
     )
     if not stage3:
         check_module(optims, places, [rank.weights for rank in ranks], model[0].get("module"))
-    found = Foreign(kind=f"deepspeed zero {'3' if stage3 else '1 or 2'}", weights={}, files=len(values))
+    kind = f"deepspeed zero {'3' if stage3 else '1 or 2'}"
+    return _whole(kind, folder, dict(zip(models, model, strict=True)), ranks, (shapes, places), stage3)
+
+
+def _universal(files: OpenFiles, folder: Path, models: list[Path], unsafe: bool, optimizer: bool) -> Foreign:
+    """What DeepSpeed made of a ZeRO checkpoint for any number of ranks: a directory for each parameter."""
+    model = read_values(files, [Job(p) for p in models], unsafe=unsafe)
+    groups = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    if not shapes:
+        raise CheckpointError(f"{models[0]}: found no parameters in 'param_shapes', needed some; copy the file again")
+    paths, ranks = universal_parts(files, folder, shapes, unsafe)
+    _check_one_save(model, models, ranks, paths, optimizer)
+    places = {name: Place(0, [(i, 0, math.prod(shape))]) for i, (name, shape) in enumerate(shapes.items())}
+    stage3 = "zero_pp_rank" in models[0].name
+    module = {} if stage3 else model[0].get("module")
+    for path, rank, (name, place) in zip(paths, ranks, places.items(), strict=True):
+        try:  # its maker goes by slices, which are wrong where gradients are round robin
+            check_module([path], {name: replace(place, runs=[(0, 0, math.prod(shapes[name]))])}, [rank.weights], module)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}, or convert the ZeRO directory that this was made of") from error
+    by_path = dict(zip(models, model, strict=True))
+    return _whole("deepspeed universal", folder, by_path, ranks, ([shapes], places), stage3)
+
+
+def _whole(
+    kind: str, folder: Path, models: Mapping[Path, Any], ranks: Sequence[Rank],
+    laid: tuple[Shapes, Mapping[str, Place]], stage3: bool,
+) -> Foreign:  # fmt: skip
+    """Weights, state and the rest, from the parts of the ranks."""
+    shapes, places = laid
+    found = Foreign(kind=kind, weights={}, files=len(models) + len(ranks))
     for name, place in places.items():
         shape = shapes[place.group][name]
         found.weights[name] = _source(shape, place, [rank.weights for rank in ranks], f"{folder}: {name}")
     _add_state(found, places, shapes, ranks, folder)
-    _add_rest(found, model, models, stage3)
-    found.step = step_of(model[0].get("global_steps")) or 0
+    _add_rest(found, list(models.values()), list(models), stage3)
+    found.step = step_of(next(iter(models.values())).get("global_steps")) or 0
     return found
 
 
