@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -81,6 +82,38 @@ def test_stage_0_is_the_one_file_that_latest_leads_to(tmp_path: Path) -> None:
         assert done.step == 7 and done.kind == ("torch" if source == file else "deepspeed zero 0")
     torch.save(net.state_dict(), tmp_path / "ds" / "pytorch_model.bin")  # of a trainer: it is what is meant
     assert convert(tmp_path / "ds", tmp_path / "out", Options()).kind == "torch"
+
+
+def test_stage_0_in_half_precision_has_fp32_weights_and_state_in_its_optimizer(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    expected, state = expected_of(net, optimizer), optimizer.state_dict()
+    masters = [p.detach().clone() for p in net.parameters()]
+    module = copy.deepcopy(net).bfloat16().state_dict()
+    values = {"module": module, "global_steps": 3, "param_shapes": None, "ds_config": {}}
+    file = tmp_path / "mp_rank_00_model_states.pt"
+
+    def save(groups: list[Tensor], key: str = "fp32_groups") -> None:
+        torch.save(values | {"optimizer": {"cur_scale": 1.0, "optimizer_state_dict": state, key: [groups]}}, file)
+
+    save(masters)
+    done = convert(file, tmp_path / "a", Options(in_order=True))
+    found = held(done.path)
+    buffers = under_model({name: module[name] for name, _ in net.named_buffers() if name in module})
+    same(found, expected | buffers)
+    for number, key in enumerate(("fp32_groups", "fp32_groups_flat")):  # without an order, or not by parameter
+        save(masters, key)
+        done = convert(file, tmp_path / f"b{number}", Options())
+        assert done.num_parameters_with_state == 0
+        assert any(note.startswith(f"the fp32 weights in {key}: whose they are is not known") for note in done.notes)
+        assert any("its parameters are numbers" in note for note in done.notes)
+    save([t + 1 for t in masters])
+    with pytest.raises(
+        CheckpointError, match=r"found fp32 weights of .* not the module's.*leave --params-in-order out"
+    ):
+        convert(file, tmp_path / "c", Options(in_order=True))
+    save([masters[-1], *masters[1:]])
+    with pytest.raises(CheckpointError, match=r"found fp32 weights of .* of shape .*, needed"):
+        convert(file, tmp_path / "c", Options(in_order=True))
 
 
 def test_model_states_of_zero_without_their_optimizer_states(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.foreign.beside import LIGHTNING, META, SUFFIXES, is_weights_file
+from shardwise.checkpoint.foreign.deepspeed_single import add_state
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, kind_of, named_state, step_of, weights_of
+from shardwise.checkpoint.foreign.state import Foreign, kind_of, step_of, weights_of
 from shardwise.checkpoint.foreign.views import Source, View
 from shardwise.errors import CheckpointError
 
@@ -85,8 +86,7 @@ def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> 
     if isinstance(state, list):
         found.notes.append(f"the optimizer's state: there are {len(state)} optimizers, one can be taken over")
     elif state is not None:
-        found.optimizer, reason = named_state(state, weights, in_order)
-        found.notes += [reason] if reason else []
+        add_state(found, state, in_order, where)
     empty = [key for key in OPTIMIZER_KEYS if not value.get(key)]
     average = [_AVERAGE] if averaged else []
     if averaged:
