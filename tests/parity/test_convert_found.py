@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,26 @@ def test_stage_0_is_the_one_file_that_latest_leads_to(tmp_path: Path) -> None:
         assert done.step == 7 and done.kind == ("torch" if source == file else "deepspeed zero 0")
     torch.save(net.state_dict(), tmp_path / "ds" / "pytorch_model.bin")  # of a trainer: it is what is meant
     assert convert(tmp_path / "ds", tmp_path / "out", Options()).kind == "torch"
+
+
+def test_the_deepspeed_strategy_of_lightning(tmp_path: Path) -> None:
+    truth = Truth()
+    own = {"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 12}
+    inside = Truth()
+    for field in ("weights", "mean", "square", "buffers", "frozen", "ties"):
+        setattr(inside, field, {f"model.{name}": value for name, value in getattr(truth, field).items()})
+    inside.ties = {name: f"model.{first}" for name, first in inside.ties.items()}
+    inside.groups = [[f"model.{name}" for name in names] for names in truth.groups]
+    source = write_zero12(tmp_path / "ds", inside, 2)
+    (source / "latest").unlink()
+    folder = (source / "global_step12").rename(source / "checkpoint")
+    change(folder / "mp_rank_00_model_states.pt", **own)
+    for kind in ("auto", "lightning"):
+        options: Any = {"kind": kind}
+        done = convert(source, tmp_path / kind, Options(**options))
+        same(held(done.path), truth.expected())
+        assert done.kind == "lightning, deepspeed zero 1 or 2"
+        assert "names without the prefix 'model.', which all had" in done.notes
 
 
 def test_stage_0_in_half_precision_has_fp32_weights_and_state_in_its_optimizer(tmp_path: Path) -> None:
@@ -377,3 +398,35 @@ def test_an_export_as_safetensors_brings_its_step_back(tmp_path: Path) -> None:
     for text in ("-1", "x", "9" * 30):
         save_file({"w": torch.ones(2)}, tmp_path / "odd.safetensors", metadata={"shardwise_step": text})
         assert convert(tmp_path / "odd.safetensors", tmp_path / f"odd{len(text)}{text[0]}", Options()).step == 0
+
+
+# ---------------------------------------------------------------- what is missing, and programs
+
+
+def test_files_that_are_missing_are_named_with_the_index(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.ones(2)}, tmp_path / "hf" / "model-1.safetensors")
+    said = r"model-2.safetensors: found nothing there, needed a file, which model.safetensors.index.json names .1 that"
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "hf", tmp_path / "a", Options())
+    save_dcp(tmp_path / "dcp", {"w": torch.ones(2)})
+    (tmp_path / "dcp" / "__0_0.distcp").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp: found nothing there, needed a file, which .metadata names"
+    ):
+        convert(tmp_path / "dcp", tmp_path / "a", Options())
+    (tmp_path / "hf" / "model-2.safetensors").symlink_to("model-1.safetensors")
+    with pytest.raises(CheckpointError, match="links are not followed"):
+        convert(tmp_path / "hf", tmp_path / "a", Options())
+
+
+def test_torchscript_is_told(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:  # as torch.jit.save packs it
+        for name in ("x/data.pkl", "x/code/__torch__.py", "x/constants.pkl"):
+            file.writestr(name, b"N." * 99, zipfile.ZIP_DEFLATED)
+    with pytest.raises(
+        CheckpointError, match=r"found an archive of TorchScript.*needed a state_dict; torch.jit.load it"
+    ):
+        convert(tmp_path / "x.pt", tmp_path / "a", Options())

@@ -137,6 +137,8 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     kind = _kind(files, source) if options.kind == "auto" else options.kind
     if kind in ("fsdp", "lightning") and (is_dcp(files, source) or models_in(files, source)):
         kind = "dcp"
+    elif kind == "lightning" and source.is_dir() and is_deepspeed(files, source):
+        kind = "deepspeed"  # Lightning's strategy of the name
     kind = "torch" if kind == "fsdp" else kind
     code = any(map(Path.is_file, states_in(files, source))) or (kind == "dcp" and META in files.names(source))
     if options.unsafe and kind in ("dcp", "safetensors") and not code:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.foreign.beside import LIGHTNING
 from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, UNIVERSAL, ranked, tagged
 from shardwise.checkpoint.foreign.deepspeed_places import flattened, sharded
 from shardwise.checkpoint.foreign.deepspeed_ranks import (
@@ -62,7 +63,7 @@ def read_deepspeed(
         value = read_values(files, [Job(models[0])], unsafe=unsafe)[0]
         zero = isinstance(value, dict) and value.get("param_shapes")  # which stage 0 has not
         alone = of_value(value, str(models[0]), in_order, optimizer)
-        return alone if zero else replace(alone, kind="deepspeed zero 0")
+        return alone if zero else replace(alone, kind=_said("deepspeed zero 0", value))
     if not models or not optims:
         raise CheckpointError(
             f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both "
@@ -114,14 +115,20 @@ def _whole(
 ) -> Foreign:  # fmt: skip
     """Weights, state and the rest, from the parts of the ranks."""
     shapes, places = laid
-    found = Foreign(kind=kind, weights={}, files=len(models) + len(ranks))
+    first = next(iter(models.values()))
+    found = Foreign(kind=_said(kind, first), weights={}, files=len(models) + len(ranks))
     for name, place in places.items():
         shape = shapes[place.group][name]
         found.weights[name] = _source(shape, place, [rank.weights for rank in ranks], f"{folder}: {name}")
     _add_state(found, places, shapes, ranks, folder)
     _add_rest(found, list(models.values()), list(models), stage3)
-    found.step = step_of(next(iter(models.values())).get("global_steps")) or 0
+    found.step = step_of(first.get("global_steps")) or 0
     return found
+
+
+def _said(kind: str, model: Any) -> str:
+    """Lightning's strategy writes DeepSpeed's files with more in them; its names have the prefix of its modules."""
+    return f"lightning, {kind}" if isinstance(model, dict) and LIGHTNING in model else kind
 
 
 def _tensors(module: object) -> list[View]:
