@@ -109,8 +109,14 @@ def test_stage_0_in_half_precision_has_fp32_weights_and_state_in_its_optimizer(t
     net, optimizer = trained()
     expected, state = expected_of(net, optimizer), optimizer.state_dict()
     masters = [p.detach().clone() for p in net.parameters()]
-    module = copy.deepcopy(net).bfloat16().state_dict()
-    values = {"module": module, "global_steps": 3, "param_shapes": None, "ds_config": {}}
+    module = copy.deepcopy(net).bfloat16().state_dict() | {"scale_of_mine": torch.ones(3)}
+    values = {
+        "module": module,
+        "buffer_names": ["scale_of_mine"],
+        "global_steps": 3,
+        "param_shapes": None,
+        "ds_config": {},
+    }
     file = tmp_path / "mp_rank_00_model_states.pt"
 
     def save(groups: list[Tensor], key: str = "fp32_groups") -> None:
@@ -120,7 +126,7 @@ def test_stage_0_in_half_precision_has_fp32_weights_and_state_in_its_optimizer(t
     done = convert(file, tmp_path / "a", Options(in_order=True))
     found = held(done.path)
     buffers = under_model({name: module[name] for name, _ in net.named_buffers() if name in module})
-    same(found, expected | buffers)
+    same(found, expected | buffers | {"model.scale_of_mine": torch.ones(3)})
     for number, key in enumerate(("fp32_groups", "fp32_groups_flat")):  # without an order, or not by parameter
         save(masters, key)
         done = convert(file, tmp_path / f"b{number}", Options())

@@ -198,6 +198,17 @@ def test_ranks_inside_one_parameter_are_told_by_the_weights_of_the_module(tmp_pa
         convert(source, tmp_path / "b", Options())
 
 
+def test_round_robin_slices_that_are_in_order_on_every_rank(tmp_path: Path) -> None:
+    truth = Truth()
+    truth.groups = [["embed.weight", "up.weight"]]  # a rank each
+    draw = torch.Generator().manual_seed(4)
+    truth.weights, truth.mean, truth.square = (
+        {name: torch.randn(6, 3, generator=draw) for name in truth.groups[0]} for _ in range(3)
+    )
+    source = write_zero12(tmp_path / "ds", truth, 2, reverse=True, wrong=True)
+    same(held(convert(source, tmp_path / "a", Options()).path), truth.expected())
+
+
 def test_parts_that_are_nowhere_as_the_module_has_them_are_refused(tmp_path: Path) -> None:
     truth = Truth()
     source = write_zero12(tmp_path / "ds", truth, 2)

@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError
 _INNER, _GROUPS, _FLAT = "optimizer_state_dict", "fp32_groups", "fp32_groups_flat"
 
 
-def add_state(found: Foreign, state: Any, in_order: bool, where: str) -> None:
+def add_state(found: Foreign, state: Any, in_order: bool, where: str, buffers: Any = None) -> None:
     """The state of a torch optimizer by name, or a note why not; where it is wrapped, fp32 weights by the same names.
 
     Args:
@@ -24,6 +24,7 @@ def add_state(found: Foreign, state: Any, in_order: bool, where: str) -> None:
         state: `optimizer.state_dict()`, alone or as DeepSpeed's stage 0 in half precision wraps it.
         in_order: as `named_state`.
         where: for messages.
+        buffers: their names, where the file lists them: they have no place in the order of parameters.
 
     Raises:
         CheckpointError: fp32 weights are not the module's, rounded.
@@ -36,7 +37,8 @@ def add_state(found: Foreign, state: Any, in_order: bool, where: str) -> None:
         entries = inner["state"] if isinstance(inner.get("state"), dict) else {}
         merged = {n: {**entries.get(n, {}), _GROUPS: view} for n, view in numbered.items()}
         inner = inner | {"state": entries | merged}
-    named, reason = named_state(inner, found.weights, in_order)
+    listed = set(map(str, buffers)) if isinstance(buffers, list) else set()
+    named, reason = named_state(inner, {n: w for n, w in found.weights.items() if n not in listed}, in_order)
     if numbered and named:
         _take_weights(found, {name: states.pop(_GROUPS) for name, states in named.items() if _GROUPS in states}, where)
     elif key:

@@ -86,7 +86,7 @@ def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> 
     if isinstance(state, list):
         found.notes.append(f"the optimizer's state: there are {len(state)} optimizers, one can be taken over")
     elif state is not None:
-        add_state(found, state, in_order, where)
+        add_state(found, state, in_order, where, value.get("buffer_names"))
     empty = [key for key in OPTIMIZER_KEYS if not value.get(key)]
     average = [_AVERAGE] if averaged else []
     if averaged:
