@@ -120,9 +120,12 @@ def padded(flat: Tensor, multiple: int) -> Tensor:
 
 def write_zero12(
     path: Path, truth: Truth, world: int, *, stage: int = 2, elastic: bool = False, slices: bool = True, gaps: int = 1,
-    reverse: bool = False, bf16: bool = False,
+    reverse: bool = False, bf16: bool = False, wrong: bool = False,
 ) -> Path:  # fmt: skip
-    """Stages 1 and 2: `reverse` orders parameters as round-robin gradients might, `gaps` aligns them."""
+    """Stages 1 and 2: `reverse` orders parameters as round-robin gradients might, `gaps` aligns them.
+
+    With `wrong` slices are counted in the model's order for all that, as DeepSpeed does; not where there are gaps.
+    """
     folder = path / "global_step12"
     folder.mkdir(parents=True)
     (path / "latest").write_text("global_step12")
@@ -142,10 +145,13 @@ def write_zero12(
                 "step": torch.tensor(float(truth.step)), "exp_avg": cut[1][rank][:keep].clone(),
                 "exp_avg_sq": cut[2][rank][:keep].clone(),
             }  # fmt: skip
+            if wrong and not lean - sum(truth.weights[name].numel() for name in names):
+                names, starts = truth.groups[number], flat_group(truth.weights, truth.groups[number])[1]
             held["slices"].append(_slices(truth, names, starts, rank * size, size))
     with at_home():
         shapes = [OrderedDict((n, truth.weights[n].shape) for n in names) for names in groups]
-        torch.save(truth.model_states(shapes, truth.frozen), folder / "mp_rank_00_model_states.pt")
+        how = {"ds_config": {"zero_optimization": {"stage": stage, "round_robin_gradients": wrong}}}
+        torch.save(truth.model_states(shapes, truth.frozen) | how, folder / "mp_rank_00_model_states.pt")
         for rank, held in enumerate(ranks):
             rigid = {"state": held["state"], "param_groups": [{"lr": 1e-3, "params": [i]} for i in range(len(groups))]}
             inner = {
@@ -153,6 +159,10 @@ def write_zero12(
                 "base_optimizer_state": list(held["state"].values()) if elastic else rigid,
                 "single_partition_of_fp32_groups": held["fp32"], "ds_version": "0.16.4",
             } | ({"param_slice_mappings": held["slices"]} if slices else {})  # fmt: skip
+            if gaps > 1:
+                inner["param_alignment_paddings"] = [
+                    [-truth.weights[n].numel() % gaps for n in names] for names in groups
+                ]
             if not bf16:
                 inner |= {
                     "loss_scaler": LossScaler(),
@@ -200,6 +210,31 @@ def write_zero3(path: Path, truth: Truth, world: int, *, merged: bool = False) -
             shapes = [OrderedDict((n, truth.weights[n].shape) for n in names) for names in groups]
             frozen = {n: _part(t, rank, world) for n, t in truth.frozen.items()}
             torch.save(truth.model_states(shapes, frozen), folder / f"{name}_model_states.pt")
+    return path
+
+
+def write_universal(path: Path, truth: Truth, *, stage3: bool = False) -> Path:
+    """What DeepSpeed's `ds_to_universal` makes of a ZeRO directory: of stage 3 tensors are bare, and flat."""
+    folder = path / "global_step12_universal"
+    (path / "latest_universal").parent.mkdir(parents=True)
+    (path / "latest_universal").write_text(folder.name)
+    tensors = {"fp32": truth.weights, "exp_avg": truth.mean, "exp_avg_sq": truth.square}
+    for name in truth.weights:
+        (folder / "zero" / name).mkdir(parents=True)
+        for key, held in tensors.items():
+            value: Any = held[name].reshape(-1) if stage3 else {"cat_dim": 0, "param": held[name]}
+            torch.save(value, folder / "zero" / name / f"{key}.pt")
+        if not stage3:
+            torch.save(torch.tensor(float(truth.step)), folder / "zero" / name / "step.pt")
+    with at_home():
+        state = {0: {"step": truth.step, "exp_avg": torch.ones(3)}}
+        common = {"loss_scaler": LossScaler()} | ({"optimizer_state_dict": {"state": state}} if stage3 else {})
+        torch.save(common, folder / "zero" / "optimizer_state.pt")
+    shapes = [OrderedDict((n, truth.weights[n].shape) for n in names) for names in truth.groups]
+    whole = truth.model_states(shapes, truth.frozen)
+    if stage3:
+        whole["module"] |= {name: torch.empty(0) for name in (*truth.weights, *truth.ties)}
+    torch.save(whole, folder / f"{'zero_pp_rank_0_' * stage3}mp_rank_00_model_states.pt")
     return path
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from shardwise.checkpoint.foreign.convert import Options, convert
 from shardwise.checkpoint.foreign.dcp_out import export_dcp
 from shardwise.checkpoint.foreign.export import ExportOptions, export
 from shardwise.errors import CheckpointError, UsageError
-from tests.foreign import Truth, at_home, write_lightning, write_zero3, write_zero12
+from tests.foreign import Truth, at_home, write_lightning, write_universal, write_zero3, write_zero12
 from tests.parity.test_convert import ckpt, expected_of, held, pair, same, save_dcp, stepped, trained, under_model
 
 # ---------------------------------------------------------------- DeepSpeed
@@ -79,11 +81,114 @@ def test_stage_0_is_the_one_file_that_latest_leads_to(tmp_path: Path) -> None:
         done = convert(source, tmp_path / str(number), Options(**options))
         same(held(done.path), expected_of(net, optimizer))
         assert done.step == 7 and done.kind == ("torch" if source == file else "deepspeed zero 0")
-    torch.save(values | {"param_shapes": [{"w": torch.Size([2])}]}, file)  # of ZeRO, whose other files were lost
-    with pytest.raises(CheckpointError, match="found 1 files of model states and 0 of optimizer states; needed both"):
-        convert(tmp_path / "ds", tmp_path / "out", Options())
     torch.save(net.state_dict(), tmp_path / "ds" / "pytorch_model.bin")  # of a trainer: it is what is meant
     assert convert(tmp_path / "ds", tmp_path / "out", Options()).kind == "torch"
+
+
+def test_the_deepspeed_strategy_of_lightning(tmp_path: Path) -> None:
+    truth = Truth()
+    own = {"pytorch-lightning_version": "2.6.6", "epoch": 1, "global_step": 12}
+    inside = Truth()
+    for field in ("weights", "mean", "square", "buffers", "frozen", "ties"):
+        setattr(inside, field, {f"model.{name}": value for name, value in getattr(truth, field).items()})
+    inside.ties = {name: f"model.{first}" for name, first in inside.ties.items()}
+    inside.groups = [[f"model.{name}" for name in names] for names in truth.groups]
+    source = write_zero12(tmp_path / "ds", inside, 2)
+    (source / "latest").unlink()
+    folder = (source / "global_step12").rename(source / "checkpoint")
+    change(folder / "mp_rank_00_model_states.pt", **own)
+    for kind in ("auto", "lightning"):
+        options: Any = {"kind": kind}
+        done = convert(source, tmp_path / kind, Options(**options))
+        same(held(done.path), truth.expected())
+        assert done.kind == "lightning, deepspeed zero 1 or 2"
+        assert "names without the prefix 'model.', which all had" in done.notes
+
+
+def test_stage_0_in_half_precision_has_fp32_weights_and_state_in_its_optimizer(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    expected, state = expected_of(net, optimizer), optimizer.state_dict()
+    masters = [p.detach().clone() for p in net.parameters()]
+    module = copy.deepcopy(net).bfloat16().state_dict() | {"scale_of_mine": torch.ones(3)}
+    values = {
+        "module": module,
+        "buffer_names": ["scale_of_mine"],
+        "global_steps": 3,
+        "param_shapes": None,
+        "ds_config": {},
+    }
+    file = tmp_path / "mp_rank_00_model_states.pt"
+
+    def save(groups: list[Tensor], key: str = "fp32_groups") -> None:
+        torch.save(values | {"optimizer": {"cur_scale": 1.0, "optimizer_state_dict": state, key: [groups]}}, file)
+
+    save(masters)
+    done = convert(file, tmp_path / "a", Options(in_order=True))
+    found = held(done.path)
+    buffers = under_model({name: module[name] for name, _ in net.named_buffers() if name in module})
+    same(found, expected | buffers | {"model.scale_of_mine": torch.ones(3)})
+    for number, key in enumerate(("fp32_groups", "fp32_groups_flat")):  # without an order, or not by parameter
+        save(masters, key)
+        done = convert(file, tmp_path / f"b{number}", Options())
+        assert done.num_parameters_with_state == 0
+        assert any(note.startswith(f"the fp32 weights in {key}: whose they are is not known") for note in done.notes)
+        assert any("its parameters are numbers" in note for note in done.notes)
+    save([t + 1 for t in masters])
+    with pytest.raises(
+        CheckpointError, match=r"found fp32 weights of .* not the module's.*leave --params-in-order out"
+    ):
+        convert(file, tmp_path / "c", Options(in_order=True))
+    save([masters[-1], *masters[1:]])
+    with pytest.raises(CheckpointError, match=r"found fp32 weights of .* of shape .*, needed"):
+        convert(file, tmp_path / "c", Options(in_order=True))
+
+
+def test_model_states_of_zero_without_their_optimizer_states(tmp_path: Path) -> None:
+    truth = Truth()
+    for stage, write in {"2": write_zero12, "3": write_zero3}.items():
+        folder = write(tmp_path / stage, truth, 1) / "global_step12"
+        (file,), (part,) = folder.glob("*model_states.pt"), folder.glob("*optim_states.pt")
+        if stage == "3":
+            change(file, module={name: torch.empty(0) for name in (*truth.weights, *truth.ties)} | truth.buffers)
+        part.unlink()
+        for source in (tmp_path / stage, folder, file):
+            with pytest.raises(CheckpointError, match=r"needed .*\*_optim_states.pt of every rank"):
+                convert(source, tmp_path / "out", Options())
+            if stage == "3":
+                with pytest.raises(
+                    CheckpointError, match=r"found embed.weight of shape \[0\], and \[7, 3\] in 'param_s"
+                ):
+                    convert(source, tmp_path / "out", Options(optimizer=False))
+                continue
+            done = convert(source, tmp_path / f"out {source.name}", Options(optimizer=False))
+            expected = {n: t for n, t in module_of(truth).items() if n not in truth.ties}
+            same(held(done.path), under_model(expected))
+            assert done.notes[0].startswith("the fp32 weights and the optimizer's state: they are in files of ZeRO")
+
+
+@pytest.mark.parametrize("stage3", [False, True])
+def test_universal_checkpoints(stage3: bool, tmp_path: Path) -> None:
+    truth = Truth()
+    truth.frozen = {}
+    source = write_universal(tmp_path / "ds", truth, stage3=stage3)
+    folder = source / "global_step12_universal"
+    for number, path in enumerate((source, folder)):
+        done = convert(path, tmp_path / str(number), Options())
+        same(held(done.path), truth.expected())
+        assert done.kind == "deepspeed universal" and done.step == 12
+    zero = folder / "zero"
+    if not stage3:  # as its maker writes it of gradients in round-robin order
+        torch.save({"param": truth.weights["up.weight"].flip(0)}, zero / "up.weight" / "fp32.pt")
+        with pytest.raises(
+            CheckpointError, match=r"zero/up.weight: found fp32 weights .* or convert the ZeRO directory"
+        ):
+            convert(source, tmp_path / "out", Options(optimizer=False))
+    torch.save(torch.ones(4), zero / "up.weight" / "exp_avg.pt")
+    with pytest.raises(CheckpointError, match=r"up.weight/exp_avg.pt: found \(4,\), needed a tensor of \(5, 3\)"):
+        convert(source, tmp_path / "out", Options())
+    (zero / "up.weight" / "fp32.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"zero: found no fp32.pt of up.weight, needed one in a directory"):
+        convert(source, tmp_path / "out", Options())
 
 
 # ---------------------------------------------------------------- safetensors that DCP wrote
@@ -299,3 +404,35 @@ def test_an_export_as_safetensors_brings_its_step_back(tmp_path: Path) -> None:
     for text in ("-1", "x", "9" * 30):
         save_file({"w": torch.ones(2)}, tmp_path / "odd.safetensors", metadata={"shardwise_step": text})
         assert convert(tmp_path / "odd.safetensors", tmp_path / f"odd{len(text)}{text[0]}", Options()).step == 0
+
+
+# ---------------------------------------------------------------- what is missing, and programs
+
+
+def test_files_that_are_missing_are_named_with_the_index(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.ones(2)}, tmp_path / "hf" / "model-1.safetensors")
+    said = r"model-2.safetensors: found nothing there, needed a file, which model.safetensors.index.json names .1 that"
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "hf", tmp_path / "a", Options())
+    save_dcp(tmp_path / "dcp", {"w": torch.ones(2)})
+    (tmp_path / "dcp" / "__0_0.distcp").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"__0_0.distcp: found nothing there, needed a file, which .metadata names"
+    ):
+        convert(tmp_path / "dcp", tmp_path / "a", Options())
+    (tmp_path / "hf" / "model-2.safetensors").symlink_to("model-1.safetensors")
+    with pytest.raises(CheckpointError, match="links are not followed"):
+        convert(tmp_path / "hf", tmp_path / "a", Options())
+
+
+def test_torchscript_is_told(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:  # as torch.jit.save packs it
+        for name in ("x/data.pkl", "x/code/__torch__.py", "x/constants.pkl"):
+            file.writestr(name, b"N." * 99, zipfile.ZIP_DEFLATED)
+    with pytest.raises(
+        CheckpointError, match=r"found an archive of TorchScript.*needed a state_dict; torch.jit.load it"
+    ):
+        convert(tmp_path / "x.pt", tmp_path / "a", Options())

@@ -198,6 +198,34 @@ def test_ranks_inside_one_parameter_are_told_by_the_weights_of_the_module(tmp_pa
         convert(source, tmp_path / "b", Options())
 
 
+def test_round_robin_slices_that_are_in_order_on_every_rank(tmp_path: Path) -> None:
+    truth = Truth()
+    truth.groups = [["embed.weight", "up.weight"]]  # a rank each
+    draw = torch.Generator().manual_seed(4)
+    truth.weights, truth.mean, truth.square = (
+        {name: torch.randn(6, 3, generator=draw) for name in truth.groups[0]} for _ in range(3)
+    )
+    source = write_zero12(tmp_path / "ds", truth, 2, reverse=True, wrong=True)
+    same(held(convert(source, tmp_path / "a", Options()).path), truth.expected())
+
+
+def test_parts_that_are_nowhere_as_the_module_has_them_are_refused(tmp_path: Path) -> None:
+    truth = Truth()
+    source = write_zero12(tmp_path / "ds", truth, 2)
+    file = source / "global_step12" / "mp_rank_00_model_states.pt"
+    value = torch.load(file, weights_only=False)
+    for number, (scale, fits) in enumerate({1 + 2.0**-10: True, 1.5: False}.items()):  # of its last bit; another
+        module = {n: (t * scale).to(t.dtype) for n, t in value["module"].items()}
+        torch.save(value | {"module": module | {n: t for n, t in value["module"].items() if n in truth.buffers}}, file)
+        if fits:
+            same(held(convert(source, tmp_path / str(number), Options()).path), truth.expected())
+            continue
+        with pytest.raises(
+            CheckpointError, match=r"rank_0.*: found fp32 weights of .* that are not the module's, round"
+        ):
+            convert(source, tmp_path / str(number), Options())
+
+
 def test_where_the_module_says_nothing_sizes_and_slices_tell_the_ranks(tmp_path: Path) -> None:
     truth = Truth()
     truth.weights = {n: torch.zeros_like(t) for n, t in truth.mean.items()}

@@ -33,7 +33,7 @@ class Local(NamedTuple):
 def local_of(plan: Plan) -> Local:
     """The same for all blocks of a plan."""
     axes = plan.axes
-    norms = axes.data * axes.cp > 1 or axes.pp > 1 or plan.mixed
+    norms = axes.data * axes.cp > 1
     return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms)
 
 
@@ -48,7 +48,7 @@ def course_ahead(block: Block, local: Local) -> Course | None:
 
 
 def _seen(courses: Courses, block: Block, local: Local) -> Course | None:
-    if local.tp > 1 or local.ep > 1 or local.divided:
+    if local.tp > 1 or local.ep > 1 or local.divided or (local.synchronised and spread_of(block)):
         return None
     return dict(courses).get(local.width)
 
@@ -116,7 +116,7 @@ def working_in(block: Block, local: Local) -> float:
     """
     tp, sequence, _, width, _, synchronised = local
     if synchronised and (spread := spread_of(block)):
-        return 3 * spread * max(width, 4.0)
+        return spread * (3 * max(width, 4.0) + width)  # the gradient, what is centred of both, their product
     hidden, last = _before_last_product(block)
     if hidden is None or last is None:
         return max((op.takes + op.gives for op in block.matmuls), default=2 * block.width) * width

@@ -145,6 +145,13 @@ class _Zip:
                 raise _bad_zip(f"a record with the name {name[:80]!r}")
         if len(roots) != 1:
             raise _bad_zip(f"records under {len(roots)} names, {sorted(roots)[:3]}")
+        # its records are packed, so it is told before they are looked at
+        if any(name.partition("/")[2].startswith(_SCRIPT) for name in self.infos):
+            raise RefusedError(
+                "an archive of TorchScript, which is a program",
+                "a state_dict",
+                "torch.jit.load it where it is trusted, and save its state_dict()",
+            )
         for info in infos:
             self._check_record(info)
         ends = 0
@@ -152,10 +159,6 @@ class _Zip:
             if info.header_offset < ends:
                 raise _bad_zip(f"the record {info.filename[:80]!r}, which lies over the one before it")
             ends = info.header_offset + _LOCAL + info.file_size
-        if any(name.partition("/")[2].startswith(_SCRIPT) for name in self.infos):
-            raise RefusedError(
-                "an archive of TorchScript, which is a program", "a state_dict", "save model.state_dict() of it"
-            )
 
     def _check_record(self, info: zipfile.ZipInfo) -> None:
         name = info.filename[:80]

@@ -137,6 +137,8 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     kind = _kind(files, source) if options.kind == "auto" else options.kind
     if kind in ("fsdp", "lightning") and (is_dcp(files, source) or models_in(files, source)):
         kind = "dcp"
+    elif kind == "lightning" and source.is_dir() and is_deepspeed(files, source):
+        kind = "deepspeed"  # Lightning's strategy of the name
     kind = "torch" if kind == "fsdp" else kind
     code = any(map(Path.is_file, states_in(files, source))) or (kind == "dcp" and META in files.names(source))
     if options.unsafe and kind in ("dcp", "safetensors") and not code:
@@ -158,7 +160,7 @@ def _read(files: OpenFiles, source: Path, kind: Kind, options: Options) -> Forei
         found = read_dcp(files, folder, options.in_order)
         add_meta(files, folder, found, options.unsafe)
     else:
-        found = read_torch(files, source, options.in_order, options.unsafe)
+        found = read_torch(files, source, options.in_order, options.unsafe, options.optimizer)
     found.kind = "lightning" if options.kind == "lightning" else found.kind
     return found
 

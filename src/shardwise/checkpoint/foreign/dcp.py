@@ -85,6 +85,7 @@ def _entries(files: OpenFiles, path: Path, in_order: bool) -> _Entries:
     paths = _paths(where, metadata.get("planner_data"), list(kinds))
     items = _items(path, where, metadata)
     tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
+    files.need(path, [item.job.path.name for name in tensors for item in items.get(name, [])], where)
     sources = _tensors(files, where, tensors, items)
     numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items, in_order)
     return _Entries(where, paths, sources, numbers)

@@ -6,43 +6,37 @@
     .../[bf16_]zero_pp_rank_3_mp_rank_00_optim_states.pt rank 3's part of the fp32 weights and of the state
 
 Stages 1 and 2 cut each flattened group of parameters into equal parts, one a rank; `param_slice_mappings` says which
-elements of a rank's part are whose (files without it: the parameters follow each other). Stage 3 cuts each parameter
+elements of a rank's part are whose (files without it, or with one in another order than `param_shapes`: the parameters
+follow each other). Stage 3 cuts each parameter
 into equal parts, the last one padded, and lays a rank's parts one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, ranked, tagged
+from shardwise.checkpoint.foreign.beside import LIGHTNING
+from shardwise.checkpoint.foreign.deepspeed_files import MODEL, OPTIM, OTHER, UNIVERSAL, ranked, tagged
+from shardwise.checkpoint.foreign.deepspeed_places import flattened, sharded
 from shardwise.checkpoint.foreign.deepspeed_ranks import (
     Place,
+    Rank,
     Shapes,
     Slices,
     check_devices,
     check_module,
-    check_order,
 )
+from shardwise.checkpoint.foreign.deepspeed_universal import universal_parts
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
 from shardwise.checkpoint.foreign.torch_files import of_value
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
 from shardwise.errors import CheckpointError
-
-
-@dataclass(kw_only=True)
-class _Rank:
-    """What one rank stores: its flat parts of the fp32 weights and of each key of the state, by group."""
-
-    weights: list[View]
-    state: list[dict[str, View]]
-    steps: list[Any]
-    slices: Slices | None
 
 
 def read_deepspeed(
@@ -63,14 +57,17 @@ def read_deepspeed(
             "convert it with DeepSpeed's own tools first"
         )
     models, optims = ranked(folder, names, MODEL), ranked(folder, names, OPTIM)
+    if models and not optims and files.is_directory(folder / UNIVERSAL):
+        return _universal(files, folder, models, unsafe, optimizer)
     if len(models) == 1 and not optims:
         value = read_values(files, [Job(models[0])], unsafe=unsafe)[0]
-        if isinstance(value, dict) and not value.get("param_shapes"):  # which ZeRO writes
-            return replace(of_value(value, str(models[0]), in_order), kind="deepspeed zero 0")
+        zero = isinstance(value, dict) and value.get("param_shapes")  # which stage 0 has not
+        alone = of_value(value, str(models[0]), in_order, optimizer)
+        return alone if zero else replace(alone, kind=_said("deepspeed zero 0", value))
     if not models or not optims:
         raise CheckpointError(
-            f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both: "
-            "give the directory that holds `latest`, or the one that it names"
+            f"{folder}: found {len(models)} files of model states and {len(optims)} of optimizer states; needed both "
+            "of every rank: copy all of them, and give the directory that holds `latest`, or the one that it names"
         )
     values = read_values(files, [Job(p) for p in (*models, *optims)], unsafe=unsafe)
     model, ranks = values[: len(models)], [_rank(v, p) for v, p in zip(values[len(models) :], optims, strict=True)]
@@ -82,21 +79,64 @@ def read_deepspeed(
     _check_one_save(model, models, ranks, optims, optimizer)
     check_devices(optims, [rank.weights for rank in ranks])
     check_devices(models, [_tensors(_dict(m).get("module")) for m in model] if stage3 else [])
-    places = _sharded(shapes, ranks, folder) if stage3 else _flattened(shapes, ranks, folder, optims)
+    places = (
+        sharded(shapes, ranks, folder) if stage3 else flattened(shapes, ranks, folder, optims, _round_robin(model[0]))
+    )
     if not stage3:
         check_module(optims, places, [rank.weights for rank in ranks], model[0].get("module"))
-    found = Foreign(kind=f"deepspeed zero {'3' if stage3 else '1 or 2'}", weights={}, files=len(values))
+    kind = f"deepspeed zero {'3' if stage3 else '1 or 2'}"
+    return _whole(kind, folder, dict(zip(models, model, strict=True)), ranks, (shapes, places), stage3)
+
+
+def _universal(files: OpenFiles, folder: Path, models: list[Path], unsafe: bool, optimizer: bool) -> Foreign:
+    """What DeepSpeed made of a ZeRO checkpoint for any number of ranks: a directory for each parameter."""
+    model = read_values(files, [Job(p) for p in models], unsafe=unsafe)
+    groups = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    if not shapes:
+        raise CheckpointError(f"{models[0]}: found no parameters in 'param_shapes', needed some; copy the file again")
+    paths, ranks = universal_parts(files, folder, shapes, unsafe)
+    _check_one_save(model, models, ranks, paths, optimizer)
+    places = {name: Place(0, [(i, 0, math.prod(shape))]) for i, (name, shape) in enumerate(shapes.items())}
+    stage3 = "zero_pp_rank" in models[0].name
+    module = {} if stage3 else model[0].get("module")
+    for path, rank, (name, place) in zip(paths, ranks, places.items(), strict=True):
+        try:  # its maker goes by slices, which are wrong where gradients are round robin
+            check_module([path], {name: replace(place, runs=[(0, 0, math.prod(shapes[name]))])}, [rank.weights], module)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}, or convert the ZeRO directory that this was made of") from error
+    by_path = dict(zip(models, model, strict=True))
+    return _whole("deepspeed universal", folder, by_path, ranks, ([shapes], places), stage3)
+
+
+def _whole(
+    kind: str, folder: Path, models: Mapping[Path, Any], ranks: Sequence[Rank],
+    laid: tuple[Shapes, Mapping[str, Place]], stage3: bool,
+) -> Foreign:  # fmt: skip
+    """Weights, state and the rest, from the parts of the ranks."""
+    shapes, places = laid
+    first = next(iter(models.values()))
+    found = Foreign(kind=_said(kind, first), weights={}, files=len(models) + len(ranks))
     for name, place in places.items():
         shape = shapes[place.group][name]
         found.weights[name] = _source(shape, place, [rank.weights for rank in ranks], f"{folder}: {name}")
     _add_state(found, places, shapes, ranks, folder)
-    _add_rest(found, model, models, stage3)
-    found.step = step_of(model[0].get("global_steps")) or 0
+    _add_rest(found, list(models.values()), list(models), stage3)
+    found.step = step_of(first.get("global_steps")) or 0
     return found
+
+
+def _said(kind: str, model: Any) -> str:
+    """Lightning's strategy writes DeepSpeed's files with more in them; its names have the prefix of its modules."""
+    return f"lightning, {kind}" if isinstance(model, dict) and LIGHTNING in model else kind
 
 
 def _tensors(module: object) -> list[View]:
     return [item for item in _dict(module).values() if isinstance(item, View)]
+
+
+def _round_robin(model: Any) -> bool:
+    return _dict(_dict(_dict(model).get("ds_config")).get("zero_optimization")).get("round_robin_gradients") is True
 
 
 def _field(value: Any, key: str, path: Path) -> Any:
@@ -115,7 +155,7 @@ def _inner(value: Any, path: Path) -> dict[str, Any]:
     return found
 
 
-def _rank(value: Any, path: Path) -> _Rank:
+def _rank(value: Any, path: Path) -> Rank:
     inner = _inner(value, path)
     stage3 = isinstance(inner.get("fp32_flat_groups"), list)
     groups = inner.get("fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups")
@@ -130,7 +170,9 @@ def _rank(value: Any, path: Path) -> _Rank:
     ]
     fallback = inner.get("base_optimizer_state_step")
     steps = [entry.get("step", group.get("step", fallback)) for entry, group in zip(entries, param_groups, strict=True)]
-    return _Rank(weights=weights, state=state, steps=steps, slices=_slices(inner.get("param_slice_mappings"), path))
+    paddings = _list(inner.get("param_alignment_paddings"))
+    slices, aligned = _slices(inner.get("param_slice_mappings"), path), [any(_list(group)) for group in paddings]
+    return Rank(weights=weights, state=state, steps=steps, slices=slices, aligned=aligned)
 
 
 def _entries(base: Any, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -176,7 +218,7 @@ def _check_count(values: Sequence[Any], paths: Sequence[Path]) -> None:
 
 
 def _check_one_save(
-    models: Sequence[Any], model_paths: Sequence[Path], ranks: Sequence[_Rank], paths: Sequence[Path], optimizer: bool
+    models: Sequence[Any], model_paths: Sequence[Path], ranks: Sequence[Rank], paths: Sequence[Path], optimizer: bool
 ) -> None:
     """A copy that stopped, or a save over another, leaves files of two saves: they fit, and count other steps.
 
@@ -225,79 +267,6 @@ def _shapes(value: Any, path: Path) -> Shapes:
     return found
 
 
-def _flattened(shapes: Shapes, ranks: Sequence[_Rank], folder: Path, paths: Sequence[Path]) -> dict[str, Place]:
-    """Stages 1 and 2."""
-    places: dict[str, Place] = {}
-    if any(len(rank.weights) != len(shapes) for rank in ranks):
-        counts = sorted({len(rank.weights) for rank in ranks})
-        raise CheckpointError(f"{folder}: found {counts} flat groups, needed {len(shapes)}: copy the files again")
-    slices = [rank.slices for rank in ranks if rank.slices is not None and len(rank.slices) == len(shapes)]
-    sliced = len(slices) == len(ranks)
-    sizes = [[view.shape[0] for view in rank.weights] for rank in ranks]
-    check_order(paths, shapes, sizes, slices if sliced else [])
-    for group, named in enumerate(shapes):
-        held_by_ranks = (name for held in (slices if sliced else []) for name in held[group])
-        strange = [name for name in dict.fromkeys(held_by_ranks) if name not in named]
-        if strange:
-            raise CheckpointError(
-                f"{folder}: found a part of {shown(strange)}, of which the model states say no shape; needed files of "
-                "one save: copy all of them again"
-            )
-        start, bounds = 0, _bounds(rank.weights[group].shape[0] for rank in ranks)
-        for name, shape in named.items():
-            count, place = math.prod(shape), Place(group)
-            for number in range(len(ranks)):
-                if sliced:
-                    at, held = slices[number][group].get(name, (0, 0))
-                else:
-                    first, last = max(start, bounds[number]), min(start + count, bounds[number + 1])
-                    at, held = first - bounds[number], max(0, last - first)
-                place.runs += [(number, at, held)] if held else []
-            start += count
-            places[name] = place
-        spare = bounds[-1] - start
-        if not sliced and not 0 <= spare < 4 * len(ranks):
-            raise CheckpointError(
-                f"{folder}: flat group {group} has {bounds[-1]} elements, needed the {start} of its parameters and "
-                "little more; the files are not of one save, or DeepSpeed laid them out in another way"
-            )
-    return places
-
-
-def _bounds(sizes: Iterable[int]) -> list[int]:
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds
-
-
-def _sharded(shapes: Shapes, ranks: Sequence[_Rank], folder: Path) -> dict[str, Place]:
-    """Stage 3: each parameter in as many parts as there are ranks, in flat groups that may be cut anywhere."""
-    places: dict[str, Place] = {}
-    by_group = len(shapes) == len(ranks[0].weights)
-    at = 0
-    for group, named in enumerate(shapes):
-        at = 0 if by_group else at
-        for name, shape in named.items():
-            count = math.prod(shape)
-            part = -(-count // len(ranks))
-            spans = [(rank, at, min(part, count - rank * part)) for rank in range(len(ranks))]
-            places[name] = Place(group, [span for span in spans if span[2] > 0])
-            at += part
-        held = ranks[0].weights[group].shape[0] if by_group else sum(view.shape[0] for view in ranks[0].weights)
-        if (by_group or group == len(shapes) - 1) and held != at:
-            raise CheckpointError(
-                f"{folder}: flat group {group} has {held} elements a rank, needed {at}: the parameters over "
-                f"{len(ranks)} ranks; copy the files of one save"
-            )
-    if not by_group and len(ranks[0].weights) != 1:
-        raise CheckpointError(
-            f"{folder}: found {len(ranks[0].weights)} flat groups for {len(shapes)} groups of parameters; needed one "
-            "each: save again with a newer DeepSpeed"
-        )
-    return places
-
-
 def _source(shape: tuple[int, ...], place: Place, parts: Sequence[Sequence[View]], where: str) -> Source:
     """A parameter, or a state of its shape, from the ranks' flat parts."""
     runs, start = [], 0
@@ -320,7 +289,7 @@ def _source(shape: tuple[int, ...], place: Place, parts: Sequence[Sequence[View]
 
 
 def _add_state(
-    found: Foreign, places: Mapping[str, Place], shapes: Shapes, ranks: Sequence[_Rank], folder: Path
+    found: Foreign, places: Mapping[str, Place], shapes: Shapes, ranks: Sequence[Rank], folder: Path
 ) -> None:
     groups = len(ranks[0].weights)
     for name, place in places.items():

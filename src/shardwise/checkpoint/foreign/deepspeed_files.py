@@ -14,7 +14,9 @@ from shardwise.errors import CheckpointError
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHER = re.compile(r"layer_\d+.*|expert_.*|.*expp_rank_.*")
-_LATEST = "latest"
+_LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
+UNIVERSAL = "zero"
+"""The directory of a universal checkpoint that has one for each parameter."""
 _PLAIN = "mp_rank_00_model_states.pt"
 """Of stage 0 the one file there is."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -35,6 +37,9 @@ def is_deepspeed(files: OpenFiles, path: Path) -> bool:
     names = files.names(folder)
     if any(OPTIM.fullmatch(name) for name in names):
         return True
+    models = [match for name in names if (match := MODEL.fullmatch(name))]
+    if models and (models[0][1] or files.is_directory(folder / UNIVERSAL)):
+        return True  # parts of ranks, or a universal checkpoint
     return folder != path and _PLAIN in names and not any(is_weights_file(name) for name in files.names(path))
 
 
@@ -45,8 +50,9 @@ def tagged(files: OpenFiles, path: Path) -> Path:
         CheckpointError: `latest` names none, or one that is not there.
     """
     names = files.names(path)
-    if _LATEST in names and not any(OPTIM.fullmatch(name) for name in names):
-        file = path / _LATEST
+    latest = next((name for name in (_LATEST, _LATEST_UNIVERSAL) if name in names), None)
+    if latest and not any(OPTIM.fullmatch(name) for name in names):
+        file = path / latest
         tag = files.read(file, 0, min(files.size(file), 256)).decode("utf-8", "replace").strip()
         if not _TAG.fullmatch(tag):
             raise CheckpointError(

@@ -10,10 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.checkpoint.foreign.dtypes import FLOATS, cast_bytes
 from shardwise.checkpoint.foreign.views import View
-from shardwise.checkpoint.format import DTYPES, Box
+from shardwise.checkpoint.format import Box
 from shardwise.errors import CheckpointError
 
 Shapes = list[dict[str, tuple[int, ...]]]
@@ -24,6 +28,10 @@ _DEVICE = re.compile(r"[a-z]+:(\d+)")
 _WITNESSES, _SAMPLE, _DISTINCT = 4, 256, 3
 """Parameters of a rank that are compared with the module's; elements of each; values among them: zeros say nothing."""
 
+_LAST_BIT = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-22, "float64": 2.0**-51}
+_SMALLEST = 2.0**-24
+"""Of the numbers that float16 has."""
+
 
 @dataclass
 class Place:
@@ -31,6 +39,18 @@ class Place:
 
     group: int
     runs: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """What one rank stores: its flat parts of the fp32 weights and of each key of the state, by group."""
+
+    weights: list[View]
+    state: list[dict[str, View]]
+    steps: list[Any]
+    slices: Slices | None
+    aligned: list[bool]
+    """Of each group: gaps align its parameters, and only slices know where; none: of no group."""
 
 
 def _exchanged(path: Path, found: str, other: Path, fix: str = "copy the files of all ranks again") -> CheckpointError:
@@ -75,7 +95,7 @@ def check_order(paths: Sequence[Path], shapes: Shapes, sizes: Sequence[Sequence[
         paths: of the ranks.
         shapes: see there.
         sizes: elements of each rank's part of each group.
-        ranks: slices of each rank; none: files without.
+        ranks: slices of each rank, empty where they are wrong; none: files without.
 
     Raises:
         CheckpointError: a part belongs before that of the rank before it.
@@ -90,7 +110,7 @@ def check_order(paths: Sequence[Path], shapes: Shapes, sizes: Sequence[Sequence[
             placed = sorted((start, number[name]) for name, (start, count) in slices if count and name in number)
             held = [at for _, at in placed]
             if held != sorted(held):
-                break  # flattened in another order than that of the shapes
+                break  # aligned, in another order than that of the shapes
             if held and held[0] < last:
                 names = list(named)
                 raise _exchanged(path, f"{names[held[0]]}, and {names[last]}, which comes after it,", paths[rank - 1])
@@ -111,7 +131,7 @@ def check_module(
     Cost: reads at most 4 times 256 elements a rank.
 
     Raises:
-        CheckpointError: what the module has where a rank's part belongs is in the file of another rank.
+        CheckpointError: what the module has where a rank's part belongs is in the file of another rank, or nowhere.
     """
     found: list[list[tuple[int, str, int, int]]] = [[] for _ in paths]
     for name, place in places.items():
@@ -126,23 +146,40 @@ def check_module(
                 continue
             count, group = min(count, _SAMPLE), places[name].group
             expected = _elements(weight, start, count, weight.dtype)
-            if len(set(expected)) < _DISTINCT:
+            if len(set(expected.tolist())) < _DISTINCT:
                 continue
-            if _elements(parts[rank][group], at, count, weight.dtype) == expected:
+            if _alike(_elements(parts[rank][group], at, count, weight.dtype), expected, weight.dtype):
                 continue
             for other, path in enumerate(paths):
-                if other != rank and _elements(parts[other][group], at, count, weight.dtype) == expected:
+                if other != rank and _alike(
+                    _elements(parts[other][group], at, count, weight.dtype), expected, weight.dtype
+                ):
                     raise _exchanged(paths[rank], f"no weights of {name} as the module has them, and those", path)
+            raise CheckpointError(
+                f"{paths[rank]}: found fp32 weights of {name} that are not the module's, rounded; needed the same: "
+                "DeepSpeed laid them out in a way that is not known here, or the files are of two saves, or the module "
+                "was changed after its last step (averaged, quantized); convert with DeepSpeed's zero_to_fp32.py and "
+                "--from torch, or copy all files again"
+            )
 
 
-def _elements(view: View, start: int, count: int, dtype: str) -> list[bytes]:
-    """Elements of a flattened tensor in a type, or fewer where it ends; its checksum is that of who reads all of it."""
+def _alike(found: NDArray[np.float64], expected: NDArray[np.float64], dtype: str) -> bool:
+    """Whether most are the same within the last bit: of weights in another place a few are by chance."""
+    last = _LAST_BIT[dtype]
+    near = len(found) == len(expected) and np.isclose(found, expected, rtol=last, atol=_SMALLEST, equal_nan=True)
+    return bool(2 * np.count_nonzero(near) > len(expected))
+
+
+def _elements(view: View, start: int, count: int, dtype: str) -> NDArray[np.float64]:
+    """Elements of a flattened tensor, rounded to a type, or fewer where it ends.
+
+    Its checksum is that of who reads all of it.
+    """
     numel = math.prod(view.shape)
     count = min(count, numel - start)
     if count <= 0:
-        return []
+        return np.zeros(0)
     place, num_bytes, _ = view.storage
     row = replace(view, storage=(place, num_bytes, None), shape=(numel,), stride=(1,))
-    data = cast_bytes(row.read(Box((start,), (count,))), view.dtype, dtype, "fp32 weights").tobytes()
-    size = DTYPES[dtype].size
-    return [data[i : i + size] for i in range(0, len(data), size)]
+    data = cast_bytes(row.read(Box((start,), (count,))), view.dtype, dtype, "fp32 weights")
+    return cast_bytes(data, dtype, "float64", "fp32 weights").view(np.float64)

@@ -112,7 +112,7 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
 
 def _common(found: Foreign) -> str:
     """DDP's prefix, or that of a LightningModule whose only child is the model."""
-    prefixes = PREFIXES if found.kind == "lightning" else ("module.",)
+    prefixes = PREFIXES if found.kind.startswith("lightning") else ("module.",)
     names = list(found.weights)
     return next((p for p in prefixes if names and all(name.startswith(p) for name in names)), "")
 

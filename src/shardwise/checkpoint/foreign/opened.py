@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,11 @@ class OpenFiles(Closing):
             os.close(self.opened.pop(next(iter(self.opened))))
         try:
             self.opened[path] = self.files.open(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path}: found nothing there, needed a regular file: copy all files of the checkpoint again, or give "
+                "the right path"
+            ) from error
         except OSError as error:
             raise CheckpointError(
                 f"{path}: cannot be opened ({error.strerror}); needed a regular file, links are not followed: copy "
@@ -67,6 +73,24 @@ class OpenFiles(Closing):
             CheckpointError: it may not be listed.
         """
         return self.files.names(path)
+
+    def need(self, folder: Path, names: Iterable[str], index: Path) -> None:
+        """Check that files are there, before one after the other is opened.
+
+        Args:
+            folder: where they lie.
+            names: of them.
+            index: the file that names them.
+
+        Raises:
+            CheckpointError: some are not.
+        """
+        lacking = sorted(set(names) - set(self.names(folder)))
+        if lacking:
+            raise CheckpointError(
+                f"{folder / lacking[0]}: found nothing there, needed a file, which {index.name} names ({len(lacking)} "
+                "that it names are missing); copy them, or the whole checkpoint again"
+            )
 
     def is_directory(self, path: Path) -> bool:
         """A directory, and no link to one.

@@ -134,6 +134,7 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
                     f"{path / indexes[0]}: found the file name {name[:80]!r}, needed one of a file beside it that ends "
                     f"in {suffix}; copy the index again"
                 )
+        files.need(path, listed.values(), path / indexes[0])
         return [path / name for name in sorted(set(listed.values()))], listed
     if suffix == SUFFIX and not indexes and (parts := [name for name in singles if _PART.match(name)]):
         raise sliced(path / parts[0])

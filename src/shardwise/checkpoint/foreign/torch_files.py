@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.foreign.beside import LIGHTNING, META, SUFFIXES, is_weights_file
+from shardwise.checkpoint.foreign.deepspeed_single import add_state
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, kind_of, named_state, step_of, weights_of
+from shardwise.checkpoint.foreign.state import Foreign, kind_of, step_of, weights_of
 from shardwise.checkpoint.foreign.views import Source, View
 from shardwise.errors import CheckpointError
 
@@ -24,19 +25,19 @@ _TRAINED, _AVERAGE = "current_model_state", "state_dict"
 """Where Lightning keeps the weights when it averages them: the optimizer's state is of the trained ones."""
 
 
-def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = False) -> Foreign:
+def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = False, optimizer: bool = True) -> Foreign:
     """A file of torch.save; or a directory with one, or with an index and what it lists.
 
     Raises:
         CheckpointError: refused by the reader, or without a state_dict.
     """
     if path.is_file():
-        return of_value(_values(files, [path], unsafe)[0], str(path), in_order)
+        return of_value(_values(files, [path], unsafe)[0], str(path), in_order, optimizer)
     names = [name for name in files.names(path) if is_weights_file(name)]
     suffix = next((s for s in SUFFIXES if any(name.endswith(s) for name in names)), ".bin")
     shards, listed = shards_of(files, path, suffix)
     if listed is None:
-        return of_value(_values(files, shards, unsafe)[0], str(shards[0]), in_order)
+        return of_value(_values(files, shards, unsafe)[0], str(shards[0]), in_order, optimizer)
     weights: dict[str, Source] = {}
     notes: list[str] = []
     for shard, value in zip(shards, _values(files, shards, unsafe), strict=True):
@@ -56,16 +57,18 @@ def _values(files: OpenFiles, paths: list[Path], unsafe: bool) -> list[Any]:
     return read_values(files, [Job(path) for path in paths], unsafe=unsafe)
 
 
-def of_value(value: Any, where: str, in_order: bool) -> Foreign:
+def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> Foreign:
     """What a file of torch.save holds, whatever of the usual shapes it has.
 
     Raises:
-        CheckpointError: there is no state_dict in it.
+        CheckpointError: there is no state_dict in it; or it is one file of DeepSpeed's ZeRO, whose fp32 weights and
+            optimizer's state lie in others, and the state is wanted, or the weights are not there either.
     """
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{where}: found a {kind_of(value)}, needed a state_dict, or a dict that holds one; save model.state_dict()"
         )
+    alone = _zero_alone(value, where, optimizer)
     lightning = LIGHTNING in value
     averaged = lightning and _has_tensors(value.get(_TRAINED)) and _has_tensors(value.get(_AVERAGE))
     inside = _TRAINED if averaged else next((key for key in MODEL_KEYS if _has_tensors(value.get(key))), None)
@@ -73,7 +76,7 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
         weights, notes = weights_of(value, where)
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
     weights, notes = weights_of(value[inside], f"{where}: {inside}")
-    found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes, files=1)
+    found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes + alone, files=1)
     counted = next((key for key in STEP_KEYS if step_of(value.get(key)) is not None), None)
     found.step = step_of(value.get(counted)) or 0
     kept = next((key for key in (*OPTIMIZER_KEYS, *filter(_is_optimizer(value), value)) if value.get(key)), None)
@@ -83,8 +86,7 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
     if isinstance(state, list):
         found.notes.append(f"the optimizer's state: there are {len(state)} optimizers, one can be taken over")
     elif state is not None:
-        found.optimizer, reason = named_state(state, weights, in_order)
-        found.notes += [reason] if reason else []
+        add_state(found, state, in_order, where, value.get("buffer_names"))
     empty = [key for key in OPTIMIZER_KEYS if not value.get(key)]
     average = [_AVERAGE] if averaged else []
     if averaged:
@@ -93,6 +95,36 @@ def of_value(value: Any, where: str, in_order: bool) -> Foreign:
     if others:
         found.notes.append(_elsewhere(others))
     return found
+
+
+def _zero_alone(value: dict[Any, Any], where: str, optimizer: bool) -> list[str]:
+    """A note, where this is a file of model states of DeepSpeed's ZeRO, which goes with files of optimizer states.
+
+    Raises:
+        CheckpointError: as `of_value`.
+    """
+    groups = value.get("param_shapes")  # None of stage 0
+    groups = groups if isinstance(groups, list) else [groups]
+    shapes = {name: shape for group in groups if isinstance(group, dict) for name, shape in group.items()}
+    if not shapes:
+        return []
+    module = value.get("module")
+    held = {n: list(v.shape) for n, v in (module if isinstance(module, dict) else {}).items() if isinstance(v, View)}
+    lacking = [name for name, shape in shapes.items() if held.get(name) != shape]
+    if lacking:
+        name = lacking[0]
+        raise CheckpointError(
+            f"{where}: found {name} of shape {held.get(name)}, and {shapes[name]} in 'param_shapes': a file of "
+            "DeepSpeed's ZeRO 3, whose weights are in files of optimizer states; needed *_model_states.pt and "
+            "*_optim_states.pt of every rank: copy all of them, and give the directory that holds them"
+        )
+    if optimizer:
+        raise CheckpointError(
+            f"{where}: found a file of DeepSpeed's ZeRO, whose fp32 weights and optimizer's state are in files of "
+            "optimizer states; needed *_optim_states.pt of every rank too: copy all, and give the directory that holds "
+            "them; or give --no-optimizer, which takes the module's weights, in its type, alone"
+        )
+    return ["the fp32 weights and the optimizer's state: they are in files of ZeRO that are not here (--no-optimizer)"]
 
 
 def add_meta(files: OpenFiles, path: Path, found: Foreign, unsafe: bool) -> None:
