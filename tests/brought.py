@@ -180,3 +180,12 @@ class Sparse(Words):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH, sparse=True)
+
+
+class HalfFrozen(Words):
+    """Its table and the first half of its blocks are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        for part in (self.embed, *self.layers[:3]):
+            part.requires_grad_(False)

@@ -21,13 +21,16 @@ from shardwise.model.seen import taken_by_loss
 from shardwise.model.stacks import blocks_of
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
+from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.division import divide
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.stack import stack_on
+from shardwise.plan.stack import stack_of, stack_on
 from shardwise.plan.workload import Workload
 from tests.brought import (
     Asks,
     Checkpointed,
+    HalfFrozen,
     Masked,
     OwnLoss,
     Recurrent,
@@ -174,3 +177,27 @@ def test_known_values_keep_no_tensor_alive() -> None:
     assert known.read(torch.Tensor.tolist, (made,), {}) == ([0, 1, 2, 3],)
     other = F.relu(torch.zeros(4, device="meta"))
     assert known.read(torch.Tensor.tolist, (other,), {}) == ()
+
+
+def near_the_trace(made: Callable[[], nn.Module], plan: str, seq: int, batch: int = 32) -> None:
+    """Every rank of a pipeline, or the first."""
+    parsed, work = Plan.parse(plan), Workload(seq_len=seq, global_batch=batch)
+    profile = read_module("", made, seq, "meta")
+    stages = estimate_memory(profile, parsed, work, stack=stack_on("cpu")).stages
+    for rank, closed in enumerate(stages):
+        traced = estimate_module_by_trace(made, parsed, work, rank=rank * parsed.world // len(stages))
+        assert abs(closed.allocated / traced.peak - 1) <= BOUND, (rank, closed, traced)
+
+
+@pytest.mark.parametrize("plan", ["pp2 / interleaved mb4", "pp2 / looped-bfs mb4 / bf16", "dp1 / recompute=blocks"])
+def test_frozen_blocks_keep_nothing_but_in_later_stages(plan: str) -> None:
+    near_the_trace(HalfFrozen, plan, 64)
+
+
+def test_so_they_do_on_accelerators() -> None:
+    profile = read_module("", HalfFrozen, 64, "meta")
+    plan, work = Plan.parse("pp2 / looped-bfs mb4"), Workload(seq_len=64, global_batch=32)
+    first, second = (stages[0].blocks[0] for stages in divide(profile, plan, work).ranks)
+    how = saving_of(plan, stack_of(plan), 64)
+    assert first.frozen == second.frozen == first.params
+    assert saved_bytes(first, how) == 0 < saved_bytes(second, how)

@@ -125,7 +125,29 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
             seen[each.itemsize] = courses_seen(module, names, profile, sample, each)
     except Exception as error:  # the module's own: its backward pass needs values
         why = why_not(module, error)
-    return replace(with_courses(profile, seen), unseen=why)
+    profile = replace(with_courses(profile, seen), unseen=why)
+    if watch.asked or profile.blocks[0].frozen < profile.blocks[0].params:
+        return profile
+    hook = module.get_submodule(names[0]).register_forward_pre_hook(_ask, with_kwargs=True)
+    try:
+        return _with_through(profile, _described(module, sample, how, dtype, steps))
+    finally:
+        hook.remove()
+
+
+def _ask(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The first block's input with a gradient, as a later stage of a pipeline has what it receives."""
+    given = [(path, tensor) for path, tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    return put((args, kwargs), {path: tensor.detach().requires_grad_() for path, tensor in given[:1]})
+
+
+def _with_through(profile: Profile, through: Profile) -> Profile:
+    """The profile whose blocks up to the first trained one are known with a gradient of their input, too."""
+    blocks = profile.blocks
+    last = next((i for i, block in enumerate(blocks) if block.frozen < block.params), len(blocks) - 1)
+    pairs = list(zip(blocks, through.blocks, strict=True))[: last + 1]
+    made = {pair: replace(pair[0], through=pair[1]) for pair in dict.fromkeys(pairs)}
+    return replace(profile, blocks=(*(made[pair] for pair in pairs), *blocks[last + 1 :]))
 
 
 def _untraceable(module: nn.Module, watch: _Watch, error: BaseException, device: str) -> ModelError:
@@ -198,6 +220,8 @@ class _Watch:
     phase: int = BEFORE
     operation: str = ""
     paused: bool = False
+    asked: bool = True
+    """The input of the first block has a gradient."""
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
 
     @property
@@ -209,6 +233,7 @@ class _Watch:
         first = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
         if first is not None:
             self.recording.entered.setdefault(index, first.numel())
+            self.asked &= index > 0 or first.requires_grad
 
     def leave(self, index: int, last: bool, *args: object) -> None:
         self.phase = AFTER if last else index

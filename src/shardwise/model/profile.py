@@ -138,6 +138,8 @@ class Block:
     """What a step was seen to hold of it; empty: none was run."""
     courses_ahead: Courses = ()
     """Of what runs before the first block."""
+    through: Block | None = None
+    """It as its input has a gradient, which a later stage of a pipeline asks for; None: that changes nothing."""
 
     @cached_property
     def params(self) -> int:

@@ -132,10 +132,11 @@ class RankSizes:
     def kept(self, index: int, block: Block) -> float:
         """Bytes that a block keeps of one micro-batch."""
         ahead = self.kept_ahead(block)
-        if not is_recomputed(index, self.plan):
-            return ahead + self.kept_whole(block)
-        if self.plan.recompute.mode == "ops":  # of a block without a backward pass, as it is frozen, nothing
-            return ahead + outputs_of(block, self.local)[0] * self.tokens * (self.kept_whole(block) > 0)
+        whole = self.kept_whole(block)
+        if not whole or not is_recomputed(index, self.plan):  # nothing: it is frozen, and has no backward pass
+            return ahead + whole
+        if self.plan.recompute.mode == "ops":
+            return ahead + outputs_of(block, self.local)[0] * self.tokens
         return ahead + self.stream(block)
 
     def kept_whole(self, block: Block) -> float:
@@ -155,6 +156,8 @@ class RankSizes:
         if not is_recomputed(index, self.plan):
             return 0.0
         whole = self.kept_whole(block)
+        if not whole:
+            return 0.0
         if self.plan.recompute.mode == "ops":
             return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
         return whole - self.stream(block)
