@@ -189,3 +189,15 @@ class HalfFrozen(Words):
         super().__init__(layers=6)
         for part in (self.embed, *self.layers[:3]):
             part.requires_grad_(False)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Perceptron().requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shardwise.diagnose.read_module import example_length, example_of, read_module
 from shardwise.diagnose.trace_module import estimate_module_by_trace
 from shardwise.errors import ModelError
+from shardwise.hardware.cluster import load_cluster
 from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
@@ -25,9 +26,11 @@ from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import divide
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.search import find_plan
 from shardwise.plan.stack import stack_of, stack_on
 from shardwise.plan.workload import Workload
 from tests.brought import (
+    Adapted,
     Asks,
     Checkpointed,
     HalfFrozen,
@@ -201,3 +204,20 @@ def test_so_they_do_on_accelerators() -> None:
     how = saving_of(plan, stack_of(plan), 64)
     assert first.frozen == second.frozen == first.params
     assert saved_bytes(first, how) == 0 < saved_bytes(second, how)
+
+
+@pytest.mark.parametrize("plan", ["dp2 / bf16-pure", "fsdp2 / zero1 / bf16-pure"])
+def test_frozen_parameters_have_no_masters(plan: str) -> None:
+    def adapted() -> nn.Module:
+        model = Words(Adapted)
+        model.embed.requires_grad_(False)
+        return model
+
+    near_the_trace(adapted, plan, 16, 4)
+
+
+def test_pipelines_of_frozen_blocks_are_searched() -> None:
+    profile, work = read_module("", HalfFrozen, 64, "meta"), Workload(seq_len=64, global_batch=32)
+    forbid = ("dp_replicate", "dp_shard", "tp", "cp")
+    best = find_plan(profile, None, load_cluster("cpu:2"), work, forbid=forbid).ranked[0].plan
+    assert best.axes.pp == 2

@@ -29,7 +29,7 @@ class RankSizes:
         self.width, self.tokens = self.local.width, division.tokens
         trained, whole = division.trained_share(stages), division.whole(stages)
         del states["gradients"]
-        states["optimizer"] *= trained
+        states |= {name: states[name] * trained for name in ("master", "optimizer") if name in states}
         pure = self.plan.precision == "bf16-pure"
         self.engine, self.casts = uses_fully_shard(self.plan), casts_weights(self.plan)
         self.own_width = self.width if pure else max(self.width, 4.0)
