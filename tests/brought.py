@@ -201,3 +201,30 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) + self.up(self.down(x))
+
+
+class Skips(nn.Module):
+    """Hands on two streams, as WaveNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.both(x).chunk(2, -1)
+        more, aside = self.out(torch.tanh(left) * torch.sigmoid(right)).chunk(2, -1)
+        return x + more, skip + aside
+
+
+class TwoStreams(Words):
+    """Its head takes the second of two streams."""
+
+    def __init__(self) -> None:
+        super().__init__(Skips)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        skip = torch.zeros_like(x)
+        for layer in self.layers:
+            x, skip = layer(x, skip)
+        return skip

@@ -22,7 +22,7 @@ from shardwise.model.seen import taken_by_loss
 from shardwise.model.stacks import blocks_of
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
-from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.activations import kept_bytes, saved_bytes, saving_of
 from shardwise.plan.division import divide
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
@@ -41,6 +41,7 @@ from tests.brought import (
     Sparse,
     Staged,
     Told,
+    TwoStreams,
     Unused,
     Volumes,
     WeightNormed,
@@ -221,3 +222,11 @@ def test_pipelines_of_frozen_blocks_are_searched() -> None:
     forbid = ("dp_replicate", "dp_shard", "tp", "cp")
     best = find_plan(profile, None, load_cluster("cpu:2"), work, forbid=forbid).ranked[0].plan
     assert best.axes.pp == 2
+
+
+@pytest.mark.parametrize("plan", ["dp1 / recompute=blocks", "fsdp2 / mb2 / bf16 / recompute=blocks"])
+def test_recomputed_blocks_keep_each_stream_that_they_are_given(plan: str) -> None:
+    near_the_trace(TwoStreams, plan, 64)
+    block, parsed = read_module("", TwoStreams, 64, "meta").blocks[1], Plan.parse(plan)
+    how = saving_of(parsed, stack_of(parsed), 64)
+    assert kept_bytes(block, 1, parsed, how) == 2 * block.width * how.residual

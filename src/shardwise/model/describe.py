@@ -230,9 +230,11 @@ class _Watch:
 
     def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
-        first = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
-        if first is not None:
+        floating = [(path, tensor) for path, tensor in tensors_in(given) if tensor.is_floating_point()]
+        if floating:
+            first = floating[0][1]
             self.recording.entered.setdefault(index, first.numel())
+            self.recording.streams.setdefault(index, dict(floating[1:]))
             self.asked &= index > 0 or first.requires_grad
 
     def leave(self, index: int, last: bool, *args: object) -> None:

@@ -129,6 +129,9 @@ class Block:
     """Norms, and biases that every tp rank holds whole."""
     width: float = 0
     """Elements of its input per token: what full recompute keeps, and a pipeline sends."""
+    beside: float = 0
+    """Elements per token of its further inputs that another block is not given too: a second stream, which full
+    recompute keeps as well."""
     ahead: int = 0
     """So many of its operators run before the first block of the chain: they are not recomputed with it, and their
     parameters are the profile's `embedding`."""

@@ -89,7 +89,8 @@ class RankSizes:
     @property
     def whole_stream(self) -> float:
         """Bytes of what passes between stages, per micro-batch."""
-        return self.tokens * self.division.profile.dim * self.width
+        beside = max(block.beside for _, block in self.blocks)
+        return self.tokens * (self.division.profile.dim + beside) * self.width
 
     def buffers(self) -> float:
         """A pipeline's receive buffers: one per micro-batch and boundary."""
@@ -137,7 +138,7 @@ class RankSizes:
             return ahead + whole
         if self.plan.recompute.mode == "ops":
             return ahead + outputs_of(block, self.local)[0] * self.tokens
-        return ahead + self.stream(block)
+        return ahead + self.stream(block) + block.beside * self.width * self.tokens
 
     def kept_whole(self, block: Block) -> float:
         """Without recompute."""
