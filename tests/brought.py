@@ -228,3 +228,11 @@ class TwoStreams(Words):
         for layer in self.layers:
             x, skip = layer(x, skip)
         return skip
+
+
+class Balanced(Words):
+    """Returns logits, and what a router's loss would be."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.hidden(ids)
+        return {"aux_loss": x.square().mean(), "logits": self.head(x)}

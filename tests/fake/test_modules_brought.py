@@ -18,7 +18,7 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
-from shardwise.model.seen import taken_by_loss
+from shardwise.model.seen import added_to_loss, taken_by_loss
 from shardwise.model.stacks import blocks_of
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
@@ -30,8 +30,10 @@ from shardwise.plan.search import find_plan
 from shardwise.plan.stack import stack_of, stack_on
 from shardwise.plan.workload import Workload
 from tests.brought import (
+    VOCAB,
     Adapted,
     Asks,
+    Balanced,
     Checkpointed,
     HalfFrozen,
     Masked,
@@ -230,3 +232,18 @@ def test_recomputed_blocks_keep_each_stream_that_they_are_given(plan: str) -> No
     block, parsed = read_module("", TwoStreams, 64, "meta").blocks[1], Plan.parse(plan)
     how = saving_of(parsed, stack_of(parsed), 64)
     assert kept_bytes(block, 1, parsed, how) == 2 * block.width * how.residual
+
+
+def test_a_number_that_is_not_the_loss_of_the_logits_is_added_to_it() -> None:
+    model, ids = Balanced(), torch.zeros(2, 16, dtype=torch.long)
+    output = model(ids)
+    assert taken_by_loss(output) is output["logits"] and added_to_loss(output) == [output["aux_loss"]]
+    assert taken_by_loss(pair := (output["logits"], output["aux_loss"])) is pair[0]
+    whole = output["aux_loss"] + output["logits"].mean()
+    assert taken_by_loss((*pair, whole)) is whole and added_to_loss((*pair, whole)) == []
+    profile = describe(Balanced, ids)
+    assert profile.added == 1 and not profile.one_number and profile.outputs == VOCAB
+    work, plan = Workload(seq_len=64, global_batch=32), Plan.parse("fsdp2 / bf16")
+    with_it, without = (estimate_module_by_trace(made, plan, work).peak for made in (Balanced, Words))
+    assert with_it >= without
+    near_the_trace(Balanced, "fsdp2 / bf16", 64)

@@ -163,6 +163,11 @@ def _how_read(profile: Profile) -> Iterator[str]:
         yield "its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted"
     if profile.one_number:
         yield "a step goes backward from the number that its forward returns: other outputs have no part in its loss"
+    if profile.added:
+        yield (
+            f"a step goes backward from its logits (or first output) and from {profile.added} number(s) beside them, "
+            "as a router's loss is added; a number that is the whole loss is to be called `loss`"
+        )
     if profile.unseen:
         yield f"no step of it runs without values ({profile.unseen}): what it holds is put together from its operators"
 

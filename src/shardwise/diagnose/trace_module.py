@@ -15,7 +15,7 @@ from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
 from shardwise.model.nested import put
-from shardwise.model.seen import taken_by_loss, why_not
+from shardwise.model.seen import added_to_loss, taken_by_loss, why_not
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch
@@ -142,6 +142,11 @@ def _loss(output: Any, batch: Batch) -> Loss:
         )
     if not values.dim():
         return mean_over(values)
+    loss = _of_values(values, batch)
+    return Loss(loss.sum + sum(added_to_loss(output)) * loss.weight, loss.weight)
+
+
+def _of_values(values: torch.Tensor, batch: Batch) -> Loss:
     ids = (t for _, t in tensors_in(batch) if t.dtype is torch.int64 and t.shape == values.shape[:-1])
     if (labels := next(ids, None)) is not None:
         return token_cross_entropy(values, labels)

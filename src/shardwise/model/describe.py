@@ -31,7 +31,7 @@ from shardwise.model.nested import put
 from shardwise.model.operators import chain_of
 from shardwise.model.profile import Attention, Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
-from shardwise.model.seen import cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
+from shardwise.model.seen import added_to_loss, cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
 from shardwise.model.standin import Attended, drop
 from shardwise.model.torch_private import TorchDispatchMode
 from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
@@ -107,6 +107,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         try:
             values = taken_by_loss(output := module(*args, **kwargs))
             recording.given_out = 0 if values is None else values.numel()
+            added = len(added_to_loss(output))
             others = sum(tensor.requires_grad for _, tensor in tensors_in(output))
         except ModelError:
             raise
@@ -117,7 +118,8 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens_of(sample)[1]
     profile = chain_of(recording, module, names, name or type(module).__name__)
     one_number = values is not None and not values.dim() and others > 1
-    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32, one_number=one_number)
+    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
+    profile = replace(profile, one_number=one_number, added=added)
     seen: dict[float, Mapping[int, Course]] = {}
     why = ""
     try:

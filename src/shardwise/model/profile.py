@@ -204,6 +204,8 @@ class Profile:
     """Elements per token that a loss takes; 0: as many as `vocab`."""
     one_number: bool = False
     """A step goes backward from a number that forward returns beside other outputs, which have no part in it."""
+    added: int = 0
+    """Numbers that forward returns beside what a loss takes, and a step adds to it."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
     unseen: str = ""
