@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.diagnose.brought import as_batch, aside, example_length, example_of, on_meta
-from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, check_rows
+from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, as_traced, check_rows
 from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
@@ -55,15 +55,7 @@ def estimate_module_by_trace(
     check_rows(plan, workload)
     step = _traced(factory, training_of_module(factory, workload), plan, rank)
     num_params = sum(parameter.numel() for parameter in on_meta(factory).parameters())
-    return TracedEstimate(
-        rank=rank,
-        layers=step.layers,
-        traced=(step.layers,),
-        num_params=num_params,
-        first=step.first.parts,
-        later=step.later.parts,
-        traffic=dict(sorted(by_axis(step.later).items())),
-    )
+    return as_traced(step, rank, num_params)
 
 
 def _traced(factory: Callable[[], nn.Module], training: Training, plan: Plan, rank: int) -> StepTrace:
