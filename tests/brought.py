@@ -180,3 +180,59 @@ class Sparse(Words):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH, sparse=True)
+
+
+class HalfFrozen(Words):
+    """Its table and the first half of its blocks are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        for part in (self.embed, *self.layers[:3]):
+            part.requires_grad_(False)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Perceptron().requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+class Skips(nn.Module):
+    """Hands on two streams, as WaveNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.both(x).chunk(2, -1)
+        more, aside = self.out(torch.tanh(left) * torch.sigmoid(right)).chunk(2, -1)
+        return x + more, skip + aside
+
+
+class TwoStreams(Words):
+    """Its head takes the second of two streams."""
+
+    def __init__(self) -> None:
+        super().__init__(Skips)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        skip = torch.zeros_like(x)
+        for layer in self.layers:
+            x, skip = layer(x, skip)
+        return skip
+
+
+class Balanced(Words):
+    """Returns logits, and what a router's loss would be."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.hidden(ids)
+        return {"aux_loss": x.square().mean(), "logits": self.head(x)}

@@ -6,11 +6,12 @@ hold no memory and are counted.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shardwise.diagnose.trace_estimate import training_of
+from shardwise.diagnose.trace_estimate import by_axis, estimate_by_trace, training_of
 from shardwise.diagnose.trace_step import trace_step
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -235,3 +236,22 @@ def test_the_peak_is_where_recompute_begins_when_little_is_kept() -> None:
 
 def test_negative_control_another_zero_is_not_close() -> None:
     assert estimated("fsdp2 / recompute=blocks", "llama", 0) < 0.8 * traced("fsdp2", "llama", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("pp2 / interleaved mb2 / recompute=every2", 6),
+        ("fsdp2 / bf16 / recompute=every2", 9),
+        ("dp1 / recompute=75%", 7),
+    ],
+)
+def test_few_layers_stand_for_all_where_recompute_repeats_and_else_all_are_traced(text: str, layers: int) -> None:
+    spec = replace(MODELS["llama"], num_layers=layers)
+    plan, work = Plan.parse(text), replace(WORK, global_batch=4)
+    found = estimate_by_trace(spec, plan, work, rank=plan.world - 1)
+    whole = trace_step(training_of(spec, work), plan, rank=plan.world - 1)
+    assert found.layers == whole.layers
+    assert found.peak == whole.peak
+    assert found.traffic == by_axis(whole.later)
+    assert len(found.traced) == (2 if layers == 9 else 1)

@@ -14,20 +14,28 @@ from torch.nn import functional as F
 from shardwise.diagnose.read_module import example_length, example_of, read_module
 from shardwise.diagnose.trace_module import estimate_module_by_trace
 from shardwise.errors import ModelError
+from shardwise.hardware.cluster import load_cluster
 from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
-from shardwise.model.seen import taken_by_loss
+from shardwise.model.seen import added_to_loss, taken_by_loss
 from shardwise.model.stacks import blocks_of
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
+from shardwise.plan.activations import kept_bytes, saved_bytes, saving_of
+from shardwise.plan.division import divide
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.stack import stack_on
+from shardwise.plan.search import find_plan
+from shardwise.plan.stack import stack_of, stack_on
 from shardwise.plan.workload import Workload
 from tests.brought import (
+    VOCAB,
+    Adapted,
     Asks,
+    Balanced,
     Checkpointed,
+    HalfFrozen,
     Masked,
     OwnLoss,
     Recurrent,
@@ -35,6 +43,7 @@ from tests.brought import (
     Sparse,
     Staged,
     Told,
+    TwoStreams,
     Unused,
     Volumes,
     WeightNormed,
@@ -174,3 +183,67 @@ def test_known_values_keep_no_tensor_alive() -> None:
     assert known.read(torch.Tensor.tolist, (made,), {}) == ([0, 1, 2, 3],)
     other = F.relu(torch.zeros(4, device="meta"))
     assert known.read(torch.Tensor.tolist, (other,), {}) == ()
+
+
+def near_the_trace(made: Callable[[], nn.Module], plan: str, seq: int, batch: int = 32) -> None:
+    """Every rank of a pipeline, or the first."""
+    parsed, work = Plan.parse(plan), Workload(seq_len=seq, global_batch=batch)
+    profile = read_module("", made, seq, "meta")
+    stages = estimate_memory(profile, parsed, work, stack=stack_on("cpu")).stages
+    for rank, closed in enumerate(stages):
+        traced = estimate_module_by_trace(made, parsed, work, rank=rank * parsed.world // len(stages))
+        assert abs(closed.allocated / traced.peak - 1) <= BOUND, (rank, closed, traced)
+
+
+@pytest.mark.parametrize("plan", ["pp2 / interleaved mb4", "pp2 / looped-bfs mb4 / bf16", "dp1 / recompute=blocks"])
+def test_frozen_blocks_keep_nothing_but_in_later_stages(plan: str) -> None:
+    near_the_trace(HalfFrozen, plan, 64)
+
+
+def test_so_they_do_on_accelerators() -> None:
+    profile = read_module("", HalfFrozen, 64, "meta")
+    plan, work = Plan.parse("pp2 / looped-bfs mb4"), Workload(seq_len=64, global_batch=32)
+    first, second = (stages[0].blocks[0] for stages in divide(profile, plan, work).ranks)
+    how = saving_of(plan, stack_of(plan), 64)
+    assert first.frozen == second.frozen == first.params
+    assert saved_bytes(first, how) == 0 < saved_bytes(second, how)
+
+
+@pytest.mark.parametrize("plan", ["dp2 / bf16-pure", "fsdp2 / zero1 / bf16-pure"])
+def test_frozen_parameters_have_no_masters(plan: str) -> None:
+    def adapted() -> nn.Module:
+        model = Words(Adapted)
+        model.embed.requires_grad_(False)
+        return model
+
+    near_the_trace(adapted, plan, 16, 4)
+
+
+def test_pipelines_of_frozen_blocks_are_searched() -> None:
+    profile, work = read_module("", HalfFrozen, 64, "meta"), Workload(seq_len=64, global_batch=32)
+    forbid = ("dp_replicate", "dp_shard", "tp", "cp")
+    best = find_plan(profile, None, load_cluster("cpu:2"), work, forbid=forbid).ranked[0].plan
+    assert best.axes.pp == 2
+
+
+@pytest.mark.parametrize("plan", ["dp1 / recompute=blocks", "fsdp2 / mb2 / bf16 / recompute=blocks"])
+def test_recomputed_blocks_keep_each_stream_that_they_are_given(plan: str) -> None:
+    near_the_trace(TwoStreams, plan, 64)
+    block, parsed = read_module("", TwoStreams, 64, "meta").blocks[1], Plan.parse(plan)
+    how = saving_of(parsed, stack_of(parsed), 64)
+    assert kept_bytes(block, 1, parsed, how) == 2 * block.width * how.residual
+
+
+def test_a_number_that_is_not_the_loss_of_the_logits_is_added_to_it() -> None:
+    model, ids = Balanced(), torch.zeros(2, 16, dtype=torch.long)
+    output = model(ids)
+    assert taken_by_loss(output) is output["logits"] and added_to_loss(output) == [output["aux_loss"]]
+    assert taken_by_loss(pair := (output["logits"], output["aux_loss"])) is pair[0]
+    whole = output["aux_loss"] + output["logits"].mean()
+    assert taken_by_loss((*pair, whole)) is whole and added_to_loss((*pair, whole)) == []
+    profile = describe(Balanced, ids)
+    assert profile.added == 1 and not profile.one_number and profile.outputs == VOCAB
+    work, plan = Workload(seq_len=64, global_batch=32), Plan.parse("fsdp2 / bf16")
+    with_it, without = (estimate_module_by_trace(made, plan, work).peak for made in (Balanced, Words))
+    assert with_it >= without
+    near_the_trace(Balanced, "fsdp2 / bf16", 64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.reading import how_read
 from shardwise.cli.tokens import batch_of
 from shardwise.cli.tokens import count_of as count_of
 from shardwise.errors import ConfigError, UsageError
@@ -146,7 +147,7 @@ def question(
     elif module:
         profile, more = _described(model, module, seq, device)
         assumed += more
-    assumed += _how_read(profile)
+    assumed += how_read(profile)
     if longest and seq > longest:
         assumed.append(f"{spec.name if spec else model} has positions for {longest} tokens; it is planned for {seq}")
     notes += loading.said(profile, found, workload)
@@ -155,16 +156,6 @@ def question(
         left_out=tuple(refused.items()), limits=spec or (module.limits if module else None),
         factory=module.made(seq) if module else None, blocks=module.blocks if module else "auto",
     )  # fmt: skip
-
-
-def _how_read(profile: Profile) -> Iterator[str]:
-    """What could not be seen of a module as it trains."""
-    if profile.wide:
-        yield "its forward was read in fp32, for it does not run in 16 bits: copies to fp32 are not counted"
-    if profile.one_number:
-        yield "a step goes backward from the number that its forward returns: other outputs have no part in its loss"
-    if profile.unseen:
-        yield f"no step of it runs without values ({profile.unseen}): what it holds is put together from its operators"
 
 
 def read_cluster(text: str) -> Cluster:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -21,6 +22,7 @@ from shardwise.models.presets import build
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import first_blocks
 from shardwise.parallel.placed import Batch, Placed
+from shardwise.plan.activations import is_recomputed
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.workload import Workload
@@ -89,7 +91,8 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     """Peak bytes of live tensors and collectives of one rank of a plan, from real steps of the model with few layers.
 
     The reference model of the spec is traced at its full width with two and with three layers per pipeline stage (times
-    the period of a recompute pattern) by `trace_step`; layers are equal, so everything between is linear in them.
+    the period of a recompute pattern) by `trace_step`; layers are equal, so everything between is linear in them. Where
+    the pattern is not the same in all stages, or longer than a third of the layers, all layers are traced.
 
     Args:
         spec: sizes of a model that `shardwise.models.presets.build` can make.
@@ -110,11 +113,12 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     check_rows(plan, workload)
     _check_whole(spec)
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
-    here = _layers_here(spec, plan, rank)
-    period = _period(plan)
-    depths = (2 * period, 3 * period)
-    if spec.num_layers < depths[1] * stages and spec.num_layers != here:
-        depths = (period, 2 * period)
+    firsts = _firsts(spec, plan)
+    here = _layers_here(firsts, plan, rank)
+    depths = _depths(firsts, plan)
+    if depths is None:
+        step = trace_step(training_of(spec, workload), plan, rank=rank)
+        return as_traced(step, rank, spec.num_params)
     on_rank = plan.schedule.stages if plan.axes.pp > 1 else 1
     traces = [_trace(spec, plan, workload, rank, depth * stages) for depth in depths]
     layers = (depths[0] * on_rank, depths[1] * on_rank)
@@ -127,6 +131,19 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
         first=_peaks(grow, traces[0].first, traces[1].first),
         later=_peaks(grow, traces[0].later, traces[1].later),
         traffic=_traffic(grow, traces[0].later, traces[1].later),
+    )
+
+
+def as_traced(step: StepTrace, rank: int, num_params: int) -> TracedEstimate:
+    """The estimate of a step with all its layers."""
+    return TracedEstimate(
+        rank=rank,
+        layers=step.layers,
+        traced=(step.layers,),
+        num_params=num_params,
+        first=step.first.parts,
+        later=step.later.parts,
+        traffic=dict(sorted(by_axis(step.later).items())),
     )
 
 
@@ -172,13 +189,23 @@ def by_axis(peaks: StepPeaks) -> dict[tuple[str, str], Traffic]:
     return sums
 
 
-def _period(plan: Plan) -> int:
-    """Layers after which recompute begins anew."""
-    if plan.recompute.mode == "every":
-        return plan.recompute.every
-    if plan.recompute.mode == "ratio":
-        return Fraction(plan.recompute.ratio).limit_denominator(16).denominator
-    return 1
+def _depths(firsts: tuple[int, ...], plan: Plan) -> tuple[int, int] | None:
+    """Layers per stage of two traces that the step is in line with; None: recompute does not begin anew as often."""
+    count, stages = firsts[-1], len(firsts) - 1
+    period = _period(plan, count)
+    if period == 1 or stages > 1:
+        if any((end - start) % period for start, end in pairwise(firsts)):
+            return None
+        few = count < 3 * period * stages and stages > 1
+        return (period, 2 * period) if few else (2 * period, 3 * period)
+    rest = count % period  # which layers are the last ones' neighbours stays as it is
+    return (2 * period + rest, 3 * period + rest) if count >= 3 * period + rest else None
+
+
+def _period(plan: Plan, num_layers: int) -> int:
+    """Layers after which recompute begins anew; all, where it does not."""
+    marks = [is_recomputed(layer, plan) for layer in range(num_layers)]
+    return next((n for n in range(1, num_layers) if marks[n:] == marks[:-n]), num_layers)
 
 
 def _check_whole(spec: ModelSpec) -> None:
@@ -193,12 +220,18 @@ def _check_whole(spec: ModelSpec) -> None:
         )
 
 
-def _layers_here(spec: ModelSpec, plan: Plan, rank: int) -> int:
+def _firsts(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
+    """The first layer of each stage, and the number of all."""
     if plan.axes.pp == 1:
-        return spec.num_layers
+        return (0, spec.num_layers)
     with torch.device("meta"):
         root = build(spec)()
-    firsts = (*first_blocks(root, spec.block_names, plan), spec.num_layers)
+    return (*first_blocks(root, spec.block_names, plan), spec.num_layers)
+
+
+def _layers_here(firsts: tuple[int, ...], plan: Plan, rank: int) -> int:
+    if plan.axes.pp == 1:
+        return firsts[-1]
     pp_rank = rank // (plan.world // plan.axes.pp)
     stages = stages_of(plan.schedule.kind, pp_rank, plan.axes.pp, plan.schedule.stages)
     return sum(firsts[stage + 1] - firsts[stage] for stage in stages)

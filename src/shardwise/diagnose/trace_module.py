@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from shardwise.diagnose.brought import as_batch, aside, example_length, example_of, on_meta
-from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, by_axis, check_rows
+from shardwise.diagnose.trace_estimate import OPTIMIZERS, TracedEstimate, as_traced, check_rows
 from shardwise.diagnose.trace_step import StepTrace, trace_step
 from shardwise.diagnose.without_values import Training
 from shardwise.errors import ModelError
 from shardwise.model.nested import put
-from shardwise.model.seen import taken_by_loss, why_not
+from shardwise.model.seen import added_to_loss, taken_by_loss, why_not
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch
@@ -55,15 +55,7 @@ def estimate_module_by_trace(
     check_rows(plan, workload)
     step = _traced(factory, training_of_module(factory, workload), plan, rank)
     num_params = sum(parameter.numel() for parameter in on_meta(factory).parameters())
-    return TracedEstimate(
-        rank=rank,
-        layers=step.layers,
-        traced=(step.layers,),
-        num_params=num_params,
-        first=step.first.parts,
-        later=step.later.parts,
-        traffic=dict(sorted(by_axis(step.later).items())),
-    )
+    return as_traced(step, rank, num_params)
 
 
 def _traced(factory: Callable[[], nn.Module], training: Training, plan: Plan, rank: int) -> StepTrace:
@@ -142,6 +134,11 @@ def _loss(output: Any, batch: Batch) -> Loss:
         )
     if not values.dim():
         return mean_over(values)
+    loss = _of_values(values, batch)
+    return Loss(loss.sum + sum(added_to_loss(output)) * loss.weight, loss.weight)
+
+
+def _of_values(values: torch.Tensor, batch: Batch) -> Loss:
     ids = (t for _, t in tensors_in(batch) if t.dtype is torch.int64 and t.shape == values.shape[:-1])
     if (labels := next(ids, None)) is not None:
         return token_cross_entropy(values, labels)

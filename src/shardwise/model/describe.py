@@ -31,7 +31,7 @@ from shardwise.model.nested import put
 from shardwise.model.operators import chain_of
 from shardwise.model.profile import Attention, Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
-from shardwise.model.seen import cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
+from shardwise.model.seen import added_to_loss, cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
 from shardwise.model.standin import Attended, drop
 from shardwise.model.torch_private import TorchDispatchMode
 from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
@@ -107,6 +107,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         try:
             values = taken_by_loss(output := module(*args, **kwargs))
             recording.given_out = 0 if values is None else values.numel()
+            added = len(added_to_loss(output))
             others = sum(tensor.requires_grad for _, tensor in tensors_in(output))
         except ModelError:
             raise
@@ -117,7 +118,8 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens_of(sample)[1]
     profile = chain_of(recording, module, names, name or type(module).__name__)
     one_number = values is not None and not values.dim() and others > 1
-    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32, one_number=one_number)
+    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
+    profile = replace(profile, one_number=one_number, added=added)
     seen: dict[float, Mapping[int, Course]] = {}
     why = ""
     try:
@@ -125,7 +127,29 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
             seen[each.itemsize] = courses_seen(module, names, profile, sample, each)
     except Exception as error:  # the module's own: its backward pass needs values
         why = why_not(module, error)
-    return replace(with_courses(profile, seen), unseen=why)
+    profile = replace(with_courses(profile, seen), unseen=why)
+    if watch.asked or profile.blocks[0].frozen < profile.blocks[0].params:
+        return profile
+    hook = module.get_submodule(names[0]).register_forward_pre_hook(_ask, with_kwargs=True)
+    try:
+        return _with_through(profile, _described(module, sample, how, dtype, steps))
+    finally:
+        hook.remove()
+
+
+def _ask(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The first block's input with a gradient, as a later stage of a pipeline has what it receives."""
+    given = [(path, tensor) for path, tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    return put((args, kwargs), {path: tensor.detach().requires_grad_() for path, tensor in given[:1]})
+
+
+def _with_through(profile: Profile, through: Profile) -> Profile:
+    """The profile whose blocks up to the first trained one are known with a gradient of their input, too."""
+    blocks = profile.blocks
+    last = next((i for i, block in enumerate(blocks) if block.frozen < block.params), len(blocks) - 1)
+    pairs = list(zip(blocks, through.blocks, strict=True))[: last + 1]
+    made = {pair: replace(pair[0], through=pair[1]) for pair in dict.fromkeys(pairs)}
+    return replace(profile, blocks=(*(made[pair] for pair in pairs), *blocks[last + 1 :]))
 
 
 def _untraceable(module: nn.Module, watch: _Watch, error: BaseException, device: str) -> ModelError:
@@ -198,6 +222,8 @@ class _Watch:
     phase: int = BEFORE
     operation: str = ""
     paused: bool = False
+    asked: bool = True
+    """The input of the first block has a gradient."""
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
 
     @property
@@ -206,9 +232,12 @@ class _Watch:
 
     def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
-        first = next((tensor for _, tensor in tensors_in(given) if tensor.is_floating_point()), None)
-        if first is not None:
+        floating = [(path, tensor) for path, tensor in tensors_in(given) if tensor.is_floating_point()]
+        if floating:
+            first = floating[0][1]
             self.recording.entered.setdefault(index, first.numel())
+            self.recording.streams.setdefault(index, dict(floating[1:]))
+            self.asked &= index > 0 or first.requires_grad
 
     def leave(self, index: int, last: bool, *args: object) -> None:
         self.phase = AFTER if last else index

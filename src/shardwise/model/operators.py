@@ -25,7 +25,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         found = [] if index else [replace(op, split="none") for op in _operators(recording, BEFORE, ())]
         own = [name for name, owner in owners.items() if owner == index]
         block = _block(recording, index, own, tuple(found))
-        sizes = block.small, block.width, block.ahead, block.frozen
+        sizes = block.small, block.width, block.beside, block.ahead, block.frozen
         chain.append(alike.setdefault((block.name, block.ops, sizes), block))
     head, tied = _head(recording, owners)
     products = [op for op in head.ops if isinstance(op, Matmul)]
@@ -81,7 +81,8 @@ def _block(recording: Recording, phase: int, own: Sequence[str], found: tuple[Op
     sizes = {name: math.prod(recording.shapes[name]) for name in own}
     frozen = sum(size for name, size in sizes.items() if name in recording.frozen)
     small = sum(sizes.values()) - sum(op.params for op in products)
-    return Block(kind, (*found, *ops), small, width, len(found), frozen)
+    beside = recording.beside(phase) / recording.tokens
+    return Block(kind, (*found, *ops), small, width, beside, len(found), frozen)
 
 
 class Kept(NamedTuple):

@@ -129,6 +129,9 @@ class Block:
     """Norms, and biases that every tp rank holds whole."""
     width: float = 0
     """Elements of its input per token: what full recompute keeps, and a pipeline sends."""
+    beside: float = 0
+    """Elements per token of its further inputs that another block is not given too: a second stream, which full
+    recompute keeps as well."""
     ahead: int = 0
     """So many of its operators run before the first block of the chain: they are not recomputed with it, and their
     parameters are the profile's `embedding`."""
@@ -138,6 +141,8 @@ class Block:
     """What a step was seen to hold of it; empty: none was run."""
     courses_ahead: Courses = ()
     """Of what runs before the first block."""
+    through: Block | None = None
+    """It as its input has a gradient, which a later stage of a pipeline asks for; None: that changes nothing."""
 
     @cached_property
     def params(self) -> int:
@@ -199,6 +204,8 @@ class Profile:
     """Elements per token that a loss takes; 0: as many as `vocab`."""
     one_number: bool = False
     """A step goes backward from a number that forward returns beside other outputs, which have no part in it."""
+    added: int = 0
+    """Numbers that forward returns beside what a loss takes, and a step adds to it."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
     unseen: str = ""

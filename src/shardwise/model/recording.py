@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from shardwise.model.nested import Path
 from shardwise.model.profile import Attention
 
 BEFORE, AFTER = -1, 1 << 30
@@ -82,6 +83,8 @@ class Recording:
     """Storage -> what forward was given; a step holds it anyway."""
     entered: dict[int, int] = field(default_factory=dict)
     """Block -> elements of its input."""
+    streams: dict[int, dict[Path, torch.Tensor]] = field(default_factory=dict)
+    """Block -> its floating inputs but for the first, in its first call."""
     given_out: int = 0
     """Elements of what forward returns, and a loss takes."""
 
@@ -107,6 +110,18 @@ class Recording:
         if self.origin(key) not in self.parameters and key not in self.held:
             self.held.add(key)
             self.saved.setdefault(phase, {})[key] = tensor
+
+    def beside(self, phase: int) -> float:
+        """Elements of a block's further inputs that the block before it was not given: of the first, as the next one's.
+
+        A condition, or positions, that all blocks are given are kept once.
+        """
+        own, last = self.streams.get(phase, {}), max(self.streams, default=0)
+        pair = (0, 1) if phase == 0 < last else (phase - 1, phase)
+        before, there = (self.streams.get(index, {}) for index in pair)
+        keys = {key_of(tensor) for tensor in before.values()}
+        new = [path for path, tensor in there.items() if key_of(tensor) not in keys]
+        return float(sum(own[path].numel() for path in new if path in own)) if phase or last else 0.0
 
     def operation(self, call: Call) -> None:
         """An operation was run."""

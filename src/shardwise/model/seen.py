@@ -105,7 +105,8 @@ def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dt
             out = -1 if (values := taken_by_loss(output)) is None else lifetimes.place_of(values)
             lifetimes.turn()
             if values is not None and values.requires_grad:
-                LossOf.apply(values).backward()  # type: ignore[no-untyped-call]  # torch annotates no Function.apply
+                total = LossOf.apply(values)  # type: ignore[no-untyped-call]  # torch annotates no Function.apply
+                torch.autograd.backward([total, *added_to_loss(output)])
     finally:
         for parameter in module.parameters():
             parameter.grad = None
@@ -175,14 +176,50 @@ def cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) ->
 
 
 def taken_by_loss(output: Any) -> torch.Tensor | None:
-    """What a step goes backward from: a loss of its own (`loss`, or a number), its logits, or the first numbers."""
+    """What a step goes backward from: a loss of its own (`loss`, or a number), its logits, or the first numbers.
+
+    A number beside logits is their loss where all has a part in it that has one in them; else see `added_to_loss`.
+    """
     named = output if isinstance(output, Mapping) else {key: getattr(output, key, None) for key in ("loss", "logits")}
     numbers = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
-    scalars = [tensor for tensor in numbers if not tensor.dim() and tensor.requires_grad]
-    for found in (named.get("loss"), *scalars, named.get("logits"), *numbers):
-        if isinstance(found, torch.Tensor) and found.is_floating_point():
-            return found
-    return None
+    loss, logits = _floating(named.get("loss")), _floating(named.get("logits"))
+    if loss is not None:
+        return loss
+    wide = [tensor for tensor in (logits, *numbers) if tensor is not None and tensor.dim()]
+    scalars = _scalars(output)
+    if wide and scalars:
+        below = _leaves(wide[0])
+        scalars = [number for number in scalars if below <= _leaves(number)]
+    return next(iter((*scalars, *wide, *numbers)), None)
+
+
+def added_to_loss(output: Any) -> list[torch.Tensor]:
+    """Numbers beside what a loss takes that are no function of it: losses of routers, which a script adds."""
+    taken = taken_by_loss(output)
+    return _scalars(output) if taken is not None and taken.dim() else []
+
+
+def _scalars(output: Any) -> list[torch.Tensor]:
+    found = [tensor for _, tensor in tensors_in(output) if tensor.is_floating_point()]
+    return [tensor for tensor in found if not tensor.dim() and tensor.requires_grad]
+
+
+def _floating(value: Any) -> torch.Tensor | None:
+    return value if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+
+def _leaves(tensor: torch.Tensor) -> set[int]:
+    """The parameters that a tensor is made from, by their `id`."""
+    found, met, ahead = set(), set(), [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        ahead += [before for before, _ in node.next_functions]
+    return found
 
 
 def tokens_of(inputs: Any) -> tuple[int, int]:

@@ -142,7 +142,7 @@ def _shard(op: Pointwise, how: Saving) -> float:
 @lru_cache(maxsize=4096)
 def kept_outputs(block: Block, how: Saving) -> float:
     """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input."""
-    total = block.width * how.residual / (how.tp if how.sequence else 1)
+    total = (block.width + block.beside) * how.residual / (how.tp if how.sequence else 1)
     for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
@@ -175,7 +175,7 @@ def _kept(block: Block, mode: str, how: Saving) -> float:
         return ahead + saved_bytes(block, how)
     if mode == "ops":
         return ahead + kept_outputs(block, how)
-    return ahead + block.width * how.residual / (how.tp if how.sequence else 1)
+    return ahead + (block.width + block.beside) * how.residual / (how.tp if how.sequence else 1)
 
 
 def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:

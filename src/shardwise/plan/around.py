@@ -39,7 +39,7 @@ def outside_step(
     plan = division.plan
     kept = {name: states.get(name, 0.0) for name in KEPT}
     if stack.eager:
-        kept["optimizer"] *= division.trained_share(stages)
+        kept |= {name: kept[name] * division.trained_share(stages) for name in ("master", "optimizer")}
     elif plan.offload.state:
         kept = dict.fromkeys(KEPT, 0.0)  # all of it is in the host's memory
     buckets: dict[str, float] = {"constants": float(division.profile.buffers)}
@@ -67,7 +67,8 @@ def copied(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float
         return 0.0
     pure = plan.precision == "bf16-pure"
     wide = 8.0 if plan.precision == "fp64" else 4.0
-    each = (2.0 + 4.0 if pure else wide) + state_bytes(division, stages, stack) * wide / 4 * workload.trained
+    trained = workload.trained * division.trained_share(stages)  # the rest has neither states nor masters
+    each = (2.0 + 4.0 * trained if pure else wide) + state_bytes(division, stages, stack) * wide / 4 * trained
     whole = sum(_params(division, stage) for stage in stages) - division.second_table(stages) * plan.axes.tp
     return whole * each / (plan.world // plan.axes.pp)
 

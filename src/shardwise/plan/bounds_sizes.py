@@ -99,11 +99,12 @@ class SizeBounds:
             space = self.space
             plan = Plan(axes=Axes(pp=pp), schedule=schedule)
             numbers = {block: number for number, (block, _) in enumerate(self._blocks)}
+            chain = [numbers[block] for block in space.profile.blocks]
             self._cuts[key] = [
                 (
                     [(stage.start, stage.start + len(stage.blocks)) for stage in rank],
                     any(stage.last for stage in rank),
-                    frozenset(numbers[block] for stage in rank for block, _ in stage.counts),
+                    frozenset(n for stage in rank for n in chain[stage.start : stage.start + len(stage.blocks)]),
                 )
                 for rank in Division(space.profile, plan, space.workload, space.stack.cut).ranks
             ]

@@ -178,7 +178,7 @@ def exposed_time(
     count, hides = rounds.micro_batches, stack.overlap_data
     first, last = gather / groups, reduce / groups
     if rounds.frees:
-        wait = stack.gather_wait * waits
+        wait = stack.gather_wait * (waits + (not rounds.reshards))  # gathered once, it is what `zero` 1 does below
         ahead, back = max(0.0, gather - hides * forward), max(0.0, again + reduce + across / count - hides * backward)
         exposed = (ahead + back + (1 + rounds.reshards) * wait + first + last) * count
         sent = (gather + again + reduce) * count + across

@@ -212,7 +212,8 @@ def _stages(profile: Profile, pp: int, schedule: Schedule, rule: str) -> Ranks:
         cuts = cut(profile.blocks, count, profile.head.params - table, rule)
     stages, start = [], 0
     for i, part in enumerate(cuts):
-        stages.append(Stage(tuple(part), start, i == 0, i == count - 1))
+        here = tuple(part) if i == 0 else tuple(block.through or block for block in part)
+        stages.append(Stage(here, start, i == 0, i == count - 1))
         start += len(part)
     if turns > 1 and schedule.kind in V_SHAPED:
         return tuple((stages[r], stages[count - 1 - r]) for r in range(pp))

@@ -187,6 +187,7 @@ def outputs_of(block: Block, local: Local) -> tuple[float, float]:
     tp, sequence, _, width, *_ = local
     stream = block.width * width / (tp if sequence else 1)
     kept = used = stream
+    kept += block.beside * width
     for op in block.ops[block.ahead :]:
         if isinstance(op, Attention):
             share = (op.heads * op.v_dim * width + 4 * op.heads) * op.rows / tp

@@ -129,8 +129,12 @@ class PipeRank(RankSizes):
     def sent(self, stage: Stage) -> float:
         """Bytes that it sends and keeps as long as the rest, where the last block was not seen to keep it."""
         block, first = stage.blocks[-1], self.division.profile.blocks[0]
-        ahead = course_ahead(first, self.local)
-        seen = course_of(block, self.local) and not is_recomputed(stage.start + len(stage.blocks) - 1, self.plan)
+        ahead = course_ahead(first.through or first, self.local)
+        seen = (
+            block.through is None
+            and course_of(block, self.local)
+            and not is_recomputed(stage.start + len(stage.blocks) - 1, self.plan)
+        )
         keeps_inputs = ahead is not None and ahead.kept.per_token >= first.width * self.width
         return 0.0 if stage.last or (seen and keeps_inputs) else self.whole_stream
 
@@ -220,7 +224,7 @@ class PipeRank(RankSizes):
             own = held.fresh if self.adds_up or not self.engine else held.gradients
             working = held.size(self.tokens) - self.kept_whole(block) + around
             worst = larger(worst, {**last, "gradients": own * self.width, "working": working})
-        return worst or last
+        return worst or {**last, "gradients": 0.0, "working": 0.0}  # a frozen block without a backward pass
 
     def whole_backward(self, moment: Moment, stage: Stage, last: Terms) -> list[tuple[str, Terms]]:
         """Of a backward pass in one piece, the moments around its `last` block, and behind its first one."""

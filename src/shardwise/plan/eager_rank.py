@@ -156,7 +156,7 @@ class _Rank(RankSizes):
         if course:
             moments, less = course.backward, self.kept_whole(block)
             if is_recomputed(index, self.plan) and self.plan.recompute.mode != "ops":
-                out = block.width * self.width  # the last operation is not run again
+                out = (block.width + block.beside) * self.width  # the last operation of each stream is not run again
                 moments = (*moments, *(held._replace(per_token=held.per_token - out) for held in course.forward))
         for held in moments:
             terms = self.gradients_at(place, left, held)

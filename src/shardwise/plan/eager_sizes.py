@@ -29,7 +29,7 @@ class RankSizes:
         self.width, self.tokens = self.local.width, division.tokens
         trained, whole = division.trained_share(stages), division.whole(stages)
         del states["gradients"]
-        states["optimizer"] *= trained
+        states |= {name: states[name] * trained for name in ("master", "optimizer") if name in states}
         pure = self.plan.precision == "bf16-pure"
         self.engine, self.casts = uses_fully_shard(self.plan), casts_weights(self.plan)
         self.own_width = self.width if pure else max(self.width, 4.0)
@@ -89,7 +89,8 @@ class RankSizes:
     @property
     def whole_stream(self) -> float:
         """Bytes of what passes between stages, per micro-batch."""
-        return self.tokens * self.division.profile.dim * self.width
+        beside = max(block.beside for _, block in self.blocks)
+        return self.tokens * (self.division.profile.dim + beside) * self.width
 
     def buffers(self) -> float:
         """A pipeline's receive buffers: one per micro-batch and boundary."""
@@ -132,11 +133,12 @@ class RankSizes:
     def kept(self, index: int, block: Block) -> float:
         """Bytes that a block keeps of one micro-batch."""
         ahead = self.kept_ahead(block)
-        if not is_recomputed(index, self.plan):
-            return ahead + self.kept_whole(block)
-        if self.plan.recompute.mode == "ops":  # of a block without a backward pass, as it is frozen, nothing
-            return ahead + outputs_of(block, self.local)[0] * self.tokens * (self.kept_whole(block) > 0)
-        return ahead + self.stream(block)
+        whole = self.kept_whole(block)
+        if not whole or not is_recomputed(index, self.plan):  # nothing: it is frozen, and has no backward pass
+            return ahead + whole
+        if self.plan.recompute.mode == "ops":
+            return ahead + outputs_of(block, self.local)[0] * self.tokens
+        return ahead + self.stream(block) + block.beside * self.width * self.tokens
 
     def kept_whole(self, block: Block) -> float:
         """Without recompute."""
@@ -155,6 +157,8 @@ class RankSizes:
         if not is_recomputed(index, self.plan):
             return 0.0
         whole = self.kept_whole(block)
+        if not whole:
+            return 0.0
         if self.plan.recompute.mode == "ops":
             return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
         return whole - self.stream(block)

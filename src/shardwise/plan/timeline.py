@@ -135,7 +135,8 @@ def _data_of(division: Division, cluster: Cluster, stack: Stack, rank: RankCosts
         share = gather / max(gather + scatter * rounds.reductions, 1e-12)
         return _Data(0.0, hidden * share, hidden * (1 - share), exposed, (False, rounds.reductions > 1))
     blocks = sum(len(stage.blocks) for stage in rank.stages)
-    first, last, wait = gather / (blocks + 1), scatter / (blocks + 1), stack.gather_wait * blocks
+    first, last = gather / (blocks + 1), scatter / (blocks + 1)
+    wait = stack.gather_wait * (blocks + (not plan.reshards))
     ahead = first + max(0.0, gather - stack.overlap_data * sum(rank.forward)) + wait
     after = last + max(0.0, again + scatter - stack.overlap_data * sum(rank.backward)) + wait * plan.reshards
     share = ahead / max(ahead + after, 1e-12)
