@@ -276,7 +276,7 @@ def test_hosts_that_are_too_small_are_named_where_nothing_fits(here: Path) -> No
 
 def test_host_memory_that_would_be_enough_is_named_and_is(here: Path) -> None:
     """Alone, offloading needs too much of the device; with recompute it fits there, and the host is what lacks."""
-    found = json.loads(invoke(plan, "llama-70b", "h100:1", "--json")[1])
+    found = json.loads(invoke(plan, "llama-70b", "h100:2", "--json")[1])
     reason = next(each["reason"] for each in found["decisions"] if each["field"] == "offload.state")
     says = r"(\d+) GiB do not fit \(with recompute=blocks (\d+) GiB do, but offloaded states need (\d+) GiB of host"
     [(alone, both, hosts)] = [tuple(map(int, numbers)) for numbers in re.findall(says, reason)]
@@ -284,11 +284,11 @@ def test_host_memory_that_would_be_enough_is_named_and_is(here: Path) -> None:
     change = next(each["change"] for each in found["would_fit"] if "host memory" in each["change"])
     needs = int(change.removesuffix(" GiB of host memory per device in place of 256 (assumed)"))
     assert needs in (hosts, hosts + 1)
-    h100 = load_cluster("h100:1")
+    h100 = load_cluster("h100:2")
     for gib, code in ((needs, ExitCode.OK), (needs * LESS, ExitCode.REFUSED)):
-        h100.with_(host_memory=float(gib * GIB)).save("host.toml")
+        h100.with_(host_memory=float(2 * gib * GIB)).save("host.toml")  # of a node
         assert invoke(plan, "llama-70b", "host.toml")[0] == code
-    assert "of host memory per device in" not in invoke(plan, "llama-70b", "h100:1", "--forbid", "offload")[1]
+    assert "of host memory per device in" not in invoke(plan, "llama-70b", "h100:2", "--forbid", "offload")[1]
 
 
 def test_what_is_reserved_outside_of_steps_is_above_what_steps_reserve(here: Path) -> None:
