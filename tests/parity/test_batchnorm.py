@@ -268,3 +268,22 @@ def test_it_is_torchs_norm_and_keeps_its_input_alone(kind: torch.dtype, affine: 
     for own, torchs in zip(norm.parameters(), like.parameters(), strict=True):
         close(own.grad, torchs.grad.to(kind))
     assert sum(kept) < x.nbytes + 1000  # and numbers per channel
+
+
+def one_row_each(text: str) -> list[float]:
+    """Losses where each of four ranks has a row, behind a batch norm and a dropout."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(
+            lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)),
+            plan, mesh, seed=SEED,
+        )  # fmt: skip
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda y, x: sw.mean_over(y.square()))
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        own = rows.tensor_split(mesh.batch.size)[mesh.batch.rank]
+        return [step(own).loss for _ in range(4)]
+
+
+def test_a_row_on_each_rank_is_a_batch(world) -> None:
+    [truth] = world(1, one_row_each, "dp1 / fp64")
+    assert world(4, one_row_each, "dp4 / fp64") == [pytest.approx(truth, rel=1e-12)] * 4

@@ -85,10 +85,17 @@ def find_sites(module: nn.Module, inputs: Inputs, rows: int) -> Sites:
     """
     module.train()
     shapes = ShapeCache()
-    one = _trace(module, inputs, rows, rows, shapes)
-    other = _trace(module, inputs, rows, rows + 1, shapes) if one.found else one
+    count = rows
+    try:
+        one = _trace(module, inputs, rows, count, shapes)
+    except ModelError:
+        if rows > 1:
+            raise
+        count = 2  # a batch norm refuses a row that is alone, which here is one of those of all ranks
+        one = _trace(module, inputs, rows, count, shapes)
+    other = _trace(module, inputs, rows, count + 1, shapes) if one.found else one
     findings = tuple(unkeyed(modules, call, advice) for (call, advice), modules in one.refused.items())
-    sites = {key: _site(site, other.found.get(key), rows) for key, site in one.found.items()}
+    sites = {key: _site(site, other.found.get(key), count) for key, site in one.found.items()}
     return Sites(found=sites, findings=findings, idle=frozenset(one.idle) - {k.module for k in sites})
 
 
