@@ -198,10 +198,14 @@ def test_a_fallback_is_no_error_where_warnings_are(tmp_path: Path, how: str) -> 
 
 
 def test_a_store_whose_checkpoints_are_gone_is_no_new_one(tmp_path: Path) -> None:
-    for checkpoint in saved(tmp_path):
-        shutil.rmtree(checkpoint)
+    newest, *_ = checkpoints = saved(tmp_path / "store")
+    for checkpoint in checkpoints:
+        checkpoint.rename(tmp_path / checkpoint.name)
     with pytest.raises(CheckpointError, match="step-00000002: latest names it, and it is not there"):
-        load_of(tmp_path)
+        load_of(tmp_path / "store")
+    newest.symlink_to(tmp_path / newest.name)
+    with pytest.raises(CheckpointError, match="step-00000002: latest names it, and it is a link, or no directory: put"):
+        load_of(tmp_path / "store")
 
 
 def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(

@@ -256,7 +256,8 @@ class StoreDirectory(ABC):
         match = NAME.fullmatch(name)
         if match is None or int(match[1]) in steps or self.files.is_directory(self.path / name):
             return []
-        return [Skipped(self.path / name, f"{self.path / name}: {POINTER} names it, and it is not there: put it back")]
+        found = "it is not there" if self.files.kind(self.path / name) == "missing" else "it is a link, or no directory"
+        return [Skipped(self.path / name, f"{self.path / name}: {POINTER} names it, and {found}: put it back")]
 
     def _pointer(self) -> str:
         """What `latest` says."""
