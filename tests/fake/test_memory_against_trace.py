@@ -14,7 +14,7 @@ import pytest
 from shardwise.diagnose.trace_estimate import by_axis, estimate_by_trace, training_of
 from shardwise.diagnose.trace_step import trace_step
 from shardwise.model.profile import profile_of
-from shardwise.model.spec import ModelSpec
+from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import load_stack
@@ -255,3 +255,12 @@ def test_few_layers_stand_for_all_where_recompute_repeats_and_else_all_are_trace
     assert found.peak == whole.peak
     assert found.traffic == by_axis(whole.later)
     assert len(found.traced) == (2 if layers == 9 else 1)
+
+
+def test_on_a_gpu_cast_weights_are_gone_when_all_gradients_are_there() -> None:
+    """With one short row the weights decide: all of them in bf16 beside all gradients would be a tenth more."""
+    plan, work = Plan.parse("dp1 / bf16"), Workload(seq_len=8, global_batch=1)
+    spec = replace(preset("llama-1b"), num_layers=6, vocab_size=2048)
+    memory = estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise"))
+    peak = trace_step(training_of(spec, work), plan, rank=0).later.num_bytes
+    assert memory.stages[0].allocated == pytest.approx(peak, rel=0.03)

@@ -21,7 +21,7 @@ from shardwise.model.profile import Profile
 from shardwise.parallel import counter
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.stack import stack_on
+from shardwise.plan.stack import load_stack, stack_on
 from shardwise.plan.workload import STATE_BYTES, Workload
 from shardwise.train import low_bits
 from tests.forms import Denoiser, Einsum, Functions, Mixer, Scan, Texts, Valued
@@ -356,3 +356,45 @@ def test_every_optimizer_that_is_planned_for_is_traced(name: str, state: float) 
     if name == "adamw-8bit":  # what the process trains with afterwards was made with values
         codes = low_bits.table(8, signed=True)
         assert len(codes) == 256 and bool((codes.diff() > 0).all()) and codes[-1] == 1
+
+
+class Widening(nn.Module):
+    """Normed and activated, and made twice as wide or half."""
+
+    def __init__(self, ins: int, outs: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(4, ins), nn.Conv2d(ins, outs, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(nn.functional.silu(self.norm(x)))
+
+
+class Denoising(nn.Module):
+    """Down and up again; what goes up is joined with what was kept, and most of the work is behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(4, 32, 3, padding=1), nn.Conv2d(32, 4, 3, padding=1)
+        self.down = nn.ModuleList([Widening(32, 64), Widening(64, 128), Widening(128, 256)])
+        self.up = nn.ModuleList([Widening(512, 64), Widening(128, 32)])
+        self.example_input_array = torch.zeros(2, 4, 32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.stem(x), []
+        for layer in self.down:
+            kept.append(x := layer(x))
+            x = nn.functional.avg_pool2d(x, 2)
+        x = nn.functional.interpolate(x, scale_factor=2)
+        x = nn.functional.interpolate(self.up[0](torch.cat([x, kept[2]], 1)), scale_factor=2)
+        x = nn.functional.interpolate(self.up[1](torch.cat([x, kept[1][:, :64]], 1)), scale_factor=2)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp1 / bf16", "dp2"])
+def test_modules_on_gpus_are_walked_too(plan: str) -> None:
+    """What is there for a moment within a forward is two fifths of what such a net has at most."""
+    parsed, work = Plan.parse(plan), Workload(seq_len=4, global_batch=32)
+    traced = estimate_module_by_trace(Denoising, parsed, work)
+    profile = read_module("denoising", Denoising, 4, "meta")
+    closed = estimate_memory(profile, parsed, work, stack=load_stack("shardwise")).stages[0].allocated
+    assert abs(closed / traced.peak - 1) <= BOUND, (closed, traced)

@@ -145,5 +145,6 @@ def test_batches_of_ones_own_tell_tensors_and_arrays_and_nothing_that_no_file_ho
         assert sw.Store(tmp_path).load_latest(sw.TrainState(placed, sw.adamw(placed, lr=0.1), other)) is not None
         assert other.seen.dtype == np.int32 and other.seen.tolist() == [1, 1]
         assert torch.equal(next(other), next(one))
+        sw.TrainState(placed, sw.adamw(placed, lr=0.1), Drawing(list(range(100_000)))).scalars()  # an order of samples
         with pytest.raises(ModelError, match=r"batches: a checkpoint cannot hold its state at \.more: found Linear"):
             sw.Store(tmp_path).save(sw.TrainState(placed, sw.adamw(placed, lr=0.1), Drawing(nn.Linear(1, 1))))

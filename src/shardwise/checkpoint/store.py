@@ -297,7 +297,7 @@ class Store:
             proof = check_probe(proof, manifest, found, state.placed, used)
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
-        if not weights_only and hasattr(state, "run_id"):
+        if not weights_only and hasattr(state, "run_id") and "imported" not in manifest.scalars:
             state.run_id = manifest.run
         if changes and not self._config:  # who gives a configuration compares by that
             peers.warn(f"{path}: changed since it was saved: {'; '.join(changes)}")

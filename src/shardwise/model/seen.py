@@ -105,8 +105,8 @@ def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dt
             out = -1 if (values := taken_by_loss(output)) is None else lifetimes.place_of(values)
             lifetimes.turn()
             if values is not None and values.requires_grad:
-                total = LossOf.apply(values)  # type: ignore[no-untyped-call]  # torch annotates no Function.apply
-                torch.autograd.backward([total, *added_to_loss(output)])
+                loss_of: Any = LossOf.apply  # torch does not annotate it
+                torch.autograd.backward([loss_of(values), *added_to_loss(output)])
     finally:
         for parameter in module.parameters():
             parameter.grad = None

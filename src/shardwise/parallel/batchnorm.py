@@ -55,7 +55,8 @@ class _Forward:
             self._update(mean, variance, count)
         found = mean, variance, count
         weight, bias = (norm.weight, norm.bias) if norm.affine else (torch.ones_like(mean), torch.zeros_like(mean))
-        y: torch.Tensor = _Normalised.apply(x, weight.to(mean.dtype), bias.to(mean.dtype), found, counts, self)  # type: ignore[no-untyped-call]  # torch has no types here
+        apply: Any = _Normalised.apply  # torch does not annotate it
+        y: torch.Tensor = apply(x, weight.to(mean.dtype), bias.to(mean.dtype), found, counts, self)
         return y
 
     def statistics(self, x: torch.Tensor, counts: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -100,7 +101,8 @@ class _Forward:
         """Over all ranks."""
         if self.group is None:
             return x
-        y: torch.Tensor = _SumOverGroup.apply(x, self.group)  # type: ignore[no-untyped-call]  # torch has no types here
+        apply: Any = _SumOverGroup.apply  # torch does not annotate it
+        y: torch.Tensor = apply(x, self.group)
         return y
 
 
@@ -120,7 +122,7 @@ def _shape(x: torch.Tensor) -> list[int]:
 
 
 class _Normalised(torch.autograd.Function):
-    """Torch's fused kernels with the statistics of all ranks: only `x` is kept, in its own type."""
+    """Normalised by the statistics of all ranks: only `x` is kept, in its own type. One rank runs torch's kernels."""
 
     @staticmethod
     def forward(
@@ -176,4 +178,5 @@ class _SumOverGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _SumOverGroup.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]  # so it can be derived too
+        apply: Any = _SumOverGroup.apply  # and so it can be derived in turn
+        return apply(grads[0], ctx.group), None

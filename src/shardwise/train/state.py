@@ -110,6 +110,7 @@ class TrainState:
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None
         self.run_id = uuid.uuid4().hex
         """Of which run it is, by which its stores know it: one for the last steps and one for the best, say."""
+        self._has_batch_norm = any(isinstance(m, BatchNorm) for part in placed.parts for m in part.root.modules())
         self._extra = ExtraState(placed)
         self._stateful = StatefulObjects()
         self._taken_back: Mapping[str, Any] | None = None
@@ -192,7 +193,7 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
-        if any(isinstance(m, BatchNorm) for part in self.placed.parts for m in part.root.modules()):
+        if self._has_batch_norm:
             rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names
             rare["ties"] = dict(self.placed.ties)

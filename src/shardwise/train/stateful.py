@@ -40,7 +40,7 @@ class StatefulObjects:
                     f"keep: {name!r}: a {type(held).__name__} has no {' and no '.join(lacks)}; needed: an object that "
                     "has both, as torch's schedulers have"
                 )
-            told(f"keep: {name!r}", held)
+            _kept(name, held)
         self._objects |= objects
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class StatefulObjects:
         Raises:
             ModelError: it holds something else than numbers, texts, lists, dicts, arrays and tensors, or too much.
         """
-        return {name: told(f"keep: {name!r}", held) for name, held in self._objects.items()}
+        return {name: _kept(name, held) for name, held in self._objects.items()}
 
     def load(self, stored: Mapping[str, Any]) -> None:
         """Give each object that is in both what `to_json` gave for it; those of one side alone are left as they are.
@@ -84,19 +84,23 @@ def told(what: str, held: Any) -> Any:
     """What an object says of itself, as JSON.
 
     Raises:
-        ModelError: it says what no checkpoint holds, or too much; `what` it is that does.
+        ModelError: it says what no checkpoint holds; `what` it is that does.
     """
     state = held.state_dict()
     try:
-        found = to_json(plain(state))
+        return to_json(plain(state))
     except TypeError as error:
         raise ModelError(
             f"{what}: a checkpoint cannot hold its state{_where(state)}: {error}; needed: numbers, texts, "
             "lists, dicts, arrays and tensors; leave the rest out of its state_dict"
         ) from None
+
+
+def _kept(name: str, held: Any) -> Any:
+    found = told(f"keep: {name!r}", held)
     if (size := len(json.dumps(found))) > MOST_BYTES:
         raise ModelError(
-            f"{what}: its state is {size} bytes as JSON, needed at most {MOST_BYTES}; keep large tensors as "
+            f"keep: {name!r}: its state is {size} bytes as JSON, needed at most {MOST_BYTES}; keep large tensors as "
             "buffers of the model (register_buffer), which are stored in parts"
         )
     return found

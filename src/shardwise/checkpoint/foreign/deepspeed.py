@@ -7,8 +7,8 @@
 
 Stages 1 and 2 cut each flattened group of parameters into equal parts, one a rank; `param_slice_mappings` says which
 elements of a rank's part are whose (files without it, or with one in another order than `param_shapes`: the parameters
-follow each other). Stage 3 cuts each parameter
-into equal parts, the last one padded, and lays a rank's parts one after the other.
+follow each other). Stage 3 cuts each parameter into equal parts, the last one padded, and lays a rank's parts one after
+the other.
 """
 
 from __future__ import annotations
