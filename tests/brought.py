@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -236,3 +237,35 @@ class Balanced(Words):
     def forward(self, ids: torch.Tensor) -> Any:
         x = self.hidden(ids)
         return {"aux_loss": x.square().mean(), "logits": self.head(x)}
+
+
+class Halves(nn.Module):
+    """Two convolutions beside a third: a picture half as wide and high, with more channels."""
+
+    def __init__(self, ins: int, outs: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(ins, outs, 3, stride, 1), nn.Conv2d(outs, outs, 3, 1, 1)
+        self.norms = nn.ModuleList(nn.GroupNorm(8, outs) for _ in range(2))
+        self.beside = nn.Conv2d(ins, outs, 1, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.second(torch.relu(self.norms[0](self.first(x))))
+        return torch.relu(self.norms[1](inner) + self.beside(x))
+
+
+class Narrowing(nn.Module):
+    """Unlike blocks, each of which is given less than the one before, and has more parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [32, 32, 64, 64, 128, 128, 256, 256]
+        self.stem = nn.Conv2d(3, 32, 7, 2, 3)
+        self.blocks = nn.ModuleList(Halves(a, b, 1 + (a != b)) for a, b in pairwise([32, *widths]))
+        self.head = nn.Linear(256, 10)
+        self.example_input_array = torch.zeros(2, 3, 64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))

@@ -37,6 +37,7 @@ from tests.brought import (
     Checkpointed,
     HalfFrozen,
     Masked,
+    Narrowing,
     OwnLoss,
     Recurrent,
     Routed,
@@ -247,3 +248,13 @@ def test_a_number_that_is_not_the_loss_of_the_logits_is_added_to_it() -> None:
     with_it, without = (estimate_module_by_trace(made, plan, work).peak for made in (Balanced, Words))
     assert with_it >= without
     near_the_trace(Balanced, "fsdp2 / bf16", 64)
+
+
+@pytest.mark.parametrize("plan", ["pp4 / 1f1b mb8", "pp2 / gpipe mb4", "pp2 / interleaved mb4"])
+def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str) -> None:
+    near_the_trace(Narrowing, plan, 3)
+    parsed, work = Plan.parse(plan), Workload(seq_len=3, global_batch=32)
+    sent = {
+        stage.handed for rank in divide(read_module("", Narrowing, 3, "meta"), parsed, work).ranks for stage in rank
+    }
+    assert len(sent) > 1  # what each hands on is of its own size

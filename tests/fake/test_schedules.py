@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,20 @@ from typer.testing import CliRunner
 import pipeline as bench
 from shardwise.cli.schedule import schedule
 from shardwise.errors import ExitCode, PlanError
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
+from shardwise.model.tracer import trace_chain
 from shardwise.models.presets import build
 from shardwise.parallel.pipeline import first_blocks
 from shardwise.parallel.schedules import picture, save_png
 from shardwise.parallel.torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
-from shardwise.plan.division import split_evenly
+from shardwise.plan.division import Division, counted_flops, split_evenly
+from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import Action, actions, stages_of, table_of
 from shardwise.plan.simulate import LOCAL, NOTHING, Costs, _order, simulate
-from shardwise.plan.weights import first_blocks as planned_first_blocks
+from shardwise.plan.workload import Workload
 
 app = typer.Typer()
 app.command()(schedule)
@@ -267,17 +271,64 @@ def test_a_head_counts_and_an_embedding_does_not() -> None:
         first_blocks(Lopsided(), blocks, Plan(axes=Axes(pp=8)))
 
 
+def test_a_head_that_is_tied_to_the_embedding_counts_too() -> None:
+    module = Lopsided()
+    module.embed = nn.Embedding(20, 4)
+    module.head.weight = module.embed.weight
+    assert first_blocks(module, tuple(f"layers.{i}" for i in range(6)), Plan(axes=Axes(pp=2))) == (0, 5)
+
+
+SIZES: dict[str, Any] = {"vocab_size": 1024, "dim": 32, "num_heads": 4, "ffn_dim": 64, "max_seq_len": 512}
+
+
+def cut_with_a_sample(spec: ModelSpec, plan: Plan, seq_len: int) -> tuple[int, ...]:
+    with torch.device("meta"):
+        root = build(spec)()
+    ids = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
+    return first_blocks(root, spec.block_names, plan, trace_chain(root, (ids,), {}, spec.block_names))
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_experts_count_by_those_that_a_token_meets(stages: int) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 1024, "dim": 32, "num_heads": 4, "ffn_dim": 64, "max_seq_len": 16}
-    spec = ModelSpec(**sizes, kind="moe", num_layers=8, num_experts=8, experts_per_token=2)
+    spec = ModelSpec(**SIZES, kind="moe", num_layers=8, num_experts=8, experts_per_token=2)
     plan = Plan(axes=Axes(pp=stages))
     with torch.device("meta"):
         root = build(spec)()
     found = first_blocks(root, spec.block_names, plan)
-    assert found == planned_first_blocks(spec, plan)
+    assert found == cut_with_a_sample(spec, plan, 16)
     if stages == 2:  # the head is as much as two blocks; beside all of their experts it would be half of one
         assert found == (0, 5)
+
+
+@pytest.mark.parametrize("seq_len", [16, 512])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    "kind", [{"kind": "gpt"}, {"kind": "llama"}, {"kind": "moe", "num_experts": 8, "experts_per_token": 2}], ids=str
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_are_planned_where_apply_cuts_them(kind: dict[str, Any], stages: int, seq_len: int, tied: bool) -> None:
+    spec = ModelSpec(**SIZES, **kind, num_layers=10, tie_embeddings=tied)
+    plan, work = Plan(axes=Axes(pp=stages)), Workload(seq_len=seq_len, global_batch=8)
+    assert Division(profile_of(spec), plan, work).firsts == cut_with_a_sample(spec, plan, seq_len)
+
+
+def test_an_uneven_load_of_experts_moves_no_stage() -> None:
+    spec = ModelSpec(
+        **SIZES, kind="moe", num_layers=9, num_dense_layers=4, dense_ffn_dim=128, num_experts=8, experts_per_token=2
+    )
+    plan, work = Plan.parse("pp2 fsdp4 ep4 / 1f1b mb2"), Workload(seq_len=16, global_batch=8, imbalance=4.0)
+    profile = profile_of(spec)
+    uneven = busiest(profile, plan, work)
+    assert counted_flops(uneven.blocks[-1], 16) > 1.5 * counted_flops(profile.blocks[-1], 16)
+    assert Division(uneven, plan, work).firsts == Division(profile, plan, work).firsts
+    apart = Division(replace(uneven, even=None), plan, work).firsts
+    assert apart != Division(profile, plan, work).firsts  # negative control
+
+
+def test_long_sequences_make_a_head_a_smaller_share() -> None:
+    spec = ModelSpec(**SIZES, kind="llama", num_layers=10)
+    cuts = [Division(profile_of(spec), Plan(axes=Axes(pp=2)), Workload(seq_len=n, global_batch=2)) for n in (16, 4096)]
+    assert cuts[0].firsts[1] > cuts[1].firsts[1]
 
 
 def test_v_shaped_schedules_are_looped() -> None:

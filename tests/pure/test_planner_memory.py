@@ -87,7 +87,7 @@ def test_one_f_one_b_keeps_as_many_micro_batches_as_stages_follow() -> None:
         saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse("pp4"), stack_of(Plan.parse("pp4")), 128)) * 128
     )
     held = [rank.terms["activations"] for rank in stages[:3]]
-    counts = [len(part) for part in cut(profile_of(LLAMA).blocks, 4, profile_of(LLAMA).head.params, "balanced")]
+    counts = [len(part) for part in cut(profile_of(LLAMA), 4, "balanced", WORK.seq_len)]
     assert held == [pytest.approx(block * counts[rank] * (4 - rank)) for rank in range(3)]
 
 

@@ -16,13 +16,14 @@ import torch
 from shardwise.diagnose.trace_step import StepPeaks, StepTrace, trace_step
 from shardwise.diagnose.without_values import Training, token_loss
 from shardwise.errors import ModelError, PlanError
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.models.moe import MoEOutput
 from shardwise.models.presets import build
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import first_blocks
 from shardwise.parallel.placed import Batch, Placed
 from shardwise.plan.activations import is_recomputed
+from shardwise.plan.division import Division
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.workload import Workload
@@ -113,7 +114,7 @@ def estimate_by_trace(spec: ModelSpec, plan: Plan, workload: Workload, *, rank: 
     check_rows(plan, workload)
     _check_whole(spec)
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
-    firsts = _firsts(spec, plan)
+    firsts = (*Division(profile_of(spec), plan, workload).firsts, spec.num_layers)
     here = _layers_here(firsts, plan, rank)
     depths = _depths(firsts, plan)
     if depths is None:
@@ -220,15 +221,6 @@ def _check_whole(spec: ModelSpec) -> None:
         )
 
 
-def _firsts(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
-    """The first layer of each stage, and the number of all."""
-    if plan.axes.pp == 1:
-        return (0, spec.num_layers)
-    with torch.device("meta"):
-        root = build(spec)()
-    return (*first_blocks(root, spec.block_names, plan), spec.num_layers)
-
-
 def _layers_here(firsts: tuple[int, ...], plan: Plan, rank: int) -> int:
     if plan.axes.pp == 1:
         return firsts[-1]
@@ -249,12 +241,16 @@ def _trace(spec: ModelSpec, plan: Plan, workload: Workload, rank: int, num_layer
 def training_of(spec: ModelSpec, workload: Workload) -> Training:
     """What `trace_step` traces of a spec: its reference model, the workload's batch without values, its loss."""
     loss = _moe_loss if spec.kind == "moe" else token_loss
-    optimizer = OPTIMIZERS[workload.optimizer]
-    return Training(model=build(spec), batch=partial(_batch, workload), loss=loss, optimizer=optimizer)
+    optimizer, sample = OPTIMIZERS[workload.optimizer], _rows(workload, 1)
+    return Training(model=build(spec), batch=partial(_batch, workload), loss=loss, optimizer=optimizer, sample=sample)
 
 
 def _batch(workload: Workload, mesh: Mesh) -> Batch:
-    shape = (workload.global_batch // mesh.batch.size, workload.seq_len)
+    return _rows(workload, workload.global_batch // mesh.batch.size)
+
+
+def _rows(workload: Workload, number: int) -> Batch:
+    shape = (number, workload.seq_len)
     return {"input_ids": torch.zeros(shape, dtype=torch.int64), "labels": torch.zeros(shape, dtype=torch.int64)}
 
 

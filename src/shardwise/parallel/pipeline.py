@@ -195,10 +195,11 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
 def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Chain | None = None) -> tuple[int, ...]:
     """Index of the first block of each stage: the plan's boundaries, or the most even split by cost.
 
-    The cost of a block is its flops as the trace counted them. Without a trace it is the number of parameters that a
-    token meets, which for layers of matrices is proportional to its flops (2 per parameter and token, forward): of
-    experts those that it is routed to; an embedding is a lookup and costs nothing. What runs before the blocks counts
-    on the first stage, what runs after them (a head) on the last.
+    The cost of a block is its flops as the trace counted them, as the planner counts them too
+    (`plan.division.cut`). Without a trace it is the number of parameters that a token meets, which for layers of
+    matrices is proportional to its flops (2 per parameter and token, forward): of experts those that it is routed to;
+    an embedding is a lookup and costs nothing, a head that is tied to it as much as any. What runs before the blocks
+    counts on the first stage, what runs after them (a head) on the last.
 
     Raises:
         PlanError: see `cut_pipeline`.
@@ -223,7 +224,11 @@ def _parameter_costs(root: nn.Module, blocks: tuple[str, ...]) -> dict[str, int]
     phases = _phase_of(root, blocks, None)
     routed = _routed(root)
     costs: dict[str, int] = {}
-    for name, parameter in root.named_parameters():
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, called in names.items():
+        name = next((name for name in called if name not in lookups), called[0])  # a tied head is a product
         phase = phases.get(name) or next(block for block in blocks if _in(name, (block,)))
         met = 0 if name in lookups else parameter.numel()
         stacks = {count: chosen for layer, count, chosen in routed if _in(name, (layer,))}

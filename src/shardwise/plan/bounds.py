@@ -173,7 +173,8 @@ class Bounds(SizeBounds):
         pipe, core, stack = flow.pipe, flow.pipe.core, self.space.stack
         if not micro_batches_fit(flow.schedule.kind, pipe.pp, pipe.micro_batches):
             return 0.0  # these are priced by another rule
-        size = self.tokens(core) * self.space.profile.dim * core.width / (core.tp if core.sequence else 1)
+        least = min(block.width + block.beside for block in self.space.profile.blocks)
+        size = self.tokens(core) * least * core.width / (core.tp if core.sequence else 1)
         group = Group(pipe.pp, core.world // pipe.pp)
         return collective_time("send", size, group, self.space.cluster, stack.network) * (1 - stack.overlap_pipeline)
 

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.errors import PlanError
-from shardwise.model.profile import Block, Profile
+from shardwise.model.profile import Attention, Block, Matmul, Profile
 from shardwise.plan.plan import V_SHAPED, Plan, Schedule
 from shardwise.plan.workload import Workload
 
@@ -24,6 +24,10 @@ class Stage:
     """Index of its first block in the chain."""
     first: bool
     last: bool
+    given: float = 0.0
+    """Elements per token that the stage before it sends it: a stream, and what blocks hand on beside it."""
+    handed: float = 0.0
+    """Those that it sends on."""
 
     @cached_property
     def counts(self) -> tuple[tuple[Block, int], ...]:
@@ -71,7 +75,18 @@ class Division:
     def ranks(self) -> Ranks:
         """Stages of each rank of the `pp` axis, in the order of the chain."""
         pp, schedule = self.plan.axes.pp, self.plan.schedule
-        return _stages(self.profile, pp, schedule if pp > 1 else Schedule(), self.rule)
+        seq_len = self.workload.seq_len if pp > 1 and self.rule == "balanced" else 0
+        return _stages(self.profile, pp, schedule if pp > 1 else Schedule(), self.rule, seq_len)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """Index of the first block of each stage, as `parallel.pipeline.first_blocks` finds them with a sample."""
+        return tuple(sorted(stage.start for stages in self.ranks for stage in stages))
+
+    @cached_property
+    def sent(self) -> float:
+        """Elements per token of the largest message between two stages."""
+        return max((stage.handed for stages in self.ranks for stage in stages), default=0.0)
 
     @cached_property
     def shards(self) -> int:
@@ -201,20 +216,21 @@ def _filled(block: Block, shards: int, ep: int, inner: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _stages(profile: Profile, pp: int, schedule: Schedule, rule: str) -> Ranks:
+def _stages(profile: Profile, pp: int, schedule: Schedule, rule: str, seq_len: int) -> Ranks:
     """Cut once per profile and pipeline: layouts of the other axes share the stages."""
     turns = schedule.stages if pp > 1 else 1
     count = pp * turns
     if pp > 1 and schedule.boundaries:
         cuts = _given(profile.blocks, schedule.boundaries, count)
     else:
-        table = profile.vocab * profile.dim if profile.tied and rule == "balanced" else 0
-        cuts = cut(profile.blocks, count, profile.head.params - table, rule)
+        cuts = cut(profile, count, rule, seq_len)
     stages, start = [], 0
+    streams = [*(block.width + block.beside for block in profile.blocks), profile.head.width]
     for i, part in enumerate(cuts):
-        here = tuple(part) if i == 0 else tuple(block.through or block for block in part)
-        stages.append(Stage(here, start, i == 0, i == count - 1))
-        start += len(part)
+        here, end = tuple(part) if i == 0 else tuple(block.through or block for block in part), start + len(part)
+        given, handed = (streams[start] if i else 0.0), (streams[end] if i < count - 1 else 0.0)
+        stages.append(Stage(here, start, i == 0, i == count - 1, given, handed))
+        start = end
     if turns > 1 and schedule.kind in V_SHAPED:
         return tuple((stages[r], stages[count - 1 - r]) for r in range(pp))
     return tuple(tuple(stages[r + pp * turn] for turn in range(turns)) for r in range(pp))
@@ -255,24 +271,27 @@ def divide(profile: Profile, plan: Plan, workload: Workload, rule: str = "balanc
     return Division(profile, plan, workload, rule)
 
 
-def cut(blocks: Sequence[Block], stages: int, head: float = 0.0, rule: str = "even") -> list[Sequence[Block]]:
+def cut(profile: Profile, stages: int, rule: str = "even", seq_len: int = 0) -> list[Sequence[Block]]:
     """Blocks on stages.
 
-    `balanced`: the most even split by parameters met per token, the head's counted on the last block. `greedy`: each
-    stage takes blocks until it has its share of that cost. `even`: by number; where that does not divide, embedding and
-    head count as a block each.
+    `balanced`: the most even split by operations in sequences of `seq_len`, the head's counted on the last block.
+    `greedy`: each stage takes blocks until it has its share of the parameters met per token. `even`: by number; where
+    that does not divide, embedding and head count as a block each.
 
-    >>> [len(part) for part in cut(list(range(6)), 4)]
-    [1, 2, 2, 1]
+    >>> from shardwise.model.profile import profile_of
+    >>> from shardwise.model.spec import preset
+    >>> profile = profile_of(preset("llama-1b"))
+    >>> [len(part) for part in cut(profile, 5)], [len(part) for part in cut(profile, 4, "balanced", 4096)]
+    ([3, 4, 3, 3, 3], [5, 5, 5, 1])
     """
-    count = len(blocks)
+    blocks, count = profile.blocks, len(profile.blocks)
     if rule == "balanced" and stages <= count:
-        costs = [float(block.met_params) for block in blocks]
-        costs[-1] += head
+        costs = [counted_flops(block, seq_len) for block in (profile.even or profile).blocks]
+        costs[-1] += counted_flops(profile.head, seq_len)
         starts = split_evenly(tuple(costs), stages)
         return [blocks[a:b] for a, b in zip(starts, (*starts[1:], count), strict=True)]
     if rule == "greedy" and stages <= count:
-        return _greedy(blocks, stages, head)
+        return _greedy(blocks, stages, profile.head.params)
     ends = 0 if count % stages == 0 or stages <= count < 2 * stages - 2 else 1  # each end gives up a block
     size, spare = divmod(count + 2 * ends, stages)
     sizes = [size + (1 <= i <= spare if ends else i < spare) for i in range(stages)]
@@ -280,6 +299,20 @@ def cut(blocks: Sequence[Block], stages: int, head: float = 0.0, rule: str = "ev
     sizes[-1] -= ends
     ends_at = list(accumulate(sizes))
     return [blocks[end - size : end] for size, end in zip(sizes, ends_at, strict=True)]
+
+
+def counted_flops(block: Block, seq_len: int) -> float:
+    """Forward operations of a block per token as torch's counter has them: with every score, masked or not.
+
+    Pipelines are cut by them (`parallel.pipeline.first_blocks` counts the forward itself).
+    """
+    total = 0.0
+    for op in block.ops:
+        if isinstance(op, Matmul):
+            total += 2.0 * op.ins * op.gives
+        elif isinstance(op, Attention):
+            total += 2.0 * op.rows * op.heads * (op.qk_dim + op.v_dim) * seq_len * op.reach
+    return total
 
 
 def _greedy(blocks: Sequence[Block], stages: int, head: float) -> list[Sequence[Block]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.model.course import Course
@@ -39,6 +40,17 @@ class _Sizes(NamedTuple):
     """Parameters of the largest unit whose gradients are reduced together."""
 
 
+def unlike(blocks: Sequence[Block]) -> list[int]:
+    """Places of the blocks of a chain that are its ends, or unlike a neighbour.
+
+    >>> one, other = Block("one", ()), Block("other", ())
+    >>> unlike([one, one, one, other])
+    [0, 2, 3]
+    """
+    turns = [i for i, (here, there) in enumerate(pairwise(blocks)) if here is not there]
+    return sorted({0, len(blocks) - 1, *turns, *(i + 1 for i in turns)}) if blocks else []
+
+
 class PipeRank(RankSizes):
     """The moments of one rank."""
 
@@ -48,7 +60,7 @@ class PipeRank(RankSizes):
         largest: dict[str, Terms] = {"update": {**self.base, "gradients": self.kept_gradients + self.masters}}
         for moment in moments:
             parts = [self.in_stage(moment, turn, size) for turn, size in enumerate(sizes)]
-            alive = sum(kept for kept, _ in parts) + (moment.outputs + moment.gradients) * self.whole_stream
+            alive = sum(kept for kept, _ in parts) + self.in_flight(moment)
             begun = sum(gradients for _, gradients in parts)
             for name, more in self.in_action(moment, sizes[moment.turn].deferred):
                 terms = {**self.base, **more, "activations": alive + more.get("activations", 0.0)}
@@ -63,6 +75,11 @@ class PipeRank(RankSizes):
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = larger(largest.get("reduction"), terms)
         return largest
+
+    def in_flight(self, moment: Moment) -> float:
+        """Bytes of what was sent and is kept until it has come."""
+        turns = zip(self.stages, moment.outputs, moment.gradients, strict=True)
+        return sum(self.sent_bytes(on * stage.handed + back * stage.given) for stage, on, back in turns)
 
     def in_stage(self, moment: Moment, turn: int, size: _Sizes) -> tuple[float, float]:
         """Bytes that a stage keeps at a moment, and those of its gradients."""
@@ -90,7 +107,7 @@ class PipeRank(RankSizes):
         if stage.last:
             kept += self.head()
             at_once += self.logit() * max(self.width, 4.0)
-            deferred += self.own_logit() * self.width + self.whole_stream
+            deferred += self.own_logit() * self.width + self.sent_bytes(self.division.profile.head.width)
         kept += self.sent(stage) - self.received(stage)
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
@@ -123,20 +140,15 @@ class PipeRank(RankSizes):
 
     def received(self, stage: Stage) -> float:
         """Bytes of a micro-batch that its first block is counted to keep, which lie in a buffer of the schedule's."""
-        seen = course_of(stage.blocks[0], self.local) and not is_recomputed(stage.start, self.plan)
-        return 0.0 if stage.first or seen else self.whole_stream
+        return 0.0 if stage.first or course_of(stage.blocks[0], self.local) else self.sent_bytes(stage.given)
 
     def sent(self, stage: Stage) -> float:
         """Bytes that it sends and keeps as long as the rest, where the last block was not seen to keep it."""
         block, first = stage.blocks[-1], self.division.profile.blocks[0]
         ahead = course_ahead(first.through or first, self.local)
-        seen = (
-            block.through is None
-            and course_of(block, self.local)
-            and not is_recomputed(stage.start + len(stage.blocks) - 1, self.plan)
-        )
+        seen = block.through is None and course_of(block, self.local)
         keeps_inputs = ahead is not None and ahead.kept.per_token >= first.width * self.width
-        return 0.0 if stage.last or (seen and keeps_inputs) else self.whole_stream
+        return 0.0 if stage.last or (seen and keeps_inputs) else self.sent_bytes(stage.handed)
 
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
@@ -198,6 +210,7 @@ class PipeRank(RankSizes):
             found.append(("attention of the last block", {**last, "working": over, "gradients": done}))
         if work == "B":
             found += self.whole_backward(moment, stage, last)
+            found += self.inner_blocks(moment, stage)
         if self.local_experts(block):
             fresh, less, used = self.in_experts(index, block)
             over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
@@ -206,8 +219,13 @@ class PipeRank(RankSizes):
         return found
 
     def forward(self, moment: Moment, stage: Stage) -> list[tuple[str, Terms]]:
-        """Of a forward pass: when its last block's weights have come; and its loss, where that is in fp32 besides."""
+        """Of a forward pass: in blocks that were seen, when the last one's weights have come, at a loss in fp32."""
         found: list[tuple[str, Terms]] = []
+        for place in unlike(stage.blocks):
+            if course := course_of(stage.blocks[place], self.local):
+                own = self.kept_of(stage, stage.blocks[:place])
+                own += max((held.size(self.tokens) for held in course.forward), default=0.0)
+                found.append(("forward", {"gathered": self.gathered_in(moment, 2), "activations": own}))
         if self.engine and self.division.shards > 1 and self.plan.reshards:
             own = self.kept_of(stage, stage.blocks[:-1])
             found.append(("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own}))
@@ -234,7 +252,10 @@ class PipeRank(RankSizes):
         if stage.last:
             logits = self.logit() * (self.width - max(self.width, 4.0))
             found.append(("head", {**last, "gradients": head * self.width, "working": logits}))
-        if self.engine and not self.local_experts(block):  # a unit's gradients are added up when it has gone backward
+        seen = course_of(block, self.local) is not None
+        if (
+            self.engine and not self.local_experts(block) and not seen
+        ):  # a unit's gradients are added up when it has gone backward
             used_up = working_in(block, self.local) * self.tokens + self.kept_whole(block)
             own = self.row(block) if self.adds_up else self.trained(block) + head
             end = {**last, "gradients": own * self.width}
@@ -252,6 +273,26 @@ class PipeRank(RankSizes):
                 own = self.division.whole([stage]) * self.division.trained_share([stage])
                 terms["gradients"] += own * self.reduced_width
             found.append(("embedding", terms))
+        return found
+
+    def inner_blocks(self, moment: Moment, stage: Stage) -> list[tuple[str, Terms]]:
+        """Of a backward pass in one piece, those of blocks before the last that are unlike a neighbour, once seen."""
+        loss = self.head() + self.logit() * max(self.width, 4.0) if stage.last else 0.0
+        head = self.trained(self.division.profile.head) if stage.last else 0.0
+        found: list[tuple[str, Terms]] = []
+        for place in (place for place in unlike(stage.blocks) if place < len(stage.blocks) - 1):
+            index, block, behind = stage.start + place, stage.blocks[place], stage.blocks[place + 1 :]
+            course = course_of(block, self.local)
+            if not course:
+                continue
+            done = loss + self.kept_of(stage, behind, place + 1)
+            new = 0.0 if moment.begun[moment.turn] else head + sum(map(self.trained, behind))
+            less = self.kept_whole(block) - self.again(index, block)
+            for held in self.held_in(index, block, course):
+                own = held.fresh if self.adds_up or not self.engine else held.gradients
+                terms = {"gradients": (own + new) * self.width, "working": held.size(self.tokens) - less}
+                terms |= {"gathered": self.gathered_in(moment, 2), "activations": -done}
+                found.append(("first block" if place == 0 else "middle blocks", terms))
         return found
 
     def kept_of(self, stage: Stage, blocks: Sequence[Block], first: int = 0) -> float:

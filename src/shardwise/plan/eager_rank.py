@@ -154,10 +154,7 @@ class _Rank(RankSizes):
             moments = (*moments, Held(exchanged.held - exchanged.used_up, 0.0, exchanged.done, row))
         less = 0.0
         if course:
-            moments, less = course.backward, self.kept_whole(block)
-            if is_recomputed(index, self.plan) and self.plan.recompute.mode != "ops":
-                out = (block.width + block.beside) * self.width  # the last operation of each stream is not run again
-                moments = (*moments, *(held._replace(per_token=held.per_token - out) for held in course.forward))
+            moments, less = self.held_in(index, block, course), self.kept_whole(block)
         for held in moments:
             terms = self.gradients_at(place, left, held)
             terms |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.model.course import Course, Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division, Stage
@@ -86,18 +87,16 @@ class RankSizes:
         cp, both = self.plan.axes.cp, self.division.profile.given + 8.0
         return self.tokens * self.plan.batch.micro_batches * (both * cp + 8.0 if cp > 1 else both)
 
-    @property
-    def whole_stream(self) -> float:
-        """Bytes of what passes between stages, per micro-batch."""
-        beside = max(block.beside for _, block in self.blocks)
-        return self.tokens * (self.division.profile.dim + beside) * self.width
+    def sent_bytes(self, elements: float) -> float:
+        """Bytes of what passes between two stages, per micro-batch."""
+        return self.tokens * elements * self.width
 
     def buffers(self) -> float:
         """A pipeline's receive buffers: one per micro-batch and boundary."""
         if self.plan.axes.pp == 1:
             return 0.0
-        here = sum((not stage.first) + (not stage.last) for stage in self.stages)
-        return here * self.plan.batch.micro_batches * self.whole_stream
+        here = sum(stage.given + stage.handed for stage in self.stages)
+        return self.plan.batch.micro_batches * self.sent_bytes(here)
 
     def gathered(self, ahead: int, place: int | None = None) -> float:
         """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
@@ -162,6 +161,13 @@ class RankSizes:
         if self.plan.recompute.mode == "ops":
             return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
         return whole - self.stream(block)
+
+    def held_in(self, index: int, block: Block, course: Course) -> tuple[Held, ...]:
+        """The moments of a block's backward pass, and of the forward pass that it runs again before it."""
+        if not is_recomputed(index, self.plan) or self.plan.recompute.mode == "ops":
+            return course.backward
+        out = (block.width + block.beside) * self.width  # the last operation of each stream is not run again
+        return (*course.backward, *(held._replace(per_token=held.per_token - out) for held in course.forward))
 
     def head(self) -> float:
         """Bytes that the last norm and the head keep of one micro-batch, without logits."""

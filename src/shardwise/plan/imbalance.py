@@ -34,7 +34,7 @@ def factor_of(workload: Workload, ep: int) -> float:
 
 @lru_cache(maxsize=256)
 def _busiest(profile: Profile, factor: float) -> Profile:
-    return replace(profile, blocks=tuple(busiest_block(block, factor) for block in profile.blocks))
+    return replace(profile, blocks=tuple(busiest_block(block, factor) for block in profile.blocks), even=profile)
 
 
 @lru_cache(maxsize=1024)

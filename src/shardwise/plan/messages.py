@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan import sequence
+from shardwise.plan.division import Division
 from shardwise.plan.groups import Member, around, group_names, module_of, type_at, types_of
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.schedule import stages_of
-from shardwise.plan.weights import Weight, Weights, first_blocks, weights_of
+from shardwise.plan.weights import Weight, Weights, weights_of
 from shardwise.plan.workload import Workload
 
 WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "bf16-pure": 2}
@@ -68,7 +70,7 @@ class Scene:
     @cached_property
     def firsts(self) -> tuple[int, ...]:
         """First block of every stage of the pipeline, and the number of blocks."""
-        return (*first_blocks(self.spec, self.plan), self.spec.num_layers)
+        return (*Division(profile_of(self.spec), self.plan, self.workload).firsts, self.spec.num_layers)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -20,9 +20,9 @@ class Moment(NamedTuple):
     """Micro-batches that are forwarded and whose tensors are kept, one that runs backward included."""
     pending: tuple[int, ...]
     """Those of them whose inputs have their gradients, and whose weights have not."""
-    outputs: int
+    outputs: tuple[int, ...]
     """Tensors sent on, of micro-batches that are no longer alive: looped schedules await their sends at the end."""
-    gradients: int
+    gradients: tuple[int, ...]
     """Gradients sent back and kept, the running one included."""
     reached: tuple[int, ...]
     """How many backward passes have gone to the inputs, at most 2."""
@@ -66,8 +66,9 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
     sends = [stage < last and stage + 1 not in stages for stage in stages]
     returns = [stage > 0 and stage - 1 not in stages for stage in stages]
     alive, pending = [0] * turns, [0] * turns
-    outputs = gradients = 0
+    outputs, gradients = [0] * turns, [0] * turns
     left, whole = [count] * turns, [False] * turns
+    ahead = min(count, ranks - rank) if kind == "1f1b" else 0
     reached = [0] * turns
     begun, fresh, added = ([False] * turns for _ in range(3))
     found: dict[Moment, None] = {}
@@ -77,16 +78,18 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
         if not work:
             continue
         back = returns[turn] and work in "BI"
-        now = back + (0 if awaited else gradients)
+        now = tuple(back * (turn == each) + (0 if awaited else sent) for each, sent in enumerate(gradients))
         done = tuple(number == 0 for number in left)
+        if kind == "1f1b":  # torch waits for the last send before the first backward pass, and keeps it
+            outputs[0] = int(0 <= ahead - 2 < count - left[0] <= count - ahead)
         flags = (tuple(reached), tuple(begun), done, tuple(fresh), tuple(added), tuple(whole))
         left[turn] -= work in "BW"
-        found[Moment(work, turn, tuple(alive), tuple(pending), outputs, now, *flags, not left[turn])] = None
+        found[Moment(work, turn, tuple(alive), tuple(pending), tuple(outputs), now, *flags, not left[turn])] = None
         whole[turn] = work != "F" and left[turn] > 0
         if work == "F":
             alive[turn] += 1
             continue
-        gradients += back
+        gradients[turn] += back
         reached[turn] = min(reached[turn] + (work != "W"), 2)
         added[turn] |= work == "B" or (work == "I" and fresh[turn])
         if work == "I":
@@ -96,5 +99,5 @@ def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, 
         begun[turn], fresh[turn] = True, work == "W" and left[turn] > 0
         pending[turn] -= work == "W"
         alive[turn] -= 1
-        outputs += sends[turn] and not awaited
+        outputs[turn] += sends[turn] and not awaited
     return found

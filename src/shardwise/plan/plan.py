@@ -129,7 +129,7 @@ class Schedule:
     stages_per_rank: int | None = None
     """Stages on each rank for looped schedules; None: 2 for looped ones, 1 for the others."""
     boundaries: tuple[str, ...] = ()
-    """Names of the first block of stage 1, 2, ...; empty: balanced by parameter count."""
+    """Names of the first block of stage 1, 2, ...; empty: balanced by operations."""
 
     def __post_init__(self) -> None:
         _one_of("schedule.kind", self.kind, SCHEDULES)

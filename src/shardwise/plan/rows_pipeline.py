@@ -103,7 +103,7 @@ def _frozen(case: Case) -> Hit | None:
     plan, read = case.plan, case.read
     if plan.axes.pp == 1 or read is None or not 0 < read.profile.trained < 1:
         return None
-    idle = _idle(plan, read)
+    idle = _idle(case, read)
     if not idle:
         return None
     plans = [_unsplit(resize(plan, "pp", d)) for d in divisors(plan.axes.pp)[:-1]]
@@ -117,11 +117,11 @@ def _frozen(case: Case) -> Hit | None:
     )
 
 
-def _idle(plan: Plan, read: Read) -> list[int]:
+def _idle(case: Case, read: Read) -> list[int]:
     """Pipeline ranks without a parameter that gets a gradient."""
     profile = read.profile
     try:
-        ranks = Division(profile, plan, Workload(seq_len=1, global_batch=1), read.cut).ranks
+        ranks = Division(profile, case.plan, Workload(seq_len=case.seq_len or 1, global_batch=1), read.cut).ranks
     except PlanError:  # boundaries that are not this model's
         return []
     ends = (profile.embedding > profile.frozen, profile.head.params > profile.head.frozen)
@@ -150,7 +150,7 @@ def _boundaries(case: Case) -> Hit | None:
     return Hit(
         what=what,
         found=found,
-        fix=f"name {case.num_stages - 1} blocks in order, or drop split: stages are balanced by parameter count",
+        fix=f"name {case.num_stages - 1} blocks in order, or drop split: stages are balanced by their operations",
         plans=[_unsplit(plan)],
     )
 

@@ -51,7 +51,7 @@ def stalled(division: Division, nodes: int, domain: int) -> bool:
         if division.plan.batch.micro_batches >= many and lockstep:
             return True
     if axes.pp > 1:
-        sent = division.tokens * division.profile.dim * compute_width(division.plan)
+        sent = division.tokens * division.sent * compute_width(division.plan)
         gathers = division.plan.zero > 0 and axes.data >= RING
         spread *= 2.0 if gathers else min(max(sent / STALLS_WITH, 1.0) ** 0.5, 2.0)
         spread = max(spread, axes.tp / domain / STALLS_AT[1])

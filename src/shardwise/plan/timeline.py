@@ -207,7 +207,7 @@ def _draw_pipeline(
         [rank.backward[turn] - rank.weight[turn] for rank, turn in parts],
         [rank.weight[turn] for rank, turn in parts],
     )
-    size = division.tokens * division.profile.dim * compute_width(plan)
+    size = division.tokens * division.sent * compute_width(plan)
     size /= plan.axes.tp if plan.tensor.sequence else 1
     send = collective_time("send", size, group_of(plan.axes, "pp"), cluster, stack.network)
     timeline = simulate(table, costs, send * (1 - stack.overlap_pipeline))

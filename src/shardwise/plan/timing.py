@@ -105,7 +105,7 @@ def estimate_time(
         stages = divide(profile, plan, workload, stack.cut).ranks[ranks.index(slowest)]
         _part_imbalance(terms, rank_costs(division, stages, cluster, stack), count)
     terms["pipeline"] = pipeline - slowest.busy * count
-    data, hidden = _data(division, cluster, stack, max(ranks, key=lambda rank: rank.params))
+    data, hidden = _data(division, cluster, stack, ranks)
     terms["data"], terms["copies"] = data, _copies(division, cluster, stack, max(rank.params for rank in ranks))
     passes = count * plan.schedule.stages if plan.axes.pp > 1 else count
     terms["host"] = stack.micro_host * passes + stack.fill_host * (plan.axes.pp - 1)
@@ -249,7 +249,7 @@ def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stac
     count, pp, turns = plan.batch.micro_batches, plan.axes.pp, plan.schedule.stages
     if pp == 1:
         return ranks[0].busy * count
-    size = division.tokens * division.profile.dim * compute_width(plan)
+    size = division.tokens * division.sent * compute_width(plan)
     size /= plan.axes.tp if plan.tensor.sequence else 1
     send = collective_time("send", size, group_of(plan.axes, "pp"), cluster, stack.network)
     exposed = send * (1 - stack.overlap_pipeline)
@@ -272,11 +272,15 @@ def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stac
     return time + (count - few) * steady
 
 
-def _data(division: Division, cluster: Cluster, stack: Stack, heavy: RankCosts) -> tuple[float, float]:
-    """(exposed, hidden) seconds of gradient reduction and parameter gathering."""
+def _data(division: Division, cluster: Cluster, stack: Stack, ranks: list[RankCosts]) -> tuple[float, float]:
+    """(exposed, hidden) seconds of gradient reduction and parameter gathering, of the rank with most parameters.
+
+    It goes at the pace of the pipeline's slowest rank: where it waits for others, as much is hidden.
+    """
+    heavy = max(ranks, key=lambda rank: rank.params)
     plan, blocks = division.plan, sum(len(stage.blocks) for stage in heavy.stages)
     sends = sends_of(wire_of(division, heavy.stages, cluster, stack))
-    passes = sum(heavy.forward), sum(heavy.backward)
+    passes = max(sum(rank.forward) for rank in ranks), max(sum(rank.backward) for rank in ranks)
     exposed, sent = exposed_time(rounds_of(plan), sends, passes, stack, waits=blocks, groups=blocks + 1)
     return exposed, sent - exposed
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardwise.errors import ModelError
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.division import sharded_dim, split_evenly
+from shardwise.plan.division import sharded_dim
 from shardwise.plan.plan import Plan
 
 Cut = Literal["none", "out", "in", "tokens", "heads", "experts"]
@@ -147,24 +147,3 @@ def _gpt_block(spec: ModelSpec) -> list[Weight]:
 def params_of(weights: Iterable[Weight]) -> int:
     """Elements of some parameters."""
     return sum(prod(weight.shape) for weight in weights)
-
-
-def first_blocks(spec: ModelSpec, plan: Plan) -> tuple[int, ...]:
-    """First block of each stage, as `parallel.pipeline.first_blocks` cuts a reference model without a sample.
-
-    Costs are numbers of parameters that a token meets; a table that is only looked up costs nothing, nor does a head
-    that is one.
-    """
-    stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
-    if stages == 1:
-        return (0,)
-    if plan.schedule.boundaries:
-        return (0, *(spec.block_names.index(name) for name in plan.schedule.boundaries))
-    weights = weights_of(spec)
-    experts = params_of(weight for weight in weights.block if weight.cut == "experts")
-    met = params_of(weights.block) - experts
-    if experts:
-        met += experts // spec.num_experts * spec.experts_per_token
-    costs = [met] * spec.num_layers
-    costs[-1] += params_of(weights.after)
-    return split_evenly(tuple(costs), stages)
