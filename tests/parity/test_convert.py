@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -953,6 +954,18 @@ def test_a_full_disk_leaves_no_export(large: Path, tmp_path: Path, monkeypatch: 
         options = ExportOptions(to=to)
         with pytest.raises(CheckpointError, match="No space left"):
             (export_dcp if to == "dcp" else export)(large / "store", tmp_path / "x", options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_said(large: Path, tmp_path: Path, to: Any) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large.*make room"):
+            (export_dcp if to == "dcp" else export)(large / "store", tmp_path / "x", ExportOptions(to=to))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
 
 
