@@ -44,6 +44,7 @@ from shardwise.checkpoint.foreign.dtypes import cast_bytes
 from shardwise.checkpoint.foreign.export import MAX_SHARD, ExportOptions, export
 from shardwise.checkpoint.foreign.unsafe import answer_to
 from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import main
@@ -306,6 +307,19 @@ def test_ties_are_kept_once(tmp_path: Path) -> None:
     done = convert(tmp_path / "y.pt", tmp_path / "b", Options())
     same(held(done.path), under_model({"a": square, "b": square.T, "c": square[:, :1], "d": square.T[:1]}))
     assert not done.notes
+
+
+def test_a_tied_weight_whose_first_name_is_left_out_has_the_next(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"head": nn.Linear(3, 3, bias=False), "embed": nn.Linear(3, 3, bias=False)})
+    net["embed"].weight = net["head"].weight
+    optimizer = stepped(torch.optim.AdamW(net.named_parameters()))
+    weights = {**net.state_dict(), "third.weight": net["head"].weight.detach()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    (tmp_path / "r.toml").write_text('[rename]\n"head.weight" = ""\n"embed.**" = "tokens.**"\n')
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options(rename=tmp_path / "r.toml"))
+    found = {key.replace("tokens", "head"): value for key, value in held(done.path).items()}
+    same(found, {key: value for key, value in expected_of(net, optimizer).items() if "embed" not in key})
+    assert Manifest.read(next(done.path.glob("step-*"))).scalars["ties"] == {"third.weight": "tokens.weight"}
 
 
 ZERO: dict[str, Callable[[Path, Truth], Path]] = {
