@@ -518,6 +518,9 @@ def save_fsdp1(path: str) -> None:
         with FSDP.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
             sharded = {"model": net.state_dict(), "optimizer": FSDP.optim_state_dict(net, optimizer)}
             dcp.save(sharded, checkpoint_id=f"{path}/sharded")
+        local = FSDP(Walks(), process_group=shards.get_group(), device_id=torch.device("cpu"))
+        with FSDP.state_dict_type(local, StateDictType.LOCAL_STATE_DICT):
+            dcp.save({"model": local.state_dict()}, checkpoint_id=f"{path}/local")
         with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):
             model, state = net.state_dict(), FSDP.optim_state_dict(net, optimizer)
         if mesh.rank == 0:
@@ -530,6 +533,8 @@ def named(model: Any, state: Any) -> Tensors:
 
 def test_fsdp1_sharded_and_full(world: World, tmp_path: Path) -> None:
     world(2, save_fsdp1, str(tmp_path))
+    with pytest.raises(CheckpointError, match="model._flat_param, in which FSDP1's LOCAL_STATE_DICT"):
+        convert(tmp_path / "local", tmp_path / "x", Options())
     full = torch.load(tmp_path / "full.ckpt", weights_only=True)
     done = convert(tmp_path / "full.ckpt", tmp_path / "a", Options())
     same(held(done.path), named(full["state_dict"], full["optimizer"]["state"]))
