@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -235,11 +236,14 @@ def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(
     assert loaded is not None and loaded.step == 4 and loaded.skipped == () and len(calls) == 2
 
 
-@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("content", [None, "", "another digit"])
 def test_store_json_is_written_anew(tmp_path: Path, content: str | None) -> None:
     saved(tmp_path)
     marker = tmp_path / "store.json"
     before = marker.read_text()
+    if content:  # of the run's id, which every checkpoint then seems not to be of
+        run = json.loads(before)["run"]
+        content = before.replace(run, f"{int(run[0], 16) ^ 1:x}{run[1:]}")
     marker.unlink() if content is None else marker.write_text(content)
     assert load_of(tmp_path / "new", tmp_path)[0] is not None and not (content is None and marker.exists())
     loaded, said = load_of(tmp_path)
