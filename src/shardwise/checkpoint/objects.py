@@ -86,16 +86,17 @@ class ObjectDirectory(StoreDirectory):
                 self.discard(entry)
 
     def discard(self, partial: Path) -> None:
-        """See `StoreDirectory`."""
-        with suppress(FileNotFoundError):
-            self.files.remove(partial / FILE)
-        with suppress(FileNotFoundError):
-            self.files.remove_tree(partial)
+        """See `StoreDirectory`; one whose manifest has arrived is a checkpoint, though no answer said so."""
+        if not self.files.is_file(partial / FILE):
+            self.remove_all([partial])
 
     def remove_all(self, checkpoints: Sequence[Path]) -> None:
         """See `StoreDirectory`."""
         for checkpoint in checkpoints:
-            self.discard(checkpoint)
+            with suppress(FileNotFoundError):
+                self.files.remove(checkpoint / FILE)
+            with suppress(FileNotFoundError):
+                self.files.remove_tree(checkpoint)
 
     def replace_text(self, name: str, text: str) -> None:
         """See `StoreDirectory`."""
