@@ -359,7 +359,7 @@ class Saving:
             severity="warning",
             what=f"step {self.job.step} was not saved; the run goes on, and older checkpoints are whole",
             evidence=str(self._error[0]),
-            fix="make room or repair the disk before the next save is due",
+            fix="see to it before the next save is due: make room where a disk is full",
         )
 
     def _join(self) -> None:
