@@ -131,6 +131,17 @@ def expected_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 # ---------------------------------------------------------------- in
 
 
+def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3), "b": torch.arange(5)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensors, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    same(held(tmp_path / "a"), under_model(tensors))
+
+
 def test_torch_files(tmp_path: Path) -> None:
     tensors = everything()
     for name, options in (("zip.pt", {}), ("old.bin", {"_use_new_zipfile_serialization": False})):
