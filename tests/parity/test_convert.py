@@ -970,8 +970,8 @@ def test_a_failure_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, mon
             try:
                 convert(tmp_path / "y.safetensors", target, Options(overwrite=True))
                 break
-            except CheckpointError:
-                assert len(held(target)) == 1
+            except CheckpointError as failed:
+                assert len(held(target)) == 1 and "nothing was left" not in str(failed)
     assert number > 10 and not held(target)["model.w"].any()
 
 
@@ -1014,6 +1014,9 @@ def test_targets_are_not_lost(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"mine: found thesis\.txt in it"):
             act(target if act is export else source, tmp_path / "mine", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "mine", "x.safetensors"]
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="link: found a link there, .*that to which it leads, nowhere"):
+        convert(source, tmp_path / "link", Options(overwrite=True))
     with pytest.raises(UsageError, match="weights only"):
         export(target, tmp_path / "b", ExportOptions(optimizer=True))
 
