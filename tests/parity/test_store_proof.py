@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import loading, store
 from shardwise.checkpoint.directory import Directory, Listing
+from shardwise.checkpoint.files import LocalFiles
 from shardwise.checkpoint.layout import local_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.store import Loaded, Store
@@ -207,6 +208,15 @@ def test_a_store_whose_checkpoints_are_gone_is_no_new_one(tmp_path: Path) -> Non
     newest.symlink_to(tmp_path / newest.name)
     with pytest.raises(CheckpointError, match="step-00000002: latest names it, and it is a link, or no directory: put"):
         load_of(tmp_path / "store")
+
+
+def test_a_list_that_lacks_the_newest_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network's file system may keep it for a while: `latest` names what is there."""
+    newest, _ = saved(tmp_path)
+    real = LocalFiles.names
+    monkeypatch.setattr(LocalFiles, "names", lambda self, path: [n for n in real(self, path) if n != newest.name])
+    loaded, _ = load_of(tmp_path)
+    assert loaded is not None and loaded.path == newest and not loaded.skipped
 
 
 def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(

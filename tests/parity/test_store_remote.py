@@ -407,6 +407,17 @@ def test_a_store_that_is_copied_from_a_url_is_read_on_a_disk(tmp_path: Path) -> 
     assert verify(tmp_path).step == 7 and find_checkpoint(tmp_path) == tmp_path
 
 
+def test_a_list_that_lacks_the_newest_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, real = uploaded("memory://stale", tmp_path), RemoteFiles.listed
+    objects.put("latest", b"step-00000008\n")
+
+    def listed(self: RemoteFiles, path: Path) -> dict[str, int | None]:
+        return {name: size for name, size in real(self, path).items() if name != "step-00000008"}
+
+    monkeypatch.setattr(RemoteFiles, "listed", listed)
+    assert find("memory://stale").path.name == "step-00000008"
+
+
 def test_a_removal_leaves_names_that_begin_alike(tmp_path: Path, s3: dict[str, str]) -> None:
     objects = uploaded("s3://bucket/alike", tmp_path, (7,))
     beside = "step-00000007.save-0123abcd"

@@ -278,8 +278,8 @@ class StoreDirectory(ABC):
         return self._known[identity]
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """(step, "" or "partial" or "old", path) of every directory that a save made; links are none."""
-        for name in self.files.names(self.path):
+        """(step, "" or "partial" or "old", path) of all that saves made; a list may lack what `latest` names by now."""
+        for name in sorted({*self.files.names(self.path), self._pointer()}):
             match = NAME.fullmatch(name)
             if match and self.files.is_directory(self.path / name):
                 yield int(match[1]), match[2] or "", self.path / name

@@ -104,10 +104,13 @@ class ObjectDirectory(StoreDirectory):
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
         """As every directory; a save without manifest is partial, unless `latest` says that it had one."""
-        for name, size in self.files.listed(self.path).items():
+        listed, named = self.files.listed(self.path), self._pointer()
+        if named not in listed and NAME.fullmatch(named) and self.files.is_directory(self.path / named):
+            listed[named] = None
+        for name, size in listed.items():
             match = NAME.fullmatch(name)
             if match and size is None:
                 kind = match[2] or ""
-                if not self.files.is_file(self.path / name / FILE) and self._pointer() != name:
+                if not self.files.is_file(self.path / name / FILE) and named != name:
                     kind = "partial"
                 yield int(match[1]), kind, self.path / name
