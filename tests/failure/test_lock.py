@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shardwise.errors import ExitCode, LockedError, UsageError
@@ -115,6 +116,18 @@ def test_a_clock_that_is_wrong_changes_no_verdict(
     os.utime(path, (now - 61, now - 61))
     with RunLock.take(tmp_path / "lock", lost) as lock:
         assert lock.taken_over is not None and lock.taken_over.host == "elsewhere"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system says no time since its boot")
+def test_a_clock_that_is_set_leaves_an_owner_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = psutil.Process.create_time  # the boot as the clock has it, and the ticks since then
+    with RunLock.take(tmp_path / "lock", lost) as lock:
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: real(self) + 1)
+        with pytest.raises(LockedError):
+            RunLock.take(tmp_path / "lock", lost)
+        with pytest.raises(LockedError):
+            RunLock.await_free(tmp_path / "lock")
+        assert lock.is_held and RunLock.is_held_here(tmp_path / "lock")
 
 
 def test_the_same_pid_in_another_container_is_another_host(tmp_path: Path) -> None:

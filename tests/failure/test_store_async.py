@@ -85,6 +85,22 @@ def all_have(mesh: Mesh, found: list[str]) -> bool:
     return bool(mesh.all_reduce_min(torch.tensor(float(len(found)))))
 
 
+def test_a_failure_that_nobody_asks_for_is_said_by_the_next_save(tmp_path: Path) -> None:
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        placed = place("one", mesh)
+        state, files = State(placed, adamw(placed, 0.01)), Broken()
+        store = Store(tmp_path, files=files)
+        files.broken = True
+        with pytest.raises(CheckpointError):
+            store.save_async(state).wait()
+        files.broken = False
+        with pytest.warns(UserWarning, match="step 0 was not saved.*before the next save is due") as said:
+            store.save_async(state).wait()
+            store.save(state)
+        assert len(said) == 1  # once
+        assert [finding.id for finding in store.take_findings()] == ["checkpoint.save"] and not store.take_findings()
+
+
 def failing(path: str) -> tuple[int, list[str], str]:
     with open_mesh(LAYOUTS["fsdp2"]) as mesh:
         placed = place("fsdp2", mesh)

@@ -145,6 +145,15 @@ def test_a_place_that_cannot_be_looked_at_is_noted(tmp_path: Path) -> None:
         assert not held.refusal and ("File name too long" in held.note) is (look == holder.look)  # said once
 
 
+def test_a_lock_that_is_torn_refuses_as_a_lock(tmp_path: Path) -> None:
+    RunLock.take(tmp_path / "lock", print)
+    (tmp_path / "lock" / "0000001.json").write_text("")
+    mesh: Any = SimpleNamespace(rank=0, at_exit=[])
+    for held in (Holder(tmp_path).look(mesh), Holder(tmp_path).take(mesh)):
+        with pytest.raises(LockedError, match=r"0000001.json is no lock of Shardwise.*remove it when no run"):
+            held.check()
+
+
 def test_negative_control_without_the_lock_both_would_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunLock.take(tmp_path / "lock", print):
         monkeypatch.setattr(lock_module, "_is_dead", lambda *_: True)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from shardwise.checkpoint.foreign.dtypes import cast_bytes
 from shardwise.checkpoint.foreign.export import MAX_SHARD, ExportOptions, export
 from shardwise.checkpoint.foreign.unsafe import answer_to
 from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import main
@@ -127,6 +129,17 @@ def expected_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
 
 
 # ---------------------------------------------------------------- in
+
+
+def test_a_file_without_crcs_is_read(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3), "b": torch.arange(5)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensors, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    convert(tmp_path / "x.pt", tmp_path / "a", Options())
+    same(held(tmp_path / "a"), under_model(tensors))
 
 
 def test_torch_files(tmp_path: Path) -> None:
@@ -305,6 +318,19 @@ def test_ties_are_kept_once(tmp_path: Path) -> None:
     done = convert(tmp_path / "y.pt", tmp_path / "b", Options())
     same(held(done.path), under_model({"a": square, "b": square.T, "c": square[:, :1], "d": square.T[:1]}))
     assert not done.notes
+
+
+def test_a_tied_weight_whose_first_name_is_left_out_has_the_next(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"head": nn.Linear(3, 3, bias=False), "embed": nn.Linear(3, 3, bias=False)})
+    net["embed"].weight = net["head"].weight
+    optimizer = stepped(torch.optim.AdamW(net.named_parameters()))
+    weights = {**net.state_dict(), "third.weight": net["head"].weight.detach()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    (tmp_path / "r.toml").write_text('[rename]\n"head.weight" = ""\n"embed.**" = "tokens.**"\n')
+    done = convert(tmp_path / "x.pt", tmp_path / "a", Options(rename=tmp_path / "r.toml"))
+    found = {key.replace("tokens", "head"): value for key, value in held(done.path).items()}
+    same(found, {key: value for key, value in expected_of(net, optimizer).items() if "embed" not in key})
+    assert Manifest.read(next(done.path.glob("step-*"))).scalars["ties"] == {"third.weight": "tokens.weight"}
 
 
 ZERO: dict[str, Callable[[Path, Truth], Path]] = {
@@ -503,6 +529,9 @@ def save_fsdp1(path: str) -> None:
         with FSDP.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
             sharded = {"model": net.state_dict(), "optimizer": FSDP.optim_state_dict(net, optimizer)}
             dcp.save(sharded, checkpoint_id=f"{path}/sharded")
+        local = FSDP(Walks(), process_group=shards.get_group(), device_id=torch.device("cpu"))
+        with FSDP.state_dict_type(local, StateDictType.LOCAL_STATE_DICT):
+            dcp.save({"model": local.state_dict()}, checkpoint_id=f"{path}/local")
         with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):
             model, state = net.state_dict(), FSDP.optim_state_dict(net, optimizer)
         if mesh.rank == 0:
@@ -515,6 +544,8 @@ def named(model: Any, state: Any) -> Tensors:
 
 def test_fsdp1_sharded_and_full(world: World, tmp_path: Path) -> None:
     world(2, save_fsdp1, str(tmp_path))
+    with pytest.raises(CheckpointError, match="model._flat_param, in which FSDP1's LOCAL_STATE_DICT"):
+        convert(tmp_path / "local", tmp_path / "x", Options())
     full = torch.load(tmp_path / "full.ckpt", weights_only=True)
     done = convert(tmp_path / "full.ckpt", tmp_path / "a", Options())
     same(held(done.path), named(full["state_dict"], full["optimizer"]["state"]))
@@ -939,8 +970,8 @@ def test_a_failure_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, mon
             try:
                 convert(tmp_path / "y.safetensors", target, Options(overwrite=True))
                 break
-            except CheckpointError:
-                assert len(held(target)) == 1
+            except CheckpointError as failed:
+                assert len(held(target)) == 1 and "nothing was left" not in str(failed)
     assert number > 10 and not held(target)["model.w"].any()
 
 
@@ -953,6 +984,18 @@ def test_a_full_disk_leaves_no_export(large: Path, tmp_path: Path, monkeypatch: 
         options = ExportOptions(to=to)
         with pytest.raises(CheckpointError, match="No space left"):
             (export_dcp if to == "dcp" else export)(large / "store", tmp_path / "x", options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_said(large: Path, tmp_path: Path, to: Any) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large.*make room"):
+            (export_dcp if to == "dcp" else export)(large / "store", tmp_path / "x", ExportOptions(to=to))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
 
 
@@ -971,6 +1014,9 @@ def test_targets_are_not_lost(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"mine: found thesis\.txt in it"):
             act(target if act is export else source, tmp_path / "mine", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "mine", "x.safetensors"]
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="link: found a link there, .*that to which it leads, nowhere"):
+        convert(source, tmp_path / "link", Options(overwrite=True))
     with pytest.raises(UsageError, match="weights only"):
         export(target, tmp_path / "b", ExportOptions(optimizer=True))
 

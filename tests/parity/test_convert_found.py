@@ -436,3 +436,14 @@ def test_torchscript_is_told(tmp_path: Path) -> None:
         CheckpointError, match=r"found an archive of TorchScript.*needed a state_dict; torch.jit.load it"
     ):
         convert(tmp_path / "x.pt", tmp_path / "a", Options())
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"])
+def test_a_part_of_a_model_without_an_index_is_not_the_model(tmp_path: Path, name: str) -> None:
+    write = save_file if name.endswith(".safetensors") else torch.save
+    write({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"found {name}, by the name part of a model, and no index"):
+        convert(tmp_path, tmp_path.with_suffix(".out"), Options())
+    assert convert(tmp_path / name, tmp_path.with_suffix(".out"), Options()).num_weights == 1  # named: it is meant
+    (tmp_path / name).rename(tmp_path / name.replace("00002", "00001"))
+    assert convert(tmp_path, tmp_path.with_suffix(".whole"), Options()).num_weights == 1

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from shardwise.checkpoint.layout import numpy_bytes
 from shardwise.checkpoint.store import Store
+from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import open_mesh
 from shardwise.testing.world import World
 from shardwise.train.optimizers import adamw
+from shardwise.train.state import TrainState
 from tests.parity.placing import LAYOUTS, State, place
 
 KEPT = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -60,3 +62,15 @@ def test_kept_checkpoints_load(world: World, kept: Path, layout: str) -> None:
     parts = world(LAYOUTS[layout].world, load, str(kept.parent / "checkpoints"), layout)
     found = {name: digest for part in parts for name, digest in part.items()}
     assert found == expected
+
+
+def test_a_train_state_says_what_another_state_did_not_save() -> None:
+    kept = KEPT / "schema-2" / "fsdp2tp2" / "checkpoints" / "step-00000002"
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        placed = place("one", mesh)
+        state = TrainState(placed, adamw(placed, 0.01))
+        with pytest.raises(CheckpointError, match="found no skipped, .*of another class.*weights_only=True"):
+            Store(KEPT / "nowhere").load(state, kept)
+        assert state.step == 0
+        loaded = Store(KEPT / "nowhere").load(state, kept, weights_only=True)
+        assert loaded.proof.line == "resume proof: 9/9 tensors, checksums ok"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import loading, store
 from shardwise.checkpoint.directory import Directory, Listing
+from shardwise.checkpoint.files import LocalFiles
 from shardwise.checkpoint.layout import local_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.store import Loaded, Store
@@ -208,6 +210,15 @@ def test_a_store_whose_checkpoints_are_gone_is_no_new_one(tmp_path: Path) -> Non
         load_of(tmp_path / "store")
 
 
+def test_a_list_that_lacks_the_newest_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network's file system may keep it for a while: `latest` names what is there."""
+    newest, _ = saved(tmp_path)
+    real = LocalFiles.names
+    monkeypatch.setattr(LocalFiles, "names", lambda self, path: [n for n in real(self, path) if n != newest.name])
+    loaded, _ = load_of(tmp_path)
+    assert loaded is not None and loaded.path == newest and not loaded.skipped
+
+
 def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,11 +246,14 @@ def test_checkpoints_that_go_while_they_are_looked_at_are_looked_for_again(
     assert loaded is not None and loaded.step == 4 and loaded.skipped == () and len(calls) == 2
 
 
-@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("content", [None, "", "another digit"])
 def test_store_json_is_written_anew(tmp_path: Path, content: str | None) -> None:
     saved(tmp_path)
     marker = tmp_path / "store.json"
     before = marker.read_text()
+    if content:  # of the run's id, which every checkpoint then seems not to be of
+        run = json.loads(before)["run"]
+        content = before.replace(run, f"{int(run[0], 16) ^ 1:x}{run[1:]}")
     marker.unlink() if content is None else marker.write_text(content)
     assert load_of(tmp_path / "new", tmp_path)[0] is not None and not (content is None and marker.exists())
     loaded, said = load_of(tmp_path)

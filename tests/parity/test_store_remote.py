@@ -323,6 +323,51 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new(world: World, kind: str) -
     assert len(steps) > 4 and steps == sorted(steps) and steps[0] == 2 and steps[-1] == (2 if kind == "again" else 3)
 
 
+class Deaf(RemoteFiles):
+    """Its n-th call is done by the server, and its answer is lost."""
+
+    left = -1
+
+    def call(self, name: str, path: Path, act: Any) -> Any:
+        answer = super().call(name, path, act)
+        self.left -= 1
+        if self.left == 0:
+            raise CheckpointError(f"{path}: {name}: no answer")
+        return answer
+
+
+def deaf_at_every_call(kind: str) -> list[tuple[str, int]]:
+    """What a save says whose n-th answer is lost, for every n, and which step loads after it."""
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        told: list[tuple[str, int]] = []
+        for number in range(1, 80):
+            url = f"memory://deaf/{kind}{number}"
+            state, kept = make(mesh, "one"), 1 if kind == "prune" else 3
+            last = Store(url, keep=kept, files=(files := Deaf(located(url))))
+            last.save(state)
+            state.run(1)
+            files.left = number
+            last.save_async(state)
+            last.wait()
+            said = [finding.id for finding in last.take_findings()]
+            loaded = (again := Store(url, keep=kept)).load_latest(after := make(mesh, "one"))
+            assert loaded is not None and not loaded.skipped and loaded.path == again.latest()
+            told.append((said[0] if said else "", loaded.step))
+            again.save(after)
+            assert len(again.checkpoints()) == len([n for n in Objects(url).names() if ".save-" in n])
+            if files.left > 0:
+                return told
+    raise AssertionError("a save that needs 80 calls")
+
+
+@pytest.mark.parametrize("kind", ["new", "prune"])
+def test_an_answer_that_is_lost_damages_nothing(world: World, kind: str) -> None:
+    [told] = world(1, deaf_at_every_call, kind)
+    steps = [step for _, step in told]
+    assert steps == sorted(steps) and steps[0] == 0 and told[-1] == ("", 1)
+    assert ("checkpoint.prune", 1) in told and ("checkpoint.save", 0) in told
+
+
 # ---------------------------------------------------------------- one process, no mesh
 
 
@@ -360,6 +405,17 @@ def test_a_store_that_is_copied_from_a_url_is_read_on_a_disk(tmp_path: Path) -> 
     assert verify(tmp_path).path == newest and find(str(tmp_path)).path == newest
     newest.rename(tmp_path / "step-00000008.partial-0123abcd")
     assert verify(tmp_path).step == 7 and find_checkpoint(tmp_path) == tmp_path
+
+
+def test_a_list_that_lacks_the_newest_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, real = uploaded("memory://stale", tmp_path), RemoteFiles.listed
+    objects.put("latest", b"step-00000008\n")
+
+    def listed(self: RemoteFiles, path: Path) -> dict[str, int | None]:
+        return {name: size for name, size in real(self, path).items() if name != "step-00000008"}
+
+    monkeypatch.setattr(RemoteFiles, "listed", listed)
+    assert find("memory://stale").path.name == "step-00000008"
 
 
 def test_a_removal_leaves_names_that_begin_alike(tmp_path: Path, s3: dict[str, str]) -> None:

@@ -144,9 +144,35 @@ def test_ctrl_c_says_that_nothing_is_half_written(
     weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("shardwise.checkpoint.foreign.convert._write", interrupted)
     before = sorted(weights.parent.iterdir())
     assert run("convert", weights, weights.parent / "out") == 130
     assert "SIGINT: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("then", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_waits_for_what_is_cleared_up(
+    first: signal.Signals, code: int, then: signal.Signals, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = weights.parent / "out"
+    assert run("convert", weights, out) == 0
+    before, real = sorted(weights.parent.rglob("*")), os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        real(source, target)
+        if ".old-" in str(target):  # the moment when nothing has the target's name
+            os.kill(os.getpid(), first)
+
+    def exists(path: Path) -> bool:
+        if ".old-" in str(path):
+            os.kill(os.getpid(), then)
+        return os.path.exists(path)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(Path, "exists", exists)
+    assert run("convert", weights, out, "--overwrite") == code
+    assert f"{first.name}: stopped" in capsys.readouterr().err
+    assert sorted(weights.parent.rglob("*")) == before

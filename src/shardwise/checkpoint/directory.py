@@ -10,6 +10,7 @@ step-00000500.save-9c8d7e6f/      a save at a URL (`objects.py`), or a copy of o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import uuid
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.files import Files, Identity, LocalFiles, read_whole
 from shardwise.checkpoint.format import DamagedError, Fields, parse_json
@@ -136,8 +138,7 @@ class StoreDirectory(ABC):
         if self.run_id() is not None:
             return None
         with suppress(OSError, CheckpointError):  # a place that is only read needs none
-            run = self._run_of_checkpoints()
-            if run is not None:
+            if (run := self._run_of_checkpoints()) is not None:
                 self._mark(run)
                 return f"{self.path / MARKER} was missing or damaged"
         return None
@@ -151,7 +152,7 @@ class StoreDirectory(ABC):
         return None
 
     def _mark(self, run: str) -> None:
-        self.replace_text(MARKER, json.dumps({"format": "shardwise-store", "schema": 2, "run": run}) + "\n")
+        self.replace_text(MARKER, json.dumps(_marker(run)) + "\n")
 
     def begin(self, step: int, run: str) -> Path:
         """Make the store if needed, clear what crashed saves left, and make the directory of a new save.
@@ -179,10 +180,11 @@ class StoreDirectory(ABC):
         return partial
 
     def run_id(self) -> str | None:
-        """The run that `store.json` names; None: there is none, or it cannot be read."""
+        """The run that `store.json` names; None: there is none, or it is damaged."""
         try:
-            data = parse_json(read_whole(self.files, self.path / MARKER, 4096), str(self.path / MARKER))
-            return Fields(data, MARKER).hex("run", 32)
+            data = parse_json(read_whole(self.files, self.path / MARKER, 4096), MARKER)
+            run = Fields(data, MARKER).hex("run", 32)
+            return run if data.get("sha256") in (_marker(run)["sha256"], None) else None  # older ones have none
         except (OSError, DamagedError):
             return None
 
@@ -276,8 +278,8 @@ class StoreDirectory(ABC):
         return self._known[identity]
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
-        """(step, "" or "partial" or "old", path) of every directory that a save made; links are none."""
-        for name in self.files.names(self.path):
+        """(step, "" or "partial" or "old", path) of all that saves made; a list may lack what `latest` names by now."""
+        for name in sorted({*self.files.names(self.path), self._pointer()}):
             match = NAME.fullmatch(name)
             if match and self.files.is_directory(self.path / name):
                 yield int(match[1]), match[2] or "", self.path / name
@@ -387,6 +389,10 @@ class Directory(StoreDirectory):
         self.files.write_whole(fresh, text.encode())
         self.files.rename(fresh, self.path / name)
         self.files.sync_directory(self.path)
+
+
+def _marker(run: str) -> dict[str, Any]:
+    return {"format": "shardwise-store", "schema": 2, "run": run, "sha256": hashlib.sha256(run.encode()).hexdigest()}
 
 
 def name_of(step: int) -> str:

@@ -84,8 +84,9 @@ class Holder:
             if os.access(place, os.W_OK) and not RunLock.is_held_here(self._folder):
                 act()
         except LockedError as error:
-            if RunLock.is_held_here(self._folder):  # by another store of this process
-                return Held()
+            with suppress(LockedError):  # a file that is no lock
+                if RunLock.is_held_here(self._folder):  # by another store of this process
+                    return Held()
             return Held(refusal=f"{error}; to read a checkpoint beside that run: Store.load(state, path)")
         except (UsageError, OSError) as error:  # it is tried again, and not said again
             note, self._noted = "" if self._noted else f"{self._store}: {error}", True

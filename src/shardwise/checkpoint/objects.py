@@ -86,16 +86,17 @@ class ObjectDirectory(StoreDirectory):
                 self.discard(entry)
 
     def discard(self, partial: Path) -> None:
-        """See `StoreDirectory`."""
-        with suppress(FileNotFoundError):
-            self.files.remove(partial / FILE)
-        with suppress(FileNotFoundError):
-            self.files.remove_tree(partial)
+        """See `StoreDirectory`; one whose manifest has arrived is a checkpoint, though no answer said so."""
+        if not self.files.is_file(partial / FILE):
+            self.remove_all([partial])
 
     def remove_all(self, checkpoints: Sequence[Path]) -> None:
         """See `StoreDirectory`."""
         for checkpoint in checkpoints:
-            self.discard(checkpoint)
+            with suppress(FileNotFoundError):
+                self.files.remove(checkpoint / FILE)
+            with suppress(FileNotFoundError):
+                self.files.remove_tree(checkpoint)
 
     def replace_text(self, name: str, text: str) -> None:
         """See `StoreDirectory`."""
@@ -103,10 +104,13 @@ class ObjectDirectory(StoreDirectory):
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
         """As every directory; a save without manifest is partial, unless `latest` says that it had one."""
-        for name, size in self.files.listed(self.path).items():
+        listed, named = self.files.listed(self.path), self._pointer()
+        if named not in listed and NAME.fullmatch(named) and self.files.is_directory(self.path / named):
+            listed[named] = None
+        for name, size in listed.items():
             match = NAME.fullmatch(name)
             if match and size is None:
                 kind = match[2] or ""
-                if not self.files.is_file(self.path / name / FILE) and self._pointer() != name:
+                if not self.files.is_file(self.path / name / FILE) and named != name:
                     kind = "partial"
                 yield int(match[1]), kind, self.path / name

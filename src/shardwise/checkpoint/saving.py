@@ -6,7 +6,7 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -105,15 +105,27 @@ class SaveJob:
                     self.directory.discard(partial)
             raise
         seconds = time.perf_counter() - self.start
-        doomed, left = peers.on_first(self.doing, lambda: self.directory.doomed(self.retention)), ""
-        if doomed:
-            peers.together(self.doing, lambda: self._read_back(final, identity, written[peers.rank][0]))
-            try:
-                peers.on_first(self.doing, lambda: self.directory.remove_all(doomed))
-            except CheckpointError as error:  # this save is complete whatever becomes of others
-                left = str(error)
+        left = self._prune(peers, lambda: self._read_back(final, identity, written[peers.rank][0]))
         size = sum(entry.size_bytes for entry, _ in written)
         return Save(path=final, step=self.step, size_bytes=size, seconds=seconds, left=left)
+
+    def _prune(self, peers: Peers, read_back: Callable[[], None]) -> str:
+        """Remove what need not stay, once this save is read back; why it is still there: the save is complete anyway.
+
+        Raises:
+            CheckpointError: what was saved cannot be read.
+        """
+        try:
+            doomed = peers.on_first(self.doing, lambda: self.directory.doomed(self.retention))
+        except CheckpointError as error:
+            return str(error)
+        if doomed:
+            peers.together(self.doing, read_back)
+            try:
+                peers.on_first(self.doing, lambda: self.directory.remove_all(doomed))
+            except CheckpointError as error:
+                return str(error)
+        return ""
 
     def _finish_copy(self) -> None:
         failure = self.copy.finish() or self.failure
@@ -347,7 +359,7 @@ class Saving:
             severity="warning",
             what=f"step {self.job.step} was not saved; the run goes on, and older checkpoints are whole",
             evidence=str(self._error[0]),
-            fix="make room or repair the disk before the next save is due",
+            fix="see to it before the next save is due: make room where a disk is full",
         )
 
     def _join(self) -> None:

@@ -88,6 +88,7 @@ class Store:
         self._going_on: Saving | None = None
         self._last_s = self._held_up_s = 0.0
         self._findings: list[Finding] = []
+        self._told = 0  # of these
         self._forgotten = ""
         self._holder = Holder(self.path)
         self._directory.check_is_store()
@@ -170,14 +171,19 @@ class Store:
     def _end(self, peers: Peers) -> None:
         """Wait for the last save, and say what nobody has asked for since."""
         self.wait()
-        for finding in self.take_findings():
+        self._tell(peers)
+
+    def _tell(self, peers: Peers) -> None:
+        told, found = self._told, self.take_findings()
+        for finding in found[told:]:
             peers.warn(str(finding))
+        self._findings, self._told = found, len(found)
 
     def take_findings(self) -> list[Finding]:
-        """What went wrong in saves that have ended in the background, each once; cheap enough for every step."""
+        """What went wrong in saves beside training, each once; cheap at every step. Else the next save warns."""
         if self._going_on is not None and self._going_on.has_ended:
             self.wait()
-        found, self._findings = self._findings, []
+        found, self._findings, self._told = self._findings, [], 0
         return found
 
     @torch.inference_mode(False)
@@ -344,6 +350,7 @@ class Store:
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
         start, peers = time.perf_counter(), Peers.of(state.mesh)
+        self._tell(peers)
         self.wait()
         waited = time.perf_counter() - start
         scalars, tensors = state.scalars(), state.tensors()

@@ -52,31 +52,35 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-_STOPS = (signal.SIGTERM, signal.SIGHUP)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def _clearing_up(target: Path) -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is half written is removed; once, then they wait.
+    """Ctrl-C, SIGTERM and SIGHUP end the block, so that what is half written is removed; once, then they wait for that.
 
     A signal that is ignored (`nohup`) stays so.
     """
     stops = [stop for stop in _STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
+    heard: list[signal.Signals] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         for stop in stops:
             signal.signal(stop, signal.SIG_IGN)
-        typer.echo(f"shardwise: {said(signal.Signals(number).name)}", err=True)
-        raise SystemExit(ExitCode.TERMINATED)
-
-    def said(name: str) -> str:
-        return f"{name}: stopped; {target} is as it was, or complete"
+        heard.append(signal.Signals(number))
+        raise KeyboardInterrupt
 
     try:
         with handling(stops, on_signal):
             yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(said("SIGINT")) from None
+    except BaseException:  # whatever a library made of it on its way
+        if not heard:
+            raise
+        said = f"{heard[0].name}: stopped; {target} is as it was, or complete"
+        if heard[0] == signal.SIGINT:
+            raise KeyboardInterrupt(said) from None
+        typer.echo(f"shardwise: {said}", err=True)
+        raise SystemExit(ExitCode.TERMINATED) from None
 
 
 def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:

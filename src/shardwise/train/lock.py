@@ -264,8 +264,7 @@ def _is_here(owner: Owner) -> bool:
 
 def _runs(pid: int, began: float) -> bool:
     try:
-        process = psutil.Process(pid)
-        return bool(process.create_time() == began and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(_began(pid) == began and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:  # it is there, and somebody else's
@@ -345,7 +344,18 @@ def _user() -> str:
 
 
 def _this_process() -> tuple[int, float]:
-    return os.getpid(), psutil.Process().create_time()
+    return os.getpid(), _began(os.getpid())
+
+
+def _began(pid: int) -> float:
+    """When a process began, in seconds since the boot where the system says so: psutil adds what the clock makes of it.
+
+    A clock that is set moves every such time, and a run that lives would look dead.
+    """
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(words[19]) / os.sysconf("SC_CLK_TCK")
+    return float(psutil.Process(pid).create_time())
 
 
 def _place() -> str:

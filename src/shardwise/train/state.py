@@ -285,8 +285,13 @@ class TrainState:
 
         Raises:
             CheckpointError: modules keep more, or less, beside their parameters than those that were saved; the data
-                is other data.
+                is other data; it is not of a `TrainState`.
         """
+        if lacking := [key for key in _SAVED if key not in scalars]:
+            raise CheckpointError(
+                f"found no {', '.join(lacking)}, so that it is of a state of another class; needed that of a "
+                "TrainState; load the weights only and begin with them (weights_only=True)"
+            )
         before, updates = self.scalars(), self._ema_updates
         try:
             self._load_scalars(scalars)
@@ -309,6 +314,10 @@ class TrainState:
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:
             self.loss_scale.scale, self.loss_scale.good_steps = scalars["loss_scale"]
+
+
+_SAVED = ("step", "skipped", "weight", "seed", "data", "loss_scale")
+"""Scalars that every save of a `TrainState` has."""
 
 
 def _check_micro_batches(placed: Placed, batches: object) -> None:

@@ -152,8 +152,11 @@ class _Zip:
                 "a state_dict",
                 "torch.jit.load it where it is trusted, and save its state_dict()",
             )
-        for info in infos:
+        records: list[Any] = infos
+        has_crc = any(info.CRC for info in infos)  # torch.serialization.set_crc32_options(False) writes 0 for all
+        for info in records:
             self._check_record(info)
+            info.CRC = info.CRC if has_crc else None
         ends = 0
         for info in sorted(infos, key=lambda i: i.header_offset):
             if info.header_offset < ends:

@@ -21,6 +21,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _GROUPS = "param_groups"
 _PARTS = ("state", _GROUPS)
 """Of an optimizer's state_dict."""
+_FLAT = "_flat_param"
 _OPTIMIZER = re.compile(r"(optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
 Path_ = tuple[Any, ...]
 
@@ -85,6 +86,12 @@ def _entries(files: OpenFiles, path: Path, in_order: bool) -> _Entries:
     paths = _paths(where, metadata.get("planner_data"), list(kinds))
     items = _items(path, where, metadata)
     tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
+    flat = [name for name in tensors if _joined(paths[name][-1:]).rpartition(".")[2] == _FLAT]
+    if flat:
+        raise CheckpointError(
+            f"{where}: found {shown(flat)}, in which FSDP1's LOCAL_STATE_DICT has parameters one after the other, "
+            "without their names; needed each by itself: save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     files.need(path, [item.job.path.name for name in tensors for item in items.get(name, [])], where)
     sources = _tensors(files, where, tensors, items)
     numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items, in_order)

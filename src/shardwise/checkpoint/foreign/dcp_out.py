@@ -82,8 +82,15 @@ def export_dcp(source: Path, target: Path, options: ExportOptions) -> Exported:
                     no_dist=True,
                 )
             except CheckpointException as error:  # wraps what went wrong; a full disk, or a damaged source
-                raise next(iter(error.failures.values()))[0] from error
+                raise _begun_by(next(iter(error.failures.values()))[0]) from error
         return finished(target, partial, content, sorted(path.name for path in partial.iterdir()))
+
+
+def _begun_by(error: BaseException) -> BaseException:
+    """What went wrong first: torch's writer of archives fails too (`unexpected pos`) when a full disk ends it."""
+    while isinstance(error, RuntimeError) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _by_path(content: Content) -> dict[str, Source]:

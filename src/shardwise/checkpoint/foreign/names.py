@@ -101,6 +101,7 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
         return name
 
     old = list(found.weights)
+    _leave_first_names(found, by_rules)
     _apply(found, by_rules)
     idle = [rule for rule in rules if rule not in used]
     if idle:
@@ -108,6 +109,16 @@ def rename(found: Foreign, rules: Iterable[Rule]) -> None:
             f"rename {idle[0].source!r}: found no tensor that it or no rule before it matches; "
             f"{nearest(idle[0].source, old)}; needed a pattern of a name: take the rule out or mend it"
         )
+
+
+def _leave_first_names(found: Foreign, change: Callable[[str], str | None]) -> None:
+    """A tied weight whose first name is left out is there under the next name that is not."""
+    for name, first in list(found.ties.items()):
+        if first in found.weights and change(first) is None and change(name) is not None:
+            found.weights[name] = found.weights.pop(first)
+            if first in found.optimizer:
+                found.optimizer[name] = found.optimizer.pop(first)
+            found.ties = {n: name if f == first else f for n, f in found.ties.items() if n != name}
 
 
 def _common(found: Foreign) -> str:

@@ -24,6 +24,7 @@ STEP = "shardwise_step"
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _SHARDING = "DCP_SHARDING_INFO"
 _PART = re.compile(r"shard-\d+-model-\d+-of-\d+\.")
+_IS_PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -138,6 +139,11 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
         return [path / name for name in sorted(set(listed.values()))], listed
     if suffix == SUFFIX and not indexes and (parts := [name for name in singles if _PART.match(name)]):
         raise sliced(path / parts[0])
+    if not indexes and (parts := [name for name in singles if _IS_PART.search(name)]):
+        raise CheckpointError(
+            f"{path}: found {shown(parts)}, by the name part of a model, and no index; needed *{suffix}{INDEX_SUFFIX} "
+            "and all that it lists: copy them again, or give the file if it is all that is meant"
+        )
     if len(indexes) > 1 or len(singles) != 1:
         raise CheckpointError(
             f"{path}: found {len(singles)} files that end in {suffix} and {len(indexes)} indexes, needed one file, or "

@@ -55,7 +55,7 @@ def replacing(target: Path, overwrite: bool, source: Path, *, file: bool = False
     except OSError as error:
         raise CheckpointError(
             f"{target}: cannot be written ({error.strerror or error}: {error.filename or partial}); needed room and "
-            "the right to write; nothing was left there: make room or choose another path"
+            "the right to write; it is as it was, or complete: make room or choose another path"
         ) from error
     finally:  # wherever a signal came: one of the two has the target's name
         with suppress(OSError):
@@ -81,7 +81,12 @@ def _check_apart(source: Path, target: Path) -> None:
 
 
 def _check_target(target: Path, overwrite: bool, file: bool) -> None:
-    if target.is_symlink() or (target.exists() and not overwrite):
+    if target.is_symlink():
+        raise UsageError(
+            f"{target}: found a link there, which nothing replaces; needed a new path, or one that --overwrite may "
+            f"replace: give another path, or that to which it leads, {target.readlink()}"
+        )
+    if target.exists() and not overwrite:
         raise UsageError(
             f"{target}: found something there already; needed a new path, so that nothing is lost; give another one, "
             "or --overwrite"
