@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from shardwise.errors import ConfigError, SpikeError
+from shardwise.errors import ConfigError, SpikeError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.batches import Batches
 from shardwise.train.update_rules import local_shard
@@ -174,6 +174,13 @@ class Protection:
     """
 
     def __init__(self, state: Guarded, protect: Protect, *, is_norm_local: bool) -> None:
+        """Raises UsageError: `rewind` over batches of a script's own, which can leave no samples out."""
+        if protect.policy == "rewind" and not isinstance(state.batches, Batches | None):
+            raise UsageError(
+                f"Protect: policy='rewind': found batches of type {type(state.batches).__name__}; needed: those of "
+                "shardwise.loader, which go back and leave the bad samples out: these would give the bad window again; "
+                "use policy='skip', or the loader"
+            )
         self._state, self._protect, self._is_norm_local = state, protect, is_norm_local
         self._kept: Kept | None = None
         self._window: Window | None = None
