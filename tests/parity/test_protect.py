@@ -222,8 +222,9 @@ def test_batches_of_a_scripts_own_are_passed_over_and_not_rewound() -> None:
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(points.Net, plan, mesh, seed=1)
         state = sw.TrainState(placed, sw.adamw(placed, lr=points.LR), OwnBatches())
-        with pytest.raises(UsageError, match="found batches of type OwnBatches; needed: those of shardwise.loader"):
+        with pytest.raises(UsageError, match="found batches of type OwnBatches; needed: the windows of shardw"):
             next(sw.steps(state, points.weighted, until=8, options=options("rewind")))
+        state.batches = OwnBatches()
         seen = [(m.step, m.skipped) for m in sw.steps(state, points.weighted, until=8, options=options("skip"))]
         assert seen == [(step, step == 6) for step in range(1, 9)]
 
@@ -310,3 +311,13 @@ def test_quarantine_by_the_record_of_a_run() -> None:
     assert quarantined(told) == [(0, 4), (8, 12), (8, 12), (4, 8)]
     anew = [*told, {"rows": None, "nth": 0}]
     assert quarantined(anew) == [] and quarantined([*anew, {"rows": [2, 3], "nth": 1}]) == [(2, 3)]
+
+
+def test_what_a_script_makes_of_a_window_is_not_rewound() -> None:
+    """The loader does not know which of its samples are in it."""
+    with points.placed_state("dp1 / fp64", CASE, Spiking(), shuffle=False) as state:
+        step = sw.make_step(state, points.weighted, options=options("rewind"))
+        window = next(state.batches)  # type: ignore[call-overload]
+        with pytest.raises(UsageError, match="found a batch of type list of the script's own; needed: the windows of"):
+            step(list(window.micro_batches))
+        assert step(window).step == 1
