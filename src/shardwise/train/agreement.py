@@ -7,6 +7,7 @@ follow from, and one digest of it is compared. What is written down is exchanged
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -108,13 +109,15 @@ class _FirstUpdate:
     """
 
     def __init__(self, state: TrainState) -> None:
-        self._replicas: Replicas | None = Replicas(state)
+        self._state: weakref.ref[TrainState] | None = weakref.ref(state)  # which holds this
 
     def __call__(self, makes_update: bool) -> None:
         """Compare, once. Cost: a pass over what several ranks hold, an all-gather of three numbers per layout."""
-        if makes_update and self._replicas is not None:
-            replicas, self._replicas = self._replicas, None  # it holds the state, which holds this
-            replicas.compare(_UPDATED)
+        if not makes_update or self._state is None:
+            return
+        state, self._state = self._state(), None
+        if state is not None:
+            Replicas(state).compare(_UPDATED)
 
 
 def _sums_of_buffers(placed: Placed) -> dict[str, int]:
