@@ -69,7 +69,7 @@ class Points:
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
         return self.x[index], self.y[index], self.weight[index]
 
 

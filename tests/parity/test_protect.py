@@ -198,6 +198,37 @@ def test_what_is_refused(bad: dict[str, Any]) -> None:
         sw.StepOptions(on_nonfinite="stop", protect=sw.Protect())
 
 
+class OwnBatches:
+    """Of a script: they tell where they are, and cannot leave samples out."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __next__(self) -> list[torch.Tensor]:
+        self.step += 1
+        x, y, weight = points.Points(CASE.rows)[8 * self.step - 8 : 8 * self.step]
+        return [x, y * math.nan if self.step == 6 else y, weight]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def test_batches_of_a_scripts_own_are_passed_over_and_not_rewound() -> None:
+    """A rewind would skip the window of the kept step, and meet the bad one again until `SpikeError`."""
+    plan = sw.Plan.parse("dp1 / fp64")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(points.Net, plan, mesh, seed=1)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=points.LR), OwnBatches())
+        with pytest.raises(UsageError, match="found batches of type OwnBatches; needed: the windows of shardw"):
+            next(sw.steps(state, points.weighted, until=8, options=options("rewind")))
+        state.batches = OwnBatches()
+        seen = [(m.step, m.skipped) for m in sw.steps(state, points.weighted, until=8, options=options("skip"))]
+        assert seen == [(step, step == 6) for step in range(1, 9)]
+
+
 class Stream:
     def __iter__(self) -> Any:
         yield from range(64)
@@ -280,3 +311,13 @@ def test_quarantine_by_the_record_of_a_run() -> None:
     assert quarantined(told) == [(0, 4), (8, 12), (8, 12), (4, 8)]
     anew = [*told, {"rows": None, "nth": 0}]
     assert quarantined(anew) == [] and quarantined([*anew, {"rows": [2, 3], "nth": 1}]) == [(2, 3)]
+
+
+def test_what_a_script_makes_of_a_window_is_not_rewound() -> None:
+    """The loader does not know which of its samples are in it."""
+    with points.placed_state("dp1 / fp64", CASE, Spiking(), shuffle=False) as state:
+        step = sw.make_step(state, points.weighted, options=options("rewind"))
+        window = next(state.batches)  # type: ignore[call-overload]
+        with pytest.raises(UsageError, match="found a batch of type list of the script's own; needed: the windows of"):
+            step(list(window.micro_batches))
+        assert step(window).step == 1

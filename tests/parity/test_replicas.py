@@ -108,3 +108,38 @@ def test_a_checksum_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
         flipped = tensor.clone()
         flipped.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
         assert checksum(flipped) != truth
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, from a generator of the process."""
+
+    def __init__(self, parameters: Any, seed: int) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.draw = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            local = local_shard(parameter)
+            local.add_(torch.randn(local.shape, generator=self.draw, dtype=local.dtype), alpha=1e-3)
+
+
+def noisy(text: str, by_rank: bool) -> str:
+    with points.placed_state(text, CASE) as state:
+        optimizer = Noisy(state.placed.parameters(), seed=state.mesh.rank if by_rank else 7)
+        state = sw.TrainState(state.placed, optimizer, state.batches)
+        try:
+            for _ in sw.steps(state, points.weighted, until=2):
+                pass
+        except ReplicaError as error:
+            return f"{state.step}: {error}"
+        return ""
+
+
+def test_an_update_that_depends_on_the_rank_is_refused_after_the_first(world: World) -> None:
+    """Nobody asked for checks: three replicas would be three models, and a checkpoint parts of each."""
+    for text in world(3, noisy, "dp3 / fp64", True):
+        assert text.startswith("1: step 1: first.weight") and "after the first update; needed: the same" in text
+    assert world(3, noisy, "dp3 / fp64", False) == [""] * 3  # the controls
+    assert world(2, noisy, "fsdp2 / fp64", True) == [""] * 2

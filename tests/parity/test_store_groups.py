@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saving import agreed, number_of
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
 from shardwise.train.group_values import GroupValues
 from shardwise.train.optim import NamedOptimizer
@@ -254,3 +254,42 @@ def test_a_setting_that_is_nan_does_not_move() -> None:
     assert values.moved() == [{}]
     groups[0]["d"] = 0.5
     assert values.moved() == [{"d": 0.5}]
+
+
+class Around(torch.optim.Optimizer):
+    """Slow weights around another optimizer, whose state is its own: as Lookahead is commonly written."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+def around(shares: bool, until: int, path: Path, loads: bool = False) -> list[float]:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(lambda: nn.Linear(8, 1), sw.Plan(), mesh, seed=1)
+        optimizer = Around(inner := torch.optim.Adam(placed.parameters(), lr=0.01))
+        if shares:
+            optimizer.state = inner.state
+        state, store = sw.TrainState(placed, optimizer, sw.loader(ROWS, 8, mesh)), sw.Store(path)
+        assert not loads or store.load_latest(state) is not None
+        losses = [m.loss for m in sw.steps(state, loss_fn, until=until)]
+        store.save(state)
+        return losses
+
+
+def test_state_of_an_optimizer_within_an_optimizer_is_shared_or_refused(tmp_path: Path) -> None:
+    """It was in no checkpoint, and the proof of a resume said that all was there."""
+    words = "state of 2 parameters lies in the Adam that it holds as 'inner'"
+    told = pytest.warns(UserWarning, match="no checkpoint will hold this run: .*" + words)
+    with told, pytest.raises(ModelError, match=words):
+        around(False, 2, tmp_path / "refused")
+    whole = around(True, 5, tmp_path / "whole")
+    around(True, 3, tmp_path / "cut")
+    assert around(True, 5, tmp_path / "cut", loads=True) == whole[3:]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lrs
+from torch.optim.swa_utils import AveragedModel
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ModelError, UsageError
@@ -192,7 +193,7 @@ class Odd:
     ("objects", "error", "words"),
     [
         ({"a": object()}, UsageError, "a object has no state_dict and no load_state_dict"),
-        ({"a": nn.Linear(1, 1)}, UsageError, "give models to apply, and"),
+        ({"a": AveragedModel(nn.Linear(1, 1))}, UsageError, r"give models to apply, and .* ema=sw.Ema\(placed\)"),
         ({"a": torch.optim.SGD([torch.ones(1)])}, UsageError, "optimizers to TrainState"),
         ({"a": Odd({"x": [1, {"y": Odd(1)}]})}, ModelError, r"at \.x\[1\]\.y: found Odd"),
         ({"a": Odd({"x": torch.ones(1 << 18)})}, ModelError, "bytes as JSON"),

@@ -136,3 +136,73 @@ def test_worker_init_finds_the_users_own_data_set() -> None:
     with open_mesh(Plan()) as mesh:
         batches = loader(Telling(), 4, mesh, workers=1, worker_init=shown)
         assert next(batches).micro_batches[0].tolist() == [len("Telling")] * 4
+
+
+class Shuffled(IterableDataset[tuple[int, float]]):
+    """A shuffle buffer as it is commonly written: order and augmentation from the generators of the process."""
+
+    def __init__(self, listed: list[int]) -> None:
+        self.listed = listed
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        buffer: list[int] = []
+        for number in self.listed:
+            buffer.append(number)
+            if len(buffer) > 8:
+                yield self.augmented(buffer.pop(random.randrange(8)))
+        random.shuffle(buffer)
+        yield from map(self.augmented, buffer)
+
+    def augmented(self, number: int) -> tuple[int, float]:
+        return number, np.random.rand() + torch.rand(()).item()
+
+
+def shuffled(text: str, workers: int, start: int, stop: int, sharded: bool = False) -> dict[int, list[float]]:
+    """Position -> the sample there, of this rank's rows in some windows of four; the run was resumed at the first."""
+    with open_mesh(Plan.parse(text)) as mesh:
+        random.seed(mesh.rank + 10 * start)  # the process's own generator is none of the stream's
+        numbers = list(range(32))[mesh.batch.rank :: mesh.batch.size] if sharded else list(range(32))
+        batches = loader(Shuffled(numbers), 4, mesh, seed=5, workers=workers, collate=mixed_pairs, sharded=sharded)
+        batches.load_state_dict({**batches.state_dict(), "step": start, "position": 4 * start})
+        found: dict[int, list[float]] = {}
+        for _ in range(start, stop):
+            before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+            window = next(batches)
+            assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+            found |= dict(zip(window.positions, torch.cat(window.micro_batches).tolist(), strict=True))
+        return found
+
+
+def mixed_pairs(samples: list[tuple[int, float]]) -> torch.Tensor:
+    return torch.tensor(samples, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shuffled_stream_is_the_same_on_all_ranks_and_after_a_resume(world: World, workers: int) -> None:
+    [truth] = world(1, shuffled, "dp1", 0, 0, 9)
+    order = [number for number, _ in truth.values()]
+    assert sorted(order[:-4]) == list(range(32)) != order[:-4]
+    resumed = world(2, shuffled, "dp2", workers, 3, 9)
+    assert resumed[0] | resumed[1] == {position: truth[position] for position in range(12, 36)}
+
+
+def test_shares_of_a_stream_draw_numbers_of_their_own(world: World) -> None:
+    first, second = world(2, shuffled, "dp2", 0, 0, 3, True)
+    assert {drawn for _, drawn in first.values()}.isdisjoint(drawn for _, drawn in second.values())
+    again = world(2, shuffled, "dp2", 1, 1, 3, True)
+    for whole, part in zip((first, second), again, strict=True):
+        assert {position: whole[position] for position in part} == part
+
+
+def listed_apart(sharded: bool) -> int:
+    with open_mesh(Plan.parse("dp2")) as mesh:
+        files = [f"part-{number}" for number in range(16)]
+        stream = files if mesh.rank == 0 else files[::-1]  # as two hosts list one directory
+        return len(list(loader(iter(stream), 4, mesh, epochs=1, sharded=sharded, collate=list)))
+
+
+def test_streams_of_another_order_stop_every_rank(world: World) -> None:
+    words = r"streams differ: the first sample of window 0 is not the same"
+    with pytest.raises(WorldError, match=rf"rank 0:[\s\S]*{words}[\s\S]*rank 1:[\s\S]*{words}"):
+        world(2, listed_apart, False)
+    assert world(2, listed_apart, True) == [8, 8]  # the control: each has its own

@@ -570,6 +570,36 @@ WRONG = {
                 dist.all_reduce(x)
         """,
     ],
+    "loop.left-by-some": [
+        """
+        rank = dist.get_rank()
+        def train(model, loader):
+            for x in loader:
+                model(x).backward()
+        for epoch in range(10):
+            train(model, loader)
+            if rank == 0:
+                if loss < best:
+                    best = loss
+                else:
+                    break  # !
+        """,
+        """
+        def train(model, optimizer, loader):
+            for x in loader:
+                optimizer.step()
+                if dist.get_rank() == 0 and stopper(x):
+                    print("stopped early")
+                    return  # !
+        """,
+        """
+        import shardwise as sw
+        with sw.open_mesh(plan) as mesh:
+            for m in sw.steps(state, loss_fn, until=10):
+                if mesh.is_first and m.loss < 0.1:
+                    break  # !
+        """,
+    ],
     "eval.padding": [
         """
         val_sampler = DistributedSampler(val_set, shuffle=False)  # !
@@ -1014,6 +1044,47 @@ RIGHT = {
         if random.random() < 0.01:
             print("sample", noise)
         dist.barrier()
+        """,
+    ],
+    "loop.left-by-some": [
+        """
+        rank = dist.get_rank()
+        for epoch in range(10):
+            for x in loader:
+                model(x).backward()
+                if rank == 0:
+                    for line in open("notes"):
+                        if line:
+                            break
+            stop = torch.zeros(1)
+            if rank == 0 and stopper():
+                stop += 1
+            dist.broadcast(stop, 0)
+            if stop:
+                break
+        """,
+        """
+        def names(rank):
+            for line in open("names"):
+                if rank == 0:
+                    return line
+        for x in loader:
+            names(dist.get_rank())
+            model(x).backward()
+        """,
+        """
+        rank = dist.get_rank()
+        for line in open("names"):
+            if rank == 0:
+                break
+        while True:
+            loss.backward()
+            if rank == 0:
+                dist.broadcast(stop, 0)
+                break
+            else:
+                dist.broadcast(stop, 0)
+                break
         """,
     ],
     "eval.padding": [

@@ -202,9 +202,10 @@ def _grouping(e: Evidence) -> str | None:
 
 @_fault(
     "mean-of-means",
-    "the loss is a mean per rank or micro-batch, and the mean of those is another number",
+    "the loss is a mean per rank or micro-batch, and the mean of those is another number; or it compares rows with "
+    "each other, and sees those of one rank or micro-batch",
     "return Loss(sum, weight), or (sum, weight), or use shardwise.token_cross_entropy: the step divides once, by the "
-    "weight of the whole window",
+    "weight of the whole window; for a loss over pairs of rows (negatives of a batch) see docs/loss.md",
 )
 def _mean_of_means(e: Evidence) -> str | None:
     parts = e.data * e.micro_batches

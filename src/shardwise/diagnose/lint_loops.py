@@ -1,4 +1,4 @@
-"""Rules on training and evaluation loops: accumulation, synchronisation, samplers, randomness."""
+"""Rules on training and evaluation loops: accumulation, synchronisation, samplers, randomness, ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 
 from shardwise.diagnose.lint_names import Scope, constant, dotted, last, own_nodes
-from shardwise.diagnose.lint_ranks import collective
+from shardwise.diagnose.lint_ranks import collective, who
 from shardwise.diagnose.lint_samplers import SAMPLERS
-from shardwise.diagnose.lint_script import Loop, Site, is_modulo_test
+from shardwise.diagnose.lint_script import Guard, Loop, Site, functions_below, is_modulo_test
 from shardwise.diagnose.lint_shards import expressions_behind
 from shardwise.diagnose.lint_table import Facts, Hit, rules, source
 from shardwise.findings import Severity
@@ -342,6 +342,58 @@ def _skips(facts: Facts, node: ast.If, scope: Scope) -> bool:
     if not isinstance(node.body[-1], ast.Continue | ast.Break | ast.Return):
         return False
     return any(_matters(facts, site) for site in facts.script.sites if site.scope is scope and site.line > node.lineno)
+
+
+# ---------------------------------------------------------------- ends of loops
+
+
+@_rule(
+    "loop.left-by-some",
+    "A training loop that only some ranks leave, by `break` or `return` (early stopping on rank 0): the others wait in "
+    "their next backward, update or collective until the time limit.",
+)
+def _left_by_some(facts: Facts) -> Iterator[Hit]:
+    if not facts.script.is_distributed:
+        return
+    for scope in facts.script.scopes:
+        for loop in own_nodes(scope.node):
+            if not isinstance(loop, Loop) or not _trains(facts, loop):
+                continue
+            for node in _without_loops(loop.body):
+                if not isinstance(node, ast.If) or not (side := facts.script.ranks.side(node.test, scope)):
+                    continue
+                ends = _ends(node.body)
+                if ends and not _ends(node.orelse):
+                    yield Hit(
+                        node=ends[0],
+                        what=f"the loop of line {loop.lineno} trains, and only some ranks leave it here",
+                        found=who(Guard(node.test, side)),
+                        fix="decide on one rank, broadcast the decision (or sum it over the ranks), and leave on all "
+                        "of them after the same step",
+                    )
+
+
+def _ends(body: list[ast.stmt]) -> list[ast.stmt]:
+    return [node for node in _without_loops(body) if isinstance(node, ast.Break | ast.Return)]
+
+
+def _without_loops(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """The nodes of statements, without those of loops, functions and classes within."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, Loop | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for child in ast.iter_child_nodes(statement):
+                yield from _without_loops([child] if isinstance(child, ast.stmt) else [])
+
+
+def _trains(facts: Facts, loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+    """True where a turn of a loop makes what all ranks have to make, itself or in functions of the file."""
+    script = facts.script
+    here = [site for site in script.sites if loop in site.loops or site.node is getattr(loop, "iter", None)]
+    called = {function for site in here if (function := script.function_of(site))}
+    below = called.union(*(functions_below(script, function) for function in called))
+    sites = [*here, *(site for site in script.sites if site.scope in below)]
+    return any(last(s.name) == "backward" or _is_step(facts, s) or collective(facts, s) for s in sites)
 
 
 LOOPS = {**_OWN, **SAMPLERS}

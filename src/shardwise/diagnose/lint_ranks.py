@@ -154,7 +154,8 @@ def _apart(a: Guard, b: Guard) -> bool:
     return OPPOSITE[a.side] == b.side and (a.test is b.test or {a.side, b.side} == {"first", "others"})
 
 
-def _who(guard: Guard) -> str:
+def who(guard: Guard) -> str:
+    """Which ranks pass a test, as a sentence."""
     text = f"`{source(guard.test)}` (line {getattr(guard.test, 'lineno', 0)})"
     return {
         "first": f"rank 0 alone passes {text}",
@@ -194,7 +195,7 @@ def _collective(site: Site, name: str, inner: list[Site]) -> Hit:
     return Hit(
         node=site.node,
         what=f"{reached}, and not by every rank",
-        found=_who(site.guards[-1]),
+        found=who(site.guards[-1]),
         fix=f"call {name} on every rank, outside the test, and keep only printing and plain files inside",
     )
 
@@ -205,7 +206,7 @@ def _save(site: Site, name: str, inner: list[Site]) -> Hit:
     return Hit(
         node=site.node,
         what=f"{reached}, which {verb} every rank's part, and not by every rank",
-        found=_who(site.guards[-1]),
+        found=who(site.guards[-1]),
         fix=f"call {name} on every rank, outside the test; it decides by itself who writes what",
     )
 

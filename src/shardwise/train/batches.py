@@ -218,7 +218,7 @@ class Batches:
         """What a saved position must agree with."""
         if self.order is None:
             sharded = {"sharded": self.options.sharded, "ranks": self.spec.ranks if self.options.sharded else None}
-            return {"kind": "stream", "size": None, "seed": None, "shuffle": False} | sharded
+            return {"kind": "stream", "size": None, "seed": self.options.seed, "shuffle": False} | sharded
         return {"kind": "map", "size": self.order.size, "seed": self.order.seed, "shuffle": self.order.shuffle}
 
 

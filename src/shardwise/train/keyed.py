@@ -1,7 +1,8 @@
 """`KeyedDataset`: what a data set draws at random for a sample follows from the loader's seed and its position.
 
 Python's, numpy's and torch's generators are seeded before each sample is read, in worker processes and without them.
-So an augmentation is the same whoever reads the sample, with any number of workers, and after a resume.
+So an augmentation is the same whoever reads the sample, with any number of workers, and after a resume. A stream has
+them seeded once, at its start (`OwnGenerators`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, keys: list[Key]) -> Any:
         """A micro-batch."""
-        with _same_generators():
+        with same_generators():
             if self._many is not None:
                 return self.collate(self._read(self._many, keys))
             return self.collate([self._read(self._one, [key]) for key in keys])
@@ -74,18 +75,64 @@ def seed_generators(seed: int, position: int) -> None:
 
 
 @contextmanager
-def _same_generators() -> Iterator[None]:
+def same_generators() -> Iterator[None]:
     """Leave the generators of the process of the step as they were; a worker has no other use for its own."""
     if get_worker_info() is not None:
         yield
         return
-    python, numbers, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = _states()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
-        torch.set_rng_state(tensors)
+        _set_states(before)
+
+
+class OwnGenerators:
+    """Python's, numpy's and torch's generators as one reader finds them: seeded once, going on from read to read.
+
+    Args:
+        seed: the loader's.
+        place: another number, other draws.
+
+    >>> own = OwnGenerators(1, 0)
+    >>> with own.inside():
+    ...     first = random.random()
+    >>> with own.inside():
+    ...     second = random.random()
+    >>> with OwnGenerators(1, 0).inside():
+    ...     (first, second) == (random.random(), random.random())
+    True
+    """
+
+    def __init__(self, seed: int, place: int) -> None:
+        """See the class."""
+        self._key = (seed, place)
+        self._now: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """What is drawn inside is drawn from them; afterwards those of the process are as they were."""
+        before = _states()
+        if self._now is None:
+            seed_generators(*self._key)
+        else:
+            _set_states(self._now)
+        try:
+            yield
+        finally:
+            self._now = _states()
+            _set_states(before)
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    python, numbers, tensors = states
+    random.setstate(python)
+    np.random.set_state(numbers)
+    torch.set_rng_state(tensors)
 
 
 class WorkerInit:

@@ -23,6 +23,7 @@ from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.torch_private import local_of, shard_like, step_unseen
 from shardwise.train.update_rules import local_shard
+from shardwise.train.wrapped import check_inner_state
 
 PREFIX = "optim."
 MASTER = "master"
@@ -127,6 +128,7 @@ class NamedOptimizer:
 
         Plain numbers (a step count) come as 0-dim tensors. A parameter that was never stepped has no entries.
         """
+        check_inner_state(self.torch)
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.params.items():
             tensors |= self._named_state(name, self.torch.state.get(parameter, {}))
@@ -185,6 +187,7 @@ class NamedOptimizer:
 
     def local_state(self) -> dict[str, Tensor]:
         """`state_tensors`, each as the plain tensor that is here: `(local shape)`."""
+        check_inner_state(self.torch)
         return {
             key: local_of(value)
             for name, parameter in self.params.items()

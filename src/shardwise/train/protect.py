@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from shardwise.errors import ConfigError, SpikeError
+from shardwise.errors import ConfigError, SpikeError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.batches import Batches
 from shardwise.train.update_rules import local_shard
@@ -179,9 +179,15 @@ class Protection:
         self._window: Window | None = None
 
     def begin(self, batch: Any) -> None:
-        """A step starts."""
+        """A step starts.
+
+        Raises:
+            UsageError: under `rewind` there is no going back to this batch.
+        """
         self._state.begin_step()
         self._window = batch if isinstance(batch, Window) else None
+        if self._protect.policy == "rewind":
+            self._check_way_back(batch)
         # by the number of the step: a run that goes on keeps the steps that it would have kept
         step, kept = self._state.step, self._kept
         due = kept is None or (step > kept.step and step % self._protect.keep_every == 0)
@@ -190,6 +196,19 @@ class Protection:
             if self._window is not None and isinstance(self._state.batches, Batches):
                 # the window of this step is handed out already
                 self._kept._scalars["data"] = self._state.batches.state_before()
+
+    def _check_way_back(self, batch: Any) -> None:
+        """Batches that cannot leave samples out would give the bad ones again, and those of the kept step never."""
+        batches = self._state.batches
+        if batches is None or (isinstance(batches, Batches) and self._window is not None):
+            return
+        found = f"a batch of type {type(batch).__name__} of the script's own"
+        if not isinstance(batches, Batches):
+            found = f"batches of type {type(batches).__name__}"
+        raise UsageError(
+            f"Protect: policy='rewind': found {found}; needed: the windows of shardwise.loader, which goes back and "
+            "leaves the bad samples out; give the step what next(loader) gives, or use policy='skip'"
+        )
 
     def judge(self, loss: float, norm: float, *, excused: bool) -> str | None:
         """Why the update must not be made, the same on every rank; None: it may.

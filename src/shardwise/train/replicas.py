@@ -80,11 +80,8 @@ class Replicas:
         most = torch.tensor([len(self._groups)], dtype=torch.int64, device=self._mesh.device)
         self._rows = int(self._mesh.all_reduce_max(most))
 
-    def check(self, *, heal: bool = True) -> tuple[dict[str, Any], ...]:
+    def check(self) -> tuple[dict[str, Any], ...]:
         """Compare; what differs is healed from the majority, optimizer state and all. Every rank calls it.
-
-        Args:
-            heal: False: any difference is an error.
 
         Returns:
             What was healed, as JSON, the same on every rank.
@@ -93,8 +90,16 @@ class Replicas:
             ReplicaError: on all ranks: copies differ, and no majority says which are right; or ranks of a group have
                 called different collectives.
         """
+        self._issued.check(self._state.step)
+        return self.compare()
+
+    def compare(self, needed: str = "") -> tuple[dict[str, Any], ...]:
+        """The same of copies alone.
+
+        Args:
+            needed: where any difference is an error, what the error says of it.
+        """
         mesh, state = self._mesh, self._state
-        self._issued.check(state.step)
         if self._rows == 0:
             return ()
         live = state.placed.named_parameters()
@@ -106,9 +111,9 @@ class Replicas:
                 if first >= 0:
                     holders[first, last][rank] = found
         different = [(ends, sums) for ends, sums in sorted(holders.items()) if len(set(sums.values())) > 1]
-        return tuple(self._settle(ends, sums, heal=heal) for ends, sums in different)
+        return tuple(self._settle(ends, sums, needed) for ends, sums in different)
 
-    def _settle(self, ends: Ends, sums: Mapping[int, int], *, heal: bool) -> dict[str, Any]:
+    def _settle(self, ends: Ends, sums: Mapping[int, int], needed: str) -> dict[str, Any]:
         """Name who differs, and copy what the majority has."""
         state = self._state
         (common, count), *_ = Counter(sums.values()).most_common(1)
@@ -120,11 +125,13 @@ class Replicas:
             f"step {state.step}: {', '.join(names[:3])} ({len(names)} parameters) must be equal on ranks "
             f"{listed(sorted(sums))}: found other bits on rank {listed(wrong)}"
         )
-        if state.step == 0 or not heal:
-            raise ReplicaError(
-                f"{text}, before the first step; needed: the same initial values on every rank; let apply() initialise "
-                "the model, or seed by the job and not by the rank"
+        if state.step == 0:
+            needed = (
+                "before the first step; needed: the same initial values on every rank; let apply() initialise the "
+                "model, or seed by the job and not by the rank"
             )
+        if needed:
+            raise ReplicaError(f"{text}, {needed}")
         if not is_majority:
             raise ReplicaError(
                 f"{text}; needed: more than half of them equal, to know which are right; nothing was saved; go back to "

@@ -32,7 +32,8 @@ class StatefulObjects:
             if isinstance(held, nn.Module | Optimizer):
                 raise UsageError(
                     f"keep: {name!r}: found a {type(held).__name__}, whose tensors ranks divide; give models to apply, "
-                    "and optimizers to TrainState, several as one (sw.several)"
+                    "and optimizers to TrainState, several as one (sw.several); an average of the weights is "
+                    "TrainState(..., ema=sw.Ema(placed))"
                 )
             lacks = [word for word in ("state_dict", "load_state_dict") if not callable(getattr(held, word, None))]
             if lacks:

@@ -2,21 +2,29 @@
 
 The promise is weaker than that of a data set with a length: the order is the stream's own, and resuming reads
 again what was consumed. The samples of a step are the same under every number of ranks, as long as each rank's
-stream gives the same samples; where they differ, every rank raises the same error.
+stream gives the same samples; where they differ, every rank raises the same error. What a stream draws from Python's,
+numpy's and torch's generators follows from the loader's seed, so that a shuffle buffer is the same on all ranks, and
+when it is read again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from shardwise.checkpoint.layout import numpy_bytes
 from shardwise.errors import ConfigError, DataError
+from shardwise.model.nested import leaves
 from shardwise.parallel.mesh import DATA_AXES
+from shardwise.train.exchange import digest
+from shardwise.train.keyed import OwnGenerators, same_generators, seed_generators
 from shardwise.train.loader_options import Collate, LoaderOptions
 from shardwise.train.windows import DataMesh, Window, WindowSpec, divide, shares
 
@@ -31,6 +39,8 @@ class Stretch:
     """One sample that was seen, for padding; empty when none ever was."""
     total: int
     """Samples of all ranks, as far as this rank can know: its own when each rank has a stream of its own."""
+    first: int
+    """What tells the first of them from another sample; 0 where ranks need not have the same one."""
 
 
 class StreamReader(IterableDataset[Stretch]):
@@ -49,21 +59,37 @@ class StreamReader(IterableDataset[Stretch]):
         stream = _passes(self.dataset, self.options.epochs)
         rank, ranks, wanted = self.spec.rank, self.spec.ranks, self.spec.global_size
         step, position = self.start
-        if self.options.sharded:
-            wanted, rank, ranks = shares(wanted, ranks)[rank], 0, 1
-            _skip(stream, step * wanted, may_end=True)
-        else:
-            _skip(stream, position, may_end=False)
+        generators = OwnGenerators(self.options.seed, rank if self.options.sharded else 0)
+        with generators.inside():
+            if self.options.sharded:
+                wanted, rank, ranks = shares(wanted, ranks)[rank], 0, 1
+                _skip(stream, step * wanted, may_end=True)
+            else:
+                _skip(stream, position, may_end=False)
         spare: list[Any] = []
         while True:
             own: list[Any] = []
-            total = 0
-            for total, sample in enumerate(islice(stream, wanted), start=1):
-                if total == 1:
-                    spare = [sample]
-                if (total - 1) % ranks == rank:
-                    own.append(sample)
-            yield Stretch(own=own, spare=spare, total=total)
+            total = first = 0
+            with generators.inside():
+                for total, sample in enumerate(islice(stream, wanted), start=1):
+                    if total == 1:
+                        spare, first = [sample], _told(sample) if ranks > 1 else 0
+                    if (total - 1) % ranks == rank:
+                        own.append(sample)
+            yield Stretch(own=own, spare=spare, total=total, first=first)
+
+
+def _told(sample: Any) -> int:
+    """56 bits of a sample: equal where its numbers and texts are."""
+    return digest(_word(leaf) for _, leaf in leaves(sample))
+
+
+def _word(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return str(leaf.dtype), tuple(leaf.shape), hashlib.blake2b(numpy_bytes(leaf)).hexdigest()
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biuf":
+        return str(leaf.dtype), leaf.shape, hashlib.blake2b(leaf.tobytes()).hexdigest()
+    return leaf if isinstance(leaf, str | bytes | int | float) else type(leaf).__name__
 
 
 def stream_windows(
@@ -77,7 +103,7 @@ def stream_windows(
     spec, options = reader.spec, reader.options
     step, position = reader.start
     for stretch in _background(reader, generator):
-        rows = _agree(stretch, spec, mesh, options, first=position == 0)
+        rows = _agree(stretch, spec, mesh, options, step, first=position == 0)
         num_rows = sum(rows)
         if num_rows == 0 or (options.drop_last and num_rows < spec.global_size):
             return
@@ -90,7 +116,11 @@ def stream_windows(
             yield Window(
                 step=step,
                 micro_batches=[
-                    collate(filler * chunk.rows if chunk.zero else own[chunk.start : chunk.stop])
+                    _collated(
+                        collate,
+                        filler * chunk.rows if chunk.zero else own[chunk.start : chunk.stop],
+                        (options.seed, base + chunk.start * spec.ranks),
+                    )
                     for chunk in layout.chunks
                 ],
                 weights_zero=layout.weights_zero,
@@ -104,24 +134,30 @@ def stream_windows(
         position += num_rows
 
 
+def _collated(collate: Collate, samples: list[Any], key: tuple[int, int]) -> Any:
+    """A micro-batch, whose draws (mixup) follow from the loader's seed and the place of its first row."""
+    with same_generators():
+        seed_generators(*key)
+        return collate(samples)
+
+
 def _agree(
-    stretch: Stretch, spec: WindowSpec, mesh: DataMesh, options: LoaderOptions, *, first: bool
+    stretch: Stretch, spec: WindowSpec, mesh: DataMesh, options: LoaderOptions, step: int, *, first: bool
 ) -> tuple[int, ...]:
     """How many rows each data rank has for this window; every rank gets the same verdict, so none waits alone."""
-    counts = [0] * (2 * spec.ranks + 1)
-    counts[spec.rank], counts[spec.ranks + spec.rank] = len(stretch.own), stretch.total
-    counts[-1] = int(not stretch.spare)
-    if spec.ranks > 1:
+    ranks = spec.ranks
+    counts = [0] * (3 * ranks + 1)
+    counts[spec.rank], counts[ranks + spec.rank] = len(stretch.own), stretch.total
+    counts[2 * ranks + spec.rank], counts[-1] = stretch.first, int(not stretch.spare)
+    if ranks > 1:
         local = torch.tensor(counts, dtype=torch.int64, device=mesh.device)
         counts = mesh.all_reduce_sum(local, *DATA_AXES).tolist()
-    rows, totals, num_without = tuple(counts[: spec.ranks]), counts[spec.ranks : -1], counts[-1]
-    total = sum(rows)
-    if not options.sharded and len(set(totals)) > 1:
-        raise DataError(
-            f"loader: the ranks' streams differ: the data ranks read {totals} samples for one window; needed: the "
-            "same samples in the same order on each rank; remove what makes it depend on the rank or on time, or say "
-            "sharded=True when each rank reads a share of its own"
-        )
+    rows, totals, firsts = (counts[place : place + ranks] for place in (0, ranks, 2 * ranks))
+    total, num_without = sum(rows), counts[-1]
+    if len(set(totals)) > 1 and not options.sharded:
+        raise DataError(_DIFFER.format(f"the data ranks read {totals} samples for one window"))
+    if len(set(firsts)) > 1:
+        raise DataError(_DIFFER.format(f"the first sample of window {step} is not the same on all data ranks"))
     if total == 0 and first:
         raise DataError(
             "loader: the iterable data set gave no sample; needed: at least one; check its source, and that it was "
@@ -129,10 +165,17 @@ def _agree(
         )
     if total and num_without:
         raise DataError(
-            f"loader: {num_without} of {spec.ranks} data ranks have no sample at all, so there is nothing to pad with; "
+            f"loader: {num_without} of {ranks} data ranks have no sample at all, so there is nothing to pad with; "
             "needed: at least one sample in each rank's stream; give fewer shards, or fewer data ranks"
         )
-    return rows
+    return tuple(rows)
+
+
+_DIFFER = (
+    "loader: the ranks' streams differ: {}; needed: the same samples in the same order on each rank; remove what makes "
+    "it depend on the rank or on time (how a directory is listed, a generator that nobody seeds: Python's, numpy's and "
+    "torch's own are seeded by the loader), or say sharded=True when each rank reads a share of its own"
+)
 
 
 def _background(reader: StreamReader, generator: torch.Generator) -> Iterator[Stretch]:
