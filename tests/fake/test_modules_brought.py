@@ -32,9 +32,11 @@ from shardwise.plan.workload import Workload
 from tests.brought import (
     VOCAB,
     Adapted,
+    AllExperts,
     Asks,
     Balanced,
     Checkpointed,
+    ChunkedLoss,
     HalfFrozen,
     Masked,
     OwnLoss,
@@ -42,6 +44,7 @@ from tests.brought import (
     Routed,
     Sparse,
     Staged,
+    Tabled,
     Told,
     TwoStreams,
     Unused,
@@ -247,3 +250,16 @@ def test_a_number_that_is_not_the_loss_of_the_logits_is_added_to_it() -> None:
     with_it, without = (estimate_module_by_trace(made, plan, work).peak for made in (Balanced, Words))
     assert with_it >= without
     near_the_trace(Balanced, "fsdp2 / bf16", 64)
+
+
+@pytest.mark.parametrize("plan", ["pp2 / 1f1b mb4", "pp2 / gpipe mb4 / bf16"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(partial(Words, Tabled), id="buffers of blocks are with their stage alone"),
+        pytest.param(ChunkedLoss, id="a head's own moments count in pipelines too"),
+        pytest.param(partial(Words, AllExperts), id="of experts that were seen nothing is put together"),
+    ],
+)
+def test_in_pipelines(made: Callable[[], nn.Module], plan: str) -> None:
+    near_the_trace(made, plan, 64)

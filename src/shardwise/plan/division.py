@@ -113,6 +113,11 @@ class Division:
         dense, experts, _ = self._rank_params.get(id(stages)) or self._params(stages)
         return dense + experts
 
+    def buffers(self, stages: Sequence[Stage]) -> int:
+        """Bytes of buffers on a rank with some stages: not of blocks of others."""
+        elsewhere = sum(block.buffers for block in self.profile.blocks)
+        return self.profile.buffers - elsewhere + sum(block.buffers for stage in stages for block in stage.blocks)
+
     def owned(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages that one rank updates: `zero` >= 1 shards them over the data axes."""
         dense, _, filled = self._rank_params.get(id(stages)) or self._params(stages)

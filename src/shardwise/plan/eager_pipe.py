@@ -174,6 +174,7 @@ class PipeRank(RankSizes):
             came = self.gathered_in(moment, 1) + self.params(block) * self.width  # as sent, and cut up
             found.append(("gathering", {"gathered": came}))
         if stage.last:
+            found += self.in_head(moment)
             copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2
             found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
             if work == "B":  # what the head and the loss kept is used up
@@ -198,7 +199,7 @@ class PipeRank(RankSizes):
             found.append(("attention of the last block", {**last, "working": over, "gradients": done}))
         if work == "B":
             found += self.whole_backward(moment, stage, last)
-        if self.local_experts(block):
+        if self.local_experts(block) and course is None:
             fresh, less, used = self.in_experts(index, block)
             over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
             terms = {**last, "gradients": row + fresh, "working": working + over}
@@ -215,7 +216,23 @@ class PipeRank(RankSizes):
             own = self.kept_of(stage, stage.blocks) + self.head()
             terms = {"gathered": self.gathered_in(moment, 1), "activations": own, "logits": self.logits()}
             found.append(("forward", terms))
+        course = course_of(self.division.profile.head, self.local) if stage.last else None
+        if course and course.forward:
+            own = self.kept_of(stage, stage.blocks) + max(held.size(self.tokens) for held in course.forward)
+            found.append(("forward", {"gathered": self.gathered_in(moment, 1), "activations": own}))
         return found
+
+    def in_head(self, moment: Moment) -> list[tuple[str, Terms]]:
+        """Of a backward pass, the largest moment that a step of the head showed; its micro-batch counts as alive."""
+        course = course_of(self.division.profile.head, self.local)
+        fixed = {"gathered": self.gathered_in(moment, 1)}
+        used_up = self.head() + self.logit() * (max(self.width, 4.0) - self.width)
+        worst = None
+        for held in course.backward if course else ():
+            own = (held.fresh if self.adds_up or not self.engine else held.gradients) * (moment.work == "B")
+            terms = {**fixed, "gradients": own * self.width, "working": held.size(self.tokens) - used_up}
+            worst = larger(worst, terms)
+        return [("head", worst)] if worst else []
 
     def seen(self, course: Course, block: Block, last: Terms, around: float) -> Terms:
         """The largest moment that a step of the `last` block showed; `around`: what is there whatever the moment."""
