@@ -252,7 +252,7 @@ def divide(profile: Profile, plan: Plan, workload: Workload, rule: str = "balanc
             f"{plan.batch.micro_batches} micro-batches do not divide; needed a multiple of {pieces}; nearest: {near}"
         )
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
-    if stages > len(profile.blocks) + 2:
+    if stages > len(profile.blocks) + 2 * (rule != "balanced"):  # others put embedding and head on stages of their own
         raise PlanError(
             f"pipeline: found {stages} stages for {len(profile.blocks)} blocks of {profile.name}; needed at most as "
             "many stages as blocks; use a smaller pp or fewer stages per rank"
