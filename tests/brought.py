@@ -269,3 +269,49 @@ class Narrowing(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean((2, 3)))
+
+
+class Tabled(Perceptron):
+    """A block with a table that is no parameter, larger than all its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(512, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.table[0, : x.shape[1], None].to(x.dtype))
+
+
+class ChunkedLoss(Words):
+    """Its loss is computed in chunks of tokens, whose logits are never there together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 16 * VOCAB)
+        ids = torch.zeros(2, 64, dtype=torch.long)
+        self.example_input_array = (ids, ids)
+
+    def part(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(hidden).float(), targets, reduction="sum")
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        hidden, rest = self.hidden(ids).flatten(0, 1).chunk(4), targets.flatten().chunk(4)
+        parts = [checkpoint(self.part, *each, use_reentrant=False) for each in zip(hidden, rest, strict=True)]
+        return {"loss": sum(parts) / targets.numel()}
+
+
+class AllExperts(nn.Module):
+    """Stacked experts, all of which every sample meets: their weights are torn into slots of it (Soft MoE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.zeros(WIDTH, 16))
+        self.up = nn.Parameter(torch.zeros(4, WIDTH, 2 * WIDTH))
+        self.down = nn.Parameter(torch.zeros(4, 2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ self.slots
+        given = torch.einsum("bls,bld->bsd", scores.softmax(1), x).unflatten(1, (4, 4))
+        hidden = F.gelu(torch.einsum("besd,edf->besf", given, self.up))
+        done = torch.einsum("besf,efd->besd", hidden, self.down).flatten(1, 2)
+        return x + torch.einsum("bls,bsd->bld", scores.softmax(2), done)

@@ -152,6 +152,18 @@ class Perceptron(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Tables(nn.Module):
+    """Tables of unequal sizes, each of which is read with ids: their gradients are reduced at the end, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, WIDTH) for rows in (1000, 500, 200, 2000))
+        self.head = nn.Linear(4 * WIDTH, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([table(ids)[:, 0] for table in self.tables], -1))
+
+
 class Tied(nn.Module):
     """Norms and activations of torch's own kernels; its head is its embedding."""
 
@@ -190,7 +202,14 @@ def hugging_face(name: str, **changes: Any) -> Callable[[], nn.Module]:
 def factory(name: str) -> Callable[[], nn.Module]:
     """Of a class here, a model type of `transformers`, or `window`: one whose attention sees 16 tokens."""
     own: dict[str, Callable[[], nn.Module]] = {"pictures": Pictures, "two": TwoInputs, "residual": Residual}
-    own |= {"unet": UNet, "encoder-decoder": EncoderDecoder, "rows": Rows, "tied": Tied, "frozen": Frozen}
+    own |= {
+        "unet": UNet,
+        "encoder-decoder": EncoderDecoder,
+        "rows": Rows,
+        "tables": Tables,
+        "tied": Tied,
+        "frozen": Frozen,
+    }
     if name == "qwen3_moe":
         return hugging_face(name, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
     if name == "window":

@@ -72,6 +72,7 @@ def test_operations_that_are_answered() -> None:
         torch.ones(()).item()
     assert torch_private.READ_NUMBER in seen
     assert torch_private.AWAIT.name() == "_c10d_functional::wait_tensor"
+    assert torch_private.REDUCE_SCATTER.name() == "c10d::_reduce_scatter_base_"
 
 
 def test_the_ledger_counts_storages() -> None:

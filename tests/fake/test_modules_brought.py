@@ -32,9 +32,11 @@ from shardwise.plan.workload import Workload
 from tests.brought import (
     VOCAB,
     Adapted,
+    AllExperts,
     Asks,
     Balanced,
     Checkpointed,
+    ChunkedLoss,
     HalfFrozen,
     Masked,
     Narrowing,
@@ -43,6 +45,7 @@ from tests.brought import (
     Routed,
     Sparse,
     Staged,
+    Tabled,
     Told,
     TwoStreams,
     Unused,
@@ -258,3 +261,16 @@ def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str) -> None
         stage.handed for rank in divide(read_module("", Narrowing, 3, "meta"), parsed, work).ranks for stage in rank
     }
     assert len(sent) > 1  # what each hands on is of its own size
+
+
+@pytest.mark.parametrize("plan", ["pp2 / 1f1b mb4", "pp2 / gpipe mb4 / bf16"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(partial(Words, Tabled), id="buffers of blocks are with their stage alone"),
+        pytest.param(ChunkedLoss, id="a head's own moments count in pipelines too"),
+        pytest.param(partial(Words, AllExperts), id="of experts that were seen nothing is put together"),
+    ],
+)
+def test_in_pipelines(made: Callable[[], nn.Module], plan: str) -> None:
+    near_the_trace(made, plan, 64)

@@ -161,6 +161,15 @@ def learnt_bias(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def looked_at(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As a diffusion transformer's blocks take the time: each as a view that it makes itself."""
+    time = model.between(x)
+    for layer in model.layers:
+        layer.linear.register_forward_pre_hook(lambda m, args: args[0] + time[:, :1])
+        x = layer(x, time)
+    return x
+
+
 def parameter_given(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     for layer in model.layers:
         x = layer(x, model.between.bias)
@@ -209,6 +218,7 @@ def reentrant(model: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         (smuggled, "`add` in layers.2 uses a tensor made before the blocks"),
         (values, "failed without data (RuntimeError: "),
         (not_given, "no input of layers.1 is the output of layers.0, which returned 1 tensors"),
+        (looked_at, "input 1 of layers.1 is not the output of layers.0; it is made before the blocks from parameters"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

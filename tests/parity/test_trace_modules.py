@@ -56,6 +56,12 @@ def test_equal_to_the_byte(world: Any, model: str, plan: str) -> None:
         (check_close if parsed.axes.pp > 1 else check_equal)(traced, real[rank])
 
 
+def test_a_peak_in_a_reduction_is_equal_too(world: Any) -> None:
+    """In which gloo has a copy of all that it sums."""
+    real = world(2, partial(measured, "tables", "fsdp2"), timeout_s=300)
+    assert trace_step(training("tables"), Plan.parse("fsdp2")).peak == real[0].peak
+
+
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [pytest.param(*cell, marks=pytest.mark.soak) for cell in product(("fsdp2", "dp2 / bf16"), OPTIMIZERS)],

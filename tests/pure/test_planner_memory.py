@@ -162,6 +162,14 @@ def test_more_stages_than_blocks_are_refused() -> None:
         divide(profile_of(LLAMA), Plan.parse("pp16"), Workload(seq_len=128, global_batch=8))
 
 
+def test_each_stage_of_ours_needs_a_block() -> None:
+    """Where embedding and head are no stages of their own two stages more than blocks are too many as well."""
+    for plan, found in (("pp2 / 1f1b mb4", "2 stages for 1 blocks"), ("pp2 / zero-bubble-v mb4", "4 stages for 3")):
+        spec = replace(LLAMA, num_layers=int(found.split()[3]))
+        with pytest.raises(PlanError, match=found):
+            _terms(plan, spec)
+
+
 def test_experts_are_divided_by_ep() -> None:
     spec = replace(LLAMA, kind="moe", num_experts=8, experts_per_token=2)
     one, four = _terms("fsdp4 zero1", spec), _terms("fsdp4 ep4 zero1", spec)

@@ -33,6 +33,9 @@ READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 AWAIT = torch.ops._c10d_functional.wait_tensor.default
 """The wait for a functional collective: gives the tensor that it takes."""
 
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
+"""That of one tensor, as `fully_shard` issues it: output, input."""
+
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What torch raises for an operation whose result depends on the values of a tensor that has none."""
 

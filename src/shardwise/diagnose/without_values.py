@@ -25,6 +25,7 @@ from shardwise.diagnose.torch_private import (
     AWAIT,
     NEEDS_VALUES,
     READ_NUMBER,
+    REDUCE_SCATTER,
     GradBucket,
     fake_tensors,
     is_fake,
@@ -108,6 +109,10 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
         if self._rebuilding and func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
             with real_tensors():
                 return func(*args, **kwargs)
+        if func is REDUCE_SCATTER:  # gloo sums in a copy of what it is given
+            copied = self._of_shapes(torch.ops.aten.clone.default, args[1:2], {}, given)
+            self.count(torch.ops.aten.clone.default, args[1:2], {}, copied)
+            del copied
         if func is torch.ops.c10d.send.default:
             return work_that_holds(list(args[0]))  # real ones keep what they send
         if func is AWAIT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -21,11 +22,12 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
     alike: dict[object, Block] = {}
     chain: list[Block] = []
     owners = _owners(module, names)
+    buffers = _buffers(module, names)
     for index in range(len(names)):
         found = [] if index else [replace(op, split="none") for op in _operators(recording, BEFORE, ())]
         own = [name for name, owner in owners.items() if owner == index]
-        block = _block(recording, index, own, tuple(found))
-        sizes = block.small, block.width, block.beside, block.ahead, block.frozen
+        block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index])
+        sizes = block.small, block.width, block.beside, block.ahead, block.frozen, block.buffers
         chain.append(alike.setdefault((block.name, block.ops, sizes), block))
     head, tied = _head(recording, owners)
     products = [op for op in head.ops if isinstance(op, Matmul)]
@@ -58,6 +60,14 @@ def _owners(module: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
     parameters = dict(module.named_parameters())
     held = {id(p): i for i in reversed(range(len(names))) for p in module.get_submodule(names[i]).parameters()}
     return {name: held.get(id(parameter), BEFORE) for name, parameter in parameters.items()}
+
+
+def _buffers(module: nn.Module, names: tuple[str, ...]) -> list[int]:
+    """Bytes of the buffers of each block that are in no other part of the module."""
+    places = Counter(id(buffer) for _, buffer in module.named_buffers(remove_duplicate=False))
+    blocks = [Counter(id(b) for _, b in module.get_submodule(n).named_buffers(remove_duplicate=False)) for n in names]
+    sizes = {id(buffer): buffer.nbytes for buffer in module.buffers()}
+    return [sum(sizes[key] for key, times in block.items() if times == places[key]) for block in blocks]
 
 
 def _head(recording: Recording, owners: dict[str, int]) -> tuple[Block, bool]:

@@ -143,6 +143,8 @@ class Block:
     """Of what runs before the first block."""
     through: Block | None = None
     """It as its input has a gradient, which a later stage of a pipeline asks for; None: that changes nothing."""
+    buffers: int = 0
+    """Bytes of buffers that no other part of the model has: only its own stage of a pipeline has them."""
 
     @cached_property
     def params(self) -> int:
@@ -195,7 +197,7 @@ class Profile:
     experts: int = 0
     chosen: int = 0
     buffers: int = 0
-    """Bytes of its buffers, which each rank has whole."""
+    """Bytes of its buffers, those of blocks with them: each rank of a stage has them whole."""
     given: int = 8
     """Bytes of what its forward is given, per token: of token ids."""
     frozen: int = 0

@@ -264,7 +264,8 @@ class _Trace(TorchFunctionMode):
                 raise self._around(f"`{func}`, in place, {BETWEEN}", self.labels[_key(tensor)])
         if labels:
             made = frozenset(labels if allowed is None else (self.phase,))
-            for tensor in (*results, *changed):
+            new = [t for t in results if _key(t) not in self.labels or _key(t) in self.given]  # the others are views
+            for tensor in (*new, *changed):
                 if _key(tensor) not in self.parameters:
                     self._label(tensor, made)
 

@@ -20,6 +20,12 @@ class Sharded(Protocol):
     unsharded_param: nn.Parameter
     unsharded_accumulated_grad: torch.Tensor | None
 
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Add the last micro-batch's gradient to the sum of those before."""
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Make it a sum, in the type in which gradients are reduced."""
+
 
 @dataclass
 class Watched:
@@ -70,11 +76,15 @@ def _before_forward(gather: Callable[..., Any], watched: Watched, *arguments: An
 
 
 def _after_backward(group: Any, reduce: Callable[..., None], *arguments: Any, watched: Watched) -> None:
-    for place, each in enumerate(watched.parameters):
-        if not hasattr(each, "_unsharded_param") or not each.unsharded_param.requires_grad:
-            continue
+    placed = ((i, each) for i, each in enumerate(watched.parameters) if hasattr(each, "_unsharded_param"))
+    trained = [(i, each) for i, each in placed if each.unsharded_param.requires_grad]
+    for i, each in trained:
         if each.unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None:
-            watched.used.add(place)
+            watched.used.add(i)
         elif group.reduce_grads:
             each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for _, each in trained):
+        for _, each in trained:  # zeros, and what the last micro-batch alone gave, have not the type of the sums yet
+            each.accumulate_unsharded_grad_if_needed()
+            each.to_accumulated_grad_if_needed()
     reduce(*arguments)

@@ -42,7 +42,7 @@ def outside_step(
         kept |= {name: kept[name] * division.trained_share(stages) for name in ("master", "optimizer")}
     elif plan.offload.state:
         kept = dict.fromkeys(KEPT, 0.0)  # all of it is in the host's memory
-    buckets: dict[str, float] = {"constants": float(division.profile.buffers)}
+    buckets: dict[str, float] = {"constants": float(division.buffers(stages))}
     if is_replicated(plan) and plan.communication.bucket_view:
         buckets["gradients"] = division.whole(stages) * division.profile.trained * compute_width(plan)
     drawn: dict[str, float] = {"drawn": 0.0}

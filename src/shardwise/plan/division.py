@@ -128,6 +128,11 @@ class Division:
         dense, experts, _ = self._rank_params.get(id(stages)) or self._params(stages)
         return dense + experts
 
+    def buffers(self, stages: Sequence[Stage]) -> int:
+        """Bytes of buffers on a rank with some stages: not of blocks of others."""
+        elsewhere = sum(block.buffers for block in self.profile.blocks)
+        return self.profile.buffers - elsewhere + sum(block.buffers for stage in stages for block in stage.blocks)
+
     def owned(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages that one rank updates: `zero` >= 1 shards them over the data axes."""
         dense, _, filled = self._rank_params.get(id(stages)) or self._params(stages)
@@ -263,7 +268,7 @@ def divide(profile: Profile, plan: Plan, workload: Workload, rule: str = "balanc
             f"{plan.batch.micro_batches} micro-batches do not divide; needed a multiple of {pieces}; nearest: {near}"
         )
     stages = plan.axes.pp * plan.schedule.stages if plan.axes.pp > 1 else 1
-    if stages > len(profile.blocks) + 2:
+    if stages > len(profile.blocks) + 2 * (rule != "balanced"):  # others put embedding and head on stages of their own
         raise PlanError(
             f"pipeline: found {stages} stages for {len(profile.blocks)} blocks of {profile.name}; needed at most as "
             "many stages as blocks; use a smaller pp or fewer stages per rank"

@@ -186,6 +186,7 @@ class PipeRank(RankSizes):
             came = self.gathered_in(moment, 1) + self.params(block) * self.width  # as sent, and cut up
             found.append(("gathering", {"gathered": came}))
         if stage.last:
+            found += self.in_head(moment)
             copies = 1 if self.plan.tensor.loss and self.plan.axes.tp > 1 else 2
             found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
             if work == "B":  # what the head and the loss kept is used up
@@ -211,7 +212,7 @@ class PipeRank(RankSizes):
         if work == "B":
             found += self.whole_backward(moment, stage, last)
             found += self.inner_blocks(moment, stage)
-        if self.local_experts(block):
+        if self.local_experts(block) and course is None:
             fresh, less, used = self.in_experts(index, block)
             over = less - used - (working_in(block, self.local) * self.tokens + self.again(index, block))
             terms = {**last, "gradients": row + fresh, "working": working + over}
@@ -233,7 +234,23 @@ class PipeRank(RankSizes):
             own = self.kept_of(stage, stage.blocks) + self.head()
             terms = {"gathered": self.gathered_in(moment, 1), "activations": own, "logits": self.logits()}
             found.append(("forward", terms))
+        course = course_of(self.division.profile.head, self.local) if stage.last else None
+        if course and course.forward:
+            own = self.kept_of(stage, stage.blocks) + max(held.size(self.tokens) for held in course.forward)
+            found.append(("forward", {"gathered": self.gathered_in(moment, 1), "activations": own}))
         return found
+
+    def in_head(self, moment: Moment) -> list[tuple[str, Terms]]:
+        """Of a backward pass, the largest moment that a step of the head showed; its micro-batch counts as alive."""
+        course = course_of(self.division.profile.head, self.local)
+        fixed = {"gathered": self.gathered_in(moment, 1)}
+        used_up = self.head() + self.logit() * (max(self.width, 4.0) - self.width)
+        worst = None
+        for held in course.backward if course else ():
+            own = (held.fresh if self.adds_up or not self.engine else held.gradients) * (moment.work == "B")
+            terms = {**fixed, "gradients": own * self.width, "working": held.size(self.tokens) - used_up}
+            worst = larger(worst, terms)
+        return [("head", worst)] if worst else []
 
     def seen(self, course: Course, block: Block, last: Terms, around: float) -> Terms:
         """The largest moment that a step of the `last` block showed; `around`: what is there whatever the moment."""
@@ -252,10 +269,8 @@ class PipeRank(RankSizes):
         if stage.last:
             logits = self.logit() * (self.width - max(self.width, 4.0))
             found.append(("head", {**last, "gradients": head * self.width, "working": logits}))
-        seen = course_of(block, self.local) is not None
-        if (
-            self.engine and not self.local_experts(block) and not seen
-        ):  # a unit's gradients are added up when it has gone backward
+        seen = course_of(block, self.local) or self.local_experts(block)
+        if self.engine and not seen:  # a unit's gradients are added up when it has gone backward
             used_up = working_in(block, self.local) * self.tokens + self.kept_whole(block)
             own = self.row(block) if self.adds_up else self.trained(block) + head
             end = {**last, "gradients": own * self.width}

@@ -218,7 +218,7 @@ def _rank_memory(
     """The peak of one rank with these states, and its allocated bytes in each phase."""
     plan, stages, states = division.plan, division.ranks[rank], dict(kept)
     if division.profile.buffers:
-        states["constants"] = division.profile.buffers * (2.0 if stack.name in OWN else 1.0)  # as they were before it
+        states["constants"] = division.buffers(stages) * (2.0 if stack.name in OWN else 1.0)  # as they were before it
     spike = update_spike(division, stages) if stack.name in OWN else 0.0
     if stack.eager:
         moments = dict(eager_rank(division, rank, stages, states))
