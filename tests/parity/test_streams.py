@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardwise.errors import ConfigError
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Axes, Plan
 from shardwise.testing.world import World, WorldError
@@ -206,3 +207,12 @@ def test_streams_of_another_order_stop_every_rank(world: World) -> None:
     with pytest.raises(WorldError, match=rf"rank 0:[\s\S]*{words}[\s\S]*rank 1:[\s\S]*{words}"):
         world(2, listed_apart, False)
     assert world(2, listed_apart, True) == [8, 8]  # the control: each has its own
+
+
+def test_positions_of_streams_from_before_they_had_a_seed_are_read() -> None:
+    with open_mesh(Plan()) as mesh:
+        batches = loader(iter(range(16)), 4, mesh, seed=3, collate=torch.tensor)
+        batches.load_state_dict({**batches.state_dict(), "seed": None, "step": 1, "position": 4})
+        assert next(batches).micro_batches[0].tolist() == [4, 5, 6, 7]
+        with pytest.raises(ConfigError, match="another seed"):
+            batches.load_state_dict({**batches.state_dict(), "seed": 4})

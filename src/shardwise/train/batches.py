@@ -167,7 +167,8 @@ class Batches:
                 "needed: what Batches.state_dict gave; load a checkpoint that was saved with this loader"
             )
         for key, own in self._identity().items():
-            if state.get(key) == own:
+            unseeded = key == "seed" and state["kind"] == "stream" and state["seed"] is None
+            if state.get(key) == own or unseeded:  # older positions of streams have no seed: none was in their draws
                 continue
             self.is_other_order = True
             if key not in self.accept:
