@@ -45,6 +45,7 @@ from shardwise.parallel.placed import Batch, Placed
 from shardwise.parallel.scalars import bind_scalars
 from shardwise.parallel.ties import bind_stages
 from shardwise.parallel.torch_private import resync_fully_sharded
+from shardwise.parallel.unused import Unused
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import token_cross_entropy
@@ -211,14 +212,20 @@ def _reduced_at_once(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futu
 def ledger_of_shapes(ledger: Pretending) -> Iterator[None]:
     """Tensors without memory, counted."""
     swap = patch.object(torch.utils, "swap_tensors", partial(_swap, torch.utils.swap_tensors))
-    quiet, known = _without_tracebacks(), shards_known_by_storage()
-    with warnings.catch_warnings(), quiet, swap, known, fake_tensors(), as_with_values(), ledger:
+    quiet, known, alike = _without_tracebacks(), shards_known_by_storage(), patch.object(Unused, "most", _as_here)
+    with warnings.catch_warnings(), quiet, swap, known, alike, fake_tensors(), as_with_values(), ledger:
         # the step looks at addresses, to find gradients that lie side by side; here none do
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module"
         )  # of outputs that are views: a real run says it
         yield
+
+
+def _as_here(unused: Unused, numbers: list[int], *, agree: Callable[..., object] = Unused.most) -> list[int]:
+    """Every rank uses what this one does; ranks are asked all the same."""
+    agree(unused, numbers)
+    return numbers
 
 
 def _swap(exchange: Callable[[torch.Tensor, torch.Tensor], None], one: torch.Tensor, other: torch.Tensor) -> None:

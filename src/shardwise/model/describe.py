@@ -235,6 +235,7 @@ class _Watch:
         floating = [(path, tensor) for path, tensor in tensors_in(given) if tensor.is_floating_point()]
         if floating:
             first = floating[0][1]
+            self.recording.again |= index in self.recording.entered
             self.recording.entered.setdefault(index, first.numel())
             self.recording.streams.setdefault(index, dict(floating[1:]))
             self.asked &= index > 0 or first.requires_grad

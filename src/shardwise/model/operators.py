@@ -52,6 +52,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         chosen=experts[0].chosen if experts else 0,
         frozen=frozen,
         outputs=recording.given_out / recording.tokens,
+        again=recording.again,
     )
 
 
@@ -73,6 +74,10 @@ def _buffers(module: nn.Module, names: tuple[str, ...]) -> list[int]:
 def _head(recording: Recording, owners: dict[str, int]) -> tuple[Block, bool]:
     """What is behind the last block, and whether it ends in a product with a parameter that is used before."""
     own = [name for name, phase in recording.used.items() if phase == AFTER and owners[name] == BEFORE]
+    within = False
+    for name, owner in owners.items():  # what nobody uses is where it is registered, as `apply` places it
+        within |= owner != BEFORE
+        own += [name] if within and owner == BEFORE and name not in recording.used else []
     for name in own:
         owners[name] = AFTER
     used = [node.weight for node in recording.nodes if node.phase == AFTER and node.weight]

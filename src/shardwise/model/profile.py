@@ -210,6 +210,8 @@ class Profile:
     """Numbers that forward returns beside what a loss takes, and a step adds to it."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
+    again: bool = False
+    """Its blocks are called more than once in a forward."""
     even: Profile | None = None
     """The same with as many rows for every expert, by which pipelines are cut; None: this one is."""
     unseen: str = ""

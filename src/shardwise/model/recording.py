@@ -85,6 +85,8 @@ class Recording:
     """Block -> elements of its input."""
     streams: dict[int, dict[Path, torch.Tensor]] = field(default_factory=dict)
     """Block -> its floating inputs but for the first, in its first call."""
+    again: bool = False
+    """A block was called more than once."""
     given_out: int = 0
     """Elements of what forward returns, and a loss takes."""
 

@@ -26,6 +26,8 @@ class Unused:
     def __init__(self, placed: Placed) -> None:
         """Make every `fully_shard` group reduce all that it trains; nothing where there is one data rank."""
         self._mesh, self._shared = placed.mesh, placed.shared_stages
+        self.lacks = False
+        """What `here` said last."""
         self._groups: list[Watched] = []
         if placed.mesh.num_gradient_ranks > 1:
             self._groups = [group for part in placed.parts for group in watch_groups(part.run)]
@@ -38,7 +40,8 @@ class Unused:
 
     def here(self) -> bool:
         """Whether this rank gave some parameter no gradient."""
-        return any(not used and each.sharded_param.requires_grad for each, used in self._parameters())
+        self.lacks = any(not used and each.sharded_param.requires_grad for each, used in self._parameters())
+        return self.lacks
 
     def drop(self, grads: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The gradients without those of parameters that no data rank used.
@@ -52,10 +55,7 @@ class Unused:
         """
         calls = [group.calls for group in self._groups]
         found = [int(used) for _, used in self._parameters()]
-        numbers = torch.tensor([*found, *calls, *(-n for n in calls)], dtype=torch.int32, device=self._mesh.device)
-        if self._groups:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh.group(*GRADIENT_AXES))
-        values, end = numbers.tolist(), len(found) + len(calls)
+        values, end = self.most([*found, *calls, *(-n for n in calls)]), len(found) + len(calls)
         by_any, most, least = values[: len(found)], values[len(found) : end], values[end:]
         self._check_calls(most, [-n for n in least])
         nobody = {id(e.sharded_param) for (e, _), used in zip(self._parameters(), by_any, strict=True) if not used}
@@ -65,6 +65,14 @@ class Unused:
                 parameter.grad = None
                 kept.pop(name, None)
         return kept
+
+    def most(self, numbers: list[int]) -> list[int]:
+        """The largest of each over the data ranks."""
+        tensor = torch.tensor(numbers, dtype=torch.int32, device=self._mesh.device)
+        if self._groups:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._mesh.group(*GRADIENT_AXES))
+        found: list[int] = tensor.tolist()
+        return found
 
     def _parameters(self) -> Iterator[tuple[Sharded, bool]]:
         for group in self._groups:

@@ -175,7 +175,7 @@ class TrainStep:
             joined = self._joined.of(grads)
             mine = joined if self._counted is None else Joined([], [g for n, g in grads.items() if self._counted[n]])
             sums = self._sums.finish(sum_of_squares(mine))
-            if sums.num_unused:
+            if sums.num_unused or self._unused.lacks:  # which a trace, without values, cannot read off the sum
                 joined = self._joined.of(grads := self._unused.drop(grads, self._parameters))
             self._check_equal_rows(sums)
         return grads, joined, sums
