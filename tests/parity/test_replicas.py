@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ReplicaError
@@ -143,3 +145,32 @@ def test_an_update_that_depends_on_the_rank_is_refused_after_the_first(world: Wo
         assert text.startswith("1: step 1: first.weight") and "after the first update; needed: the same" in text
     assert world(3, noisy, "dp3 / fp64", False) == [""] * 3  # the controls
     assert world(2, noisy, "fsdp2 / fp64", True) == [""] * 2
+
+
+class Scaled(nn.Module):
+    """A loss whose scale is learnt."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=trained)
+
+    def forward(self, output: torch.Tensor, batch: list[torch.Tensor]) -> sw.Loss:
+        loss = points.weighted(output, batch)
+        return sw.Loss(loss.sum * self.scale, loss.weight)
+
+
+def own_scale(kind: str) -> list[str]:
+    scaled = Scaled(kind != "frozen")
+    given = {"function": lambda output, batch: scaled(output, batch), "method": scaled.forward}.get(kind, scaled)
+    with points.placed_state("dp2 / fp64", CASE) as state, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in sw.steps(state, given, until=2):
+            pass
+        return [str(one.message) for one in said if "loss function holds" in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "method", "frozen"])
+def test_a_parameter_that_the_loss_function_holds_is_warned_of_once(world: World, kind: str) -> None:
+    first, second = world(2, own_scale, kind)
+    assert not second and len(first) == (kind != "frozen")
+    assert not first or "scale (1)" in first[0]
