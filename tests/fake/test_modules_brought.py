@@ -87,7 +87,7 @@ FAST = [
     ("dict", "fsdp4 / mb2"),
     ("own loss", "fsdp2 / bf16"),
     ("volumes", "fsdp2 / bf16"),
-    ("lstm", "pp2 / 1f1b mb4"),
+    ("lstm", "pp2 / gpipe mb4"),
     ("checkpointed", "pp2 / 1f1b mb4"),
     ("dict", "pp2 / gpipe mb4 / bf16"),
     ("masked", "fsdp4 / mb2"),

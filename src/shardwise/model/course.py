@@ -23,6 +23,9 @@ class Held(NamedTuple):
     squared: float = 0.0
     """Per pair of tokens of the micro-batch: where every row meets every other (places of tokens with experts, scores
     of each text with each picture)."""
+    given: float = 0.0
+    """Per token, of the bytes above: gradients that the phase behind it made. Of a pipeline's last block they lie in a
+    receive buffer."""
 
     def size(self, tokens: float) -> float:
         """Bytes of so many tokens, without gradients."""

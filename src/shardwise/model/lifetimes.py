@@ -119,6 +119,8 @@ def courses_of(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, ou
     for phase in sorted(kept):
         before[phase], total = total, _sum(total, kept[phase])
     live, gradients, fresh = Held(), dict.fromkeys(kept, 0.0), set[int]()
+    made: dict[int, int] = {}
+    """Place of each storage that the backward pass has made -> phase."""
     for kind, place, phase, backward in first.events:
         if kind == "added":
             fresh.discard(place)
@@ -127,12 +129,17 @@ def courses_of(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, ou
             fresh.add(place)
         elif place not in added and (place != out or not backward):
             live = _sum(live, sizes[place], 1 if kind == "made" else -1)
+            if kind == "made" and backward:
+                made[place] = phase
+            elif kind == "ended":
+                made.pop(place, None)
         if kind == "made":
             held = _sum(live, before[phase], -1)
             waits = sum(first.sizes[each] for each in fresh) / first.width
             if backward and out >= 0:
                 held = _sum(held, sizes[out], -1)
-            held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn)
+            given = sum(sizes[each].per_token for each, maker in made.items() if maker != phase)
+            held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn, given=given)
             found.setdefault((phase, backward), []).append(held)
     return {
         phase: Course(kept[phase], largest(found.get((phase, False), [])), largest(found.get((phase, True), [])))

@@ -150,6 +150,13 @@ class PipeRank(RankSizes):
         keeps_inputs = ahead is not None and ahead.kept.per_token >= first.width * self.width
         return 0.0 if stage.last or (seen and keeps_inputs) else self.sent_bytes(stage.handed)
 
+    def given(self, stage: Stage) -> float:
+        """Bytes of what a stage sent, which the schedule holds until it has gone backward, where a block counts it.
+
+        A block's own course has it freed with the first operations of its backward pass.
+        """
+        return 0.0 if self.sent(stage) else self.sent_bytes(stage.handed)
+
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
         if not self.engine:
@@ -198,7 +205,7 @@ class PipeRank(RankSizes):
             last["activations"] = -sum(map(self.stream, behind))
         course = course_of(block, self.local)
         if course and (work == "B" or self.repeats(block)):
-            last = self.seen(course, block, last, working - working_in(block, self.local) * self.tokens)
+            last = self.seen(course, stage, last, working - working_in(block, self.local) * self.tokens)
         found.append(("last block", last))
         exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
         if exchanged:
@@ -252,12 +259,14 @@ class PipeRank(RankSizes):
             worst = larger(worst, terms)
         return [("head", worst)] if worst else []
 
-    def seen(self, course: Course, block: Block, last: Terms, around: float) -> Terms:
+    def seen(self, course: Course, stage: Stage, last: Terms, around: float) -> Terms:
         """The largest moment that a step of the `last` block showed; `around`: what is there whatever the moment."""
         worst = None
+        around -= self.kept_whole(stage.blocks[-1])
+        around += self.given(stage)
         for held in course.backward:
             own = held.fresh if self.adds_up or not self.engine else held.gradients
-            working = held.size(self.tokens) - self.kept_whole(block) + around
+            working = held.size(self.tokens) + around - (0.0 if stage.last else held.given * self.tokens)
             worst = larger(worst, {**last, "gradients": own * self.width, "working": working})
         return worst or {**last, "gradients": 0.0, "working": 0.0}  # a frozen block without a backward pass
 
@@ -300,7 +309,7 @@ class PipeRank(RankSizes):
             course = course_of(block, self.local)
             if not course:
                 continue
-            done = loss + self.kept_of(stage, behind, place + 1)
+            done = loss + self.kept_of(stage, behind, place + 1) - self.given(stage)
             new = 0.0 if moment.begun[moment.turn] else head + sum(map(self.trained, behind))
             less = self.kept_whole(block) - self.again(index, block)
             for held in self.held_in(index, block, course):
