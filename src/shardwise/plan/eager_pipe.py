@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.model.course import Course
@@ -38,17 +37,6 @@ class _Sizes(NamedTuple):
     fresh_at_once: float
     unit: float
     """Parameters of the largest unit whose gradients are reduced together."""
-
-
-def unlike(blocks: Sequence[Block]) -> list[int]:
-    """Places of the blocks of a chain that are its ends, or unlike a neighbour.
-
-    >>> one, other = Block("one", ()), Block("other", ())
-    >>> unlike([one, one, one, other])
-    [0, 2, 3]
-    """
-    turns = [i for i, (here, there) in enumerate(pairwise(blocks)) if here is not there]
-    return sorted({0, len(blocks) - 1, *turns, *(i + 1 for i in turns)}) if blocks else []
 
 
 class PipeRank(RankSizes):
@@ -150,7 +138,7 @@ class PipeRank(RankSizes):
         keeps_inputs = ahead is not None and ahead.kept.per_token >= first.width * self.width
         return 0.0 if stage.last or (seen and keeps_inputs) else self.sent_bytes(stage.handed)
 
-    def given(self, stage: Stage) -> float:
+    def own_output(self, stage: Stage) -> float:
         """Bytes of what a stage sent, which the schedule holds until it has gone backward, where a block counts it.
 
         A block's own course has it freed with the first operations of its backward pass.
@@ -229,7 +217,7 @@ class PipeRank(RankSizes):
     def forward(self, moment: Moment, stage: Stage) -> list[tuple[str, Terms]]:
         """Of a forward pass: in blocks that were seen, when the last one's weights have come, at a loss in fp32."""
         found: list[tuple[str, Terms]] = []
-        for place in unlike(stage.blocks):
+        for place in self.edges(list(enumerate(stage.blocks, stage.start))):
             if course := course_of(stage.blocks[place], self.local):
                 own = self.kept_of(stage, stage.blocks[:place])
                 own += max((held.size(self.tokens) for held in course.forward), default=0.0)
@@ -263,7 +251,7 @@ class PipeRank(RankSizes):
         """The largest moment that a step of the `last` block showed; `around`: what is there whatever the moment."""
         worst = None
         around -= self.kept_whole(stage.blocks[-1])
-        around += self.given(stage)
+        around += self.own_output(stage)
         for held in course.backward:
             own = held.fresh if self.adds_up or not self.engine else held.gradients
             working = held.size(self.tokens) + around - (0.0 if stage.last else held.given * self.tokens)
@@ -304,12 +292,12 @@ class PipeRank(RankSizes):
         loss = self.head() + self.logit() * max(self.width, 4.0) if stage.last else 0.0
         head = self.trained(self.division.profile.head) if stage.last else 0.0
         found: list[tuple[str, Terms]] = []
-        for place in (place for place in unlike(stage.blocks) if place < len(stage.blocks) - 1):
+        for place in self.edges(list(enumerate(stage.blocks, stage.start)))[:-1]:
             index, block, behind = stage.start + place, stage.blocks[place], stage.blocks[place + 1 :]
             course = course_of(block, self.local)
             if not course:
                 continue
-            done = loss + self.kept_of(stage, behind, place + 1) - self.given(stage)
+            done = loss + self.kept_of(stage, behind, place + 1) - self.own_output(stage)
             new = 0.0 if moment.begun[moment.turn] else head + sum(map(self.trained, behind))
             less = self.kept_whole(block) - self.again(index, block)
             for held in self.held_in(index, block, course):

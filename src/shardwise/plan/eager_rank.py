@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from shardwise.model.course import Held
 from shardwise.plan.activations import is_recomputed
@@ -100,12 +99,7 @@ class _Rank(RankSizes):
 
     def places(self) -> list[int]:
         """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks."""
-        blocks = [(block, is_recomputed(index, self.plan)) for index, block in self.blocks]
-        ends = {0, len(blocks) - 1, max(0, len(blocks) - 2)}
-        for i, (here, there) in enumerate(pairwise(blocks)):
-            if here[0] is not there[0] or here[1] != there[1]:
-                ends |= {i, i + 1}
-        return sorted(ends)
+        return sorted({*self.edges(self.blocks), max(0, len(self.blocks) - 2)})
 
     def ends(self, kept: Sequence[float], pending: float, left: float) -> Mapping[str, Terms]:
         """Moments outside the backward pass of the blocks, of a module whose step was seen."""

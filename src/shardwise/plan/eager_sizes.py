@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from shardwise.model.course import Course, Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
@@ -161,6 +164,12 @@ class RankSizes:
         if self.plan.recompute.mode == "ops":
             return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
         return whole - self.stream(block)
+
+    def edges(self, blocks: Sequence[tuple[int, Block]]) -> list[int]:
+        """Places of the blocks of a chain that are its ends, or unlike a neighbour, or recomputed where that is not."""
+        marks = [(block, is_recomputed(index, self.plan)) for index, block in blocks]
+        found = {i for i, (here, there) in enumerate(pairwise(marks)) if here[0] is not there[0] or here[1] != there[1]}
+        return sorted({0, len(blocks) - 1} | found | {i + 1 for i in found}) if blocks else []
 
     def held_in(self, index: int, block: Block, course: Course) -> tuple[Held, ...]:
         """The moments of a block's backward pass, and of the forward pass that it runs again before it."""
