@@ -19,6 +19,8 @@ import shardwise as sw
 from shardwise.parallel import data, tensor
 from shardwise.parallel.pipeline import Layout
 from shardwise.parallel.stage import Cut, StageModule
+from shardwise.testing.world import WorldError
+from shardwise.train import agreement
 from shardwise.train import step as step_module
 from shardwise.train.sums import WorldSums
 from tests.parity import grid
@@ -106,6 +108,7 @@ def block_skipped() -> None:
 
 def run_with(fault: Callable[[], None], plan: str) -> grid.Trace:
     fault()
+    agreement._FirstUpdate.__call__ = lambda *_: None  # it would name some of the faults; the grid is what is tried
     return grid.run_plan(f"{plan} / fp64", "decoder", BATCH)
 
 
@@ -157,6 +160,16 @@ def test_doubled_gradients(world, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["fsdp2", "fsdp2 / zero1", "dp2 fsdp2"])
 def test_parameter_that_is_not_sharded(world, plan: str) -> None:
     assert "disagree about layers.0.ffn_norm.weight" in seen(world, unreduced_parameter, plan)
+
+
+def run_as_users_do(fault: Callable[[], None], plan: str) -> grid.Trace:
+    fault()
+    return grid.run_plan(f"{plan} / fp64", "decoder", BATCH)
+
+
+def test_a_parameter_that_is_not_sharded_is_named_by_the_step_itself(world) -> None:
+    with pytest.raises(WorldError, match=r"ffn_norm.weight[\s\S]*after the first update"):
+        world(2, run_as_users_do, unreduced_parameter, "fsdp2")
 
 
 def test_tensor_parallel_gradient_that_is_not_summed(world) -> None:

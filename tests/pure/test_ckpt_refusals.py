@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,15 @@ def test_a_signal_that_is_ignored_stays_so(weights: Path, tmp_path: Path, monkey
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C as at a terminal: a job in the background ignores it, and so would the command."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_says_that_nothing_is_half_written(
     weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +161,7 @@ def test_ctrl_c_says_that_nothing_is_half_written(
     assert "SIGINT: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("then", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_waits_for_what_is_cleared_up(

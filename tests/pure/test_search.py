@@ -521,7 +521,8 @@ PLANS += ["pp2 fsdp2 zero2 / mb4", "pp4 / mb8", "pp2 tp2 / interleaved mb4", "pp
 PLANS += ["fsdp4 / recompute=blocks", "fsdp4 / recompute=ops", "fsdp4 / recompute=every2", "fsdp4 / offload=state"]
 PLANS += ["fsdp2 tp2 / seq loss-parallel", "fsdp2 cp2 / context=ulysses", "fsdp4 / offload=activations"]
 dense = st.tuples(st.just(SMALL), st.sampled_from(PLANS))
-mixture = st.tuples(st.just(MOE), st.sampled_from([*PLANS, "fsdp4 ep4", "fsdp4 ep2 zero1", "fsdp2 tp2 ep2 / seq"]))
+FEW = [text for text in PLANS if (plan := Plan.parse(text)).axes.pp * plan.schedule.stages <= MOE.num_layers]
+mixture = st.tuples(st.just(MOE), st.sampled_from([*FEW, "fsdp4 ep4", "fsdp4 ep2 zero1", "fsdp2 tp2 ep2 / seq"]))
 pairs = st.one_of(dense, mixture).map(lambda pair: (profile_of(pair[0]), Plan.parse(f"{pair[1]} bf16")))
 lengths, batches = st.sampled_from([512, 2048, 8192]), st.sampled_from([32, 64])
 workloads = st.builds(Workload, seq_len=lengths, global_batch=batches)
