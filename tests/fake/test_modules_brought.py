@@ -256,6 +256,7 @@ def test_a_number_that_is_not_the_loss_of_the_logits_is_added_to_it() -> None:
     near_the_trace(Balanced, "fsdp2 / bf16", 64)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["pp4 / 1f1b mb8", "pp2 / gpipe mb4", "pp2 / interleaved mb4"])
 def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str) -> None:
     near_the_trace(Narrowing, plan, 3)
@@ -266,6 +267,7 @@ def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str) -> None
     assert len(sent) > 1  # what each hands on is of its own size
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["pp2 / 1f1b mb4", "pp2 / gpipe mb4 / bf16"])
 @pytest.mark.parametrize(
     "made",
@@ -279,6 +281,7 @@ def test_in_pipelines(made: Callable[[], nn.Module], plan: str) -> None:
     near_the_trace(made, plan, 64)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("plan", ["pp2 / 1f1b mb4", "pp2 fsdp2 / 1f1b mb4", "fsdp2 / bf16"])
 def test_what_nobody_uses_is_where_apply_puts_it(plan: str) -> None:
     near_the_trace(Unused, plan, 64)
