@@ -66,7 +66,9 @@ class PipeRank(RankSizes):
 
     def in_flight(self, moment: Moment) -> float:
         """Bytes of what was sent and is kept until it has come."""
-        turns = zip(self.stages, moment.outputs, moment.gradients, strict=True)
+        # where no step was seen, what is put together from operators has room for the one that 1F1B keeps
+        counts = self.plan.schedule.kind != "1f1b" or course_of(self.stages[0].blocks[0], self.local)
+        turns = zip(self.stages, moment.outputs if counts else (0,), moment.gradients, strict=True)
         return sum(self.sent_bytes(on * stage.handed + back * stage.given) for stage, on, back in turns)
 
     def in_stage(self, moment: Moment, turn: int, size: _Sizes) -> tuple[float, float]:
