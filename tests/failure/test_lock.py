@@ -118,7 +118,6 @@ def test_a_clock_that_is_wrong_changes_no_verdict(
         assert lock.taken_over is not None and lock.taken_over.host == "elsewhere"
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system says no time since its boot")
 def test_a_clock_that_is_set_leaves_an_owner_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = psutil.Process.create_time  # the boot as the clock has it, and the ticks since then
     with RunLock.take(tmp_path / "lock", lost) as lock:

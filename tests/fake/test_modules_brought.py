@@ -87,7 +87,7 @@ FAST = [
     ("dict", "fsdp4 / mb2"),
     ("own loss", "fsdp2 / bf16"),
     ("volumes", "fsdp2 / bf16"),
-    ("lstm", "pp2 / gpipe mb4"),
+    ("lstm", "pp2 / 1f1b mb4"),
     ("checkpointed", "pp2 / 1f1b mb4"),
     ("dict", "pp2 / gpipe mb4 / bf16"),
     ("masked", "fsdp4 / mb2"),
@@ -192,14 +192,14 @@ def test_known_values_keep_no_tensor_alive() -> None:
     assert known.read(torch.Tensor.tolist, (other,), {}) == ()
 
 
-def near_the_trace(made: Callable[[], nn.Module], plan: str, seq: int, batch: int = 32) -> None:
+def near_the_trace(made: Callable[[], nn.Module], plan: str, seq: int, batch: int = 32, within: float = BOUND) -> None:
     """Every rank of a pipeline, or the first."""
     parsed, work = Plan.parse(plan), Workload(seq_len=seq, global_batch=batch)
     profile = read_module("", made, seq, "meta")
     stages = estimate_memory(profile, parsed, work, stack=stack_on("cpu")).stages
     for rank, closed in enumerate(stages):
         traced = estimate_module_by_trace(made, parsed, work, rank=rank * parsed.world // len(stages))
-        assert abs(closed.allocated / traced.peak - 1) <= BOUND, (rank, closed, traced)
+        assert abs(closed.allocated / traced.peak - 1) <= within, (rank, closed, traced)
 
 
 @pytest.mark.parametrize("plan", ["pp2 / interleaved mb4", "pp2 / looped-bfs mb4 / bf16", "dp1 / recompute=blocks"])
@@ -257,9 +257,11 @@ def test_a_number_that_is_not_the_loss_of_the_logits_is_added_to_it() -> None:
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("plan", ["pp4 / 1f1b mb8", "pp2 / gpipe mb4", "pp2 / interleaved mb4"])
-def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str) -> None:
-    near_the_trace(Narrowing, plan, 3)
+@pytest.mark.parametrize(
+    ("plan", "within"), [("pp4 / 1f1b mb8", 0.01), ("pp2 / gpipe mb4", 0.01), ("pp2 / interleaved mb4", BOUND)]
+)
+def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str, within: float) -> None:
+    near_the_trace(Narrowing, plan, 3, within=within)
     parsed, work = Plan.parse(plan), Workload(seq_len=3, global_batch=32)
     sent = {
         stage.handed for rank in divide(read_module("", Narrowing, 3, "meta"), parsed, work).ranks for stage in rank
@@ -282,7 +284,7 @@ def test_in_pipelines(made: Callable[[], nn.Module], plan: str) -> None:
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("plan", ["pp2 / 1f1b mb4", "pp2 fsdp2 / 1f1b mb4", "fsdp2 / bf16"])
+@pytest.mark.parametrize("plan", ["pp2 fsdp2 / 1f1b mb4", "pp2 / 1f1b mb4", "fsdp2 / bf16"])
 def test_what_nobody_uses_is_where_apply_puts_it(plan: str) -> None:
     near_the_trace(Unused, plan, 64)
 
@@ -297,3 +299,7 @@ def test_blocks_that_are_called_again_are_said_to_be_rough() -> None:
 
     assert any("more than once" in line for line in how_read(read_module("", Loops, 64, "meta")))
     assert not any("more than once" in line for line in how_read(read_module("", Words, 64, "meta")))
+
+
+def test_recomputed_stages_keep_each_tensor_between_blocks_once() -> None:
+    near_the_trace(Words, "pp2 / 1f1b mb4 / recompute=blocks", 64, within=0.01)

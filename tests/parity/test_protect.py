@@ -317,7 +317,8 @@ def test_what_a_script_makes_of_a_window_is_not_rewound() -> None:
     """The loader does not know which of its samples are in it."""
     with points.placed_state("dp1 / fp64", CASE, Spiking(), shuffle=False) as state:
         step = sw.make_step(state, points.weighted, options=options("rewind"))
-        window = next(state.batches)  # type: ignore[call-overload]
+        batches: Any = state.batches
+        window = next(batches)
         with pytest.raises(UsageError, match="found a batch of type list of the script's own; needed: the windows of"):
             step(list(window.micro_batches))
         assert step(window).step == 1

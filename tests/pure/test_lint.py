@@ -599,6 +599,14 @@ WRONG = {
                 if mesh.is_first and m.loss < 0.1:
                     break  # !
         """,
+        """
+        for x in loader:
+            try:
+                model(x).backward()
+            except RuntimeError:
+                if dist.get_rank() == 0:
+                    break  # !
+        """,
     ],
     "eval.padding": [
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardwise.diagnose.lint_names import Scope, constant, dotted, last, own_nodes
 from shardwise.diagnose.lint_ranks import collective, who
@@ -373,17 +373,16 @@ def _left_by_some(facts: Facts) -> Iterator[Hit]:
                     )
 
 
-def _ends(body: list[ast.stmt]) -> list[ast.stmt]:
+def _ends(body: list[ast.stmt]) -> list[ast.Break | ast.Return]:
     return [node for node in _without_loops(body) if isinstance(node, ast.Break | ast.Return)]
 
 
-def _without_loops(body: list[ast.stmt]) -> Iterator[ast.AST]:
+def _without_loops(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """The nodes of statements, without those of loops, functions and classes within."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, Loop | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            for child in ast.iter_child_nodes(statement):
-                yield from _without_loops([child] if isinstance(child, ast.stmt) else [])
+    for node in body:
+        yield node
+        if not isinstance(node, Loop | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _without_loops(ast.iter_child_nodes(node))
 
 
 def _trains(facts: Facts, loop: ast.For | ast.AsyncFor | ast.While) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from weakref import WeakSet
 
 from torch import nn
 
@@ -36,6 +37,8 @@ from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import AXES, Plan
 
+APPLIED: WeakSet[nn.Module] = WeakSet()
+"""Modules whose parameters `apply` has placed, as long as they live: their gradients are somebody's to reduce."""
 Pass = Callable[[Placed, Plan, Mesh], Placed]
 
 PASSES: tuple[Pass, ...] = (
@@ -106,6 +109,7 @@ def apply(
         watch_weights(part.run)
         if is_first_order(placed):
             watch_forwards(part.run)
+    APPLIED.update(part.root for part in placed.parts)
     return replicate_data(placed, plan, mesh)
 
 

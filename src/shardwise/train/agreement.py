@@ -64,7 +64,7 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     if everyones := _exchanged(own, mesh):
         raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
     if mesh.num_gradient_ranks > 1:
-        after = (*state.placed.after_step, _FirstWrites(state.placed), HeldParameters(state.placed, loss_fn))
+        after = (*state.placed.after_step, _FirstWrites(state.placed), HeldParameters(mesh, loss_fn))
         # ranks along tp compute some gradients each for itself, which kernels on GPUs may round otherwise
         updates = (_FirstUpdate(state),) if mesh.size("tp") == 1 and not options.check_replicas else ()
         state.placed = state.placed.with_(after_step=(*after, *updates))

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.compose import APPLIED
+from shardwise.parallel.mesh import Mesh
 from shardwise.train.losses import Losses
 
 
 class HeldParameters:
-    """After a process's first step: warn of parameters that got a gradient and are none of the model's."""
+    """After a process's first step: warn of parameters that got a gradient and are of no model that was placed."""
 
-    def __init__(self, placed: Placed, loss_fn: Any) -> None:
+    def __init__(self, mesh: Mesh, loss_fn: Any) -> None:
         """Look where a function's modules are: itself, what it is bound to or given, what its code names."""
-        self._placed = placed
+        self._mesh = mesh
         self._held: dict[str, nn.Parameter] | None = dict(_parameters(loss_fn))
 
     def __call__(self, makes_update: bool) -> None:
-        """Look, once. Cost: a look at each such parameter."""
+        """Look, once. Cost: a look at each such parameter, and at those of all models."""
         held, self._held = self._held or {}, None
-        own = {id(parameter) for parameter in self._placed.parameters()}
-        names = [name for name, p in held.items() if p.grad is not None and id(p) not in own]
-        if names and self._placed.mesh.is_first:
+        trained = {name: parameter for name, parameter in held.items() if parameter.grad is not None}
+        placed = {id(parameter) for module in APPLIED if trained for parameter in module.parameters()}
+        names = [name for name, parameter in trained.items() if id(parameter) not in placed]
+        if names and self._mesh.is_first:
             warnings.warn(
                 f"the loss function holds parameters with a gradient: {', '.join(names[:3])} ({len(names)}); it is of "
                 "this rank's rows alone, in no norm and in no checkpoint, and ranks that step them drift apart; let "
@@ -57,14 +61,16 @@ def _named_by(function: Any) -> Iterator[tuple[str, Any]]:
     elif inspect.ismethod(function):
         yield type(function.__self__).__name__, function.__self__
         yield from _fields(function.__self__)
-    elif inspect.isfunction(function):
-        found = inspect.getclosurevars(function)
-        yield from {**found.globals, **found.nonlocals}.items()
+    elif isinstance(function, FunctionType):
+        code, around = function.__code__, function.__globals__
+        yield from ((name, around[name]) for name in code.co_names if name in around)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing was assigned to it yet
+                yield name, cell.cell_contents
     else:
         yield from _fields(function)
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    fields = getattr(value, "__dict__", {})
-    if isinstance(fields, Mapping) and not isinstance(value, nn.Module):
-        yield from fields.items()
+    if not isinstance(value, nn.Module):  # of which the parameters are known
+        yield from getattr(value, "__dict__", {}).items()
