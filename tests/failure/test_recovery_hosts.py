@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -89,7 +90,12 @@ def wrong_clock(folder: Path) -> dict[str, str]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [c for c in psutil.Process(process.pid).children(recursive=True) if c.name().startswith("rank ")]
+    """A child that has ended since it was listed, as those do that a library starts to ask the system, is no rank."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child] if child.name().startswith("rank ") else []
+    return found
 
 
 @pytest.mark.slow
