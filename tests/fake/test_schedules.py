@@ -25,12 +25,13 @@ from shardwise.models.presets import build
 from shardwise.parallel.pipeline import first_blocks
 from shardwise.parallel.schedules import picture, save_png
 from shardwise.parallel.torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
-from shardwise.plan.division import Division, counted_flops, split_evenly
+from shardwise.plan.division import Division
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import Action, actions, stages_of, table_of
 from shardwise.plan.simulate import LOCAL, NOTHING, Costs, _order, simulate
+from shardwise.plan.stages import counted_flops, split_evenly
 from shardwise.plan.workload import Workload
 
 app = typer.Typer()

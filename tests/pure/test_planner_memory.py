@@ -12,13 +12,14 @@ from shardwise.model.profile import Matmul, profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan import eager_rank
 from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.division import cut, divide
+from shardwise.plan.division import divide
 from shardwise.plan.hosting import host_lack, on_host
 from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory
 from shardwise.plan.plan import Axes, Plan, Schedule
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
 from shardwise.plan.stack import load_stack, stack_of
+from shardwise.plan.stages import cut
 from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
 from shardwise.plan.workload import Workload
 

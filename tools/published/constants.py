@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "division", "kernels", "links", "memory", "schedule", "simulate", "timing", "updating",
+    "activations", "blocktime", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing", "updating",
     "workload",
 )  # fmt: skip
 

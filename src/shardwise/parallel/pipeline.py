@@ -26,9 +26,9 @@ from shardwise.parallel.placed import Batch, Part, Placed
 from shardwise.parallel.precision import compute_type
 from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
 from shardwise.parallel.transport import Transport
-from shardwise.plan.division import split_evenly
 from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.schedule import stages_of
+from shardwise.plan.stages import split_evenly
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

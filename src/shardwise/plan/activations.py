@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
-from shardwise.plan.division import Stage
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
+from shardwise.plan.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)

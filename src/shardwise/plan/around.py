@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
-from shardwise.plan.division import Division, Stage
+from shardwise.plan.division import Division
 from shardwise.plan.engines import is_replicated
 from shardwise.plan.stack import Stack
+from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, state_bytes, update_spike
 
 KEPT = ("weights", "master", "optimizer")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardwise.plan.activations import compute_width, recomputed_in
-from shardwise.plan.division import Division, Stage
+from shardwise.plan.division import Division
 from shardwise.plan.stack import Stack
+from shardwise.plan.stages import Stage
 
 
 def cast_whole(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:

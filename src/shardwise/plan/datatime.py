@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.activations import compute_width
-from shardwise.plan.division import Division, Stage
+from shardwise.plan.division import Division
 from shardwise.plan.engines import is_replicated
 from shardwise.plan.links import group_of, messages_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import reductions_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
+from shardwise.plan.stages import Stage
 
 
 class Part(NamedTuple):

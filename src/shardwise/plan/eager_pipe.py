@@ -8,7 +8,6 @@ from typing import NamedTuple
 from shardwise.model.course import Course
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
-from shardwise.plan.division import Stage
 from shardwise.plan.eager import (
     attention_in,
     course_ahead,
@@ -20,6 +19,7 @@ from shardwise.plan.eager import (
 )
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import Moment
+from shardwise.plan.stages import Stage
 
 
 class _Sizes(NamedTuple):

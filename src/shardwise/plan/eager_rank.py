@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.model.course import Held
 from shardwise.plan.activations import is_recomputed
-from shardwise.plan.division import Division, Stage
+from shardwise.plan.division import Division
 from shardwise.plan.eager import attention_in, course_ahead, course_of, working_in
 from shardwise.plan.eager_pipe import PipeRank
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
 from shardwise.plan.moments import moments_of
+from shardwise.plan.stages import Stage
 
 ROUNDS = 12
 """Rounds of micro-batches of a pipeline that are gone through one by one, for each stage of a rank."""

@@ -8,11 +8,12 @@ from itertools import pairwise
 from shardwise.model.course import Course, Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
-from shardwise.plan.division import Division, Stage
+from shardwise.plan.division import Division
 from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, kept_op, local_of, outputs_of
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.messages_data import reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE
+from shardwise.plan.stages import Stage
 
 Terms = dict[str, float]
 AT_END = 6

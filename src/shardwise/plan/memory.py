@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import mul
 
 from shardwise.hardware.cluster import GIB, Device
@@ -24,13 +24,14 @@ from shardwise.plan.activations import (
 )
 from shardwise.plan.around import copied, outside_step
 from shardwise.plan.casting import cast_last, cast_whole
-from shardwise.plan.division import Division, Stage, divide
+from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, stack_of
+from shardwise.plan.stages import Stage
 from shardwise.plan.stalls import held_ahead
 from shardwise.plan.updating import OWN, state_bytes, update_spike
 from shardwise.plan.workload import Workload
@@ -151,7 +152,7 @@ def estimate_memory(
     stack = stack_of(plan, stack)
     division = divide(busiest(profile, plan, workload), plan, workload, stack.cut)
     division = replace(division, splits_experts=stack.splits_experts, fills_up=stack.name in OWN)
-    states = [states_of(division, stages, stack) for stages in division.ranks]
+    states = division.of_ranks(partial(states_of, division, stack=stack))
     ranks = [_rank_memory(division, rank, each, stack) for rank, each in enumerate(states)]
     worst = max(range(len(ranks)), key=lambda rank: ranks[rank][0].allocated)
     axes = plan.axes
@@ -166,7 +167,7 @@ def estimate_memory(
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
         held=held_ahead(division, stack, device) + held_apart(division, *ranks[worst], states[worst], stack),
         workspace=0.0 if stack.eager else WORKSPACE,
-        host=0.0 if stack.eager else max(copied(division, stages, stack) for stages in division.ranks),
+        host=0.0 if stack.eager else max(division.of_ranks(partial(copied, division, stack=stack))),
         offloaded=offloaded_of(division, stack) if plan.offload.state and not stack.eager else (),
     )
     memory = _with_outside(memory, division, states, stack)
@@ -180,7 +181,8 @@ def _with_outside(memory: Memory, division: Division, states: Sequence[Mapping[s
 
     Nothing is held for streams then: what is needed beyond a step takes the place of what is held within one.
     """
-    phases = [outside_step(division, stages, stack, kept) for stages, kept in zip(division.ranks, states, strict=True)]
+    kept = dict(zip(map(id, division.ranks), states, strict=True))
+    phases = division.of_ranks(lambda stages: outside_step(division, stages, stack, kept[id(stages)]))
     found = [_largest(rank, each) for rank, each in enumerate(phases) if each]
     if not found:
         return memory
@@ -254,7 +256,7 @@ def _rank_memory(
 
 def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
     """Bytes of the states that each pipeline rank has on its host, where the plan offloads them."""
-    states = [states_of(division, stages, stack) for stages in division.ranks]
+    states = division.of_ranks(partial(states_of, division, stack=stack))
     return tuple(sum(each.values()) - sum(_without_states(each, stack).values()) for each in states)
 
 

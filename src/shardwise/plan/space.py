@@ -20,7 +20,6 @@ from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import Saving, saving_of
 from shardwise.plan.constraints import ROWS
-from shardwise.plan.division import loops_of
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.plan import (
     LOOPED,
@@ -44,6 +43,7 @@ from shardwise.plan.plan import (
 from shardwise.plan.repair import Case, Read, Row, divisors
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.stack import Stack, stack_of
+from shardwise.plan.stages import loops_of
 from shardwise.plan.workload import Workload
 
 EVERY = (4, 3, 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster
@@ -99,7 +100,7 @@ def timeline_of(space: Space, chosen: Candidate) -> Timeline:
     stack = stack_of(plan, space.stack)
     workload = space.workload
     division = divide(busiest(space.profile, plan, workload), plan, workload, stack.cut)
-    ranks = [rank_costs(division, stages, space.cluster, stack) for stages in division.ranks]
+    ranks = division.of_ranks(partial(rank_costs, division, cluster=space.cluster, stack=stack))
     slowest = max(ranks, key=lambda rank: rank.busy)
     heavy = max(ranks, key=lambda rank: rank.params)
     data = _data_of(division, space.cluster, stack, heavy, step)

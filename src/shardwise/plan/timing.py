@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import log2
 
 from shardwise.hardware.cluster import Cluster
@@ -11,7 +12,7 @@ from shardwise.model.profile import Profile
 from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, recomputed_in, saving_of
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
-from shardwise.plan.division import Division, Stage, divide
+from shardwise.plan.division import Division, divide
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
@@ -23,6 +24,7 @@ from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.simulate import Costs, pipeline_time
 from shardwise.plan.stack import Stack, stack_of
+from shardwise.plan.stages import Stage
 from shardwise.plan.stalls import stalled
 from shardwise.plan.updating import update_time
 from shardwise.plan.workload import Workload
@@ -96,7 +98,7 @@ def estimate_time(
     """
     stack = stack_of(plan, stack)
     division = divide(busiest(profile, plan, workload), plan, workload, stack.cut)
-    ranks = [rank_costs(division, stages, cluster, stack) for stages in division.ranks]
+    ranks = division.of_ranks(partial(rank_costs, division, cluster=cluster, stack=stack))
     pipeline = _pipeline(division, ranks, cluster, stack)
     slowest = max(ranks, key=lambda rank: rank.busy)
     count = plan.batch.micro_batches

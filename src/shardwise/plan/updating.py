@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster, Device
 from shardwise.model.profile import Attention, Block, Matmul, Pointwise
-from shardwise.plan.division import Division, Stage
+from shardwise.plan.division import Division
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
+from shardwise.plan.stages import Stage
 from shardwise.plan.workload import STATE_BYTES, Workload
 
 HOST_UPDATE = 0.6
@@ -144,9 +145,9 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     `update-sends`: what the rule sends.
     """
     plan, device = division.plan, cluster.device
-    owned = max(division.owned(stages) for stages in division.ranks)
+    owned = max(division.of_ranks(division.owned))
     trained = division.workload.trained * division.profile.trained
-    each = (division.owned(s) * update_bytes(state_bytes(division, s, stack), stack) for s in division.ranks)
+    each = division.of_ranks(lambda s: division.owned(s) * update_bytes(state_bytes(division, s, stack), stack))
     moved = max(each) * trained
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:
@@ -166,7 +167,7 @@ def rule_time(division: Division, cluster: Cluster, stack: Stack) -> tuple[float
     if optimizer == "muon":  # many ranks have as many of the same matrices
         alike = dict.fromkeys(frozenset(_matrices_of(stages).items()) for stages in division.ranks)
         return max((_muon_rank(dict(counts), division, cluster, stack) for counts in alike), key=sum)
-    return 0.0, max(_sums_time(division, stages, cluster, stack) for stages in division.ranks)
+    return 0.0, max(division.of_ranks(partial(_sums_time, division, cluster=cluster, stack=stack)))
 
 
 def _matrices_of(stages: tuple[Stage, ...]) -> Counter[Matrix]:
