@@ -295,3 +295,16 @@ def test_the_rate_of_hosts_that_update_is_said_to_be_assumed() -> None:
     (said,) = assumed_of(Plan.parse("fsdp8 / offload=state"), H100)
     assert "offloaded states are updated at 30 GB/s, 60% of a device's link" in said
     assert not assumed_of(Plan.parse("fsdp8"), H100)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "looped-bfs vs2", "1f1b", "interleaved vs2", "zero-bubble vs2"])
+def test_each_micro_batch_beyond_the_first_rounds_takes_as_long_as_those_before(schedule: str) -> None:
+    """Where forwards and backwards are apart, each is as slow as its own slowest stage, and pays all that is sent."""
+    sizes, cluster = preset("llama-8b"), load_cluster("h100:1x4@eth100")
+
+    def seconds(count: int) -> float:
+        plan = Plan.parse(f"pp4 / {schedule} mb{count} / bf16")
+        step = estimate_time(profile_of(sizes), cluster, plan, Workload(seq_len=4096, global_batch=count))
+        return step.terms["compute"] + step.terms["pipeline"]
+
+    assert seconds(48) - seconds(32) == pytest.approx(seconds(32) - seconds(16), rel=1e-3)

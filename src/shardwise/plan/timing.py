@@ -268,10 +268,12 @@ def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stac
     )
     few = min(count, 8 * pp)  # beyond the first rounds, each micro-batch adds the same
     few += (count - few) % pp
-    time = pipeline_time(kind, pp, costs, few, stages_per_rank=turns, transfer=exposed)
-    slowest = max(rank.busy for rank in ranks)
-    steady = slowest + (2 * exposed if kind == "1f1b" else 0.0)
-    return time + (count - few) * steady
+    time, before = (
+        pipeline_time(kind, pp, costs, number, stages_per_rank=turns, transfer=exposed)
+        for number in (few, few - pp * (count > few))
+    )
+    slowest = max(rank.busy for rank in ranks) + (2 * exposed if kind == "1f1b" else 0.0)
+    return time + (count - few) * max((time - before) / pp, slowest)
 
 
 def _data(division: Division, cluster: Cluster, stack: Stack, ranks: list[RankCosts]) -> tuple[float, float]:
