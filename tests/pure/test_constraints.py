@@ -247,6 +247,23 @@ def test_refuse_lists_all_errors() -> None:
     assert "did you mean 'gpt'" in text
 
 
+@pytest.mark.parametrize(
+    ("left_out", "says"),
+    [
+        (("dp_replicate", "dp_shard", "accumulation"), "nearest plan that works: `tp2 / fp64`"),
+        (("dp_replicate", "dp_shard", "accumulation", "tp"), "nearest plan that works: `cp2 / fp64`"),
+        (
+            ("dp_replicate", "dp_shard", "accumulation", "tp", "pp", "cp"),
+            "no plan for 2 processes works, one process does",
+        ),
+    ],
+)
+def test_where_ranks_cannot_share_the_batch_another_axis_has_them(left_out: tuple[str, ...], says: str) -> None:
+    model = read(left_out=tuple((word, "module.rows-together") for word in left_out))
+    (finding,) = errors_in(check(Plan.parse("dp1 / fp64"), spec=model, world=2))
+    assert finding.id == "world.size" and finding.fix.endswith(says), finding.fix
+
+
 SMALL = st.sampled_from([1, 1, 1, 2, 2, 3, 4])
 LEFT_OUT = tuple((word, "module.chain") for word in ("pp", "cp", "recompute", "compile", "offload-activations"))
 ROWS_TOGETHER = tuple((word, "module.rows-together") for word in ("dp_replicate", "dp_shard", "accumulation"))
@@ -307,6 +324,12 @@ def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Any]]:
 def test_every_refusal_names_a_plan_that_works(case: tuple[Plan, dict[str, Any]]) -> None:
     plan, facts = case
     for finding in errors_in(check(plan, **facts)):
+        if finding.fix.endswith("works, one process does"):
+            world = facts["world"] or plan.world
+            for axis in ("dp", "fsdp", "tp", "pp", "cp"):
+                assert errors_in(check(Plan.parse(f"{axis}{world} / {plan.precision}"), **facts))
+            assert not errors_in(check(Plan(precision=plan.precision), **(facts | {"world": 1})))
+            continue
         works = fix_of(finding)
         assert errors_in(check(works, **facts)) == []
         assert facts["world"] in (None, works.world)

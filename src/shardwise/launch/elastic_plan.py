@@ -96,8 +96,7 @@ def _adapted(own: Plan, world: int, known: Known) -> Plan | None:
 
     start = [change(plan, batch__micro_batches=next(_enough(plan, own), 1)) for plan in fit_world(own, world)]
     start += [change(plan, axes__ep=ep) for plan in start for ep in divisors(own.axes.ep)[:-1]]
-    found = nearest_legal(case, start, broken)
-    return found if broken(case.with_plan(found)) is None else None
+    return nearest_legal(case, start, broken)
 
 
 def has_same_maths(here: Plan, there: Plan) -> bool:

@@ -63,7 +63,7 @@ def check(
 
     What is not given is not checked; `spec` may be a model as it was read. `global_batch` counts when the plan has none
     of its own. An error's `fix` ends with the nearest plan that breaks no row under the same model, world, device and
-    length. Needs no torch.
+    length, or says that there is none. Needs no torch.
     Cost: about 30 microseconds for a legal plan, some milliseconds per error.
 
     >>> [f.id for f in check(Plan.parse("fsdp4"), world=8)]
@@ -84,9 +84,12 @@ def check(
         fix = hit.fix
         if hit.severity == "error":
             works = nearest_legal(case, hit.plans, first_error)
-            if works.batch.global_size == plan.batch.global_size:
-                works = change(works, batch__global_size=given.batch.global_size)
-            fix = f"{fix}; nearest plan that works: `{works}`"
+            if works is None:
+                fix = f"{fix}; no plan for {world or plan.world} processes works, one process does"
+            else:
+                if works.batch.global_size == plan.batch.global_size:
+                    works = change(works, batch__global_size=given.batch.global_size)
+                fix = f"{fix}; nearest plan that works: `{works}`"
         findings.append(Finding(id=row.id, severity=hit.severity, what=hit.what, evidence=hit.found, fix=fix))
     return findings
 

@@ -196,7 +196,7 @@ def distance(here: Plan, there: Plan) -> float:
 
 
 def plain(case: Case) -> Plan:
-    """Replication over the whole world with every dial at its default: breaks no row."""
+    """Replication over the whole world with every dial at its default: breaks no row of the plan's own."""
     plan = case.plan
     world = case.world or plan.world
     size = plan.batch.global_size
@@ -207,10 +207,11 @@ def plain(case: Case) -> Plan:
     )
 
 
-def nearest_legal(case: Case, start: Iterable[Plan], broken: Test) -> Plan:
-    """The nearest plan to `case.plan` that breaks no row, reached from the candidates `start`.
+def nearest_legal(case: Case, start: Iterable[Plan], broken: Test) -> Plan | None:
+    """The nearest plan to `case.plan` that breaks no row, reached from the candidates `start`; else a plain one.
 
-    `broken` gives the first error of a case. Cost: at most a few hundred evaluations of the table.
+    None: neither does a plan that gives all ranks to one axis, with every dial at its default. `broken` gives the first
+    error of a case. Cost: at most a few hundred evaluations of the table.
     """
     order = count()
     heap: list[tuple[float, int, Plan]] = []
@@ -231,7 +232,10 @@ def nearest_legal(case: Case, start: Iterable[Plan], broken: Test) -> Plan:
         if hit is None:
             return plan
         push(hit.plans)
-    return plain(case)
+    replicas = plain(case)
+    world, alone = replicas.world, change(replicas, axes__dp_replicate=1)
+    others = (change(alone, **{f"axes__{axis}": world}) for axis in ("dp_shard", "tp", "pp", "cp"))
+    return next((plan for plan in (replicas, *others) if broken(case.with_plan(plan)) is None), None)
 
 
 def markdown(sections: Mapping[str, Mapping[str, str]]) -> str:
