@@ -45,9 +45,10 @@ class Noisy(torch.nn.Module):
         super().__init__()
         self.gpt = sw.GPT(sw.GPTConfig(vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, max_seq_len=SEQ))
         self.drop = torch.nn.Dropout(0.1)
+        self.norm = torch.nn.BatchNorm1d(SEQ) if "BATCH_NORM" in os.environ else torch.nn.Identity()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.gpt(input_ids))
+        return self.norm(self.drop(self.gpt(input_ids)))
 
 
 def real_rows(plan: sw.Plan, mesh: sw.Mesh, seen: list[int]) -> list[int]:

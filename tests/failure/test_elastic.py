@@ -34,6 +34,7 @@ from shardwise.launch.local import Failure
 from shardwise.launch.recovery import Bounds, Recovering
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
+from shardwise.train.mirror import other_statistics
 from tests.disks import disk
 from tests.failure import resizing
 
@@ -305,6 +306,27 @@ def test_who_is_not_heard_goes_on(tmp_path: Path) -> None:
     (out / "hurry").touch()
     assert process.wait(90) == 0
     assert [(event["before"], event["after"]) for event in events_of(out)] == [(2, 1)]
+
+
+@pytest.mark.soak
+def test_another_number_of_micro_batches_is_another_batch_norm(tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    words = ("--elastic", "1:2", "--slot-failures", "1", str(SCRIPT), "dp2 / fp64", "--", str(out), "100")
+    process = start(out, *words, PACE_S="0.3", BATCH_NORM="1")
+    wait_for_step(process, out, 3, 2)
+    kill_rank(process, 1)
+    wait_for_step(process, out, 1, 1)
+    (out / "hurry").touch()
+    code, err = finish(process)
+    assert code == 0 and "batch norm: found 2 micro-batches per step, and 1 up to step" in err, err
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "is_said"), [(1, 2, True), (2, 2, False), (None, 2, False), (2, None, False), (None, None, False)]
+)
+def test_only_another_number_of_micro_batches_is_said(then: int | None, now: int | None, is_said: bool) -> None:
+    kept, live = ({"step": 7} | ({"batch_norm": {"micro_batches": n}} if n else {}) for n in (then, now))
+    assert ("up to step 7" in other_statistics(kept, live)) == is_said
 
 
 def steps_saved(out: Path) -> list[int]:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import time
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from mmap import mmap
@@ -244,6 +245,9 @@ class Mirror:
                         f"kept after step {own['scalars']['step']}, needed {held.part.shape} {held.part.dtype}; the "
                         "script must build the same model and optimizer every time it is run"
                     )
+        other = other_statistics(own["scalars"], state.scalars())
+        if other and state.mesh.is_first:
+            warnings.warn(other, stacklevel=2)
         state.load_scalars(own["scalars"])
         state.load_tensors(template)
         _set_random_numbers(own["random"])
@@ -251,6 +255,18 @@ class Mirror:
         state.mesh.all_reduce_sum(agreed)
         if int(agreed) != state.mesh.world:  # some rank has tensors that it did not stand by with: all find out anew
             self._shapes = []
+
+
+def other_statistics(kept: Mapping[str, Any], live: Mapping[str, Any]) -> str:
+    """What is another result, though the samples are the same: batch norm over micro-batches of another size."""
+    then, now = ((scalars.get("batch_norm") or {}).get("micro_batches") for scalars in (kept, live))
+    if None in (then, now) or then == now:
+        return ""
+    return (
+        f"batch norm: found {now} micro-batches per step, and {then} up to step {kept['step']}; it takes its "
+        "statistics of one, so that from here on steps are not those of an undisturbed run; for the same maths use "
+        "group or layer norm"
+    )
 
 
 def _shapes(local: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
