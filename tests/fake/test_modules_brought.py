@@ -107,7 +107,7 @@ def cells() -> list[Any]:
     return [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @pytest.mark.parametrize(("name", "plan"), cells())
 def test_closed_form_is_near_the_trace(name: str, plan: str) -> None:
     made, parsed = FACTORIES[name], Plan.parse(plan)

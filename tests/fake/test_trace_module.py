@@ -340,7 +340,7 @@ def test_parameters_without_dims_are_summed_by_themselves() -> None:
     assert sum(each.num_bytes for each in summed) >= 2 * 2 * 4
 
 
-QUICK = ("adamw-8bit", "lion", "muon")
+QUICK = ("adamw-8bit", "muon")
 
 
 @pytest.mark.parametrize(

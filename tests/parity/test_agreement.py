@@ -97,6 +97,7 @@ def train(text: str, odd: int, what: str) -> str:
         return ""
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("what", list(WHERE))
 def test_what_differs_on_one_rank_is_named_on_all(world: World, what: str) -> None:
     plan = "dp3" if what in ("lr", "buffer", "init") else "fsdp3" if what == "check_replicas" else "fsdp2"

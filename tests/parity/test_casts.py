@@ -182,6 +182,7 @@ def both(model: str, text: str) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(("model", "text"), CASES)
 def test_equal_bits(world, model: str, text: str) -> None:
     world(1, both, model, text)
@@ -231,6 +232,7 @@ def compiled_root() -> list[float]:
         return [step(rows).loss for _ in range(2)]
 
 
+@pytest.mark.soak
 def test_the_head_of_a_compiled_model_is_run_again(world) -> None:
     world.preload("torch._inductor.codegen.triton")
     first, second = world(1, compiled_root)[0]

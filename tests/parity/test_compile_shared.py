@@ -29,8 +29,7 @@ def graphs(text: str) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize(
-    "plan", ["compile / recompute=blocks", pytest.param("compile / recompute=ops", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", ["compile / recompute=blocks", "compile / recompute=ops"])
 def test_ten_blocks_are_one_compilation(world, plan: str) -> None:
     assert world(1, graphs, plan, timeout_s=100) == [1]

@@ -95,6 +95,7 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("after", PLANS)
 def test_what_any_plan_saved_any_plan_loads_and_saves_again(world: World, saved: Path, after: str) -> None:
     befores = PLANS[PLANS.index(after) % APART :: APART]

@@ -166,7 +166,7 @@ def check_equal(traced: StepTrace, real: StepTrace) -> None:
     assert traced.later.collectives == real.later.collectives
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_equal_to_the_byte(world: Any, plan: str, model: str) -> None:
     for traced, real in both(world, plan, model):

@@ -81,7 +81,7 @@ def check(world: Any, text: str, model: str = "decoder") -> None:
 
 SOAK = {plan for plan in FP8_PLANS if plan.startswith("pp2") and "1f1b" not in plan and "dualpipe" not in plan}
 SOAK |= {"fsdp4 / fp8=emulate / reshard=2", "fsdp2 zero1 / fp8=rowwise-hp+emulate / recompute=every2"}
-SOAK |= {"fsdp2 tp2 gbs4 / fp32 fp8=emulate / seq", "fsdp4 / fp8=gather+emulate"}
+SOAK |= {"dp1 mb4 / fp8=emulate", "fsdp2 tp2 gbs4 / fp32 fp8=emulate / seq", "fsdp4 / fp8=gather+emulate"}
 
 
 @pytest.mark.share(4)

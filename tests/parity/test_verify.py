@@ -93,6 +93,7 @@ def test_a_right_script_is_proven(verifiers, plan: str, kind: str) -> None:
     assert all(row.largest <= row.tolerance <= 1e-9 for row in report.rows)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_seen_and_named(verifiers, fault: str) -> None:
     plan, kind = PLANTED[fault]
@@ -131,7 +132,8 @@ def test_a_difference_says_where_it_begins_and_which_factor_it_is(verifiers) -> 
     assert not doubled.proven and doubled.exit_code == 1
 
 
-@pytest.mark.parametrize("fault", ["gradients-multiplied", "mean-of-means"])
+@pytest.mark.share(2)
+@pytest.mark.parametrize("fault", ["mean-of-means", "gradients-multiplied"])
 def test_fp32_sees_faults_too(verifiers, world, tmp_path, fault: str) -> None:
     options = Options(dtype="fp32")
     clean = Verifier(Subject(target=str(SCRIPT)), world, tmp_path / "clean", options)

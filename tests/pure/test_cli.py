@@ -36,6 +36,7 @@ def code_of(*words: str) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--version"], *[[verb, "--help"] for verb in VERBS], ["train", "--dry-run", "--device", "cpu"]],

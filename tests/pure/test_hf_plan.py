@@ -148,6 +148,7 @@ def written(folder: Path, **keys: object) -> str:
     return f"hf:{folder / 'config.json'}"
 
 
+@pytest.mark.soak
 def test_experts_whose_tokens_are_grouped_before_are_read_as_they_are(tmp_path: Path) -> None:
     llama4 = written(
         tmp_path, model_type="llama4_text", hidden_size=32, intermediate_size=16, intermediate_size_mlp=24,
@@ -236,12 +237,16 @@ def test_sizes_that_a_file_does_not_say_are_marked_as_assumed(tmp_path: Path) ->
     assert "its config.json does not say vocab_size 50,257: the defaults of gpt2" in said
     whole = written(tmp_path, model_type="gpt2", n_layer=2, n_embd=64, n_head=4, vocab_size=320)
     assert not any("does not say" in note for note in question(whole, "h100:8", seq=64, batch=8, tokens=None).assumed)
+
+
+@pytest.mark.soak
+def test_sizes_that_a_part_of_a_file_does_not_say_are_marked_as_assumed(tmp_path: Path) -> None:
     inner = written(tmp_path, model_type="gemma3", text_config={"num_hidden_layers": 2, "vocab_size": 320})
     (note,) = (n for n in question(inner, "h100:8", seq=64, batch=8, tokens=None).assumed if "does not say" in n)
     assert "hidden_size 2,304" in note and "num_hidden_layers" not in note
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("keys", "longest"),
     [
