@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -264,6 +265,7 @@ def test_where_ranks_cannot_share_the_batch_another_axis_has_them(left_out: tupl
     assert finding.id == "world.size" and finding.fix.endswith(says), finding.fix
 
 
+DRAWS = int(os.environ.get("SHARDWISE_SOAK", "0")) or 80
 SMALL = st.sampled_from([1, 1, 1, 2, 2, 3, 4])
 LEFT_OUT = tuple((word, "module.chain") for word in ("pp", "cp", "recompute", "compile", "offload-activations"))
 ROWS_TOGETHER = tuple((word, "module.rows-together") for word in ("dp_replicate", "dp_shard", "accumulation"))
@@ -319,7 +321,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, dict[str, Any]]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=DRAWS, deadline=None)
 @given(cases())
 def test_every_refusal_names_a_plan_that_works(case: tuple[Plan, dict[str, Any]]) -> None:
     plan, facts = case
@@ -336,7 +338,7 @@ def test_every_refusal_names_a_plan_that_works(case: tuple[Plan, dict[str, Any]]
         assert works.precision == plan.precision or facts["device"] == "mps"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=DRAWS, deadline=None)
 @given(cases(), st.sampled_from(["pp1", "dp1", "fsdp1", "cp1", "tp1", "ep1"]))
 def test_an_axis_of_size_one_changes_nothing(case: tuple[Plan, dict[str, Any]], token: str) -> None:
     plan, facts = case
@@ -364,7 +366,7 @@ BREAKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=DRAWS, deadline=None)
 @given(cases(), st.sampled_from(sorted(BREAKS)))
 def test_a_planted_fault_is_found_under_its_id(case: tuple[Plan, dict[str, Any]], row: str) -> None:
     plan, facts = case

@@ -26,7 +26,7 @@ from tests.little_memory import in_little_memory
 
 T = TypeVar("T")
 SOAK = bool(os.environ.get("SHARDWISE_SOAK"))
-COUNT, SEED = (2_000_000 if SOAK else 12_000), 5
+COUNT, SEED = (2_000_000 if SOAK else 8_000), 5
 ROOM = 96 * 2**20
 """Address space that all cases together may add; the files are of a few KiB."""
 PATH = Path("/in-memory/step-00000007")
