@@ -8,7 +8,7 @@ from operator import add
 from typing import NamedTuple
 
 from shardwise.plan.bounds import Bounds
-from shardwise.plan.bounds_sizes import SpreadsOf, cut_as
+from shardwise.plan.bounds_sizes import Floor, SpreadsOf, cut_as
 from shardwise.plan.bounds_work import Flight
 from shardwise.plan.families import Core, Flow, Pipe
 from shardwise.plan.plan import Schedule
@@ -18,8 +18,6 @@ from shardwise.plan.schedule import after_warmup
 class Unit(NamedTuple):
     """What micro-batches in flight keep at least, of all schedules that cut the blocks alike: bytes per token."""
 
-    schedule: Schedule
-    """One of them."""
     first: float
     """On the first rank of the pipeline, and on the last; logits are not in it."""
     last: float
@@ -27,6 +25,8 @@ class Unit(NamedTuple):
     """Which of the two has the logits."""
 
 
+Ground = tuple[tuple[int, ...], list[Floor]]
+"""Ranks of which one needs most, often; and the least states of them."""
 Flights = tuple[Schedule, tuple[set[Flight], set[Flight]]]
 """One of the schedules that cut the blocks alike; and the micro-batches in flight on each stage that any of them has,
 on the first rank and on the last. No numbers: what is saved is offloaded."""
@@ -46,6 +46,7 @@ class PipeSizes:
         self._pipes: dict[tuple[object, ...], float] = {}
         self._fits: dict[tuple[object, ...], bool] = {}
         self._bare: dict[tuple[object, ...], float] = {}
+        self._grounds: dict[tuple[object, ...], list[Ground]] = {}
 
     def fits(self, core: Core, limit: float) -> bool:
         """Whether some pipe of a core may need no more than `limit`; what the core alone needs is looked at first."""
@@ -59,16 +60,21 @@ class PipeSizes:
 
     def bare(self, pipe: Pipe) -> float:
         """Below `of_pipe`, and the same for all sizes of a micro-batch: states alone."""
-        core, bounds = pipe.core, self.bounds
-        key = (pipe.pp, pipe.data, pipe.offloaded, pipe.micro_batches > 1, core.tp, core.cp, core.ep, core.precision)
+        key = _grounds_as(pipe)
         if key not in self._bare:
-            least = math.inf
-            for schedule, _ in self._flights_of(pipe):
-                ranks = bounds.telling(pipe, schedule)
-                floors = bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks)
-                least = min([least, *map(max, floors)])
-            self._bare[key] = bounds.on_device(least) * (1 - 1e-12)
+            least = min((max(floor) for _, floors in self._grounds_of(pipe) for floor in floors), default=math.inf)
+            self._bare[key] = self.bounds.on_device(least) * (1 - 1e-12)
         return self._bare[key]
+
+    def _grounds_of(self, pipe: Pipe) -> list[Ground]:
+        """Of each way to cut the blocks, what no micro-batch changes."""
+        key = _grounds_as(pipe)
+        if key not in self._grounds:
+            self._grounds[key] = grounds = []
+            for schedule, _ in self._flights_of(pipe):
+                ranks = self.bounds.telling(pipe, schedule)
+                grounds.append((ranks, self.bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks)))
+        return self._grounds[key]
 
     def of_pipe(self, pipe: Pipe, policy: int | None = None) -> float:
         """The same of a pipe: on its first or its last rank, whichever needs more; `policy`: under this one alone."""
@@ -80,11 +86,12 @@ class PipeSizes:
     def _of_pipe(self, pipe: Pipe, policy: int | None) -> float:
         bounds, core, least = self.bounds, pipe.core, math.inf
         tokens, logits = bounds.tokens(core), bounds.logits(core)
-        for schedule, first, last, heads in self._units_of(pipe, policy):
+        for (first, last, heads), (ranks, floors) in zip(
+            self._units_of(pipe, policy), self._grounds_of(pipe), strict=True
+        ):
             kept = {0: first * tokens + logits * heads[0], pipe.pp - 1: last * tokens + logits * heads[1]}
-            ranks = bounds.telling(pipe, schedule)
             sizes = [kept.get(rank, 0.0) for rank in ranks] + [0.0] * len(ranks)
-            for floor in bounds.floors_of(Flow(pipe, schedule, 0, False), self.spreads, (), ranks):
+            for floor in floors:
                 least = min(least, max(map(add, sizes, floor)))
         return bounds.on_device(least) * (1 - 1e-12)  # rounding: sums are taken in another order than a flow's
 
@@ -101,7 +108,7 @@ class PipeSizes:
                     min(bounds.kept_by(core, each, end, flight)[0] for each, flight in product(policies, found))
                     for end, found in zip(ends, flights, strict=True)
                 )
-                units.append(Unit(schedule, first, last, (ends[0][1], ends[1][1])))
+                units.append(Unit(first, last, (ends[0][1], ends[1][1])))
         return self._units[key]
 
     def _flights_of(self, pipe: Pipe) -> list[Flights]:
@@ -121,3 +128,9 @@ class PipeSizes:
 def _sizes_of(core: Core) -> tuple[object, ...]:
     """What of a core decides on sizes: not how context is exchanged."""
     return core.tp, core.cp, core.ep, core.samples, core.sequence, core.loss, core.precision, core.float8
+
+
+def _grounds_as(pipe: Pipe) -> tuple[object, ...]:
+    """What of a pipe decides on states."""
+    core = pipe.core
+    return pipe.pp, pipe.data, pipe.offloaded, pipe.micro_batches, core.tp, core.cp, core.ep, core.precision
