@@ -20,8 +20,10 @@ ROWS = [(torch.randn(4, generator=torch.Generator().manual_seed(i)),) for i in r
 
 def state_of(mesh: sw.Mesh, plan: sw.Plan, optimizer: str = "adamw", size: int = 4, **settings: Any) -> sw.TrainState:
     placed = sw.apply(lambda: nn.Linear(4, 4), plan, mesh, seed=settings.pop("seed", 1))
+    schedule, ema = settings.pop("schedule", None), settings.pop("ema", None)
     made = getattr(sw, optimizer)(placed, **{"lr": 0.01, **settings})
-    return sw.TrainState(placed, made, sw.loader(ROWS, size, mesh, seed=3))
+    average = sw.Ema(placed, **ema) if ema is not None else None
+    return sw.TrainState(placed, made, sw.loader(ROWS, size, mesh, seed=3), schedule=schedule, ema=average)
 
 
 CASES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -29,7 +31,11 @@ CASES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
         ({}, ()),
         ({"lr": 0.5}, ("base_lr: 0.01 -> 0.5",)),
         ({"betas": (0.8, 0.999)}, ("optimizer.groups.betas[0]: 0.9 -> 0.8",)),
-        ({"size": 8, "seed": 7}, ("seed: 1 -> 7", "data.global_size: 4 -> 8")),
+        (
+            {"size": 8, "seed": 7},
+            ("seed: 1 -> 7 (the first goes on: it is part of the state)", "data.global_size: 4 -> 8"),
+        ),
+        ({"schedule": lambda step: 0.5}, ("schedule: 1.0 -> 0.5 at step 0",)),
     ],
     "fsdp2": [({}, ())],
     "dp2 / bf16": [({}, ("plan.precision: fp32 -> bf16",))],
@@ -75,6 +81,57 @@ def test_another_optimizer_of_the_same_state_is_said(tmp_path: Path) -> None:
                 loaded = sw.Store(tmp_path, config=config).load_latest(state_of(mesh, sw.Plan(), "lamb"))
             assert loaded is not None and "optimizer.name: 'AdamW' -> 'Lamb'" in loaded.changes
         assert sw.Store(tmp_path).load(state_of(mesh, sw.Plan(), lr=1.0), tmp_path, weights_only=True).changes == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "wanted"),
+    [
+        (sw.warmup_cosine(10, 100), sw.warmup_cosine(10, 100), ()),
+        (lambda step: step / 10, lambda step: step / 20, ("schedule: 0.7 -> 0.35 at step 7",)),
+        (lambda step: 1.0, None, ()),
+        (lambda step: 0.5 if step > 3 else 1.0, None, ("schedule: 0.5 -> 1.0 at step 7",)),
+        (None, lambda step: 0.5 if step == 3 else 1.0, ("schedule: 1.0 -> 0.5 at step 3",)),
+    ],
+)
+def test_another_schedule_is_said(tmp_path: Path, before: Any, now: Any, wanted: tuple[str, ...]) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        state = state_of(mesh, sw.Plan(), schedule=before)
+        state.step = 7
+        sw.Store(tmp_path).save(state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = sw.Store(tmp_path).load_latest(state_of(mesh, sw.Plan(), schedule=now))
+        assert loaded is not None and loaded.changes == wanted
+
+
+class Frozen(nn.Sequential):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self[0].requires_grad_(not frozen)
+
+
+def test_parameters_that_are_frozen_now_are_named(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        for frozen in (False, True):
+            placed = sw.apply(lambda frozen=frozen: Frozen(frozen), sw.Plan(), mesh, seed=1)
+            state = sw.TrainState(placed, sw.adamw(placed, lr=0.1), sw.loader(ROWS, 4, mesh, seed=3))
+            if frozen:
+                with pytest.raises(
+                    CheckpointError, match=r"state of 0\.bias, 0\.weight \(2 parameters\), which this run"
+                ):
+                    sw.Store(tmp_path).load_latest(state)
+            for _ in sw.steps(state, lambda y, _: sw.mean_over(y.square()), until=2):
+                pass
+            if not frozen:
+                sw.Store(tmp_path).save(state)
+
+
+def test_another_average_is_said(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        sw.Store(tmp_path).save(state_of(mesh, sw.Plan(), ema={"decay": 0.9}))
+        with pytest.warns(match="ema_decay"):
+            loaded = sw.Store(tmp_path).load_latest(state_of(mesh, sw.Plan(), ema={"decay": 0.5, "warmup": True}))
+        assert loaded is not None and loaded.changes == ("ema_decay: 0.9 -> 0.5", "ema_warmup: False -> True")
 
 
 def normed(mesh: sw.Mesh, words: str) -> sw.TrainState:

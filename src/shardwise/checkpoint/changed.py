@@ -8,31 +8,62 @@ from typing import Any
 
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.saveable import Saveable
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
 
-_KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "data.global_size", "batch_norm")
+_KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "ema_warmup", "data.global_size", "batch_norm")
 """Of the scalars: what is said when it differs. What lies in the data is compared by the loader, which refuses."""
 
 
-def changed(manifest: Manifest, plan: Plan, scalars: Mapping[str, Any], *, converts: bool = False) -> tuple[str, ...]:
+def changed(manifest: Manifest, state: Saveable, *, converts: bool = False) -> tuple[str, ...]:
     """One line per difference, `base_lr: 0.01 -> 0.5`; what one of the two does not say is not compared.
 
     Args:
         manifest: of the checkpoint.
-        plan: under which it is loaded.
-        scalars: of the state, before it takes over those of the checkpoint.
+        state: before it takes over the checkpoint.
         converts: its averages may be of another type, so that its class is, too.
     """
     if "imported" in manifest.scalars:  # another program's
         return ()
-    found = [f"plan.{key}: {then} -> {now}" for key, (then, now) in _plans(manifest, plan)]
+    then, now = manifest.scalars, state.scalars()
+    found = [f"plan.{key}: {before} -> {here}" for key, (before, here) in _plans(manifest, state.placed.plan)]
     for key in _KEYS:
-        found += _differing(key, _at(manifest.scalars, key), _at(scalars, key))
-    stored, live = (each.get("stateful") or {} for each in (manifest.scalars, scalars))
+        goes_on = _GOES_ON if key == "seed" or (key == "base_lr" and _is_set_since(then, state)) else ""
+        found += [line + goes_on for line in _differing(key, _at(then, key), _at(now, key))]
+    found += _schedules(then, state)
+    stored, live = (each.get("stateful") or {} for each in (then, now))
     found += [f"stateful.{name}: kept -> not there" for name in stored if name not in live]
     found += [f"stateful.{name}: not there -> begins anew" for name in live if name not in stored]
+    found += _objects(*(each.get("stateful_made") or {} for each in (then, now)))
     return tuple(line for line in found if not (converts and line.startswith("optimizer.name")))
+
+
+_GOES_ON = " (the first goes on: it is part of the state)"
+
+
+def _objects(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What a script's objects were made as; a scheduler of torch takes its settings from its state."""
+    for name in sorted(then.keys() & now.keys()):
+        before, here = then[name], now[name]
+        if before["class"] != here["class"]:
+            yield f"stateful.{name}: {before['class']} -> {here['class']}, which takes over the state of the first"
+        else:
+            yield from (line + _GOES_ON for line in _differing(f"stateful.{name}", before, here))
+
+
+def _is_set_since(then: Mapping[str, Any], state: Saveable) -> bool:
+    """Whether a scheduler of torch, or the script, had set the learning rate: then that is part of the checkpoint."""
+    return getattr(state, "schedule", None) is None and any("lr" in moved for moved in then.get("groups") or ())
+
+
+def _schedules(then: Mapping[str, Any], state: Saveable) -> Iterator[str]:
+    """The last of the steps at which the checkpoint says its schedule's factor where this one gives another."""
+    schedule = getattr(state, "schedule", None)
+    for step, factor in reversed(then.get("schedule") or ()):
+        if (here := 1.0 if schedule is None else float(schedule(step))) != factor:
+            yield f"schedule: {factor!r} -> {here!r} at step {step}"
+            return
 
 
 def _plans(manifest: Manifest, plan: Plan) -> Iterator[tuple[str, tuple[Any, Any]]]:

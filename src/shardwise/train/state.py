@@ -193,6 +193,8 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
+        if made := self._stateful.made:
+            rare["stateful_made"] = made
         if self._has_batch_norm:
             rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names
@@ -210,10 +212,17 @@ class TrainState:
                 "data": told("batches", self.batches) if self.batches is not None else None,
                 "ema_updates": self.ema.updates if self.ema is not None else None,
                 "ema_decay": self.ema.decay if self.ema is not None else None,
+                "ema_warmup": self.ema.warmup if self.ema is not None else None,
+                "schedule": self._factors(),
                 "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
                 "plan": str(self.placed.plan),
             }
         )
+
+    def _factors(self) -> list[tuple[int, float]]:
+        """What the schedule gave at first and half-way, and gives next: by this a later start tells another one."""
+        steps = sorted({0, self.step // 2, self.step})
+        return [(step, 1.0 if self.schedule is None else float(self.schedule(step))) for step in steps]
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.

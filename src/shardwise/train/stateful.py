@@ -23,6 +23,8 @@ class StatefulObjects:
     def __init__(self) -> None:
         """None, at first."""
         self._objects: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
+        """By name, the class of each; of a scheduler of torch also its settings. A later start is compared with it."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """See `TrainState.keep`: what no checkpoint would hold is refused at the start."""
@@ -41,7 +43,10 @@ class StatefulObjects:
                     f"keep: {name!r}: a {type(held).__name__} has no {' and no '.join(lacks)}; needed: an object that "
                     "has both, as torch's schedulers have"
                 )
-            _kept(name, held)
+            state = _kept(name, held)
+            settings = dict(state) if isinstance(held, LRScheduler) else {}
+            settings.pop("_last_lr", None)  # which follows from base_lrs
+            self.made[name] = {**settings, "class": type(held).__name__}
         self._objects |= objects
 
     def to_json(self) -> dict[str, Any]:
