@@ -26,7 +26,7 @@ from shardwise.train.held import HeldParameters
 from shardwise.train.losses import Losses
 from shardwise.train.lr import LrSchedule
 from shardwise.train.options import StepOptions
-from shardwise.train.replicas import Replicas, checksum
+from shardwise.train.replicas import Replicas, checksum, left_empty
 from shardwise.train.state import TrainState
 
 MOST_NAMED = 3
@@ -182,9 +182,9 @@ def _initial_values(placed: Placed) -> Iterator[tuple[str, str]]:
             if name in views:
                 steps = [texts[index] for index in history.closure(views[name].storage)]
                 yield f"the initial value of {name}", f"{digest([views[name], *steps]):x}"
+    empty = left_empty(placed)
     for name, buffer in placed.named_buffers().items():
-        is_garbage = history is not None and name in views and not history.is_written(views[name].storage)
-        if not (is_garbage or buffer.is_meta or isinstance(buffer, DTensor)):
+        if not (name in empty or buffer.is_meta or isinstance(buffer, DTensor)):
             yield f"the value of buffer {name}", f"{checksum(buffer):x}"
 
 
