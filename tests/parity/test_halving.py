@@ -94,6 +94,29 @@ def hopeless(text: str) -> str:
     return str(error.value)
 
 
+def met(text: str) -> str:
+    """Rank 1 runs out of memory where the ranks meet to weigh several losses: what ends it."""
+    with points.placed_state(text, CASE) as state:
+
+        def weigh(batch: list[torch.Tensor]) -> torch.Tensor:
+            if state.mesh.rank == 1 and state.step == 1:
+                raise MemoryError("planted")
+            return batch[2].sum()
+
+        losses = sw.Losses(lambda output, batch: {"a": points.weighted(output, batch)}, weights={"a": weigh})
+        try:
+            for _ in sw.steps(state, losses, until=3, options=HALVE):
+                pass
+        except (MemoryError, RuntimeError) as error:
+            return f"{state.step}: {type(error).__name__}"
+        return ""
+
+
+def test_a_rank_is_not_called_back_from_where_others_wait_for_it(world: World) -> None:
+    """Its vote was summed with their weights, and they trained on with another loss."""
+    assert world(2, met, "dp2 / fp64") == ["1: RuntimeError", "1: MemoryError"]
+
+
 def without(text: str) -> str:
     """The negative control: without the option the error is the rank's own."""
     with points.placed_state(text, CASE) as state, fail_at(0, 1, "forward", MemoryError("planted"), state=state):

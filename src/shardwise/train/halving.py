@@ -80,11 +80,15 @@ class Halving:
         """Rows of the largest micro-batch of the step, as it was cut."""
         self._notes: list[dict[str, Any]] = []
 
-    def run(self, attempt: Callable[[], Any], forget: Callable[[], None], step: int) -> Any:
+    def run(
+        self, prepare: Callable[[], Any], attempt: Callable[[Any], Any], forget: Callable[[], None], step: int
+    ) -> Any:
         """What `attempt` returns, of the first attempt that fits on all ranks.
 
         Args:
-            attempt: forward and backward of the window, communicating nothing; called again after a halving.
+            prepare: the window, cut as it is to be now. Ranks may meet in it, and so none may be missed: what it raises
+                ends the run.
+            attempt: its forward and backward, communicating nothing; called again after a halving.
             forget: drops what an abandoned attempt left: gradients, and changes of buffers.
             step: for messages.
 
@@ -93,7 +97,7 @@ class Halving:
         """
         state = self._state
         while True:
-            result, found = _attempted(attempt)
+            result, found = _attempted(attempt, prepare())
             here = _FITS if not found else _FULL if self.largest > 1 and state.halvings < self._limit else _HOPELESS
             worst, who = self._agree(here)
             if worst == _FITS:
@@ -156,11 +160,14 @@ class SupervisedHalving:
         self.largest = 1
         """Rows of the largest micro-batch of the step, as it was cut."""
 
-    def run(self, attempt: Callable[[], Any], forget: Callable[[], None], step: int) -> Any:
+    def run(
+        self, prepare: Callable[[], Any], attempt: Callable[[Any], Any], forget: Callable[[], None], step: int
+    ) -> Any:
         """What `attempt` returns.
 
         Args:
-            attempt: forward and backward of the window.
+            prepare: the window, cut as it is to be now.
+            attempt: its forward and backward.
             forget: not called: this process ends.
             step: for messages.
 
@@ -168,7 +175,7 @@ class SupervisedHalving:
             OutOfMemoryError: on the rank that ran out: to be halved; or for good, at one row or at the limit.
         """
         try:
-            return attempt()
+            return attempt(prepare())
         except (RuntimeError, MemoryError) as error:
             found = _what_ran_out(error)
             if not found:
@@ -253,10 +260,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or (isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None)
 
 
-def _attempted(attempt: Callable[[], Any]) -> tuple[Any, str]:
+def _attempted(attempt: Callable[[Any], Any], window: Any) -> tuple[Any, str]:
     """The result, or what ran out. On return nothing holds the frames of the failed attempt, and so its activations."""
     try:
-        return attempt(), ""
+        return attempt(window), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
