@@ -75,20 +75,19 @@ class Replicas:
         self._groups: dict[Ends, list[str]] = defaultdict(list)
         """Who holds the same as this rank -> names of those tensors. What it alone holds is not here."""
         known: dict[tuple[_Layout | None, bool], Ends] = {}  # few layouts for many tensors
-        buffers = {name: held for name, held in state.placed.named_buffers().items() if name in self._buffers}
-        for name, tensor in {**self._live(), **buffers}.items():
-            kind = _layout(tensor), name in buffers
+        for name, tensor in self._live().items():
+            kind = _layout(tensor), name in self._buffers
             ends = known[kind] = known.get(kind) or _holders(kind[0], self._mesh, _STATISTICS if kind[1] else ())
             if ends[0] != ends[1]:
                 self._groups[ends].append(name)
         most = torch.tensor([len(self._groups)], dtype=torch.int64, device=self._mesh.device)
         self._rows = int(self._mesh.all_reduce_max(most))
 
-    def _live(self) -> dict[str, torch.Tensor]:
-        """What is compared, by name: this rank's own tensors. Buffers have been compared before step 1."""
+    def _live(self, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+        """What is compared, by name: this rank's own tensors."""
         state = self._state
         live: dict[str, torch.Tensor] = {**state.placed.named_parameters()}
-        if state.step:
+        if buffers:
             live |= {name: held for name, held in state.placed.named_buffers().items() if name in self._buffers}
         return live | (state.ema.tensors() if state.ema is not None else {})
 
@@ -114,7 +113,7 @@ class Replicas:
         mesh = self._mesh
         if self._rows == 0:
             return ()
-        live = self._live()
+        live = self._live(buffers=not needed and self._state.step > 0)  # `check_agreement` has compared those
         own = [(*ends, _combined(live, names)) for ends, names in self._groups.items()]
         own += [(-1, -1, 0)] * (self._rows - len(own))
         holders: dict[Ends, dict[int, int]] = defaultdict(dict)
@@ -123,16 +122,18 @@ class Replicas:
                 if first >= 0:
                     holders[first, last][rank] = found
         different = [(ends, sums) for ends, sums in sorted(holders.items()) if len(set(sums.values())) > 1]
-        return tuple(self._settle(ends, sums, needed) for ends, sums in different)
+        return tuple(self._settle(ends, sums, live, needed) for ends, sums in different)
 
-    def _settle(self, ends: Ends, sums: Mapping[int, int], needed: str) -> dict[str, Any]:
+    def _settle(
+        self, ends: Ends, sums: Mapping[int, int], live: Mapping[str, torch.Tensor], needed: str
+    ) -> dict[str, Any]:
         """Name who differs, and copy what the majority has."""
         state = self._state
         (common, count), *_ = Counter(sums.values()).most_common(1)
         is_majority = count * 2 > len(sums)
         # without one, the last step's least rank is as good a suspect as any: all are named
         wrong = [rank for rank, found in sums.items() if found != common] if is_majority else sorted(sums)
-        names = self._differing(ends, list(sums))
+        names = self._differing(ends, list(sums), live)
         text = (
             f"step {state.step}: {', '.join(names[:3])} ({len(names)} tensors) must be equal on ranks "
             f"{listed(sorted(sums))}: found other bits on rank {listed(wrong)}"
@@ -153,9 +154,8 @@ class Replicas:
         self._copy(ends, source, wrong)
         return {"event": "healed", "step": state.step, "ranks": wrong, "source": source, "parameters": names}
 
-    def _differing(self, ends: Ends, ranks: list[int]) -> list[str]:
+    def _differing(self, ends: Ends, ranks: list[int], live: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of the tensors of a group whose checksums differ; only asked when one does."""
-        live = self._live()
         names = [name for name in self._groups.get(ends, []) if name in live and self._mesh.rank in ranks]
         theirs: list[Any] = [None] * self._mesh.world
         dist.all_gather_object(theirs, {name: checksum(local_shard(live[name])) for name in names})
