@@ -9,8 +9,10 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import OutOfMemoryError, UsageError
+from shardwise.parallel import compose
+from shardwise.parallel.memory import is_out_of_memory
 from shardwise.testing import World, fail_at
-from shardwise.train.halving import cut_rows, is_out_of_memory
+from shardwise.train.halving import cut_rows
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -115,6 +117,26 @@ def met(text: str) -> str:
 def test_a_rank_is_not_called_back_from_where_others_wait_for_it(world: World) -> None:
     """Its vote was summed with their weights, and they trained on with another loss."""
     assert world(2, met, "dp2 / fp64") == ["1: RuntimeError", "1: MemoryError"]
+
+
+def test_where_no_smaller_micro_batch_helps_it_says_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with points.placed_state("dp1 / fp64", CASE) as state:
+        with (
+            fail_at(0, 1, "optimizer", RuntimeError("DefaultCPUAllocator: can't allocate"), state=state),
+            pytest.raises(
+                OutOfMemoryError, match=r"step of AdamW: out of memory \(RuntimeError: Def.*room for its state"
+            ),
+        ):
+            next(sw.steps(state, points.weighted, until=2, options=HALVE))
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("planted\nwith details")
+
+        monkeypatch.setattr(compose, "materialize", full)
+        with pytest.raises(
+            OutOfMemoryError, match=r"apply, rank 0, plan .* \(OutOfMemoryError: planted\); .*needed: 0.0 MiB"
+        ):
+            sw.apply(points.Net, state.placed.plan, state.mesh)
 
 
 def without(text: str) -> str:

@@ -11,7 +11,6 @@ ones take over the newest copy of the state, with one halving more.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.inputs import num_rows, split_rows
+from shardwise.parallel.memory import is_out_of_memory, what_ran_out
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.train.state import TrainState
@@ -33,9 +33,6 @@ _BATCH_NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FITS, _FULL, _HOPELESS = 0, 1, 2
 LIMIT = 16
 """Halvings of a run before it gives up."""
-_TEXTS = re.compile("DefaultCPUAllocator|_STATUS_ALLOC_FAILED|_ALLOCATION_FAILED|error: out of memory")
-"""In a plain RuntimeError: of torch's CPU allocator; of cuBLAS, cuDNN and their like, whose handles and workspaces are
-not torch's to allocate (cuDNN 9 has the second word); of the CUDA driver."""
 
 
 def cut_rows(
@@ -177,7 +174,7 @@ class SupervisedHalving:
         try:
             return attempt(prepare())
         except (RuntimeError, MemoryError) as error:
-            found = _what_ran_out(error)
+            found = what_ran_out(error)
             if not found:
                 raise
             raise self._error(found, step) from error
@@ -250,16 +247,6 @@ def go_on_halved(state: TrainState, *, halves: bool) -> list[dict[str, Any]]:
     return [facts]
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: that of an accelerator, its libraries, Python, or torch's CPU.
-
-    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
-    (True, False)
-    """
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None)
-
-
 def _attempted(attempt: Callable[[Any], Any], window: Any) -> tuple[Any, str]:
     """The result, or what ran out. On return nothing holds the frames of the failed attempt, and so its activations."""
     try:
@@ -267,19 +254,7 @@ def _attempted(attempt: Callable[[Any], Any], window: Any) -> tuple[Any, str]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return None, _first_line(error)
-
-
-def _what_ran_out(error: BaseException) -> str:
-    """The first line of the error that says so, which torch's pipeline stages wrap; empty: memory did not run out."""
-    cause: BaseException | None = error
-    while cause is not None and not is_out_of_memory(cause):
-        cause = cause.__cause__
-    return "" if cause is None else _first_line(cause)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None, what_ran_out(error)
 
 
 def _hopeless(step: int, rank: int, halvings: int, limit: int, found: str) -> str:
