@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
 
@@ -166,6 +167,26 @@ def test_a_run_goes_on_in_each_of_its_stores(tmp_path: Path) -> None:
         for name in ("further", "other"):
             with pytest.raises(CheckpointError, match="holds another run"):
                 sw.Store(tmp_path / name).save(again)
+
+
+def test_a_second_save_of_a_state_keeps_its_metric(tmp_path: Path) -> None:
+    """A loop that is told to stop saves once more, and knows no metric: the best one was the best no longer."""
+    with sw.open_mesh(sw.Plan()) as mesh:
+        state, store = state_of(mesh, sw.Plan()), sw.Store(tmp_path, keep=sw.Retention(last=1, best=1))
+        for step, metric in ((1, 0.5), (2, 0.9), (3, None)):
+            state.step = step
+            store.save(state, metric=metric)
+            if step == 1:
+                sw.Store(tmp_path, keep=store.retention).load_latest(state)
+                store.save(state)
+        assert [(path.name, Manifest.read(path).metric) for path in store.checkpoints()] == [
+            ("step-00000003", None), ("step-00000001", 0.5)
+        ]  # fmt: skip
+        store.save(state, metric=0.1)
+        with torch.no_grad():
+            next(state.placed.parameters()).add_(1)  # another state of that step
+        store.save(state)
+        assert Manifest.read(tmp_path / "step-00000003").metric is None
 
 
 def test_batches_that_cannot_say_where_they_are_are_refused() -> None:
