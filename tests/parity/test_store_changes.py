@@ -105,6 +105,25 @@ def test_another_schedule_is_said(tmp_path: Path, before: Any, now: Any, wanted:
         assert loaded is not None and loaded.changes == wanted
 
 
+def test_other_clipping_is_said_before_the_first_step(tmp_path: Path) -> None:
+    def loss(output: torch.Tensor, _: Any) -> sw.Loss:
+        return sw.mean_over(output.square())
+
+    with sw.open_mesh(sw.Plan()) as mesh:
+        state = state_of(mesh, sw.Plan())
+        next(sw.steps(state, loss, until=1, clip=1.0))
+        sw.Store(tmp_path).save(state)
+        for clip, said in ((1.0, []), (None, ["step 2: changed since it was saved: clip_norm: 1.0 -> None"])):
+            again = state_of(mesh, sw.Plan())
+            sw.Store(tmp_path).load_latest(again)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in sw.steps(again, loss, until=3, clip=clip):
+                    pass
+                next(sw.steps(again, loss, until=4, clip=0.5))  # the script's own, and no checkpoint's
+            assert [str(warning.message) for warning in caught] == said
+
+
 class Frozen(nn.Sequential):
     def __init__(self, frozen: bool) -> None:
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))

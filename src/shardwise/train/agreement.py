@@ -7,8 +7,10 @@ follow from, and one digest of it is compared. What is written down is exchanged
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,6 +48,29 @@ class Facts:
     def digests(self) -> tuple[int, int, int]:
         """Numbers that are equal where the facts are."""
         return self.place, digest(self.of_all.items()), digest(self.of_place.items())
+
+
+def go_on(state: TrainState, options: StepOptions) -> list[dict[str, Any]]:
+    """Before the first step of a process: what is to be said of the run as it was; other options are a warning.
+
+    Args:
+        state: of the run; without `on_oom="halve"` its micro-batches are whole again.
+        options: of its steps.
+    """
+    now, then = options.of_the_maths(), state.saved_with
+    state.stepped_with, state.saved_with = now, None
+    changed = [f"{key}: {then[key]!r} -> {now[key]!r}" for key in now if then and key in then and then[key] != now[key]]
+    if changed and state.mesh.is_first:
+        with suppress(Warning):  # `-W error` does not end a run that can go on
+            warnings.warn(f"step {state.step + 1}: changed since it was saved: {'; '.join(changed)}", stacklevel=6)
+    if not state.halvings:
+        return []
+    halves = options.on_oom == "halve"
+    event = "micro-batches are halved as before" if halves else "micro-batches are no longer halved"
+    facts = {"event": event, "step": state.step + 1, "halvings": state.halvings}
+    if not halves:
+        state.halvings = 0
+    return [facts]
 
 
 def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> None:

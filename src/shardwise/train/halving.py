@@ -231,22 +231,6 @@ def communicating(placed: Placed) -> str:
     return ""
 
 
-def go_on_halved(state: TrainState, *, halves: bool) -> list[dict[str, Any]]:
-    """Before the first step of a process: what is to be said of halvings that the run has made before.
-
-    Args:
-        state: of the run; without `halves` its micro-batches are whole again.
-        halves: `on_oom="halve"`.
-    """
-    if not state.halvings:
-        return []
-    event = "micro-batches are halved as before" if halves else "micro-batches are no longer halved"
-    facts = {"event": event, "step": state.step + 1, "halvings": state.halvings}
-    if not halves:
-        state.halvings = 0
-    return [facts]
-
-
 def _attempted(attempt: Callable[[Any], Any], window: Any) -> tuple[Any, str]:
     """The result, or what ran out. On return nothing holds the frames of the failed attempt, and so its activations."""
     try:

@@ -25,10 +25,10 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
-from shardwise.train.agreement import check_agreement
+from shardwise.train.agreement import check_agreement, go_on
 from shardwise.train.batches import Window
 from shardwise.train.buffers import Buffers
-from shardwise.train.halving import Halving, communicating, cut_rows, go_on_halved, open_halving
+from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
 from shardwise.train.losses import Losses
@@ -121,7 +121,7 @@ class TrainStep:
     def _begin(self, batch: Any) -> None:
         """Before the first step: of several trainers in one script the first that steps is the one verified."""
         self._is_begun = True
-        self._events += go_on_halved(self.state, halves=self._retry is not None)
+        self._events += go_on(self.state, self.options)
         self._witness = open_witness(self.state)
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
