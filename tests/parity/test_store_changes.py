@@ -84,13 +84,21 @@ def test_another_optimizer_of_the_same_state_is_said(tmp_path: Path) -> None:
         assert sw.Store(tmp_path).load(state_of(mesh, sw.Plan(), lr=1.0), tmp_path, weights_only=True).changes == ()
 
 
+TABLE = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
+
+
 @pytest.mark.parametrize(
     ("before", "now", "wanted"),
     [
         (sw.warmup_cosine(10, 100), sw.warmup_cosine(10, 100), ()),
-        (lambda step: step / 10, lambda step: step / 20, ("schedule: 0.7 -> 0.35 at step 7",)),
+        (lambda step: step / 10, lambda step: step / 20, ("schedule: 0.6 -> 0.3 at step 6",)),
         (lambda step: 1.0, None, ()),
-        (lambda step: 0.5 if step > 3 else 1.0, None, ("schedule: 0.5 -> 1.0 at step 7",)),
+        (
+            lambda step: [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4][step],
+            lambda step: round(1 - 0.1 * step, 1),
+            (),
+        ),  # no row after its end
+        (lambda step: 0.5 if step > 3 else 1.0, None, ("schedule: 0.5 -> 1.0 at step 6",)),
         (None, lambda step: 0.5 if step == 3 else 1.0, ("schedule: 1.0 -> 0.5 at step 3",)),
     ],
 )

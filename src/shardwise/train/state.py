@@ -226,8 +226,11 @@ class TrainState:
         )
 
     def _factors(self) -> list[tuple[int, float]]:
-        """What the schedule gave at first and half-way, and gives next: by this a later start tells another one."""
-        steps = sorted({0, self.step // 2, self.step})
+        """What the schedule gave at first, half-way and last: by this a later start tells another one.
+
+        Of no later step, for which a table of factors may have no row.
+        """
+        steps = sorted({0, self.step // 2, max(0, self.step - 1)})
         return [(step, 1.0 if self.schedule is None else float(self.schedule(step))) for step in steps]
 
     def load_tensors(self, tensors: Tensors) -> None:
