@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saveable import Saveable
@@ -16,16 +17,23 @@ _KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "ema_warmup", "data.global
 """Of the scalars: what is said when it differs. What lies in the data is compared by the loader, which refuses."""
 
 
-def changed(manifest: Manifest, state: Saveable, *, converts: bool = False) -> tuple[str, ...]:
+def changed(peers: Peers, manifest: Manifest, state: Saveable, *, converts: bool = False) -> tuple[str, ...]:
     """One line per difference, `base_lr: 0.01 -> 0.5`; what one of the two does not say is not compared.
 
+    Every rank calls it, and has what all ranks found: stages of a pipeline have settings of their own.
+
     Args:
+        peers: the ranks.
         manifest: of the checkpoint.
         state: before it takes over the checkpoint.
         converts: its averages may be of another type, so that its class is, too.
     """
-    if "imported" in manifest.scalars:  # another program's
-        return ()
+    found = () if "imported" in manifest.scalars else _changed(manifest, state)  # another program's
+    lines = tuple(dict.fromkeys(line for theirs in peers.gather(found) for line in theirs))
+    return tuple(line for line in lines if not (converts and line.startswith("optimizer.name")))
+
+
+def _changed(manifest: Manifest, state: Saveable) -> tuple[str, ...]:
     then, now = manifest.scalars, state.scalars()
     found = [f"plan.{key}: {before} -> {here}" for key, (before, here) in _plans(manifest, state.placed.plan)]
     for key in _KEYS:
@@ -36,7 +44,7 @@ def changed(manifest: Manifest, state: Saveable, *, converts: bool = False) -> t
     found += [f"stateful.{name}: kept -> not there" for name in stored if name not in live]
     found += [f"stateful.{name}: not there -> begins anew" for name in live if name not in stored]
     found += _objects(*(each.get("stateful_made") or {} for each in (then, now)))
-    return tuple(line for line in found if not (converts and line.startswith("optimizer.name")))
+    return tuple(found)
 
 
 _GOES_ON = " (the first goes on: it is part of the state)"

@@ -293,7 +293,7 @@ class Store:
         files = files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
-        changes = () if weights_only else changed(manifest, state, converts=convert_state)
+        changes = () if weights_only else changed(peers, manifest, state, converts=convert_state)
         kept, converted, arrived = self._take_over(state, path, manifest, weights_only, convert_state)
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
