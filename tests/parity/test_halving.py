@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from shardwise.parallel import compose
 from shardwise.parallel.memory import is_out_of_memory
 from shardwise.testing import World, fail_at
 from shardwise.train.halving import cut_rows
+from shardwise.train.mirror import Mirror
+from shardwise.train.outliving import Memory, Place, Slot
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -137,6 +140,19 @@ def test_where_no_smaller_micro_batch_helps_it_says_what_does_not_fit(monkeypatc
             OutOfMemoryError, match=r"apply, rank 0, plan .* \(OutOfMemoryError: planted\); .*needed: 0.0 MiB"
         ):
             sw.apply(points.Net, state.placed.plan, state.mesh)
+
+
+def test_copies_in_memory_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    memory = Memory.create(range(1))
+    monkeypatch.setattr(Slot, "data", full)
+    with points.placed_state("dp1 / fp64", CASE) as state:
+        mirror = Mirror(Place(job="ab" * 16, rank=0, world=1, order=0, memory=memory))
+        with pytest.raises(OutOfMemoryError, match=r"rank 0 keeps two copies .* 0\.\d MiB each: found Cannot allocate"):
+            mirror.keep(state)
+    memory.close()
 
 
 def without(text: str) -> str:
