@@ -213,8 +213,8 @@ class Mirror:
         except OSError as error:
             raise OutOfMemoryError(
                 f"--recover: rank {state.mesh.rank} keeps two copies of its part of the state, "
-                f"{self._end / 2**20:.1f} MiB each: found {error.strerror}; needed: so much memory of this host beside what trains; start without "
-                "--recover, or divide the state over more hosts"
+                f"{self._end / 2**20:.1f} MiB each: found {error.strerror}; needed: so much memory of this host beside "
+                "what trains; start without --recover, or divide the state over more hosts"
             ) from error
         self._targets = [[part.of(memory) for part in self._parts] for memory in memories]
         self._description = f'{{"parts": {json.dumps([part.to_json() for part in self._parts])}'
