@@ -154,6 +154,32 @@ def test_parameters_that_are_frozen_now_are_named(tmp_path: Path) -> None:
                 sw.Store(tmp_path).save(state)
 
 
+def grouped(mesh: sw.Mesh, kind: str) -> sw.TrainState:
+    placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh, seed=1)
+    weight, bias = placed.parameters()
+    slow: dict[str, Any] = {"params": [bias], "lr": 0.01}
+    groups: dict[str, list[Any]] = {"two": [{"params": [weight]}, slow], "swapped": [slow, {"params": [weight]}]}
+    return sw.TrainState(placed, torch.optim.AdamW(groups.get(kind, [weight, bias]), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("two", ()),
+        ("swapped", ("base_lr[0]: 0.1 -> 0.01", "base_lr[1]: 0.01 -> 0.1")),
+        ("one", ("base_lr: [0.1, 0.01] -> [0.1]", "optimizer.groups: 2 -> 1")),
+    ],
+)
+def test_other_groups_of_an_optimizer_are_said(tmp_path: Path, kind: str, wanted: tuple[str, ...]) -> None:
+    """A group that is gone passed for that of another stage of a pipeline."""
+    with sw.open_mesh(sw.Plan()) as mesh:
+        sw.Store(tmp_path).save(grouped(mesh, "two"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = sw.Store(tmp_path).load_latest(grouped(mesh, kind))
+        assert loaded is not None and loaded.changes == wanted
+
+
 def test_another_average_is_said(tmp_path: Path) -> None:
     with sw.open_mesh(sw.Plan()) as mesh:
         sw.Store(tmp_path).save(state_of(mesh, sw.Plan(), ema={"decay": 0.9}))

@@ -118,7 +118,7 @@ def test_stages_with_other_groups_save_and_load(world: World, tmp_path: Path) ->
     said = world(2, train, str(tmp_path), pipeline, 3e-2, 6)
     assert all(any(line.startswith("base_lr") for line in changes) for _, changes in said[0].values())
     first, last = world(2, with_another_head, str(tmp_path), pipeline, 3e-2)
-    assert len(first) == 2 and first[:1] == last == ["base_lr[0]: 0.03 -> 0.15"]  # the first stage's rank warns of it
+    assert len(first) == 2 and first[:1] == last == ["base_lr: [0.03, 0.06] -> [0.03, 0.06, 0.15]"]  # rank 0 warns
 
 
 def test_ranks_of_one_stage_must_agree() -> None:

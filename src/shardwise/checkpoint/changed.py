@@ -10,6 +10,7 @@ from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saveable import Saveable
+from shardwise.checkpoint.saving import OF_STAGE, united
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
 
@@ -20,7 +21,7 @@ _KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "ema_warmup", "data.global
 def changed(peers: Peers, manifest: Manifest, state: Saveable, *, converts: bool = False) -> tuple[str, ...]:
     """One line per difference, `base_lr: 0.01 -> 0.5`; what one of the two does not say is not compared.
 
-    Every rank calls it, and has what all ranks found: stages of a pipeline have settings of their own.
+    Every rank calls it: stages of a pipeline have groups of the optimizer of their own.
 
     Args:
         peers: the ranks.
@@ -28,25 +29,36 @@ def changed(peers: Peers, manifest: Manifest, state: Saveable, *, converts: bool
         state: before it takes over the checkpoint.
         converts: its averages may be of another type, so that its class is, too.
     """
-    found = () if "imported" in manifest.scalars else _changed(manifest, state)  # another program's
-    lines = tuple(dict.fromkeys(line for theirs in peers.gather(found) for line in theirs))
-    return tuple(line for line in lines if not (converts and line.startswith("optimizer.name")))
+    if "imported" in manifest.scalars:  # another program's
+        return ()
+    own = state.scalars()
+    now = own | united(peers.gather({key: own[key] for key in OF_STAGE if key in own}))
+    return tuple(
+        line.replace(_PAIRS, "")
+        for line in _changed(manifest, now, state)
+        if not (converts and line.startswith("optimizer.name"))
+    )
 
 
-def _changed(manifest: Manifest, state: Saveable) -> tuple[str, ...]:
-    then, now = manifest.scalars, state.scalars()
-    found = [f"plan.{key}: {before} -> {here}" for key, (before, here) in _plans(manifest, state.placed.plan)]
+def _changed(manifest: Manifest, now: Mapping[str, Any], state: Saveable) -> Iterator[str]:
+    then, plan = manifest.scalars, state.placed.plan
+    for key, (before, here) in _plans(manifest, plan):
+        yield f"plan.{key}: {before} -> {here}"
+    is_cut = plan.axes.pp > 1 or manifest.mesh.get("pp", 1) > 1
     for key in _KEYS:
+        before, here = _at(then, key), _at(now, key)
         goes_on = _GOES_ON if key == "seed" or (key == "base_lr" and _is_set_since(then, state)) else ""
-        found += [line + goes_on for line in _differing(key, _at(then, key), _at(now, key))]
-    found += _schedules(then, state)
+        if not (is_cut and _holds_the_same(key, before, here)):
+            yield from (line + goes_on for line in _differing(key, before, here))
+    yield from _schedules(then, state)
     stored, live = (each.get("stateful") or {} for each in (then, now))
-    found += [f"stateful.{name}: kept -> not there" for name in stored if name not in live]
-    found += [f"stateful.{name}: not there -> begins anew" for name in live if name not in stored]
-    found += _objects(*(each.get("stateful_made") or {} for each in (then, now)))
-    return tuple(found)
+    yield from (f"stateful.{name}: kept -> not there" for name in stored if name not in live)
+    yield from (f"stateful.{name}: not there -> begins anew" for name in live if name not in stored)
+    yield from _objects(*(each.get("stateful_made") or {} for each in (then, now)))
 
 
+_PAIRS = ".shardwise.pairs"
+"""Of a dict whose keys are no texts, as it is stored."""
 _GOES_ON = " (the first goes on: it is part of the state)"
 
 
@@ -88,7 +100,7 @@ def _at(scalars: Mapping[str, Any], key: str) -> Any:
 
 
 def _differing(key: str, then: Any, now: Any) -> Iterator[str]:
-    if then is None or now is None or same(then, now) or _holds(key, then, now):
+    if then is None or now is None or same(then, now):
         return
     then, now = (list(value) if isinstance(value, tuple) else value for value in (then, now))
     if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -97,18 +109,21 @@ def _differing(key: str, then: Any, now: Any) -> Iterator[str]:
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for place, pair in enumerate(zip(then, now, strict=True)):
             yield from _differing(f"{key}[{place}]" if len(then) > 1 else key, *pair)
+    elif any(isinstance(item, Mapping) for value in (then, now) if isinstance(value, list) for item in value):
+        yield f"{key}: {len(then)} -> {len(now)}"
     else:
         yield f"{key}: {then!r} -> {now!r}"
 
 
-def _holds(key: str, then: Any, now: Any) -> bool:
-    """Whether a save of all stages of a pipeline holds what the stages of this rank have: in any order, each once."""
-    if key == "optimizer.name":
-        then, now = then.split("+"), now.split("+")
+def _holds_the_same(key: str, then: Any, now: Any) -> bool:
+    """Whether both have the same settings, where stages of a pipeline give each of theirs once, in any order."""
+    if key == "optimizer" and isinstance(then, Mapping) and isinstance(now, Mapping):
+        names = (each.get("name", "").split("+") for each in (then, now))
+        return _alike(*names) and _alike(then.get("groups"), now.get("groups"))
+    return _alike(then, now)
+
+
+def _alike(then: Any, now: Any) -> bool:
     if not (isinstance(then, list) and isinstance(now, list)):
-        return False
-    return _among(now, then) and (len(then) != len(now) or _among(then, now))
-
-
-def _among(few: list[Any], many: list[Any]) -> bool:
-    return all(any(same(item, other) for other in many) for item in few)
+        return same(then, now)
+    return all(any(same(item, other) for other in others) for one, others in ((then, now), (now, then)) for item in one)

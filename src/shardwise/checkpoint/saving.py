@@ -233,7 +233,16 @@ def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]
                     f"on rank {first}, {theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with "
                     "the same settings"
                 )
-    return everyones[0] | {
+    return everyones[0] | united(everyones)
+
+
+def united(everyones: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the optimizer's groups what the stages of all ranks have.
+
+    Raises:
+        CheckpointError: they have different values where there can be one.
+    """
+    return {
         key: _union(key, [theirs[key] for theirs in everyones if key in theirs])
         for key in OF_STAGE
         if key in everyones[0]

@@ -44,8 +44,7 @@ class StatefulObjects:
                     "has both, as torch's schedulers have"
                 )
             state = _kept(name, held)
-            settings = dict(state) if isinstance(held, LRScheduler) else {}
-            settings.pop("_last_lr", None)  # which follows from base_lrs
+            settings = _settings(state) if isinstance(held, LRScheduler) else {}
             self.made[name] = {**settings, "class": type(held).__name__}
         self._objects |= objects
 
@@ -84,6 +83,13 @@ class StatefulObjects:
             "a scheduler of torch sets learning rates, and checkpoints do not hold where it is: a resumed run would "
             "begin its schedule anew; call state.keep(scheduler=scheduler), or give TrainState a schedule="
         )
+
+
+def _settings(state: Any) -> Any:
+    """Of a new scheduler's state, and those within it: without the rates, which follow from `base_lrs`."""
+    if isinstance(state, dict):
+        return {key: _settings(value) for key, value in state.items() if key != "_last_lr"}
+    return list(map(_settings, state)) if isinstance(state, list) else state
 
 
 def told(what: str, held: Any) -> Any:
