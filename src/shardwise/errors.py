@@ -13,7 +13,7 @@
     |- LockedError         a run's directory that another run is using               exit 7
     |- ChangedError        a resume whose settings change the maths, not allowed     exit 8
     |- SpikeError          more spikes of the loss than the policy's limit           exit 9
-    |- OutOfMemoryError    a step that does not fit, however small its micro-batch   exit 10
+    |- OutOfMemoryError    a model, or its smallest step, that does not fit          exit 10
     `- ReplicaError        copies of a parameter that differ between ranks           exit 11
 
 A message has five parts: what failed, where (name, axis, rank), what was found, what is needed, what to do.
@@ -131,7 +131,7 @@ class SpikeError(ShardwiseError):
 
 
 class OutOfMemoryError(ShardwiseError):
-    """A step that does not fit into memory, however small its micro-batch.
+    """A step that does not fit into memory, however small its micro-batch; or parameters, or an optimizer's state.
 
     With `halving` it is no end: it asks the supervisor of `--recover` for processes whose micro-batches are half as
     large. Its keys are `step`, `ran_out` (the error), `rows_before`, `rows` and `halvings`, that one included.

@@ -78,9 +78,10 @@ def test_a_start_knows_the_loss_of_the_last_evaluation_before_it(tmp_path: Path)
     run = RunDir(tmp_path)
     with sw.open_mesh(sw.Plan.parse("dp1"), device="cpu") as mesh:
         assert read_held_out(run, 0, mesh).before(3) is None
+        assert read_held_out(run, 2, mesh, 6.5).before(3) == 6.5  # of the checkpoint, on a machine without the record
         rows = [{"step": 2, "eval_loss": 5.5}, {"step": 4, "eval_loss": 4.5}, {"step": 5, "loss": 1.0}]
         run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        held_out = read_held_out(run, 5, mesh)
+        held_out = read_held_out(run, 5, mesh, 6.5)
         with run.metrics.open("a") as file:
             file.write('{"step": 6, "eval_loss": null}\n')  # it was not finite
         assert read_held_out(run, 6, mesh).before(7) is None

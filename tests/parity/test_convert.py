@@ -570,6 +570,20 @@ def save_dcp(path: Path, tree: Any) -> Path:
     return path
 
 
+def test_dcp_that_a_planner_has_not_flattened(tmp_path: Path) -> None:
+    """`flatten_state_dict=False`: the model is one object; what lay beside it passed for the weights."""
+    weights = {"a": torch.ones(2), "b": torch.arange(3.0)}
+    states = {name: {"exp_avg": t * 2, "step": torch.tensor(3.0)} for name, t in weights.items()}
+    tree = {"model": weights, "optim": {"state": states, "param_groups": []}, "step": 7, "rng": torch.zeros(4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(tree, checkpoint_id=tmp_path / "whole", no_dist=True, planner=planner)
+    done = convert(tmp_path / "whole", tmp_path / "out", Options())
+    same(held(done.path), named(weights, states))
+    assert done.step == 7 and any("no use for: rng" in note for note in done.notes)
+
+
 def test_dcp_of_several_models(tmp_path: Path) -> None:
     one, other = torch.ones(2), torch.zeros(2)
     for second in ("w", "v"):  # of one name, and of two that would make up one model

@@ -77,6 +77,17 @@ def test_it_goes_on_where_it_was(world: World, tmp_path: Path) -> None:
         assert said
 
 
+def test_a_step_without_an_update_leaves_it_as_it_was() -> None:
+    rows = [(row[0] * (float("nan") if 4 <= place < 8 else 1.0),) for place, row in enumerate(ROWS)]
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(Counting, sw.Plan(), mesh, seed=1)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-2), sw.loader(rows, 4, mesh, shuffle=False))
+        calls = [
+            (m.skipped, state.scalars()["extra_state"]["the model"]["calls"]) for m in sw.steps(state, loss_fn, until=3)
+        ]
+    assert calls == [(False, 1), (True, 1), (False, 2)]
+
+
 def without(path: str) -> str:
     with sw.open_mesh(PLAN) as mesh:
         sw.Store(path).save(made(mesh, Silent))

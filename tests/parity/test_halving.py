@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import OutOfMemoryError, UsageError
+from shardwise.parallel import compose
+from shardwise.parallel.memory import is_out_of_memory
 from shardwise.testing import World, fail_at
-from shardwise.train.halving import cut_rows, is_out_of_memory
+from shardwise.train.halving import cut_rows
+from shardwise.train.mirror import Mirror
+from shardwise.train.outliving import Memory, Place, Slot
 from tests.parity import grid, points
 from tests.parity.points import Case
 
@@ -92,6 +97,62 @@ def hopeless(text: str) -> str:
     with pytest.raises(OutOfMemoryError) as error:
         run(text, (1, 2, "backward", MemoryError("planted")), 10)
     return str(error.value)
+
+
+def met(text: str) -> str:
+    """Rank 1 runs out of memory where the ranks meet to weigh several losses: what ends it."""
+    with points.placed_state(text, CASE) as state:
+
+        def weigh(batch: list[torch.Tensor]) -> torch.Tensor:
+            if state.mesh.rank == 1 and state.step == 1:
+                raise MemoryError("planted")
+            return batch[2].sum()
+
+        losses = sw.Losses(lambda output, batch: {"a": points.weighted(output, batch)}, weights={"a": weigh})
+        try:
+            for _ in sw.steps(state, losses, until=3, options=HALVE):
+                pass
+        except (MemoryError, RuntimeError) as error:
+            return f"{state.step}: {type(error).__name__}"
+        return ""
+
+
+def test_a_rank_is_not_called_back_from_where_others_wait_for_it(world: World) -> None:
+    """Its vote was summed with their weights, and they trained on with another loss."""
+    assert world(2, met, "dp2 / fp64") == ["1: RuntimeError", "1: MemoryError"]
+
+
+def test_where_no_smaller_micro_batch_helps_it_says_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with points.placed_state("dp1 / fp64", CASE) as state:
+        with (
+            fail_at(0, 1, "optimizer", RuntimeError("DefaultCPUAllocator: can't allocate"), state=state),
+            pytest.raises(
+                OutOfMemoryError, match=r"step of AdamW: out of memory \(RuntimeError: Def.*room for its state"
+            ),
+        ):
+            next(sw.steps(state, points.weighted, until=2, options=HALVE))
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("planted\nwith details")
+
+        monkeypatch.setattr(compose, "materialize", full)
+        with pytest.raises(
+            OutOfMemoryError, match=r"apply, rank 0, plan .* \(OutOfMemoryError: planted\); .*needed: 0.0 MiB"
+        ):
+            sw.apply(points.Net, state.placed.plan, state.mesh)
+
+
+def test_copies_in_memory_that_do_not_fit_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    memory = Memory.create(range(1))
+    monkeypatch.setattr(Slot, "data", full)
+    with points.placed_state("dp1 / fp64", CASE) as state:
+        mirror = Mirror(Place(job="ab" * 16, rank=0, world=1, order=0, memory=memory))
+        with pytest.raises(OutOfMemoryError, match=r"rank 0 keeps two copies .* 0\.\d MiB each: found Cannot allocate"):
+            mirror.keep(state)
+    memory.close()
 
 
 def without(text: str) -> str:

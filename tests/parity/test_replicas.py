@@ -59,6 +59,58 @@ def test_a_flipped_bit_is_named_and_healed_from_the_majority(world: World, plan:
     assert all(is_same(own, same[0]) for own in same)
 
 
+class Counting(nn.Module):
+    """Counts its rows in a buffer that checkpoints hold; another one stays empty, a third is the rank's own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("later", torch.empty(3))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.scratch += len(x)
+        return self.last(x)
+
+
+def flipped(text: str, name: str) -> Any:
+    """A bit of a buffer or an average flips on the last rank after step 2; what was said, and what it is at the end."""
+    plan, events = sw.Plan.parse(text), list[Any]()
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Counting, plan, mesh, seed=1)
+        state = sw.TrainState(
+            placed,
+            sw.adamw(placed, lr=0.01),
+            sw.loader(points.Points(64), 9, mesh, seed=3),
+            ema=sw.Ema(placed, 0.9),
+        )
+        with torch.no_grad():
+            placed.named_buffers()["later"].fill_(float(mesh.rank))  # what lies in memory that nobody has filled
+        step = sw.make_step(state, points.weighted, options=sw.StepOptions(check_replicas=2))
+        while state.step < 6:
+            if state.step == 2 and mesh.rank == mesh.world - 1:
+                held = local_shard(state.tensors()[name])
+                held.view(torch.uint8).view(-1)[-1] ^= 1
+            try:
+                events += step(next(state.batches)).events  # type: ignore[call-overload]
+            except ReplicaError as error:
+                return str(error)
+        return events, local_shard(state.tensors()[name]).clone()
+
+
+@pytest.mark.parametrize("name", ["model.seen", "ema.last.weight"])
+def test_a_flipped_bit_of_a_buffer_or_an_average_is_healed_too(world: World, name: str) -> None:
+    ranks = world(3, flipped, "dp3 / fp64", name)
+    for events, tensor in ranks:
+        [event] = events
+        assert (event["step"], event["ranks"], event["parameters"]) == (4, [2], [name.removeprefix("model.")])
+        assert torch.equal(tensor, ranks[0][1])
+    for text in world(2, flipped, "fsdp2 / fp64", "model.seen"):
+        assert text.startswith("step 4: seen (1 tensors) must be equal on ranks 0, 1: found other bits on rank 0, 1")
+
+
 def test_negative_control_without_the_check_the_rank_stays_different(world: World) -> None:
     ranks = world(3, faulty, "dp3 / fp64", 2, "last.weight", sw.StepOptions())
     assert not ranks[0][0] and not is_same(ranks[0][1], ranks[2][1])
@@ -81,7 +133,7 @@ def test_what_is_sharded_is_not_compared(world: World) -> None:
 @pytest.mark.parametrize(("plan", "name"), [("dp2", "layers.1.up.bias"), ("tp2", "last.bias")])
 def test_initial_values_that_depend_on_the_rank_are_refused(world: World, plan: str, name: str) -> None:
     for text in world(2, faulty, f"{plan} / fp64", 1, name, sw.StepOptions(), 0):
-        assert text.startswith(f"step 0: {name} (1 parameters)") and "let apply() initialise" in text
+        assert text.startswith(f"step 0: {name} (1 tensors)") and "let apply() initialise" in text
 
 
 def holders(text: str) -> dict[tuple[int, int], list[str]]:

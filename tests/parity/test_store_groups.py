@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saving import agreed, number_of
@@ -90,6 +91,21 @@ def train(path: str, words: str, lr: float, until: int) -> dict[str, tuple[float
     return found
 
 
+def with_another_head(path: str, words: str, lr: float) -> list[str]:
+    """Only the last stage has another rate than at the save: what is said of it."""
+    plan = sw.Plan.parse(words)
+    with sw.open_mesh(plan) as mesh:
+        placed = started(mesh, plan, "several", lr).placed
+        parts = {"*.bias": lambda p: sw.sgd(p, lr), "last*": lambda p: sw.adamw(p, 5 * lr)}
+        optimizer = sw.several(placed, parts | {"*": lambda p: sw.muon(p, 2 * lr)})
+        state = sw.TrainState(placed, optimizer, sw.loader(ROWS, plan.batch, mesh, global_size=8))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = sw.Store(f"{path}/several").load_latest(state)
+        assert loaded is not None
+        return [*loaded.changes, *(str(warning.message) for warning in caught if "base_lr" in str(warning.message))]
+
+
 def test_stages_with_other_groups_save_and_load(world: World, tmp_path: Path) -> None:
     pipeline = "pp2 / 1f1b mb2 / fp64"
     world(2, train, str(tmp_path), pipeline, 1e-2, 2)
@@ -101,6 +117,8 @@ def test_stages_with_other_groups_save_and_load(world: World, tmp_path: Path) ->
         assert loss == pytest.approx(together[name][0], rel=1e-11), name
     said = world(2, train, str(tmp_path), pipeline, 3e-2, 6)
     assert all(any(line.startswith("base_lr") for line in changes) for _, changes in said[0].values())
+    first, last = world(2, with_another_head, str(tmp_path), pipeline, 3e-2)
+    assert len(first) == 2 and first[:1] == last == ["base_lr: [0.03, 0.06] -> [0.03, 0.06, 0.15]"]  # rank 0 warns
 
 
 def test_ranks_of_one_stage_must_agree() -> None:
@@ -233,11 +251,14 @@ def test_what_json_changes_is_no_change(tmp_path: Path) -> None:
     now = {"base_lr": [float("nan")], "optimizer": {"name": "AdamW", "groups": [settings]}}
     manifest = replace(Manifest.read(path), scalars={"step": 7, **now})
     read = Manifest.decode(manifest.encode(), "manifest")
-    assert changed(read, sw.Plan(), now) == ()
+    state: Any = SimpleNamespace(placed=SimpleNamespace(plan=sw.Plan()), scalars=lambda: now)
+    assert changed(Peers(0, 1), read, state) == ()
     other = {"base_lr": [0.1], "optimizer": {"name": "AdamW", "groups": [settings | {"betas": (0.9, 0.99)}]}}
-    assert [line.partition(":")[0] for line in changed(read, sw.Plan(), other)] == [
-        "base_lr", "optimizer.groups.betas[1]"
-    ]  # fmt: skip
+    state.scalars = lambda: other
+    assert [line.partition(":")[0] for line in changed(Peers(0, 1), read, state)] == [
+        "base_lr",
+        "optimizer.groups.betas[1]",
+    ]
 
 
 @pytest.mark.parametrize("metric", [10**400, "1", b"1", True, [1], 1j, torch.ones(2)])

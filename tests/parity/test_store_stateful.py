@@ -61,10 +61,12 @@ class Meter:
         self.held = state
 
 
-def made(mesh: sw.Mesh, make: Callable[[Optimizer], Any], named: bool = True) -> tuple[sw.TrainState, Any, Meter]:
+def made(
+    mesh: sw.Mesh, make: Callable[[Optimizer], Any], named: bool = True, rate: float = 0.05
+) -> tuple[sw.TrainState, Any, Meter]:
     plan = sw.Plan.parse(f"fsdp{mesh.world}" if mesh.world > 1 else "dp1")
     placed = sw.apply(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), plan, mesh, seed=1)
-    optimizer = torch.optim.AdamW(placed.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(placed.parameters(), lr=rate)
     scheduler, meter = make(optimizer), Meter()
     state = sw.TrainState(placed, optimizer, sw.loader(ROWS, 8, mesh, seed=3))
     if named:
@@ -148,6 +150,46 @@ def test_objects_of_one_of_two_runs_are_changes(tmp_path: Path) -> None:
                 store.save(saved[0])
                 found = store.load_latest(loaded[0])
             assert found is not None and words in found.changes
+
+
+@pytest.mark.parametrize(
+    ("now", "rate", "wanted"),
+    [
+        (SCHEDULERS["step"], 0.05, ()),
+        (
+            lambda o: lrs.StepLR(o, 3, 0.5),
+            0.05,
+            ("stateful.scheduler.step_size: 2 -> 3 (the first goes on: it is part of the state)",),
+        ),
+        (
+            SCHEDULERS["cosine"],
+            0.05,
+            ("stateful.scheduler: StepLR -> CosineAnnealingLR, which takes over the state of the first",),
+        ),
+        (
+            SCHEDULERS["step"],
+            0.1,
+            tuple(
+                f"{key}: 0.05 -> 0.1 (the first goes on: it is part of the state)"
+                for key in ("base_lr", "stateful.scheduler.base_lrs")
+            ),
+        ),
+    ],
+)
+def test_another_scheduler_under_its_name_is_told(
+    tmp_path: Path, now: Callable[[Optimizer], Any], rate: float, wanted: tuple[str, ...]
+) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        trained(first := made(mesh, SCHEDULERS["step"]), 3)
+        sw.Store(tmp_path).save(first[0])
+        other = made(mesh, now, rate=rate)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = sw.Store(tmp_path).load_latest(other[0])
+        assert loaded is not None and loaded.changes == wanted
+        if type(other[1]) is lrs.StepLR:
+            assert other[1].state_dict() == first[1].state_dict()
+            assert other[0].optimizer.param_groups[0]["lr"] == first[0].optimizer.param_groups[0]["lr"]
 
 
 def test_a_step_that_is_taken_back_takes_back_the_schedule_too() -> None:

@@ -214,9 +214,11 @@ def test_saved_configuration_gives_the_same_run(tmp_path: Path) -> None:
     first = resolve("train.seed=3", "optimizer.betas=[0.8, 0.9]", "data.sources=['a.txt', 'b.txt']")
     text = configuration_toml(first.configuration)
     assert "flag --set train.seed=3" in text
-    (tmp_path / "config.toml").write_text(text)
-    again = derive(read_configuration(tmp_path / "config.toml"), GPUS)
-    assert again.settings == first.settings
+    for file in (tmp_path / "config.toml", tmp_path / "two\nlines.toml"):
+        file.write_text(text)
+        again = derive(read_configuration(file), GPUS)
+        text = configuration_toml(again.configuration)  # with the file's name in its comments
+        assert again.settings == first.settings
     assert again.plan == first.plan
     saved = json.loads(json.dumps(configuration_json(first)))
     assert RunSettings.model_validate_json(json.dumps(saved["settings"])) == first.settings

@@ -6,33 +6,84 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.saveable import Saveable
+from shardwise.checkpoint.saving import OF_STAGE, united
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
 
-_KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "data.global_size", "batch_norm")
+_KEYS = ("seed", "base_lr", "optimizer", "ema_decay", "ema_warmup", "data.global_size", "batch_norm")
 """Of the scalars: what is said when it differs. What lies in the data is compared by the loader, which refuses."""
 
 
-def changed(manifest: Manifest, plan: Plan, scalars: Mapping[str, Any], *, converts: bool = False) -> tuple[str, ...]:
+def changed(peers: Peers, manifest: Manifest, state: Saveable, *, converts: bool = False) -> tuple[str, ...]:
     """One line per difference, `base_lr: 0.01 -> 0.5`; what one of the two does not say is not compared.
 
+    Every rank calls it: stages of a pipeline have groups of the optimizer of their own.
+
     Args:
+        peers: the ranks.
         manifest: of the checkpoint.
-        plan: under which it is loaded.
-        scalars: of the state, before it takes over those of the checkpoint.
+        state: before it takes over the checkpoint.
         converts: its averages may be of another type, so that its class is, too.
     """
     if "imported" in manifest.scalars:  # another program's
         return ()
-    found = [f"plan.{key}: {then} -> {now}" for key, (then, now) in _plans(manifest, plan)]
+    own = state.scalars()
+    now = own | united(peers.gather({key: own[key] for key in OF_STAGE if key in own}))
+    return tuple(
+        line.replace(_PAIRS, "")
+        for line in _changed(manifest, now, state)
+        if not (converts and line.startswith("optimizer.name"))
+    )
+
+
+def _changed(manifest: Manifest, now: Mapping[str, Any], state: Saveable) -> Iterator[str]:
+    then, plan = manifest.scalars, state.placed.plan
+    for key, (before, here) in _plans(manifest, plan):
+        yield f"plan.{key}: {before} -> {here}"
+    is_cut = plan.axes.pp > 1 or manifest.mesh.get("pp", 1) > 1
     for key in _KEYS:
-        found += _differing(key, _at(manifest.scalars, key), _at(scalars, key))
-    stored, live = (each.get("stateful") or {} for each in (manifest.scalars, scalars))
-    found += [f"stateful.{name}: kept -> not there" for name in stored if name not in live]
-    found += [f"stateful.{name}: not there -> begins anew" for name in live if name not in stored]
-    return tuple(line for line in found if not (converts and line.startswith("optimizer.name")))
+        before, here = _at(then, key), _at(now, key)
+        goes_on = _GOES_ON if key == "seed" or (key == "base_lr" and _is_set_since(then, state)) else ""
+        if not (is_cut and _holds_the_same(key, before, here)):
+            yield from (line + goes_on for line in _differing(key, before, here))
+    yield from _schedules(then, state)
+    stored, live = (each.get("stateful") or {} for each in (then, now))
+    yield from (f"stateful.{name}: kept -> not there" for name in stored if name not in live)
+    yield from (f"stateful.{name}: not there -> begins anew" for name in live if name not in stored)
+    yield from _objects(*(each.get("stateful_made") or {} for each in (then, now)))
+
+
+_PAIRS = ".shardwise.pairs"
+"""Of a dict whose keys are no texts, as it is stored."""
+_GOES_ON = " (the first goes on: it is part of the state)"
+
+
+def _objects(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What a script's objects were made as; a scheduler of torch takes its settings from its state."""
+    for name in sorted(then.keys() & now.keys()):
+        before, here = then[name], now[name]
+        if before["class"] != here["class"]:
+            yield f"stateful.{name}: {before['class']} -> {here['class']}, which takes over the state of the first"
+        else:
+            yield from (line + _GOES_ON for line in _differing(f"stateful.{name}", before, here))
+
+
+def _is_set_since(then: Mapping[str, Any], state: Saveable) -> bool:
+    """Whether a scheduler of torch, or the script, had set the learning rate: then that is part of the checkpoint."""
+    return getattr(state, "schedule", None) is None and any("lr" in moved for moved in then.get("groups") or ())
+
+
+def _schedules(then: Mapping[str, Any], state: Saveable) -> Iterator[str]:
+    """The last of the steps at which the checkpoint says its schedule's factor where this one gives another."""
+    schedule = getattr(state, "schedule", None)
+    for step, factor in reversed(then.get("schedule") or ()):
+        if (here := 1.0 if schedule is None else float(schedule(step))) != factor:
+            yield f"schedule: {factor!r} -> {here!r} at step {step}"
+            return
 
 
 def _plans(manifest: Manifest, plan: Plan) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -49,7 +100,7 @@ def _at(scalars: Mapping[str, Any], key: str) -> Any:
 
 
 def _differing(key: str, then: Any, now: Any) -> Iterator[str]:
-    if then is None or now is None or same(then, now) or _holds(key, then, now):
+    if then is None or now is None or same(then, now):
         return
     then, now = (list(value) if isinstance(value, tuple) else value for value in (then, now))
     if isinstance(then, Mapping) and isinstance(now, Mapping):
@@ -58,18 +109,21 @@ def _differing(key: str, then: Any, now: Any) -> Iterator[str]:
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for place, pair in enumerate(zip(then, now, strict=True)):
             yield from _differing(f"{key}[{place}]" if len(then) > 1 else key, *pair)
+    elif any(isinstance(item, Mapping) for value in (then, now) if isinstance(value, list) for item in value):
+        yield f"{key}: {len(then)} -> {len(now)}"
     else:
         yield f"{key}: {then!r} -> {now!r}"
 
 
-def _holds(key: str, then: Any, now: Any) -> bool:
-    """Whether a save of all stages of a pipeline holds what the stages of this rank have: in any order, each once."""
-    if key == "optimizer.name":
-        then, now = then.split("+"), now.split("+")
+def _holds_the_same(key: str, then: Any, now: Any) -> bool:
+    """Whether both have the same settings, where stages of a pipeline give each of theirs once, in any order."""
+    if key == "optimizer" and isinstance(then, Mapping) and isinstance(now, Mapping):
+        names = (each.get("name", "").split("+") for each in (then, now))
+        return _alike(*names) and _alike(then.get("groups"), now.get("groups"))
+    return _alike(then, now)
+
+
+def _alike(then: Any, now: Any) -> bool:
     if not (isinstance(then, list) and isinstance(now, list)):
-        return False
-    return _among(now, then) and (len(then) != len(now) or _among(then, now))
-
-
-def _among(few: list[Any], many: list[Any]) -> bool:
-    return all(any(same(item, other) for other in many) for item in few)
+        return same(then, now)
+    return all(any(same(item, other) for other in others) for one, others in ((then, now), (now, then)) for item in one)

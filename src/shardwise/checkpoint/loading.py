@@ -23,6 +23,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.partial_state import check_trains_the_same
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -128,6 +129,8 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
             f"{(missing or extra)[:3]}; give TrainState {'no' if missing else 'the'} ema= to load it, or load its "
             "weights only and begin an average (weights_only=True)"
         )
+    if extra and not missing:
+        check_trains_the_same(manifest, template, extra)
     if missing or extra:
         hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,34 @@ def followers(loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[
             parameter = name.removeprefix(OPTIM).removesuffix(MASTER)
             found[name] = loaded[MODEL + parameter].detach().to(tensor.dtype, copy=True)
     return found
+
+
+def check_trains_the_same(manifest: Manifest, own: Collection[str], extra: Collection[str]) -> None:
+    """Where all that a checkpoint has more is the whole optimizer's state of some parameters, these are frozen here.
+
+    Args:
+        manifest: of the checkpoint.
+        own: names of this rank's tensors.
+        extra: names in the checkpoint that no rank has.
+
+    Raises:
+        CheckpointError: naming the parameters.
+    """
+    models = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
+    kept: dict[str, set[str]] = {}
+    for name in manifest.tensors:
+        if name.startswith(OPTIM):
+            parts = name.removeprefix(OPTIM).split(".")  # a key of state may hold dots
+            held = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+            kept.setdefault(next(filter(models.__contains__, held), ""), set()).add(name)
+    gone = [name for name, keys in kept.items() if keys <= {*extra}]
+    is_all = {*extra} == {key for name in gone for key in kept[name]}
+    if gone and is_all and len(gone) < len(kept) and any(name.startswith(OPTIM) for name in own):
+        raise CheckpointError(
+            f"the checkpoint holds the optimizer's state of {', '.join(gone[:3])} ({len(gone)} parameters), which this "
+            "run does not train; needed: the same parameters trained as at the save; freeze no more, or begin "
+            "with its weights and a new optimizer (weights_only=True)"
+        )
 
 
 def check_imported(manifest: Manifest) -> None:

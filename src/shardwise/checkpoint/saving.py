@@ -154,6 +154,7 @@ class SaveJob:
 
     def _commit(self, partial: Path, identity: Identity, written: list[tuple[FileEntry, Sums]]) -> Path:
         plan, mesh = self.placed.plan, self.placed.mesh
+        tensors = self._tensors([sums for _, sums in written])
         manifest = Manifest(
             run=identity.run,
             save=identity.save,
@@ -173,12 +174,20 @@ class SaveJob:
             },
             config=self.config,
             scalars=self.scalars,
-            metric=self.metric,
+            metric=self.metric if self.metric is not None else self._metric_before(identity.run, tensors),
             probe=self.probe,
             files=tuple(entry for entry, _ in written),
-            tensors=self._tensors([sums for _, sums in written]),
+            tensors=tensors,
         )
         return self.directory.commit(partial, manifest)
+
+    def _metric_before(self, run: str, tensors: Mapping[str, TensorEntry]) -> float | None:
+        """That of the save which this replaces, of the same step and state: `steps` saves once more when it stops."""
+        for _, replaced in self.directory.listing(known=True).complete:
+            if (replaced.step, replaced.run) == (self.step, run):
+                sums = ({name: entry.checksum for name, entry in of.items()} for of in (replaced.tensors, tensors))
+                return replaced.metric if next(sums) == next(sums) else None
+        return None
 
     def _tensors(self, sums: list[Sums]) -> dict[str, TensorEntry]:
         pieces: dict[str, list[Piece]] = {name: [] for name in sorted(self.copy.shapes)}
@@ -224,7 +233,16 @@ def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]
                     f"on rank {first}, {theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with "
                     "the same settings"
                 )
-    return everyones[0] | {
+    return everyones[0] | united(everyones)
+
+
+def united(everyones: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the optimizer's groups what the stages of all ranks have.
+
+    Raises:
+        CheckpointError: they have different values where there can be one.
+    """
+    return {
         key: _union(key, [theirs[key] for theirs in everyones if key in theirs])
         for key in OF_STAGE
         if key in everyones[0]

@@ -68,7 +68,7 @@ def configuration_toml(configuration: Configuration) -> str:
         if section not in document:
             document.add(section, tomlkit.table())
         item = tomlkit.item(list(value) if isinstance(value, tuple) else value)
-        item.comment(origin)
+        item.comment("".join(letter if letter.isprintable() else " " for letter in origin))  # of a file's name
         document[section].add(name, item)
     return tomlkit.dumps(document)
 

@@ -107,12 +107,15 @@ class HeldOut:
         return loss if math.isfinite(loss) else None
 
 
-def read_held_out(run: RunDir, step: int, mesh: Mesh) -> HeldOut:
-    """What the run's record knows, which ends at the step that it goes on from: its last evaluation. A collective."""
+def read_held_out(run: RunDir, step: int, mesh: Mesh, stored: float | None = None) -> HeldOut:
+    """What the run's record knows, which ends at the step that it goes on from: its last evaluation. A collective.
+
+    `stored`: what its checkpoint says; on a machine that is new to the run there is no record.
+    """
     rows = read_metrics(run.metrics) if mesh.is_first and run.metrics.exists() else []
     found = [row["eval_loss"] for row in rows if "eval_loss" in row]
     loss = _shared(found[-1] if found and found[-1] is not None else math.inf, mesh)
-    return HeldOut({step: loss})
+    return HeldOut({step: stored if stored is not None and not math.isfinite(loss) else loss})
 
 
 def _shared(value: float, mesh: Mesh) -> float:

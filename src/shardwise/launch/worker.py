@@ -116,6 +116,7 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
             record_resume(run, loaded)
         if begun is not None:
             record_weights(run, str(train.weights), begun)
+    own = loaded if loaded is not None and loaded.path.parent == store.path else None
     with open_progress(state.step, int(train.steps or 0), quiet=job.quiet or not mesh.is_first) as progress:
         for line in _notes(train, state.step, weights, begun, loaded):
             progress.note(line)
@@ -131,8 +132,8 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
                 log=log,
                 num_params=spec.num_params if spec is not None else _count(placed),
                 cadence=open_cadence(run, train, mesh),
-                held_out=read_held_out(run, state.step, mesh),
-                saved_step=state.step if loaded is not None and loaded.path.parent == store.path else None,
+                held_out=read_held_out(run, state.step, mesh, own.manifest.metric if own is not None else None),
+                saved_step=state.step if own is not None else None,
             )
             return session.train()
 

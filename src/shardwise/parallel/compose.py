@@ -9,6 +9,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
@@ -25,6 +26,7 @@ from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.float8 import check_split
 from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.limits import refuse_limits
+from shardwise.parallel.memory import MODEL_ROOM, fitting
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
@@ -88,6 +90,7 @@ def apply(
         PlanError: the constraints refuse the plan, or the mesh was opened with other axes.
         ModelError: the module does not allow what the plan asks for.
         UsageError: an argument of the wrong kind, such as a factory that needs arguments.
+        OutOfMemoryError: this rank's parameters do not fit.
 
     Cost: collective; time to build the module once, memory of this rank's shard plus one full parameter.
 
@@ -102,15 +105,16 @@ def apply(
     blueprint = blueprint_for(module, init, mesh)
     marks = {name: dict(vars(p)) for name, p in blueprint.module.named_parameters()}
     placed = place(blueprint, plan, mesh, sample=sample, rules=table, seed=seed)
-    placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
-    for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
-        vars(parameter).update({key: mark for key, mark in marks.get(name, {}).items() if key not in vars(parameter)})
-    for part in placed.parts if not plan.compile else ():  # hooks would be compiled
-        watch_weights(part.run)
-        if is_first_order(placed):
-            watch_forwards(part.run)
-    APPLIED.update(part.root for part in placed.parts)
-    return replicate_data(placed, plan, mesh)
+    with fitting(f"apply, rank {mesh.rank}, plan `{plan}`", f"{_size_here(placed)} of parameters; {MODEL_ROOM}"):
+        placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
+        for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
+            vars(parameter).update({k: mark for k, mark in marks.get(name, {}).items() if k not in vars(parameter)})
+        for part in placed.parts if not plan.compile else ():  # hooks would be compiled
+            watch_weights(part.run)
+            if is_first_order(placed):
+                watch_forwards(part.run)
+        APPLIED.update(part.root for part in placed.parts)
+        return replicate_data(placed, plan, mesh)
 
 
 def place(
@@ -148,6 +152,12 @@ def place(
         placed = run(placed, plan, mesh)
     check_split(placed)
     return record_types(record_replicated(divide_declared(placed)))
+
+
+def _size_here(placed: Placed) -> str:
+    """Of the parameters that are to be here, in words."""
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in placed.named_parameters().values())
+    return f"{sum(p.numel() * p.element_size() for p in local) / 2**20:.1f} MiB"
 
 
 def _check_arguments(module: object, plan: object, mesh: object, init: object, seed: object, rules: object) -> None:

@@ -7,8 +7,10 @@ follow from, and one digest of it is compared. What is written down is exchanged
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +28,7 @@ from shardwise.train.held import HeldParameters
 from shardwise.train.losses import Losses
 from shardwise.train.lr import LrSchedule
 from shardwise.train.options import StepOptions
-from shardwise.train.replicas import Replicas, checksum
+from shardwise.train.replicas import Replicas, checksum, left_empty
 from shardwise.train.state import TrainState
 
 MOST_NAMED = 3
@@ -46,6 +48,29 @@ class Facts:
     def digests(self) -> tuple[int, int, int]:
         """Numbers that are equal where the facts are."""
         return self.place, digest(self.of_all.items()), digest(self.of_place.items())
+
+
+def go_on(state: TrainState, options: StepOptions) -> list[dict[str, Any]]:
+    """Before the first step of a process: what is to be said of the run as it was; other options are a warning.
+
+    Args:
+        state: of the run; without `on_oom="halve"` its micro-batches are whole again.
+        options: of its steps.
+    """
+    now, then = options.of_the_maths(), state.saved_with
+    state.stepped_with, state.saved_with = now, None
+    changed = [f"{key}: {then[key]!r} -> {now[key]!r}" for key in now if then and key in then and then[key] != now[key]]
+    if changed and state.mesh.is_first:
+        with suppress(Warning):  # `-W error` does not end a run that can go on
+            warnings.warn(f"step {state.step + 1}: changed since it was saved: {'; '.join(changed)}", stacklevel=6)
+    if not state.halvings:
+        return []
+    halves = options.on_oom == "halve"
+    event = "micro-batches are halved as before" if halves else "micro-batches are no longer halved"
+    facts = {"event": event, "step": state.step + 1, "halvings": state.halvings}
+    if not halves:
+        state.halvings = 0
+    return [facts]
 
 
 def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> None:
@@ -182,9 +207,9 @@ def _initial_values(placed: Placed) -> Iterator[tuple[str, str]]:
             if name in views:
                 steps = [texts[index] for index in history.closure(views[name].storage)]
                 yield f"the initial value of {name}", f"{digest([views[name], *steps]):x}"
+    empty = left_empty(placed)
     for name, buffer in placed.named_buffers().items():
-        is_garbage = history is not None and name in views and not history.is_written(views[name].storage)
-        if not (is_garbage or buffer.is_meta or isinstance(buffer, DTensor)):
+        if not (name in empty or buffer.is_meta or isinstance(buffer, DTensor)):
             yield f"the value of buffer {name}", f"{checksum(buffer):x}"
 
 

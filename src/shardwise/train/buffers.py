@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
 from shardwise.parallel.placed import Placed
+from shardwise.train.extra_state import ExtraState
 
 
 class Buffers:
     """The buffers of a rank as they were before a step: running statistics and counts of what was then left out.
+
+    So is what modules keep beside them by `get_extra_state`.
 
     All of them are copied, for nothing tells beforehand which ones a forward pass writes: torch's version counters do
     not see writes through `.data`.
@@ -23,12 +27,14 @@ class Buffers:
         modules = [module for part in placed.parts for module in part.root.modules()]
         self._places = [(m._buffers, key) for m in modules for key, held in m._buffers.items() if held is not None]
         self._kept: list[torch.Tensor | None] = []
+        self._extra, self._kept_extra = ExtraState(placed), dict[str, Any]()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember them as they are; they are this rank's own, so nothing is communicated."""
         live = [held[key] for held, key in self._places]
         self._kept = [_copy(buffer, before) for buffer, before in zip_longest(live, self._kept)]
+        self._kept_extra = self._extra.to_json()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -37,6 +43,7 @@ class Buffers:
             live = held[key]
             if live is not None and before is not None:
                 live.copy_(before)
+        self._extra.restore(self._kept_extra)
 
 
 def _copy(buffer: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:

@@ -92,7 +92,7 @@ class GroupValues:
             {
                 key: list(value) if isinstance(value, tuple) else value
                 for key, value in sorted(group.items())
-                if key not in ("params", "lr", *moved) and value is not None and _is_plain(value)
+                if key not in ("params", "lr", "initial_lr", *moved) and value is not None and _is_plain(value)
             }
             for group, moved in zip(self._optimizer.param_groups, self.moved(), strict=True)
         ]

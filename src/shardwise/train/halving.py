@@ -11,7 +11,6 @@ ones take over the newest copy of the state, with one halving more.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.inputs import num_rows, split_rows
+from shardwise.parallel.memory import is_out_of_memory, what_ran_out
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.train.state import TrainState
@@ -33,9 +33,6 @@ _BATCH_NORMS = (BatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FITS, _FULL, _HOPELESS = 0, 1, 2
 LIMIT = 16
 """Halvings of a run before it gives up."""
-_TEXTS = re.compile("DefaultCPUAllocator|_STATUS_ALLOC_FAILED|_ALLOCATION_FAILED|error: out of memory")
-"""In a plain RuntimeError: of torch's CPU allocator; of cuBLAS, cuDNN and their like, whose handles and workspaces are
-not torch's to allocate (cuDNN 9 has the second word); of the CUDA driver."""
 
 
 def cut_rows(
@@ -80,11 +77,15 @@ class Halving:
         """Rows of the largest micro-batch of the step, as it was cut."""
         self._notes: list[dict[str, Any]] = []
 
-    def run(self, attempt: Callable[[], Any], forget: Callable[[], None], step: int) -> Any:
+    def run(
+        self, prepare: Callable[[], Any], attempt: Callable[[Any], Any], forget: Callable[[], None], step: int
+    ) -> Any:
         """What `attempt` returns, of the first attempt that fits on all ranks.
 
         Args:
-            attempt: forward and backward of the window, communicating nothing; called again after a halving.
+            prepare: the window, cut as it is to be now. Ranks may meet in it, and so none may be missed: what it raises
+                ends the run.
+            attempt: its forward and backward, communicating nothing; called again after a halving.
             forget: drops what an abandoned attempt left: gradients, and changes of buffers.
             step: for messages.
 
@@ -93,7 +94,7 @@ class Halving:
         """
         state = self._state
         while True:
-            result, found = _attempted(attempt)
+            result, found = _attempted(attempt, prepare())
             here = _FITS if not found else _FULL if self.largest > 1 and state.halvings < self._limit else _HOPELESS
             worst, who = self._agree(here)
             if worst == _FITS:
@@ -156,11 +157,14 @@ class SupervisedHalving:
         self.largest = 1
         """Rows of the largest micro-batch of the step, as it was cut."""
 
-    def run(self, attempt: Callable[[], Any], forget: Callable[[], None], step: int) -> Any:
+    def run(
+        self, prepare: Callable[[], Any], attempt: Callable[[Any], Any], forget: Callable[[], None], step: int
+    ) -> Any:
         """What `attempt` returns.
 
         Args:
-            attempt: forward and backward of the window.
+            prepare: the window, cut as it is to be now.
+            attempt: its forward and backward.
             forget: not called: this process ends.
             step: for messages.
 
@@ -168,9 +172,9 @@ class SupervisedHalving:
             OutOfMemoryError: on the rank that ran out: to be halved; or for good, at one row or at the limit.
         """
         try:
-            return attempt()
+            return attempt(prepare())
         except (RuntimeError, MemoryError) as error:
-            found = _what_ran_out(error)
+            found = what_ran_out(error)
             if not found:
                 raise
             raise self._error(found, step) from error
@@ -227,52 +231,14 @@ def communicating(placed: Placed) -> str:
     return ""
 
 
-def go_on_halved(state: TrainState, *, halves: bool) -> list[dict[str, Any]]:
-    """Before the first step of a process: what is to be said of halvings that the run has made before.
-
-    Args:
-        state: of the run; without `halves` its micro-batches are whole again.
-        halves: `on_oom="halve"`.
-    """
-    if not state.halvings:
-        return []
-    event = "micro-batches are halved as before" if halves else "micro-batches are no longer halved"
-    facts = {"event": event, "step": state.step + 1, "halvings": state.halvings}
-    if not halves:
-        state.halvings = 0
-    return [facts]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: that of an accelerator, its libraries, Python, or torch's CPU.
-
-    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shape mismatch"))
-    (True, False)
-    """
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or (isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None)
-
-
-def _attempted(attempt: Callable[[], Any]) -> tuple[Any, str]:
+def _attempted(attempt: Callable[[Any], Any], window: Any) -> tuple[Any, str]:
     """The result, or what ran out. On return nothing holds the frames of the failed attempt, and so its activations."""
     try:
-        return attempt(), ""
+        return attempt(window), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return None, _first_line(error)
-
-
-def _what_ran_out(error: BaseException) -> str:
-    """The first line of the error that says so, which torch's pipeline stages wrap; empty: memory did not run out."""
-    cause: BaseException | None = error
-    while cause is not None and not is_out_of_memory(cause):
-        cause = cause.__cause__
-    return "" if cause is None else _first_line(cause)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None, what_ran_out(error)
 
 
 def _hopeless(step: int, rank: int, halvings: int, limit: int, found: str) -> str:

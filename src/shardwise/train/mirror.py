@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import Box
 from shardwise.checkpoint.layout import Held, held_by, signature
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, OutOfMemoryError, UsageError
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
@@ -209,7 +209,14 @@ class Mirror:
             self._parts.append(Part(key, part.dtype, part.shape, self._end))
             self._sources.append((key[0], held[key].within(local[key[0]])))
             self._end += -(-sizes[key] // _ALIGN) * _ALIGN
-        memories = [slot.data(self._end, mine=True) for slot in self._slots]
+        try:
+            memories = [slot.data(self._end, mine=True) for slot in self._slots]
+        except OSError as error:
+            raise OutOfMemoryError(
+                f"--recover: rank {state.mesh.rank} keeps two copies of its part of the state, "
+                f"{self._end / 2**20:.1f} MiB each: found {error.strerror}; needed: so much memory of this host beside "
+                "what trains; start without --recover, or divide the state over more hosts"
+            ) from error
         self._targets = [[part.of(memory) for part in self._parts] for memory in memories]
         self._description = f'{{"parts": {json.dumps([part.to_json() for part in self._parts])}'
 

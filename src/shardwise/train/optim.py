@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
+from shardwise.parallel.memory import STATE_ROOM, fitting
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.torch_private import local_of, shard_like, step_unseen
@@ -100,8 +101,9 @@ class NamedOptimizer:
                 parameter.grad = None if grad is None else _grad_for(parameter, grad, self.live[name])
 
     def step(self) -> None:
-        """Update the parameters from the gradients that were handed over."""
-        self.torch.step()
+        """Update the parameters from the gradients that were handed over; OutOfMemoryError: its state does not fit."""
+        with fitting(f"step of {self.kind}", STATE_ROOM):
+            self.torch.step()
         if not self._has_stepped:
             self._has_stepped = True
             self._tell_unstorable()

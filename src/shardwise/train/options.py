@@ -55,6 +55,12 @@ class StepOptions:
                 "leave on_nonfinite out"
             )
 
+    def of_the_maths(self) -> dict[str, Any]:
+        """What decides about an update, as JSON: checkpoints hold it, and a later start is compared with it."""
+        policy = self.protect.policy if self.protect is not None else None
+        kept = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
+        return kept | {"on_nonfinite": self.on_nonfinite, "protect": policy}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:

@@ -1,8 +1,9 @@
-"""Replica checks: parameters that several ranks must hold alike are compared by 64-bit checksums, named and healed.
+"""Replica checks: tensors that several ranks must hold alike are compared by 64-bit checksums, named and healed.
 
-Which ranks hold the same elements of a parameter follows from its layout: those that differ from this one only along
-axes over which it is replicated. The least and the greatest of them name the set (`_holders`); a rank's parameters with
-the same one share a checksum, and what is communicated is one all-gather of three numbers for each.
+They are parameters, averages of them (`Ema`), and the buffers that checkpoints hold. Which ranks hold the same elements
+of one follows from its layout: those that differ from this one only along axes over which it is replicated. The least
+and the greatest of them name the set (`_holders`); a rank's tensors with the same one share a checksum, and what is
+communicated is one all-gather of three numbers for each.
 
 The checksum is sum((2 * i + 1) * bits[i]) modulo 2**64 over the elements as integers: the factors are odd, so a change
 of a single element changes it, and elements that are swapped do, too.
@@ -11,7 +12,7 @@ of a single element changes it, and elements that are swapped do, too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import AXES
 from shardwise.train.exchange import gathered, listed
 from shardwise.train.issued import Issued
@@ -69,16 +71,25 @@ class Replicas:
     def __init__(self, state: TrainState) -> None:
         """See the class."""
         self._state, self._mesh, self._issued = state, state.mesh, Issued(state.mesh)
+        self._buffers = _stored_buffers(state.placed)
         self._groups: dict[Ends, list[str]] = defaultdict(list)
-        """Who holds the same as this rank -> names of those parameters. What it alone holds is not here."""
-        known: dict[_Layout | None, Ends] = {}  # few layouts for many parameters
-        for name, parameter in state.placed.named_parameters().items():
-            layout = _layout(parameter)
-            ends = known[layout] = known.get(layout) or _holders(layout, self._mesh)
+        """Who holds the same as this rank -> names of those tensors. What it alone holds is not here."""
+        known: dict[tuple[_Layout | None, bool], Ends] = {}  # few layouts for many tensors
+        for name, tensor in self._live().items():
+            kind = _layout(tensor), name in self._buffers
+            ends = known[kind] = known.get(kind) or _holders(kind[0], self._mesh, _STATISTICS if kind[1] else ())
             if ends[0] != ends[1]:
                 self._groups[ends].append(name)
         most = torch.tensor([len(self._groups)], dtype=torch.int64, device=self._mesh.device)
         self._rows = int(self._mesh.all_reduce_max(most))
+
+    def _live(self, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+        """What is compared, by name: this rank's own tensors."""
+        state = self._state
+        live: dict[str, torch.Tensor] = {**state.placed.named_parameters()}
+        if buffers:
+            live |= {name: held for name, held in state.placed.named_buffers().items() if name in self._buffers}
+        return live | (state.ema.tensors() if state.ema is not None else {})
 
     def check(self) -> tuple[dict[str, Any], ...]:
         """Compare; what differs is healed from the majority, optimizer state and all. Every rank calls it.
@@ -99,10 +110,10 @@ class Replicas:
         Args:
             needed: where any difference is an error, what the error says of it.
         """
-        mesh, state = self._mesh, self._state
+        mesh = self._mesh
         if self._rows == 0:
             return ()
-        live = state.placed.named_parameters()
+        live = self._live(buffers=not needed and self._state.step > 0)  # `check_agreement` has compared those
         own = [(*ends, _combined(live, names)) for ends, names in self._groups.items()]
         own += [(-1, -1, 0)] * (self._rows - len(own))
         holders: dict[Ends, dict[int, int]] = defaultdict(dict)
@@ -111,18 +122,20 @@ class Replicas:
                 if first >= 0:
                     holders[first, last][rank] = found
         different = [(ends, sums) for ends, sums in sorted(holders.items()) if len(set(sums.values())) > 1]
-        return tuple(self._settle(ends, sums, needed) for ends, sums in different)
+        return tuple(self._settle(ends, sums, live, needed) for ends, sums in different)
 
-    def _settle(self, ends: Ends, sums: Mapping[int, int], needed: str) -> dict[str, Any]:
+    def _settle(
+        self, ends: Ends, sums: Mapping[int, int], live: Mapping[str, torch.Tensor], needed: str
+    ) -> dict[str, Any]:
         """Name who differs, and copy what the majority has."""
         state = self._state
         (common, count), *_ = Counter(sums.values()).most_common(1)
         is_majority = count * 2 > len(sums)
         # without one, the last step's least rank is as good a suspect as any: all are named
         wrong = [rank for rank, found in sums.items() if found != common] if is_majority else sorted(sums)
-        names = self._differing(ends, list(sums))
+        names = self._differing(ends, list(sums), live)
         text = (
-            f"step {state.step}: {', '.join(names[:3])} ({len(names)} parameters) must be equal on ranks "
+            f"step {state.step}: {', '.join(names[:3])} ({len(names)} tensors) must be equal on ranks "
             f"{listed(sorted(sums))}: found other bits on rank {listed(wrong)}"
         )
         if state.step == 0:
@@ -141,10 +154,9 @@ class Replicas:
         self._copy(ends, source, wrong)
         return {"event": "healed", "step": state.step, "ranks": wrong, "source": source, "parameters": names}
 
-    def _differing(self, ends: Ends, ranks: list[int]) -> list[str]:
-        """Names of the parameters of a group whose checksums differ; only asked when one does."""
-        names = self._groups.get(ends, []) if self._mesh.rank in ranks else []
-        live = self._state.placed.named_parameters()
+    def _differing(self, ends: Ends, ranks: list[int], live: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the tensors of a group whose checksums differ; only asked when one does."""
+        names = [name for name in self._groups.get(ends, []) if name in live and self._mesh.rank in ranks]
         theirs: list[Any] = [None] * self._mesh.world
         dist.all_gather_object(theirs, {name: checksum(local_shard(live[name])) for name in names})
         found = [theirs[rank] for rank in ranks]
@@ -152,12 +164,12 @@ class Replicas:
 
     @torch.no_grad()
     def _copy(self, ends: Ends, source: int, wrong: list[int]) -> None:
-        """Parameters and optimizer state of a group, from one rank to others."""
+        """What a group holds, and the optimizer's state of its parameters, from one rank to others."""
         mesh, state = self._mesh, self._state
         if mesh.rank != source and mesh.rank not in wrong:
             return
         names = self._groups[ends]
-        tensors = {f"model.{name}": tensor for name, tensor in state.placed.named_parameters().items() if name in names}
+        tensors = {f"model.{name}": tensor for name, tensor in self._live().items() if name in names}
         prefixes = tuple(f"{PREFIX}{name}." for name in names)
         optimizer = state.optimizer.state_tensors()
         state.optimizer.state_template(optimizer)  # it learns which states are plain numbers
@@ -173,11 +185,13 @@ class Replicas:
                 local.copy_(buffer)
         if mesh.rank in wrong:
             state.optimizer.load_state_tensors(optimizer)
+            if state.placed.copies is not None:
+                state.placed.copies.refresh()
 
 
 def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:
     total = 0
-    for number, name in enumerate(names):
+    for number, name in enumerate(name for name in names if name in live):
         total += (2 * number + 1) * checksum(local_shard(live[name]))
     return (total + 2**63) % 2**64 - 2**63
 
@@ -189,9 +203,37 @@ def _layout(parameter: torch.Tensor) -> _Layout | None:
     return parameter.device_mesh, tuple(placement.is_replicate() for placement in parameter.placements)
 
 
-def _holders(layout: _Layout | None, mesh: Mesh) -> Ends:
-    """The least and the greatest rank that hold the same elements as this one of what is laid out so."""
-    outside = {axis for axis in AXES if axis != "pp" and mesh.size(axis) > 1}
+def _stored_buffers(placed: Placed) -> frozenset[str]:
+    """Names of the buffers that a checkpoint holds once for all data ranks, and that have had values from the start."""
+    kept = {name for part in placed.parts for name in part.root.state_dict()} - left_empty(placed)
+    return frozenset(
+        name
+        for name, buffer in placed.named_buffers().items()
+        if name in kept
+        and not isinstance(buffer, DTensor)
+        and not any(name.startswith(f"{expert}.") for expert in placed.experts)
+    )
+
+
+def left_empty(placed: Placed) -> set[str]:
+    """Names of the buffers that the constructor has made, and given no values."""
+    if placed.blueprint is None or placed.blueprint.history is None:
+        return set()
+    history, views = placed.blueprint.history, placed.blueprint.views
+    buffers = placed.named_buffers()
+    return {name for name in buffers if name in views and not history.is_written(views[name].storage)}
+
+
+_STATISTICS = ("tp",)
+"""Ranks along it may make the sums of a buffer each for itself, which kernels may round otherwise."""
+
+
+def _holders(layout: _Layout | None, mesh: Mesh, but: Sequence[str] = ()) -> Ends:
+    """The least and the greatest rank that hold the same elements as this one of what is laid out so.
+
+    `but`: axes along which it need not be the same.
+    """
+    outside = {axis for axis in AXES if axis not in ("pp", *but) and mesh.size(axis) > 1}
     least = most = mesh.rank
     if layout is not None:
         part, whole = layout

@@ -123,6 +123,10 @@ class TrainState:
         """The last good steps, where a run is protected; see `train/protect.py`."""
         self.halvings = 0
         """How often the rows of micro-batches were halved, for ranks ran out of memory; see `train/halving.py`."""
+        self.stepped_with: Mapping[str, Any] | None = None
+        """What its steps do to gradients, as `StepOptions.of_the_maths` says it; None: none was made."""
+        self.saved_with: Mapping[str, Any] | None = None
+        """The same of the checkpoint that was loaded, until a first step has been compared with it."""
         self._factor = 1.0
         self._ema_updates = 0
 
@@ -193,6 +197,10 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
+        if self.stepped_with is not None:
+            rare["stepped_with"] = dict(self.stepped_with)
+        if made := self._stateful.made:
+            rare["stateful_made"] = made
         if self._has_batch_norm:
             rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names
@@ -210,10 +218,20 @@ class TrainState:
                 "data": told("batches", self.batches) if self.batches is not None else None,
                 "ema_updates": self.ema.updates if self.ema is not None else None,
                 "ema_decay": self.ema.decay if self.ema is not None else None,
+                "ema_warmup": self.ema.warmup if self.ema is not None else None,
+                "schedule": self._factors(),
                 "loss_scale": [scale.scale, scale.good_steps] if scale is not None else None,
                 "plan": str(self.placed.plan),
             }
         )
+
+    def _factors(self) -> list[tuple[int, float]]:
+        """What the schedule gave at first, half-way and last: by this a later start tells another one.
+
+        Of no later step, for which a table of factors may have no row.
+        """
+        steps = sorted({0, self.step // 2, max(0, self.step - 1)})
+        return [(step, 1.0 if self.schedule is None else float(self.schedule(step))) for step in steps]
 
     def load_tensors(self, tensors: Tensors) -> None:
         """Take over a filled `template`.
@@ -310,6 +328,7 @@ class TrainState:
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
             self.batches.load_state_dict(like(self.batches.state_dict(), from_json(scalars["data"])))
+        self.saved_with = scalars.get("stepped_with")
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
         if self.loss_scale is not None and scalars["loss_scale"] is not None:

@@ -23,6 +23,8 @@ class StatefulObjects:
     def __init__(self) -> None:
         """None, at first."""
         self._objects: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
+        """By name, the class of each; of a scheduler of torch also its settings. A later start is compared with it."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """See `TrainState.keep`: what no checkpoint would hold is refused at the start."""
@@ -41,7 +43,9 @@ class StatefulObjects:
                     f"keep: {name!r}: a {type(held).__name__} has no {' and no '.join(lacks)}; needed: an object that "
                     "has both, as torch's schedulers have"
                 )
-            _kept(name, held)
+            state = _kept(name, held)
+            settings = _settings(state) if isinstance(held, LRScheduler) else {}
+            self.made[name] = {**settings, "class": type(held).__name__}
         self._objects |= objects
 
     def to_json(self) -> dict[str, Any]:
@@ -79,6 +83,13 @@ class StatefulObjects:
             "a scheduler of torch sets learning rates, and checkpoints do not hold where it is: a resumed run would "
             "begin its schedule anew; call state.keep(scheduler=scheduler), or give TrainState a schedule="
         )
+
+
+def _settings(state: Any) -> Any:
+    """Of a new scheduler's state, and those within it: without the rates, which follow from `base_lrs`."""
+    if isinstance(state, dict):
+        return {key: _settings(value) for key, value in state.items() if key != "_last_lr"}
+    return list(map(_settings, state)) if isinstance(state, list) else state
 
 
 def told(what: str, held: Any) -> Any:

@@ -25,10 +25,10 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
-from shardwise.train.agreement import check_agreement
+from shardwise.train.agreement import check_agreement, go_on
 from shardwise.train.batches import Window
 from shardwise.train.buffers import Buffers
-from shardwise.train.halving import Halving, communicating, cut_rows, go_on_halved, open_halving
+from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
 from shardwise.train.losses import Losses
@@ -42,7 +42,7 @@ from shardwise.train.protect import Protection
 from shardwise.train.replicas import Replicas
 from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
-from shardwise.train.sums import Own, Sums, WorldSums
+from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
@@ -105,10 +105,10 @@ class TrainStep:
             self._protection.begin(batch)
         self._buffers.keep()
         if self._retry is not None:
-            passes = self._retry.run(partial(self._losses, batch), self._forget, self.state.step + 1)
+            passes = self._retry.run(partial(self._prepared, batch), self._passes, self._forget, self.state.step + 1)
             self._events += self._retry.take_notes()
         else:
-            passes = self._losses(batch)
+            passes = self._passes(self._prepared(batch))
         grads, joined, sums = self._reduced(*passes)
         with torch.no_grad():
             return self._update(grads, joined, sums, start)
@@ -121,7 +121,7 @@ class TrainStep:
     def _begin(self, batch: Any) -> None:
         """Before the first step: of several trainers in one script the first that steps is the one verified."""
         self._is_begun = True
-        self._events += go_on_halved(self.state, halves=self._retry is not None)
+        self._events += go_on(self.state, self.options)
         self._witness = open_witness(self.state)
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
@@ -139,22 +139,27 @@ class TrainStep:
 
         Cost: a step without its update.
         """
-        _, _, sums = self._reduced(*self._losses(batch, is_step=False))
+        _, _, sums = self._reduced(*self._passes(self._prepared(batch, is_step=False)))
         self.state.optimizer.zero_grad()
         scale = self.state.loss_scale.scale if self.state.loss_scale is not None else 1.0
         factor = self._divisor / (sums.weight * scale) if sums.weight else math.nan
         norm = math.sqrt(sums.squares) * factor if sums.squares >= 0 else math.nan
         return (sums.loss / sums.weight if sums.weight else math.nan), norm
 
-    def _losses(self, batch: Any, *, is_step: bool = True) -> tuple[list[Any], tuple[bool, ...], list[Loss]]:
-        """Forward and backward: the micro-batches, which of them are padding, and their losses."""
+    def _prepared(self, batch: Any, *, is_step: bool = True) -> tuple[list[Any], tuple[bool, ...]]:
+        """The micro-batches, and which of them are padding; ranks may meet here, to number rows and to weigh losses."""
         micro, zero = self._micro_batches(batch)
         if is_step and self._witness is not None:
             micro, zero = self._witness.begin(micro, zero)
-        for padding in self._paddings:
-            padding.flags = zero
         if isinstance(self.loss_fn, Losses):
             self._window = self.loss_fn.begin(micro, zero, self.state.mesh)
+        return micro, zero
+
+    def _passes(self, window: tuple[list[Any], tuple[bool, ...]]) -> tuple[list[Any], tuple[bool, ...], list[Loss]]:
+        """Forward and backward: the window, and its losses."""
+        micro, zero = window
+        for padding in self._paddings:
+            padding.flags = zero
         self.state.optimizer.zero_grad()  # what a script's own backward passes since have left is of no step
         self._unused.begin()
         losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
@@ -279,14 +284,9 @@ class TrainStep:
         return Own(losses, self.stop_requested, rows, self._scalar_mean, self._unused.here())
 
     def _check_equal_rows(self, sums: Sums) -> None:
-        if sums.num_means and not self._warned and sums.rows**2 != sums.num_means * sums.rows_squared:
+        if sums.has_unequal_rows and not self._warned and self.state.mesh.is_first:
             self._warned = True
-            if self.state.mesh.is_first:
-                warnings.warn(
-                    "the loss function returns a plain mean, and ranks hold unequal numbers of rows: every row weighs "
-                    "the same; return (sum, weight) if the mean is over anything else (shardwise.mean_over)",
-                    stacklevel=4,
-                )
+            warnings.warn(UNEQUAL_ROWS, stacklevel=4)
 
     def _update(self, grads: dict[str, torch.Tensor], joined: Joined, sums: Sums, start: float) -> StepMetrics:
         state, weight = self.state, sums.weight

@@ -53,6 +53,18 @@ class Sums(NamedTuple):
     num_unused: float = 0.0
     """Ranks that have a parameter of `fully_shard` without a gradient."""
 
+    @property
+    def has_unequal_rows(self) -> bool:
+        """Whether ranks with unequal numbers of rows gave plain means."""
+        return bool(self.num_means) and self.rows**2 != self.num_means * self.rows_squared
+
+
+UNEQUAL_ROWS = (
+    "the loss function returns a plain mean, and ranks hold unequal numbers of rows: every row weighs the same; return "
+    "(sum, weight) if the mean is over anything else (shardwise.mean_over)"
+)
+"""What is said of that."""
+
 
 class WorldSums:
     """`start` with the loss, `finish` with the gradient."""

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.placed import Placed
 from shardwise.train.buffers import Buffers
-from shardwise.train.extra_state import ExtraState
 from shardwise.train.state import TrainState
 
 
@@ -26,16 +25,14 @@ def untraced(placed: Placed) -> Iterator[None]:
 
     Cost: a copy of the buffers.
     """
-    buffers, extra = Buffers(placed), ExtraState(placed)
+    buffers, modes = Buffers(placed), [part.run.training for part in placed.parts]
     buffers.keep()
-    kept, modes = extra.to_json(), [part.run.training for part in placed.parts]
     placed.train(True)
     try:
         with _same_generators(placed.mesh.device):
             yield
     finally:
         buffers.restore()
-        extra.restore(kept)
         for part, mode in zip(placed.parts, modes, strict=True):
             part.run.train(mode)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from shardwise.checkpoint.foreign.beside import METADATA
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, Left, read_values
 from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown, step_of
-from shardwise.checkpoint.foreign.torch_files import MODEL_KEYS, STEP_KEYS
+from shardwise.checkpoint.foreign.torch_files import MODEL_KEYS, OPTIMIZER_KEYS, STEP_KEYS, has_tensors, of_value
 from shardwise.checkpoint.foreign.views import Pieces, Source, View
 from shardwise.checkpoint.format import DTYPES, Box, whole
 from shardwise.errors import CheckpointError
@@ -42,6 +42,8 @@ class _Entries:
     paths: dict[str, Path_]
     sources: dict[str, Source]
     numbers: dict[str, Any]
+    pieces: dict[str, Job]
+    """What was on top, and is stored as one object."""
 
 
 def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
@@ -51,7 +53,22 @@ def read_dcp(files: OpenFiles, path: Path, in_order: bool) -> Foreign:
         CheckpointError: refused by the reader; a part that is missing, too much, of another shape, or elsewhere.
     """
     entries = _entries(files, path, in_order)
+    if values := _in_one_piece(files, entries):
+        found = of_value(values, str(entries.where), in_order)
+        others = [name for name in entries.paths if name not in values]
+        found.notes += [f"what a Shardwise run keeps elsewhere or has no use for: {shown(others)}"] if others else []
+        return replace(found, kind="dcp", files=len(entries.paths))
     return _sorted(entries.where, entries.paths, entries.sources, entries.numbers, in_order)
+
+
+def _in_one_piece(files: OpenFiles, entries: _Entries) -> dict[str, Any]:
+    """What a planner that does not flatten has stored, each as one object; nothing, where no model is among it."""
+    known = (*MODEL_KEYS, *OPTIMIZER_KEYS, *STEP_KEYS)
+    wanted = [name for name in entries.pieces if name in known or _is_optimizer(name)]
+    if not {*MODEL_KEYS} & {*wanted}:
+        return {}
+    values = dict(zip(wanted, read_values(files, [entries.pieces[name] for name in wanted]), strict=True))
+    return values if any(has_tensors(values.get(key)) for key in MODEL_KEYS) else {}
 
 
 def read_dcp_state(files: OpenFiles, path: Path, weights: Mapping[str, Source], in_order: bool) -> tuple[Named, str]:
@@ -95,7 +112,10 @@ def _entries(files: OpenFiles, path: Path, in_order: bool) -> _Entries:
     files.need(path, [item.job.path.name for name in tensors for item in items.get(name, [])], where)
     sources = _tensors(files, where, tensors, items)
     numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items, in_order)
-    return _Entries(where, paths, sources, numbers)
+    single = {
+        n: items[n][0].job for n, p in paths.items() if len(p) == 1 and n not in tensors and len(items.get(n, ())) == 1
+    }
+    return _Entries(where, paths, sources, numbers, {str(paths[name][0]): job for name, job in single.items()})
 
 
 def _wrong(where: Path, found: str, needed: str) -> CheckpointError:

@@ -70,8 +70,8 @@ def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> 
         )
     alone = _zero_alone(value, where, optimizer)
     lightning = LIGHTNING in value
-    averaged = lightning and _has_tensors(value.get(_TRAINED)) and _has_tensors(value.get(_AVERAGE))
-    inside = _TRAINED if averaged else next((key for key in MODEL_KEYS if _has_tensors(value.get(key))), None)
+    averaged = lightning and has_tensors(value.get(_TRAINED)) and has_tensors(value.get(_AVERAGE))
+    inside = _TRAINED if averaged else next((key for key in MODEL_KEYS if has_tensors(value.get(key))), None)
     if inside is None:
         weights, notes = weights_of(value, where)
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
@@ -157,5 +157,6 @@ def _elsewhere(names: list[str]) -> str:
     return f"what a Shardwise run keeps elsewhere or has no use for: {', '.join(names[:12])}"
 
 
-def _has_tensors(value: Any) -> bool:
+def has_tensors(value: Any) -> bool:
+    """Whether it is a state_dict."""
     return isinstance(value, dict) and any(isinstance(item, View) for item in value.values())
