@@ -14,6 +14,7 @@ from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
+from shardwise.parallel.batchnorm import prepare_sync_norms
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
 from shardwise.parallel.casts import cast_compiled, cast_weights
@@ -132,6 +133,7 @@ def place(
     refuse_limits(root, plan)
     check_declared(root, plan)
     prepare(root, _blocks(root, plan))
+    prepare_sync_norms(root)
     placed = Placed(
         parts=(Part(root=root, run=root),),
         plan=plan,

@@ -21,10 +21,14 @@ def is_first_order(placed: Placed) -> bool:
     return (sharded or placed.pipeline is not None) and not placed.plan.compile
 
 
-def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(function: Callable[..., Any], look: Callable[..., None] | None = None) -> Callable[..., Any]:
     """The same function, whose first call that records gradients is watched.
 
     Torch itself ends in an error of its storages, or in a segmentation fault.
+
+    Args:
+        function: a forward, or a loss function.
+        look: called then with its result and what it was given.
 
     Raises:
         ModelError: within that call, `torch.autograd.grad(..., create_graph=True)`.
@@ -36,7 +40,10 @@ def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         seen.append(True)
         with _FirstOrder():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if look is not None:
+            look(result, *args)
+        return result
 
     return call
 

@@ -82,6 +82,8 @@ class Randomness:
         """Shapes of a first micro-batch whose kind is known: that of the step before, as a rule."""
         self._wrapped: set[tuple[str, int]] = set()
         self._drawing: frozenset[str] = frozenset()
+        self._modes: list[tuple[nn.Module, nn.Module]] | None = None
+        """Modules that are here, and in the copy."""
         self._idle: list[tuple[nn.Module, nn.Module]] = []
         """Modules that were traced with a dropout of 0: here, and in the copy."""
         self._frames: list[Frame] = []
@@ -222,7 +224,7 @@ class Randomness:
             return
         if not micro:
             return
-        shapes, awake = _shapes(micro[0]), self._awake()
+        shapes, awake = _shapes(micro[0]), self._awake() | self._set_modes(roots)
         if shapes is not None and shapes == self._last and not awake:
             return
         inputs, rows = model_inputs(micro[0], self._signature), num_rows(micro[0])
@@ -284,6 +286,22 @@ class Randomness:
                 vars(traced).update(now)
                 awake = True
         return awake
+
+    def _set_modes(self, roots: Sequence[nn.Module]) -> bool:
+        """Let the copy be in the modes of what trains, which a script may set one by one; whether they have changed."""
+        if self._modes is None:
+            assert self._reference is not None
+            self._reference.train()  # on other stages of a pipeline, too
+            copies = dict(self._reference.named_modules())
+            live = [(name, module) for root in roots for name, module in root.named_modules() if name in copies]
+            self._modes = [(module, copies[name]) for name, module in live]
+            for module, traced in self._modes:
+                traced.training = module.training
+            return False
+        changed = [(module, traced) for module, traced in self._modes if module.training is not traced.training]
+        for module, traced in changed:
+            traced.training = module.training
+        return bool(changed)
 
     def _look_while_running(self, roots: Sequence[nn.Module]) -> None:
         """Without a trace: every module is watched in the first step, and no longer if nothing was drawn."""

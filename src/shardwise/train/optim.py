@@ -21,6 +21,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
+from shardwise.train.assigned import assigning
 from shardwise.train.torch_private import local_of, shard_like, step_unseen
 from shardwise.train.update_rules import local_shard
 from shardwise.train.wrapped import check_inner_state
@@ -101,7 +102,8 @@ class NamedOptimizer:
 
     def step(self) -> None:
         """Update the parameters from the gradients that were handed over."""
-        self.torch.step()
+        with assigning(self.torch):
+            self.torch.step()
         if not self._has_stepped:
             self._has_stepped = True
             self._tell_unstorable()
