@@ -205,6 +205,28 @@ def test_an_optimizer_that_assigns_to_parameters(world: World, plan: str) -> Non
             torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
 
 
+def assigned(text: str) -> str:
+    """The error of a loop that clips weights after each step; first in place, which is right."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(summed, plan, mesh)
+        step = sw.make_step(sw.TrainState(placed, sw.adamw(placed, lr=0.1)), squares)
+        for parameter in placed.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        step(rows(0, ROWS).float())
+        for parameter in placed.parameters():
+            parameter.data = parameter.data.clamp(-0.1, 0.1)
+        with pytest.raises(ModelError) as caught:
+            step(rows(0, ROWS).float())
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["fsdp2", "fsdp2 zero1 / offload=state"])
+def test_an_assignment_that_a_shard_ignores_is_refused(world: World, plan: str) -> None:
+    for told in world(2, assigned, plan):
+        assert told.startswith("parameter 0.weight is sharded, and its `.data` was assigned, which changed nothing")
+
+
 @pytest.mark.parametrize("plan", ["dp2 / mb3", "fsdp2 / mb3"])
 def test_a_last_batch_of_fewer_rows_than_micro_batches(world: World, plan: str) -> None:
     """Two rows on one rank, one on the other, and three micro-batches: those that are left are padding."""

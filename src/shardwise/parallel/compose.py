@@ -9,6 +9,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
@@ -34,6 +35,7 @@ from shardwise.parallel.random import key_randomness
 from shardwise.parallel.scalars import bind_scalars, cast_scalars
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
+from shardwise.parallel.torch_private import wrapper_of
 from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import AXES, Plan
@@ -111,7 +113,8 @@ def apply(
         if is_first_order(placed):
             watch_forwards(part.run)
     APPLIED.update(part.root for part in placed.parts)
-    return replicate_data(placed, plan, mesh)
+    sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
+    return replicate_data(placed.with_(wrappers=sharded), plan, mesh)
 
 
 def place(
