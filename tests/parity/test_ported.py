@@ -236,7 +236,7 @@ def test_a_last_batch_of_fewer_rows_than_micro_batches(world: World, plan: str) 
             torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
 
 
-def penalised(text: str, whole: bool) -> str:
+def penalised(text: str, whole: bool, several: bool = False) -> str:
     """A loss with a penalty on the weights of the blocks: the error of it, or nothing."""
     plan = sw.Plan.parse(f"{text} / fp64")
     with sw.open_mesh(plan) as mesh:
@@ -248,9 +248,9 @@ def penalised(text: str, whole: bool) -> str:
             return output.square().mean() + sum(weight.abs().sum() for weight in weights)
 
         with pytest.raises(ModelError) as caught:
-            sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), loss_fn)(
-                rows(0, ROWS)[mesh.batch.rank :: mesh.batch.size]
-            )
+            losses = sw.Losses(lambda *of: {"all": sw.Loss(loss_fn(*of), 1)}, weights={"all": lambda batch: 1})
+            step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), losses if several else loss_fn)
+            step(rows(0, ROWS)[mesh.batch.rank :: mesh.batch.size])
         return str(caught.value)
 
 
@@ -265,9 +265,9 @@ class Plain(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_penalty_on_weights_that_a_rank_has_parts_of_is_refused(world: World, whole: bool) -> None:
-    for told in world(2, penalised, "fsdp2", whole):
+@pytest.mark.parametrize(("whole", "several"), [(False, False), (True, False), (True, True)])
+def test_a_penalty_on_weights_that_a_rank_has_parts_of_is_refused(world: World, whole: bool, several: bool) -> None:
+    for told in world(2, penalised, "fsdp2", whole, several):
         assert "[module.weights-in-loss] the loss function takes the weight blocks.0.weight itself" in told
 
 
@@ -279,6 +279,40 @@ def test_a_penalty_on_the_weights_of_the_last_stage_is_refused(world: World) -> 
 def penalised_unseen(text: str) -> None:
     """The ranks of other stages see nothing but a rank that has ended."""
     raise AssertionError(penalised(text, False))
+
+
+class Headed(Plain):
+    """What its loss multiplies by a weight that is in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * self.head(x).sum()
+
+
+def by_head(text: str) -> list[float]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh:
+        rules = {"blocks.*": "replicate", "head": "replicate"} if plan.axes.tp > 1 else None
+        placed = sw.apply(Headed, plan, mesh, rules=rules)
+
+        def loss_fn(output: Tensor, batch: Tensor) -> sw.Loss:
+            weight: Any = placed.named_parameters()["head.weight"]
+            whole = weight.to_local() if plan.axes.tp > 1 else weight
+            return sw.mean_over((output @ whole.T - batch[:, :2]).square())
+
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), loss_fn)
+        found = [step(rows(i, ROWS).tensor_split(mesh.batch.size)[mesh.batch.rank]) for i in range(STEPS)]
+        return [number for metrics in found for number in (metrics.loss, metrics.grad_norm)]
+
+
+@pytest.mark.parametrize("plan", ["fsdp2", "pp2 / 1f1b mb2"])
+def test_a_weight_that_the_last_stage_has_whole_may_be_in_the_loss(world: World, plan: str) -> None:
+    (alone,) = world(1, by_head, "dp1")
+    for found in world(2, by_head, plan):
+        assert found == pytest.approx(alone, rel=1e-11)
 
 
 def test_a_batch_of_another_kind_is_refused_by_what_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def first_order(function: Callable[..., Any], look: Callable[..., None] | None =
     """
     seen: list[bool] = []
 
+    @partial(update_wrapper, wrapped=function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if seen or not torch.is_grad_enabled():
             return function(*args, **kwargs)

@@ -11,12 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.derivatives import first_order, is_first_order
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.torch_private import wrapper_of
+from shardwise.plan.engines import uses_fully_shard
 
 
 def watched_loss(loss_fn: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
@@ -45,7 +48,7 @@ def refuse_weights(placed: Placed, result: Any, output: Any, _: Any) -> None:
     used = {id(leaf): leaf for _, tensor in tensors_in(result) for leaf in _leaves(tensor, ends)}
     for name, parameter in placed.named_parameters().items() if used else ():
         in_block = placed.pipeline is not None and any(name.startswith(f"{block}.") for block in placed.blocks)
-        if id(parameter) in used and (in_block or isinstance(parameter, DTensor)):
+        if id(parameter) in used and (in_block or _is_shard(placed, name, parameter)):
             raise ModelError(
                 f"the loss function takes the weight {name} itself, beside the model's output, and under "
                 f"`{placed.plan}` a rank has parts of the weights: the gradient would not be that of all, and the loss "
@@ -53,6 +56,12 @@ def refuse_weights(placed: Placed, result: Any, output: Any, _: Any) -> None:
                 "or an optimizer's rule add its gradient (for squares: weight_decay); see docs/loss.md",
                 row="module.weights-in-loss",
             )
+
+
+def _is_shard(placed: Placed, name: str, parameter: nn.Parameter) -> bool:
+    """Whether `fully_shard` has not gathered it: as `apply` left it. What it has gathered `tp` may still split."""
+    is_left = isinstance(parameter, DTensor) and wrapper_of(parameter) == placed.wrappers.get(name)
+    return is_left and uses_fully_shard(placed.plan)
 
 
 def _leaves(tensor: torch.Tensor, ends: set[Any]) -> Iterator[torch.Tensor]:

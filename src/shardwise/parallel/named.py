@@ -17,8 +17,9 @@ from torch import nn
 def named_by(function: Any) -> Iterator[tuple[str, Any]]:
     """The values that a function is bound to or given, that it closes over, or that are globals which its code names.
 
-    Of another object that is called: itself, or what it holds.
+    Of another object that is called: itself, or what it holds; of one that wraps a function (`__wrapped__`): of that.
     """
+    function = inspect.unwrap(function)
     if isinstance(function, partial):
         yield from named_by(function.func)
         yield from ((str(place), value) for place, value in enumerate(function.args))

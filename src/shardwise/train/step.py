@@ -58,7 +58,8 @@ class TrainStep:
     def __init__(self, state: TrainState, loss_fn: LossFn, options: StepOptions) -> None:
         """See `make_step`."""
         self.state, self.options, placed = state, options, state.placed
-        self.loss_fn = loss_fn if isinstance(loss_fn, Losses) else watched_loss(loss_fn, placed)
+        watch = partial(watched_loss, placed=placed)
+        self.loss_fn = loss_fn.wrapped(watch) if isinstance(loss_fn, Losses) else watch(loss_fn)
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
