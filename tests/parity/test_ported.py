@@ -205,6 +205,58 @@ def test_an_optimizer_that_assigns_to_parameters(world: World, plan: str) -> Non
             torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2 / mb2"])
+def test_a_rank_without_rows_draws_nothing(world: World, plan: str) -> None:
+    """It ended in a division by zero, where the model has dropout."""
+    (alone,) = world(1, trained, "dp1", summed, squares, 1)
+    for rank in world(2, trained, plan, summed, squares, 1):
+        for name, value in rank.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
+
+
+class Samples:
+    """Rows by number, of which some are bad."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index == 5 else rows(index, 1)[0]
+
+
+def two_views(samples: list[Tensor]) -> Tensor:
+    return torch.stack([view for sample in samples for view in (sample, -sample)])
+
+
+def good_ones(samples: list[Tensor | None]) -> Tensor:
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+def collated(text: str, collate: Any) -> list[float]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(summed, plan, mesh, seed=3)
+        chosen = [n for n in range(24) if n != 5] if collate is two_views else range(24)
+        samples = torch.utils.data.Subset(Samples(), chosen)  # type: ignore[arg-type]
+        data = sw.loader(samples, plan.batch, mesh, global_size=6, shuffle=False, collate=collate)
+        state = sw.TrainState(placed, sgd(placed), data)
+        return [m.loss for m in sw.steps(state, squares, until=2)]
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(1, "dp1 / mb2"), (2, "dp2"), (2, "fsdp2 / mb3")])
+def test_samples_that_are_several_rows_draw_by_the_sample(world: World, ranks: int, plan: str) -> None:
+    (alone,) = world(1, collated, "dp1", two_views)
+    for found in world(ranks, collated, plan, two_views):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+def test_rows_that_collate_leaves_out_are_refused_where_rows_draw() -> None:
+    with pytest.raises(
+        ModelError, match="found 5 rows of 6 samples .* let collate keep a bad sample and give it no weight"
+    ):
+        collated("dp1", good_ones)
+
+
 def assigned(text: str) -> str:
     """The error of a loop that clips weights after each step; first in place, which is right."""
     plan = sw.Plan.parse(text)

@@ -87,6 +87,8 @@ class Moment:
     step: int
     rows: range | None = None
     """Numbers of this rank's rows, the same under every plan; None: those of the data ranks follow one another."""
+    samples: tuple[int, ...] = ()
+    """How many of these each micro-batch is made of, as the loader counts: a sample may be several rows."""
 
 
 class RandomKeys(Protocol):

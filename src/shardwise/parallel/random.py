@@ -28,7 +28,7 @@ from shardwise.model.tracer import meta_copy, tensors_in
 from shardwise.parallel.counter import Numbers, Stream
 from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
 from shardwise.parallel.inputs import Signature, model_inputs, num_rows
-from shardwise.parallel.layout import Rows, Shares, elements_of
+from shardwise.parallel.layout import Rows, Shares, elements_of, samples_of
 from shardwise.parallel.mesh import DATA_AXES, Mesh
 from shardwise.parallel.placed import Moment, Placed
 from shardwise.parallel.sites import Key, Site, Sites, find_sites, name_of, unkeyed
@@ -109,7 +109,7 @@ class Randomness:
         if not self._drawing:
             return
         self._whole = self._shares.whole and self._mesh.batch.size == 1 and len(micro) == 1
-        counts = [0 if is_zero else num_rows(m) for m, is_zero in zip(micro, zero, strict=True)]
+        counts = samples_of([0 if z else num_rows(m) for m, z in zip(micro, zero, strict=True)], moment.samples)
         rows = moment.rows if moment.rows is not None else self._rows(sum(counts))
         self._frames = []
         for i, (count, batch) in enumerate(zip(counts, micro, strict=True)):

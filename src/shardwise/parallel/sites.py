@@ -86,7 +86,7 @@ def find_sites(module: nn.Module, inputs: Inputs, rows: int) -> Sites:
     meta are written in Python), less for those that make the same calls, no memory.
     """
     shapes = ShapeCache()
-    count = rows
+    count = rows or 2  # a rank may have none
     try:
         one = _trace(module, inputs, rows, count, shapes)
     except ModelError:

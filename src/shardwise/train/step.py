@@ -208,8 +208,8 @@ class TrainStep:
         """Say which step it is, and which rows of it are here."""
         state, placed = self.state, self.state.placed
         if placed.randomness is not None:
-            rows = batch.positions if isinstance(batch, Window) else None
-            moment = Moment(seed=state.seed, step=state.step, rows=rows)
+            own: dict[str, Any] = {"rows": batch.positions, "samples": batch.rows} if isinstance(batch, Window) else {}
+            moment = Moment(seed=state.seed, step=state.step, **own)
             placed.randomness.begin([part.root for part in placed.parts], moment, micro, zero)
 
     def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:
