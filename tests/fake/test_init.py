@@ -157,6 +157,21 @@ def test_copies_stay_copies() -> None:
     assert model["online"].weight is not model["target"].weight
 
 
+def test_copies_of_what_a_batch_norm_counts_by() -> None:
+    def build() -> nn.Module:
+        online = nn.BatchNorm1d(4)
+        return nn.ModuleList([online, copy.deepcopy(online)])
+
+    first, second = init_model(build, seed=0)
+    assert first.num_batches_tracked.item() == second.num_batches_tracked.item() == 0
+    assert first.num_batches_tracked is not second.num_batches_tracked
+
+
+def test_orthogonal_weights_have_their_base_though_meta_has_no_kernel_for_it() -> None:
+    layer = init_model(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 4)), seed=0)
+    torch.testing.assert_close(layer.weight @ layer.weight.mT, torch.eye(4))
+
+
 def test_weight_norm_and_low_precision_and_data_assignment() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), nn.Linear(4, 4).half())

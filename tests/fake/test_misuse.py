@@ -132,6 +132,8 @@ PIPELINE: list[Row] = [
 ]  # fmt: skip
 
 MODEL: list[Row] = [
+    ("dp2", lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), {}, ModelError,
+     ["0 is wrapped in DataParallel, which would sum gradients beside apply:", "the module inside (model.module"]),
     ("dp2", 3, {}, UsageError, ["found 3 of type int", "a module or a factory"]),
     ("dp2", sw.Decoder, {}, UsageError, ["Decoder needs arguments (config)", "functools.partial(Decoder, ...)"]),
     ("dp2", lambda: 3, {}, ModelError, ["returned int", "torch.nn.Module"]),

@@ -145,8 +145,15 @@ CALLED: list[tuple[Callable[..., torch.Tensor], str]] = [
     (ROLLED, "module.mixes-tokens"),
 ]
 """What only a forward shows."""
-ELSEWHERE = {"module.second-derivatives", "module.writes-weights", "module.tokens-in-rows"}
-"""What only a step shows: tests/parity/test_after_apply.py; or a forward under `seq`: tests/fake/test_mixing.py."""
+ELSEWHERE = {
+    "module.second-derivatives",
+    "module.writes-weights",
+    "module.unused",
+    "module.tokens-in-rows",
+    "module.weights-in-loss",
+}
+"""What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py; or a forward under `seq`:
+tests/fake/test_mixing.py."""
 
 
 def test_the_ids_that_the_package_raises_are_those_of_the_table_and_of_the_examples() -> None:

@@ -211,8 +211,8 @@ class Scaled(nn.Module):
         return sw.Loss(loss.sum * self.scale, loss.weight)
 
 
-def own_scale(kind: str) -> list[str]:
-    with points.placed_state("dp2 / fp64", CASE) as state, warnings.catch_warnings(record=True) as said:
+def own_scale(kind: str, plan: str = "dp2") -> list[str]:
+    with points.placed_state(f"{plan} / fp64", CASE) as state, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         scaled: Any = Scaled(kind != "frozen")
         if kind == "placed":  # as the second model of a GAN, whose own state reduces its gradients
@@ -233,3 +233,8 @@ def test_a_parameter_that_the_loss_function_holds_is_warned_of_once(world: World
     first, second = world(2, own_scale, kind)
     assert not second and len(first) == (kind not in ("frozen", "placed"))
     assert not first or "scale (1)" in first[0]
+
+
+def test_it_is_warned_of_where_loss_functions_are_watched_too(world: World) -> None:
+    first, second = world(2, own_scale, "function", "fsdp2")
+    assert not second and "scale (1)" in first[0]

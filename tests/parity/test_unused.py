@@ -96,6 +96,13 @@ def test_zeros_are_in_the_type_of_sums_over_micro_batches(world: Any) -> None:
     test_what_some_ranks_use_trains_as_in_one_process(world, "fsdp2 zero1 / mb2 / bf16")
 
 
+@pytest.mark.parametrize("plan", ["dp2", "dp2 / mb2"])
+def test_what_ddp_waits_for_is_named_before_anything_is_updated(world: Any, plan: str) -> None:
+    """It had reduced nothing, and the replicas' difference was laid at the optimizer's door."""
+    for said in world(2, refused, f"{plan} / fp64"):
+        assert said.startswith("[module.unused] ") and "unasked.weight" in said and "add find-unused" in said
+
+
 def refused(text: str) -> str:
     with pytest.raises(ModelError) as caught:
         trained(text)

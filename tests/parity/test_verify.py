@@ -15,8 +15,8 @@ from shardwise.cli import verify as verify_verb
 from shardwise.cli.main import main
 from shardwise.cli.subjects import subject_for
 from shardwise.diagnose.faults import FAULTS
-from shardwise.diagnose.subject import Run, Subject, record
-from shardwise.diagnose.verify import Options, Report, Verifier
+from shardwise.diagnose.subject import Failed, Run, Subject, record
+from shardwise.diagnose.verify import Options, Report, Verifier, _finding
 from shardwise.launch.forked import WorldError
 from shardwise.train.torch_private import in_backward
 from shardwise.train.witness import Request
@@ -182,6 +182,15 @@ def test_a_hang_ends_and_names_the_ranks(verifiers, world, tmp_path) -> None:
     report = hanging.verify(sw.Plan.parse("dp2"))
     assert report.findings[0].id == "verify.hang", str(report)
     assert "ranks 0, 1 did not end within 3 s" in report.findings[0].what
+
+
+def test_a_script_that_makes_fp32_is_told_of_the_other_type() -> None:
+    said = "mat1 and mat2 must have the same dtype, but got Float and Double"
+    for message, fix in (
+        (said, "verify with --dtype fp32"),
+        ("no doubles here", "with the plan as its first argument"),
+    ):
+        assert _finding(Failed(kind="RuntimeError", message=message), "one process").fix.endswith(fix)
 
 
 def test_an_error_on_one_rank_is_the_finding(verify, tmp_path) -> None:

@@ -340,6 +340,11 @@ def _finding(failed: Failed, where: str) -> Finding:
     fix = (
         "the script must run on one process too, with the plan as its first argument" if where == "one process" else ""
     )
+    if {"float", "double"} <= {*re.findall(r"[a-z]+", failed.message.lower())}:  # torch's types, side by side
+        fix = (
+            "all runs are in fp64, and something in the script makes fp32 (x.float(), torch.float32): write "
+            "x.to(self.weight.dtype), or verify with --dtype fp32"
+        )
     return Finding(
         id=named[1] if named else f"verify.{kind}",
         severity="error",

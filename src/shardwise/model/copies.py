@@ -92,9 +92,16 @@ def _empty(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tenso
 def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy in which the objects of `memo` (by `id`) are replaced by what it gives for them.
 
+    Tensors that were computed (the weight that hooks of `torch.nn.utils.weight_norm` and `prune` make anew in each
+    forward) are the same ones, without their history.
+
     Raises:
         ModelError: the module holds something that Python cannot copy.
     """
+    for inner in module.modules():
+        for _, held in tensors_in(list(vars(inner).values())):
+            if not held.is_leaf:
+                memo.setdefault(id(held), held.detach())
     try:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:

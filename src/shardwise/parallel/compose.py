@@ -15,6 +15,7 @@ from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
+from shardwise.parallel.batchnorm import prepare_sync_norms
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
 from shardwise.parallel.casts import cast_compiled, cast_weights
@@ -35,6 +36,7 @@ from shardwise.parallel.random import key_randomness
 from shardwise.parallel.scalars import bind_scalars, cast_scalars
 from shardwise.parallel.tensor import shard_tensor
 from shardwise.parallel.ties import bind_stages, find_ties
+from shardwise.parallel.torch_private import wrapper_of
 from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import AXES, Plan
@@ -114,7 +116,8 @@ def apply(
             if is_first_order(placed):
                 watch_forwards(part.run)
         APPLIED.update(part.root for part in placed.parts)
-        return replicate_data(placed, plan, mesh)
+        sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
+        return replicate_data(placed.with_(wrappers=sharded), plan, mesh)
 
 
 def place(
@@ -136,6 +139,7 @@ def place(
     refuse_limits(root, plan)
     check_declared(root, plan)
     prepare(root, _blocks(root, plan))
+    prepare_sync_norms(root)
     placed = Placed(
         parts=(Part(root=root, run=root),),
         plan=plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -21,22 +22,30 @@ def is_first_order(placed: Placed) -> bool:
     return (sharded or placed.pipeline is not None) and not placed.plan.compile
 
 
-def first_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(function: Callable[..., Any], look: Callable[..., None] | None = None) -> Callable[..., Any]:
     """The same function, whose first call that records gradients is watched.
 
     Torch itself ends in an error of its storages, or in a segmentation fault.
+
+    Args:
+        function: a forward, or a loss function.
+        look: called then with its result and what it was given.
 
     Raises:
         ModelError: within that call, `torch.autograd.grad(..., create_graph=True)`.
     """
     seen: list[bool] = []
 
+    @partial(update_wrapper, wrapped=function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if seen or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         seen.append(True)
         with _FirstOrder():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+        if look is not None:
+            look(result, *args)
+        return result
 
     return call
 

@@ -42,7 +42,8 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
     list gives its first item; a tensor gives itself.
 
     Raises:
-        ModelError: a dict of which forward takes no key, or whose first tensor has other rows than those of its keys.
+        ModelError: a dict of which forward takes no key, or whose first tensor has other rows than those of its keys;
+            an object of another kind.
     """
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
@@ -60,6 +61,12 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
             )
         _check_rows(batch, takes)
         return (), takes
+    if not isinstance(batch, tuple | list):
+        raise ModelError(
+            f"a batch is a tensor, a dict, a tuple or a list: found {type(batch).__name__}; in the collate function "
+            f"make it a dict whose keys are arguments of {signature.module}.forward "
+            f"({', '.join(signature.names or ())}), or a tuple whose first item the model gets"
+        )
     return (batch[0],), {}
 
 
@@ -126,6 +133,22 @@ def split_rows(batch: Any, num_parts: int) -> list[Any]:
     sizes = [share + (i < extra) for i in range(num_parts)]
     starts = [sum(sizes[:i]) for i in range(num_parts)]
     return [_rows(batch, start, size, rows) for start, size in zip(starts, sizes, strict=True)]
+
+
+def divide_rows(batch: Any, num_parts: int) -> tuple[list[Any], tuple[bool, ...]]:
+    """A batch as that many micro-batches, and which of them are padding: copies of a row, where there are too few.
+
+    So an uneven last batch has as many on each rank. Without any row all are the batch itself.
+
+    Raises:
+        ModelError: see `split_rows`.
+    """
+    rows = num_rows(batch) if num_parts > 1 else num_parts
+    if rows == 0:
+        return [batch] * num_parts, (False,) * num_parts
+    parts = split_rows(batch, min(rows, num_parts))
+    missing = num_parts - len(parts)
+    return parts + parts[:1] * missing, (False,) * len(parts) + (True,) * missing
 
 
 def _rows(batch: Any, start: int, size: int, rows: int, *, inside: bool = False) -> Any:

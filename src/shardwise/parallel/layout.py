@@ -64,6 +64,29 @@ class Rows:
     tokens: int | None = None
 
 
+def samples_of(counts: list[int], samples: Sequence[int]) -> list[int]:
+    """How many numbers of rows each micro-batch has: its samples, of which each may be several rows (views).
+
+    Args:
+        counts: rows of each micro-batch; 0 for padding.
+        samples: of each micro-batch of a loader, padding among them or left out; none: rows are what is numbered.
+
+    Raises:
+        ModelError: rows that are no multiple of the samples: which are missing, nobody knows.
+    """
+    own = list(samples) if len(samples) == len(counts) else [number for number in samples if number]
+    if len(own) != len(counts):  # not a loader's, or cut again
+        return counts
+    for rows, number in zip(counts, own, strict=True):
+        if number and rows % number:
+            raise ModelError(
+                f"found {rows} rows of {number} samples in a micro-batch of a model that draws random numbers, which "
+                "are keyed by the sample of a row; needed as many rows of each: let collate keep a bad sample and give "
+                "it no weight in the loss, leave it out of the data set, or use dropout 0"
+            )
+    return own
+
+
 def elements_of(
     site: Site | None, local: tuple[int, ...], rows: Rows, shares: Shares | None, device: torch.device
 ) -> Elements:
@@ -90,8 +113,8 @@ def elements_of(
     whole, here = list(site.shape), list(local)
     count = len(rows.numbers)
     if site.row_dim is not None:
-        whole[site.row_dim], rest = site.per_row, here[site.row_dim] % count
-        here[site.row_dim] //= count
+        whole[site.row_dim], rest = site.per_row, here[site.row_dim] % count if count else here[site.row_dim]
+        here[site.row_dim] = here[site.row_dim] // count if count else site.per_row  # each of no rows
         if rest:
             raise ModelError(
                 f"found {local[site.row_dim]} elements along dim {site.row_dim} for {count} rows, needed a multiple; "

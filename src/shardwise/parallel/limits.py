@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import ModelError
 from shardwise.parallel.torch_private import has_gradient_hook, moves_at_forward
 from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import Plan
 
+_WRAPPED = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
 
 def refuse_limits(root: nn.Module, plan: Plan) -> None:
     """Refuse what would train, and otherwise than in one process.
 
     Raises:
-        ModelError: a hook on a parameter's gradient; sparse gradients; a lookup or a norm whose effect depends on how
-            rows are divided.
+        ModelError: a module that torch's data parallelism has wrapped; a hook on a parameter's gradient; sparse
+            gradients; a lookup or a norm whose effect depends on how rows are divided.
     """
+    for name, module in root.named_modules():
+        if isinstance(module, _WRAPPED):
+            raise ModelError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, which would sum gradients beside apply: "
+                "give that the module inside (model.module, or the one before fully_shard); the plan says the rest"
+            )
     for name, parameter in root.named_parameters():
         if has_gradient_hook(parameter):
             raise ModelError(

@@ -30,6 +30,11 @@ def has_forward_pre_hook(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks)
 
 
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks before and after a module's forward: `_forward_hooks`, `_forward_pre_hooks`."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def hook_first(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
     """Register a pre-hook of forward that runs before those that are there: `_forward_pre_hooks`.
 

@@ -87,6 +87,8 @@ class Moment:
     step: int
     rows: range | None = None
     """Numbers of this rank's rows, the same under every plan; None: those of the data ranks follow one another."""
+    samples: tuple[int, ...] = ()
+    """How many of these each micro-batch is made of, as the loader counts: a sample may be several rows."""
 
 
 class RandomKeys(Protocol):
@@ -144,6 +146,9 @@ class Placed:
     """Parameters that several pipeline stages hold, or that `fully_shard` leaves whole."""
     reduced: frozenset[str] | None = None
     """Names of the parameters whose gradients DDP sums, which it was told once; None: other engines look each time."""
+    wrappers: Mapping[str, int] = field(default_factory=dict)
+    """Names of the parameters that are DTensors -> what changes when somebody assigns to their `.data`, which they
+    ignore: of `parallel/torch_private.py`."""
     trains: frozenset[str] | None = None
     """Names that an optimizer made from this steps; None: all that are trainable. See `train/several.py`."""
     after_step: tuple[Callable[[bool], None], ...] = ()

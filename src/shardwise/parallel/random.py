@@ -28,7 +28,7 @@ from shardwise.model.tracer import meta_copy, tensors_in
 from shardwise.parallel.counter import Numbers, Stream
 from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
 from shardwise.parallel.inputs import Signature, model_inputs, num_rows
-from shardwise.parallel.layout import Rows, Shares, elements_of
+from shardwise.parallel.layout import Rows, Shares, elements_of, samples_of
 from shardwise.parallel.mesh import DATA_AXES, Mesh
 from shardwise.parallel.placed import Moment, Placed
 from shardwise.parallel.sites import Key, Site, Sites, find_sites, name_of, unkeyed
@@ -82,6 +82,8 @@ class Randomness:
         """Shapes of a first micro-batch whose kind is known: that of the step before, as a rule."""
         self._wrapped: set[tuple[str, int]] = set()
         self._drawing: frozenset[str] = frozenset()
+        self._modes: list[tuple[nn.Module, nn.Module]] | None = None
+        """Modules that are here, and in the copy."""
         self._idle: list[tuple[nn.Module, nn.Module]] = []
         """Modules that were traced with a dropout of 0: here, and in the copy."""
         self._frames: list[Frame] = []
@@ -107,7 +109,7 @@ class Randomness:
         if not self._drawing:
             return
         self._whole = self._shares.whole and self._mesh.batch.size == 1 and len(micro) == 1
-        counts = [0 if is_zero else num_rows(m) for m, is_zero in zip(micro, zero, strict=True)]
+        counts = samples_of([0 if z else num_rows(m) for m, z in zip(micro, zero, strict=True)], moment.samples)
         rows = moment.rows if moment.rows is not None else self._rows(sum(counts))
         self._frames = []
         for i, (count, batch) in enumerate(zip(counts, micro, strict=True)):
@@ -222,7 +224,7 @@ class Randomness:
             return
         if not micro:
             return
-        shapes, awake = _shapes(micro[0]), self._awake()
+        shapes, awake = _shapes(micro[0]), self._awake() | self._set_modes(roots)
         if shapes is not None and shapes == self._last and not awake:
             return
         inputs, rows = model_inputs(micro[0], self._signature), num_rows(micro[0])
@@ -284,6 +286,22 @@ class Randomness:
                 vars(traced).update(now)
                 awake = True
         return awake
+
+    def _set_modes(self, roots: Sequence[nn.Module]) -> bool:
+        """Let the copy be in the modes of what trains, which a script may set one by one; whether they have changed."""
+        if self._modes is None:
+            assert self._reference is not None
+            self._reference.train()  # on other stages of a pipeline, too
+            copies = dict(self._reference.named_modules())
+            live = [(name, module) for root in roots for name, module in root.named_modules() if name in copies]
+            self._modes = [(module, copies[name]) for name, module in live]
+            for module, traced in self._modes:
+                traced.training = module.training
+            return False
+        changed = [(module, traced) for module, traced in self._modes if module.training is not traced.training]
+        for module, traced in changed:
+            traced.training = module.training
+        return bool(changed)
 
     def _look_while_running(self, roots: Sequence[nn.Module]) -> None:
         """Without a trace: every module is watched in the first step, and no longer if nothing was drawn."""

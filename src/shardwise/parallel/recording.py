@@ -166,7 +166,7 @@ class _Operations(OperationMode):  # type: ignore[no-untyped-call]  # torch has 
             kwargs["generator"] = None
         template = substitute((args, kwargs), torch.Tensor, recorder.view)
         # torch works out in Python, tenth of a millisecond by tenth, that a fill gives back its first argument
-        out = args[0] if func.overloadpacket in FILLS else func(*args, **kwargs)
+        out = args[0] if func.overloadpacket in FILLS else _on_meta(func, args, kwargs)
         self._keep(func, template, (args, kwargs), out)
         return out
 
@@ -197,6 +197,21 @@ class _Operations(OperationMode):  # type: ignore[no-untyped-call]  # torch has 
         )
 
 
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation gives on meta; of one that has no kernel there (`geqrf`), as it is on zeros.
+
+    Torch's parametrizations take its error for a map without an inverse, and go on with a half-made module.
+    """
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        if written_tensors(func, args, kwargs):
+            raise
+    args, kwargs = substitute((args, kwargs), torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"))
+    args, kwargs = substitute((args, kwargs), torch.device, lambda _: torch.device("cpu"))
+    return substitute(func(*args, **kwargs), torch.Tensor, lambda t: torch.empty_like(t, device="meta"))
+
+
 class _Calls(TorchFunctionMode):
     """Above autograd: calls that carry or read values, name devices, or skip their work on the meta device."""
 
@@ -217,6 +232,8 @@ class _Calls(TorchFunctionMode):
             return torch.tensor(data, dtype=kwargs.get("dtype") or first.dtype, device="cpu")
         if func in READS and isinstance(first, torch.Tensor) and (first.is_meta or not recorder.is_constant(first)):
             return func(recorder.read(recorder.twin(first), func.__name__), *args[1:], **kwargs)
+        if func is torch.Tensor.__deepcopy__ and type(first) is torch.Tensor and recorder.is_constant(first):
+            return args[1].setdefault(id(first), first.clone())  # torch's way goes over a new storage, on meta here
         if func == IS_META:
             self._skipped(sys._getframe(1))
         elif func == SET_DATA and first.is_meta:

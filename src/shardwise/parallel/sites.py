@@ -23,6 +23,8 @@ from shardwise.model.nested import leaves, put
 from shardwise.model.tracer import Known, tensors_in
 from shardwise.parallel.counter import Elements, Numbers, Stream
 from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED, draws_by_itself
+from shardwise.parallel.module_torch_private import hooks_of
+from shardwise.parallel.named import collections_kept
 from shardwise.parallel.shape_cache import ShapeCache
 from shardwise.parallel.torch_private import OperationMode
 
@@ -73,7 +75,7 @@ def find_sites(module: nn.Module, inputs: Inputs, rows: int) -> Sites:
     """The random calls of a forward in training.
 
     Args:
-        module: the whole model on the meta device, see `meta_copy`; it is left in training mode.
+        module: the whole model on the meta device, see `meta_copy`, in the modes in which it trains.
         inputs: positional and keyword arguments of forward; only shapes and types of tensors matter.
         rows: of the batch; tensors whose first dim has this size are taken to be made of rows.
 
@@ -83,9 +85,8 @@ def find_sites(module: nn.Module, inputs: Inputs, rows: int) -> Sites:
     Cost: one forward without arithmetic, two where it draws: about 10 ms for the first block (torch's operations on
     meta are written in Python), less for those that make the same calls, no memory.
     """
-    module.train()
     shapes = ShapeCache()
-    count = rows
+    count = rows or 2  # a rank may have none
     try:
         one = _trace(module, inputs, rows, count, shapes)
     except ModelError:
@@ -120,11 +121,12 @@ def _trace(module: nn.Module, inputs: Inputs, rows: int, new_rows: int, shapes: 
     }
     args, kwargs = put(inputs, meta)
     trace, hooks = _Trace(shapes), []
+    own = [hook for inner in module.modules() for hook in hooks_of(inner)]
     for name, inner in module.named_modules():
         hooks.append(inner.register_forward_pre_hook(partial(trace.enter, name)))
         hooks.append(inner.register_forward_hook(trace.leave, prepend=True))
     try:
-        with torch.no_grad(), torch.device("meta"), _Unkeyed(trace), trace:
+        with collections_kept(own), torch.no_grad(), torch.device("meta"), _Unkeyed(trace), trace:
             module(*args, **kwargs)
     except Exception as error:
         raise ModelError(

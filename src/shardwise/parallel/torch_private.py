@@ -58,6 +58,11 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def wrapper_of(tensor: DTensor) -> int:
+    """Which storage a DTensor itself has, without numbers: an assignment to `.data` changes that alone."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def empty_as(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """`torch.empty_like`, of a DTensor without its dispatch: milliseconds for each shape that is new to it."""
     if not isinstance(tensor, DTensor):

@@ -1,9 +1,12 @@
-"""Parameters that not every data rank uses in a step, where `fully_shard` carries the data axes.
+"""Parameters that not every data rank uses in a step.
 
-Of a group of parameters torch reduces those that have a gradient on this rank. Where ranks use different ones (heads of
-tasks, experts in a loop), the gradient of one parameter is added to that of another, or sizes do not fit. Here one
-without a gradient takes part with zeros, as under DDP's `find_unused_parameters`; and one that no rank used ends
-without a gradient, as in one process: its optimizer state stays as it is.
+DDP waits for the gradient of each, and sums none until it has come: refused, and `find-unused` told.
+
+Where `fully_shard` carries the data axes, torch reduces of a group of parameters those that have a gradient on this
+rank. Where ranks use different ones (heads of tasks, experts in a loop), the gradient of one parameter is added to that
+of another, or sizes do not fit. Here one without a gradient takes part with zeros, as under DDP's
+`find_unused_parameters`; and one that no rank used ends without a gradient, as in one process: its optimizer state
+stays as it is.
 """
 
 from __future__ import annotations
@@ -13,22 +16,32 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import ModelError
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.unused_torch_private import Sharded, Watched, watch_groups
+from shardwise.parallel.unused_torch_private import Sharded, Watched, not_reduced, watch_groups
 
 
 class Unused:
     """Of one state: `begin` before a step's passes, `here` after them, `drop` where any rank has some."""
 
-    def __init__(self, placed: Placed) -> None:
-        """Make every `fully_shard` group reduce all that it trains; nothing where there is one data rank."""
+    def __init__(self, placed: Placed, *, by_hand: bool = False) -> None:
+        """Make every `fully_shard` group reduce all that it trains; nothing where there is one data rank.
+
+        Args:
+            placed: whose parameters.
+            by_hand: the step itself sums what DDP wraps.
+        """
         self._mesh, self._shared = placed.mesh, placed.shared_stages
         self.lacks = False
         """What `here` said last."""
         self._groups: list[Watched] = []
+        dials = placed.plan.communication
+        self._waits: list[DistributedDataParallel] = []
+        if not (by_hand or dials.find_unused or dials.static_graph):
+            self._waits = [part.run for part in placed.parts if isinstance(part.run, DistributedDataParallel)]
         if placed.mesh.num_gradient_ranks > 1:
             self._groups = [group for part in placed.parts for group in watch_groups(part.run)]
 
@@ -42,6 +55,23 @@ class Unused:
         """Whether this rank gave some parameter no gradient."""
         self.lacks = any(not used and each.sharded_param.requires_grad for each, used in self._parameters())
         return self.lacks
+
+    def check_reduced(self) -> None:
+        """After the backward that DDP reduces: it has reduced.
+
+        Raises:
+            ModelError: a parameter has got no gradient in it.
+        """
+        for wrapped in self._waits:
+            if (names := not_reduced(wrapped)) is not None:
+                what = ", ".join(name.removeprefix("root.") for name in names[:3]) or "some parameters"
+                raise ModelError(
+                    f"{what} ({len(names)} parameters) got no gradient from the backward pass that ends a step, and "
+                    "DDP, which waits for all of them, has not summed those of the others over the ranks; add "
+                    "find-unused to the plan, use fsdp in place of dp, or freeze what nobody trains "
+                    "(requires_grad_(False) in the model's constructor)",
+                    row="module.unused",
+                )
 
     def drop(self, grads: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The gradients without those of parameters that no data rank used.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Sharded(Protocol):
@@ -88,3 +90,17 @@ def _after_backward(group: Any, reduce: Callable[..., None], *arguments: Any, wa
             each.accumulate_unsharded_grad_if_needed()
             each.to_accumulated_grad_if_needed()
     reduce(*arguments)
+
+
+def not_reduced(wrapped: DistributedDataParallel) -> list[str] | None:
+    """Names of the parameters for which DDP still waits after a backward that it was to reduce; None: for none.
+
+    `DistributedDataParallel._check_reducer_finalized`, which torch itself calls in the next forward only.
+    """
+    try:
+        wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        names = [name for name, parameter in wrapped.module.named_parameters() if parameter.requires_grad]
+        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        return [names[int(place)] for place in told[1].split()] if told else []
+    return None

@@ -25,6 +25,9 @@ MODULES: Mapping[str, str] = {
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
     "module.second-derivatives": "sharded parameters, 16-bit types, pp: derivatives of derivatives "
     "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); weights are gathered for one backward.",
+    "module.weights-in-loss": "sharded parameters, pp: weights that the loss function takes itself, beside the model's "
+    "output (a penalty on them); a rank has parts of them.",
+    "module.unused": "dp without `find-unused`: parameters that forward does not use in a step; DDP waits for all.",
     "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
     "module.moves-at-forward": "several micro-batches, recompute: spectral norms; their vectors move at every forward.",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from shardwise.parallel.compose import APPLIED
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.named import named_by
 from shardwise.train.losses import Losses
 
 
@@ -50,27 +47,4 @@ def _parameters(function: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _named_by(function: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(function, Losses):
-        yield from _named_by(function.function)
-    elif isinstance(function, partial):
-        yield from _named_by(function.func)
-        yield from ((str(place), value) for place, value in enumerate(function.args))
-        yield from function.keywords.items()
-    elif isinstance(function, nn.Module):
-        yield type(function).__name__, function
-    elif inspect.ismethod(function):
-        yield type(function.__self__).__name__, function.__self__
-        yield from _fields(function.__self__)
-    elif isinstance(function, FunctionType):
-        code, around = function.__code__, function.__globals__
-        yield from ((name, around[name]) for name in code.co_names if name in around)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # nothing was assigned to it yet
-                yield name, cell.cell_contents
-    else:
-        yield from _fields(function)
-
-
-def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, nn.Module):  # of which the parameters are known
-        yield from getattr(value, "__dict__", {}).items()
+    yield from named_by(function.function if isinstance(function, Losses) else function)

@@ -67,6 +67,10 @@ class Losses:
             )
         self.factors = {name: float((factors or {}).get(name, 1.0)) for name in self.weights}
 
+    def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Losses:
+        """The same losses, with what `wrap` makes of their function."""
+        return Losses(wrap(self.function), weights=self.weights, factors=self.factors)
+
     def __call__(self, output: Any, micro: Any) -> dict[str, Loss]:
         """Each loss of a micro-batch, in the order of `weights`.
 

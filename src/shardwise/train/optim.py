@@ -22,6 +22,7 @@ from shardwise.findings import nearest
 from shardwise.parallel.memory import STATE_ROOM, fitting
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
+from shardwise.train.assigned import assigning
 from shardwise.train.torch_private import local_of, shard_like, step_unseen
 from shardwise.train.update_rules import local_shard
 from shardwise.train.wrapped import check_inner_state
@@ -102,7 +103,7 @@ class NamedOptimizer:
 
     def step(self) -> None:
         """Update the parameters from the gradients that were handed over; OutOfMemoryError: its state does not fit."""
-        with fitting(f"step of {self.kind}", STATE_ROOM):
+        with fitting(f"step of {self.kind}", STATE_ROOM), assigning(self.torch):
             self.torch.step()
         if not self._has_stepped:
             self._has_stepped = True

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
-from shardwise.parallel.derivatives import first_order, is_first_order
-from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, split_rows, to_device
+from shardwise.parallel.direct import watched_loss
+from shardwise.parallel.inputs import Signature, distinct, divide_rows, model_inputs, num_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
@@ -57,16 +57,16 @@ class TrainStep:
 
     def __init__(self, state: TrainState, loss_fn: LossFn, options: StepOptions) -> None:
         """See `make_step`."""
-        placed, watches = state.placed, not isinstance(loss_fn, Losses) and is_first_order(state.placed)
-        self.state, self.loss_fn, self.options = state, first_order(loss_fn) if watches else loss_fn, options
+        self.state, self.options, placed = state, options, state.placed
+        watch = partial(watched_loss, placed=placed)
+        self.loss_fn = loss_fn.wrapped(watch) if isinstance(loss_fn, Losses) else watch(loss_fn)
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
         self._flushes, self._skips = 1, 0
-        self._buffers = Buffers(placed)
-        self._sums = WorldSums(placed, after=self._halving is not None)
+        self._buffers, self._sums = Buffers(placed), WorldSums(placed, after=self._halving is not None)
         keeps = options.protect
         self._protection = None if keeps is None else Protection(state, keeps, is_norm_local=self._sums.overlaps)
         self._events: list[Mapping[str, Any]] = []
@@ -74,7 +74,7 @@ class TrainStep:
         counted = {n: self._sums.overlaps or self._counts(n, p) for n, p in self._parameters.items()}
         self._counted = None if all(counted.values()) else counted
         """Which gradients this rank adds to the sum of squares; None: all of them."""
-        self._joined, self._unused = JoinedGradients(), Unused(placed)
+        self._joined, self._unused = JoinedGradients(), Unused(placed, by_hand=self._halving is not None)
         self._signature = Signature.of(placed.parts[0].root)
         self._paddings = [padding for part in placed.parts for padding in paddings_of(part.root)]
         self._divisor = gradient_divisor(placed) if self._halving is None else 1
@@ -169,6 +169,7 @@ class TrainStep:
         self, micro: list[Any], zero: tuple[bool, ...], losses: list[Loss]
     ) -> tuple[dict[str, torch.Tensor], Joined, Sums]:
         """The summed gradients of this rank, and what the world must know of them."""
+        self._unused.check_reduced()
         with torch.no_grad():
             if self._halving is not None:
                 self._halving.reduce(self._parameters)
@@ -193,13 +194,12 @@ class TrainStep:
         device = self.state.mesh.device
         if isinstance(batch, Window):
             micro, zero = list(batch.micro_batches), tuple(batch.weights_zero)
-            if not self._needs_padding:  # nobody waits for this rank in a collective
-                micro, zero = [m for m, z in zip(micro, zero, strict=True) if not z], (False,) * zero.count(False)
         elif isinstance(batch, list) and not isinstance(batch[0], torch.Tensor):
             micro, zero = batch, (False,) * len(batch)
         else:
-            micro = split_rows(batch, self.state.placed.plan.batch.micro_batches)
-            zero = (False,) * len(micro)
+            micro, zero = divide_rows(batch, self.state.placed.plan.batch.micro_batches)
+        if not self._needs_padding:  # nobody waits for this rank in a collective
+            micro, zero = [m for m, z in zip(micro, zero, strict=True) if not z], (False,) * zero.count(False)
         micro = [to_device(m, device) for m in micro]
         whole = max(1, len(micro))
         micro, zero = cut_rows(micro, zero, 2**self.state.halvings, equally=self._is_cut_equally)
@@ -213,8 +213,8 @@ class TrainStep:
         """Say which step it is, and which rows of it are here."""
         state, placed = self.state, self.state.placed
         if placed.randomness is not None:
-            rows = batch.positions if isinstance(batch, Window) else None
-            moment = Moment(seed=state.seed, step=state.step, rows=rows)
+            own: dict[str, Any] = {"rows": batch.positions, "samples": batch.rows} if isinstance(batch, Window) else {}
+            moment = Moment(seed=state.seed, step=state.step, **own)
             placed.randomness.begin([part.root for part in placed.parts], moment, micro, zero)
 
     def _loss(self, output: Any, micro: Any, is_zero: bool) -> Loss:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
 from shardwise.errors import ModelError
+from shardwise.parallel.torch_private import wrapper_of
 from shardwise.train.state import TrainState
 
 
@@ -19,6 +24,8 @@ class Trained:
     def check(self) -> None:
         """Refuse averages in their place, those that were unfrozen since then, and under DDP those that were frozen.
 
+        And those to whose `.data` somebody assigned, where that does nothing.
+
         A torch optimizer that was built over all parameters would step what has a gradient, though it is in no sum over
         ranks, no norm and no checkpoint.
 
@@ -26,12 +33,20 @@ class Trained:
             ModelError: names the first.
             UsageError: within `Ema.applied`.
 
-        Cost: a look at a flag per parameter.
+        Cost: a look at a flag per parameter, and a microsecond per sharded one.
         """
         if self._state.ema is not None:
             self._state.ema.check_own("stepped")
         if self._placed.reduced is not None and not all(p.requires_grad for p in self.parameters.values()):
             self._placed.check_trainable()
+        for name, before in self._placed.wrappers.items():
+            sharded: Any = self.parameters.get(name)
+            if isinstance(sharded, DTensor) and wrapper_of(sharded) != before:
+                raise ModelError(
+                    f"parameter {name} is sharded, and its `.data` was assigned, which changed nothing: torch puts it "
+                    "into the DTensor, and neither into the shard nor into what computes with it; write "
+                    "parameter.copy_(value) under torch.no_grad(), or change what is there (parameter.data.clamp_(...))"
+                )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ModelError(
