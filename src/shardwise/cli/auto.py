@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from shardwise.cli.planning import Question
 from shardwise.errors import PlanError
-from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.hardware.cluster import Cluster, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
+from shardwise.plan.spelled import spelled
 from shardwise.plan.workload import Workload
 
 AUTO = "auto"
@@ -50,10 +51,10 @@ def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping
     )  # fmt: skip
     if found.best is None:
         least = found.nearest
-        needs = f"; `{least.plan}` needs the least, {least.memory.device / GIB:.1f} GiB" if least else ""
+        needs = f"; `{least.plan}` needs the least, {spelled(least.memory.device)}" if least else ""
         raise PlanError(
             f"plan auto: {asked.profile.name} does not fit {cluster.world} x {cluster.device.name} with "
-            f"{cluster.device.memory / GIB:.1f} GiB each{needs}; use more devices, a smaller model or shorter samples"
+            f"{spelled(cluster.device.memory)} each{needs}; use more devices, a smaller model or shorter samples"
         )
     reasons = {each.field: each.reason for each in decisions(found.best, found.space) if each.reason}
     data = reasons.pop("data", "")  # one decision on three fields

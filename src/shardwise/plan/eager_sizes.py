@@ -12,7 +12,7 @@ from shardwise.plan.division import Division
 from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, kept_op, local_of, outputs_of
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.messages_data import reduce_width
-from shardwise.plan.plan import ZERO_BUBBLE
+from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.stages import Stage
 
 Terms = dict[str, float]
@@ -23,6 +23,17 @@ AT_END = 6
 def larger(one: Terms | None, other: Terms) -> Terms:
     """The one with more bytes."""
     return other if one is None or sum(other.values()) > sum(one.values()) else one
+
+
+def inputs_of(division: Division) -> float:
+    """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
+    cp, both = division.plan.axes.cp, division.profile.given + 8.0
+    return both * cp + 8.0 if cp > 1 else both
+
+
+def received_by(plan: Plan, stages: Sequence[Stage]) -> float:
+    """Elements per token that come to the stages of a pipeline's rank, from before and from behind."""
+    return sum(stage.given + stage.handed for stage in stages) if plan.axes.pp > 1 else 0.0
 
 
 class RankSizes:
@@ -87,9 +98,8 @@ class RankSizes:
         return self.params(block) * (1 - block.frozen / block.params) if block.frozen else self.params(block)
 
     def inputs(self) -> float:
-        """What is given and labels of the whole step; with `cp` the whole sequences too, and positions."""
-        cp, both = self.plan.axes.cp, self.division.profile.given + 8.0
-        return self.tokens * self.plan.batch.micro_batches * (both * cp + 8.0 if cp > 1 else both)
+        """What is given and labels of the whole step."""
+        return self.tokens * self.plan.batch.micro_batches * inputs_of(self.division)
 
     def sent_bytes(self, elements: float) -> float:
         """Bytes of what passes between two stages, per micro-batch."""
@@ -97,10 +107,7 @@ class RankSizes:
 
     def buffers(self) -> float:
         """A pipeline's receive buffers: one per micro-batch and boundary."""
-        if self.plan.axes.pp == 1:
-            return 0.0
-        here = sum(stage.given + stage.handed for stage in self.stages)
-        return self.plan.batch.micro_batches * self.sent_bytes(here)
+        return self.plan.batch.micro_batches * self.sent_bytes(received_by(self.plan, self.stages))
 
     def gathered(self, ahead: int, place: int | None = None) -> float:
         """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
