@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwise.cli.planning import Question
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import Cluster, load_cluster
+from shardwise.hardware.host import host_memory
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
@@ -21,11 +23,16 @@ AUTO = "auto"
 def this_machine(found: Cluster | None, num_ranks: int, hosts: int = 1) -> Cluster:
     """`num_ranks` devices of this machine, or of several like it; `found`: its accelerators, None: cores of its CPU.
 
+    Cores have a share of its memory for each rank.
+
     >>> this_machine(None, 2).world
     2
     """
+    here = num_ranks // hosts
     cluster = found or load_cluster("cpu")
-    return cluster.with_(nodes=hosts, per_node=num_ranks // hosts, domain=num_ranks // hosts)
+    if found is None:
+        cluster = cluster.with_(device=replace(cluster.device, memory=host_memory() / here))
+    return cluster.with_(nodes=hosts, per_node=here, domain=here)
 
 
 def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping[str, str]]:

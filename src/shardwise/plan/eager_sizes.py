@@ -241,15 +241,17 @@ class RankSizes:
         """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
         block = max(stage.blocks, key=self.trained)
         if self.trained(block) >= self.ends_of(stage):
-            return self.row(block)
+            own = [op for op in block.matmuls if op.trained and not op.experts]
+            return 0.0 if own and own[-1].biased else self.row(block)  # a bias is small
         if stage.last:
             return self.row(self.division.profile.head)
         return (self.embedding() - self.division.embedding_table) or self.embedding()
 
-    def reduction(self, gradients: float, unit: float, last: float = 0.0) -> Terms:
+    def reduction(self, gradients: float, unit: float, last: float | None = None) -> Terms:
         """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
 
-        `last`: elements of the last tensor of them, which torch holds until all are over shards, where `gradients` are
+        Those that autograd gave are freed; where they are sharded, gloo sums them in a copy.
+        `last`: elements of the last tensor of them, which torch holds until they are over shards, where `gradients` are
         those before any is reduced.
         """
         given = unit / (self.division.shards if self.plan.zero else 1)
@@ -257,8 +259,9 @@ class RankSizes:
         if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
             given = self.kept_gradients / self.own_width
         elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
-            given = max(0.0, last + given - unit)
-        return {**self.base, "gradients": gradients + (unit + given) * self.reduced_width}
+            given = 0.0 if last is None else last + given - unit
+        copied = unit if self.division.shards > 1 else 0.0
+        return {**self.base, "gradients": gradients + (unit + given + copied) * self.reduced_width}
 
     def local_experts(self, block: Block) -> float:
         """Elements of a block's experts on this rank."""
