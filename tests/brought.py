@@ -315,3 +315,29 @@ class AllExperts(nn.Module):
         hidden = F.gelu(torch.einsum("besd,edf->besf", given, self.up))
         done = torch.einsum("besf,efd->besd", hidden, self.down).flatten(1, 2)
         return x + torch.einsum("bls,bsd->bld", scores.softmax(2), done)
+
+
+class Pooled(Words):
+    """Few tokens and no logits for each, as pictures are classified: parameters need most of a step."""
+
+    def __init__(self, words: int = VOCAB) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(self.hidden(ids).mean(1))
+
+
+class Tables(nn.Module):
+    """Tables beside each other, as of a recommendation: repeated, and nothing that they are fed has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(500, 16, mode="sum") for _ in range(4))
+        self.head = nn.Linear(4 * 16 + 8, 1)
+        self.example_input_array = {"numbers": torch.zeros(4, 8), "words": torch.zeros(4, 4, 3, dtype=torch.long)}
+
+    def forward(self, numbers: torch.Tensor, words: torch.Tensor) -> Any:
+        """A number for each row."""
+        found = [table(words[:, place]) for place, table in enumerate(self.tables)]
+        return self.head(torch.cat([numbers, *found], 1))

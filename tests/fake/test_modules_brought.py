@@ -42,11 +42,13 @@ from tests.brought import (
     Masked,
     Narrowing,
     OwnLoss,
+    Pooled,
     Recurrent,
     Routed,
     Sparse,
     Staged,
     Tabled,
+    Tables,
     Told,
     TwoStreams,
     Unused,
@@ -303,3 +305,25 @@ def test_blocks_that_are_called_again_are_said_to_be_rough() -> None:
 
 def test_recomputed_stages_keep_each_tensor_between_blocks_once() -> None:
     near_the_trace(Words, "pp2 / 1f1b mb4 / recompute=blocks", 64, within=0.01)
+
+
+@pytest.mark.parametrize(
+    ("made", "plan"),
+    [
+        (Pooled, "fsdp2 zero1 / bf16"),
+        (Pooled, "fsdp2 zero2 / mb2 / bf16"),
+        (partial(Pooled, 40 * VOCAB), "fsdp4 / bf16"),
+        (partial(Pooled, 40 * VOCAB), "pp2 fsdp2 / 1f1b mb2 / bf16"),
+    ],
+)
+def test_gradients_that_are_sharded_lie_in_a_copy_of_gloos(made: Callable[[], nn.Module], plan: str) -> None:
+    """Where parameters need most: a block's or a table's, whole in fp32."""
+    near_the_trace(made, plan, 16, 16)
+
+
+def test_tables_beside_each_other_are_said_to_be_rough(capfd: pytest.CaptureFixture[str]) -> None:
+    """And what torch logs of a step that misses a block is not shown."""
+    says = [note for note in how_read(read_module("", Tables, 8, "meta")) if "fed what has no gradient" in note]
+    assert len(says) == 1 and "aten.mm" not in capfd.readouterr().err
+    others = (note for made in (HalfFrozen, Pooled) for note in how_read(read_module("", made, 8, "meta")))
+    assert not any("fed what" in note for note in others)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from shardwise.cli.auto import this_machine
 from shardwise.cli.config import read_configuration
 from shardwise.cli.derive import Surroundings, derive
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError, ExitCode
+from shardwise.hardware.cluster import GIB
 from shardwise.plan.plan import Plan
 
 HERE = Surroundings(device="cpu", num_devices=0, device_reason="none seen", now=datetime(2026, 1, 2))
@@ -64,3 +67,27 @@ def test_what_run_cannot_know_is_asked_for(
     with pytest.raises(SystemExit) as ended:
         main(["run", script, *words])
     assert ended.value.code == ExitCode.USAGE and says in capsys.readouterr().err
+
+
+def test_cores_have_the_memory_of_this_machine(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share for each rank; 8 GiB were taken for each, on a machine of any size."""
+    words = [
+        "run",
+        script,
+        "auto",
+        "--model",
+        "tiny",
+        "--seq",
+        "64",
+        "--global-batch",
+        "8",
+        "--nproc",
+        "4",
+        "--dry-run",
+    ]
+    for gib, code in ((2, ExitCode.REFUSED), (8, ExitCode.OK)):
+        monkeypatch.setattr("shardwise.cli.auto.host_memory", partial(int, gib * GIB))
+        assert this_machine(None, 4).device.memory == gib * GIB / 4
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert (ended.value.code or 0) == code

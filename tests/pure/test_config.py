@@ -233,8 +233,9 @@ def test_a_plan_for_devices_without_a_known_name_is_asked_for() -> None:
         resolve("plan.shorthand=auto", around=around)
 
 
-def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
-    with pytest.raises(PlanError, match="llama-8b does not fit 2 x cpu.*needs the least"):
+def test_a_model_that_fits_nowhere_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.cli.auto.host_memory", lambda: 16 * 2**30)
+    with pytest.raises(PlanError, match="llama-8b does not fit 2 x cpu with 8.0 GiB each.*needs the least"):
         resolve("model.preset=llama-8b")
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
@@ -21,11 +22,15 @@ from shardwise.cli.letters import plain_letters
 from shardwise.cli.made_for import MadeFor, question_of, save_plan
 from shardwise.cli.main import READER_LEFT, main
 from shardwise.cli.plan import plan, words_of
-from shardwise.cli.planning import check_path, question, read_cluster
+from shardwise.cli.planning import check_path, question, read_cluster, show_memory
 from shardwise.errors import ConfigError, ExitCode, UsageError
 from shardwise.hardware.cluster import GIB, load_cluster
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import preset
 from shardwise.plan.advice import LESS
+from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
 from shardwise.records import write_text
 from tests.pure.test_plan_cli import EIGHT, invoke
 
@@ -306,3 +311,38 @@ def test_an_error_of_a_word_in_a_plans_file_names_the_file(here: Path) -> None:
     save_plan(Plan.parse("fsdp8 / bf16"), here / "p.toml", MadeFor(model="nope", cluster="h100:8"))
     with pytest.raises(UsageError, match=r"'nope': unknown .*; p.toml says that it was made for --model nope"):
         question_of("explain", "p.toml", Plan.load("p.toml"))
+
+
+def test_what_has_no_effect_is_said(here: Path) -> None:
+    """Notes and warnings of the constraints, which only `check` showed."""
+    words = ("--model", "tiny", "--cluster", "cpu:4")
+    for text, id_, kind in (
+        ("dp4 / split=layers.1", "pp.schedule", "note"),
+        ("dp4 / tf32", "precision.tf32", "note"),
+        ("dp4 / bf16 bucket=50", "ddp.bucket", "warning"),
+    ):
+        assert f"{kind}: [{id_}] " in invoke(estimate, text, *words)[1]
+        for verb in (estimate, explain):
+            assert id_ in [each["id"] for each in json.loads(invoke(verb, text, *words, "--json")[1])["findings"]]
+    assert json.loads(invoke(plan, "tiny", "cpu:4", "--json")[1])["findings"] == []
+
+
+def test_sizes_of_small_models_are_no_zeros(here: Path) -> None:
+    text = " ".join(invoke(estimate, "dp2 / gbs2", "--model", "tiny", "--cluster", "cpu:2")[1].split())
+    assert re.search(
+        r"optimizer 2\.5\d MiB .* allocated \d+\.\d MiB, reserved \d+\.\d MiB, on the device 0\.6 GiB", text
+    )
+    assert re.search(r"update \d\.\d MiB", text)
+
+
+def test_bars_fit_a_narrow_terminal() -> None:
+    """The bar of memory lost its end, so that a full device looked like one that is not."""
+    sizes, device = preset("llama-8b"), load_cluster("h100:8")
+    work = Workload(seq_len=4096, global_batch=64)
+    memory = estimate_memory(profile_of(sizes), Plan.parse("fsdp8 / mb4 / bf16"), work, device=device.device)
+    for width in (60, 120):
+        out = Console(file=io.StringIO(), width=width)
+        show_memory(out, memory, Plan.parse("fsdp8 / mb4 / bf16"), device)
+        shown = out.file.getvalue()  # type: ignore[attr-defined]
+        bars = [line for line in shown.splitlines() if "█·" in line or "██>" in line or "██|" in line]
+        assert len(bars) == 1 and "…" not in shown and bars[0].rstrip()[-1] in ">|"

@@ -209,8 +209,10 @@ def test_no_bound_is_above_an_estimate() -> None:
     assert tightest > 0.95
 
 
-def test_no_bound_of_a_pipe_is_above_what_its_plans_need() -> None:
-    space = space_of(MOE, cluster("h100:4", 14), Workload(seq_len=1024, global_batch=4))
+@pytest.mark.parametrize("name", ["shardwise", "shardwise-cpu"])
+def test_no_bound_of_a_pipe_is_above_what_its_plans_need(name: str) -> None:
+    where = cluster("h100:4", 14) if name == "shardwise" else load_cluster("cpu:4")
+    space = replace(space_of(MOE, where, Workload(seq_len=1024, global_batch=4)), stack=load_stack(name))
     walk, tightest = Walk(space, "time", inf), 0.0
     for core in list(space.cores(4, {}))[::19]:
         for pipe in space.pipes(core):
@@ -468,6 +470,36 @@ def test_what_fits_nowhere_on_a_cpu_is_found_soon() -> None:
 def test_every_feature_can_be_forbidden() -> None:
     for word in (*FEATURES, *OPT_IN):
         assert not replace(space_of(SMALL, cluster("h100:1"), TINY), forbid=(word,)).has(word)
+
+
+@pytest.mark.parametrize(
+    ("where", "forbid", "allow", "precision"),
+    [("cpu:2", "fp32", ("fp16",), "fp16"), ("h100:2", "bf16", ("fp32",), "fp32"), ("cpu:2", "bf16", (), "fp32")],
+)
+def test_the_usual_type_can_be_forbidden(where: str, forbid: str, allow: tuple[str, ...], precision: str) -> None:
+    """It was planned in all the same; alone it is refused, as nothing would be left."""
+    options: dict[str, Any] = {"forbid": (forbid,), "top": 1}
+    best = find(SMALL, load_cluster(where), TINY, allow=allow, **options).best
+    assert best is not None and best.plan.precision == precision
+    if allow:
+        with pytest.raises(UsageError, match=f"found '{forbid}', in which plans for .* allow one"):
+            find(SMALL, load_cluster(where), TINY, **options)
+
+
+def test_one_device_is_told_what_offloading_would_do() -> None:
+    """Without data ranks too, where nothing fits: the host is what lacks."""
+    found = find(preset("llama-70b"), load_cluster("h100:1"), Workload(seq_len=4096, global_batch=1))
+    assert found.best is None and found.nearest is not None and str(found.nearest.plan).startswith("dp1 / ")
+    [reason] = [each.reason for each in decisions(found.nearest, found.space) if each.field == "offload.state"]
+    assert "GiB do not fit (with recompute=blocks" in reason and "of host memory per device" in reason
+
+
+def test_plans_that_need_as_little_are_as_good() -> None:
+    """Of the goal `memory`: within what counts as equal, where one that needs a little less stood with a minus."""
+    found = find(preset("tiny"), load_cluster("cpu:4"), Workload(seq_len=64, global_batch=4), goal="memory")
+    said = [why_lost(other, found) for other in found.ranked[1:]]
+    assert "as good; the best one is simpler" in said and any(why.startswith("+") for why in said)
+    assert not any(why.startswith("-") for why in said)
 
 
 def test_a_batch_that_cannot_be_divided() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwise.cli.planning import Question
 from shardwise.errors import PlanError
-from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.hardware.cluster import Cluster, load_cluster
+from shardwise.hardware.host import host_memory
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
+from shardwise.plan.spelled import spelled
 from shardwise.plan.workload import Workload
 
 AUTO = "auto"
@@ -20,11 +23,16 @@ AUTO = "auto"
 def this_machine(found: Cluster | None, num_ranks: int, hosts: int = 1) -> Cluster:
     """`num_ranks` devices of this machine, or of several like it; `found`: its accelerators, None: cores of its CPU.
 
+    Cores have a share of its memory for each rank.
+
     >>> this_machine(None, 2).world
     2
     """
+    here = num_ranks // hosts
     cluster = found or load_cluster("cpu")
-    return cluster.with_(nodes=hosts, per_node=num_ranks // hosts, domain=num_ranks // hosts)
+    if found is None:
+        cluster = cluster.with_(device=replace(cluster.device, memory=host_memory() / here))
+    return cluster.with_(nodes=hosts, per_node=here, domain=here)
 
 
 def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping[str, str]]:
@@ -50,10 +58,10 @@ def auto_plan(asked: Question, *, compiles: bool = False) -> tuple[Plan, Mapping
     )  # fmt: skip
     if found.best is None:
         least = found.nearest
-        needs = f"; `{least.plan}` needs the least, {least.memory.device / GIB:.1f} GiB" if least else ""
+        needs = f"; `{least.plan}` needs the least, {spelled(least.memory.device)}" if least else ""
         raise PlanError(
             f"plan auto: {asked.profile.name} does not fit {cluster.world} x {cluster.device.name} with "
-            f"{cluster.device.memory / GIB:.1f} GiB each{needs}; use more devices, a smaller model or shorter samples"
+            f"{spelled(cluster.device.memory)} each{needs}; use more devices, a smaller model or shorter samples"
         )
     reasons = {each.field: each.reason for each in decisions(found.best, found.space) if each.reason}
     data = reasons.pop("data", "")  # one decision on three fields

@@ -46,6 +46,7 @@ from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
 from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
+from shardwise.plan.spelled import spelled
 from shardwise.plan.stack import Stack
 from shardwise.records import write_text
 
@@ -184,8 +185,8 @@ def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) ->
         origin = "as the cluster says" if cluster.host_memory else "assumed"
         hosts = f", or offloads more than the {host_share(cluster) / GIB:.0f} GiB of host memory per device ({origin})"
     out.print(
-        f"nothing fits: every legal plan needs more than the {device.memory / GIB:.3g} GiB of {device.name}, of which "
-        f"{HEADROOM:.0%} stay free{hosts}; the one that needs the least needs {least.memory.device / GIB:.1f} GiB",
+        f"nothing fits: every legal plan needs more than the {spelled(device.memory)} of {device.name}, of which "
+        f"{HEADROOM:.0%} stay free{hosts}; the one that needs the least needs {spelled(least.memory.device)}",
         style="red",
         markup=False,
     )
@@ -196,11 +197,11 @@ def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) ->
         return
     batch = found.space.workload.global_batch
     table = Table(title=f"what would fit, each change alone, with a global batch of {batch:,}", title_justify="left")
-    for column in ("change", "a plan that fits then", "GiB", "step"):
+    for column in ("change", "a plan that fits then", "memory", "step"):
         table.add_column(column, overflow="fold")
     for each in advice:
-        size, step = each.found.memory.device / GIB, each.found.time.total
-        table.add_row(each.change, Text(str(each.found.plan)), f"{size:.1f}", seconds(step))
+        size, step = each.found.memory.device, each.found.time.total
+        table.add_row(each.change, Text(str(each.found.plan)), spelled(size), seconds(step))
     out.print(table)
     out.print("these are plans that were found fast; plan again with the change for the best one\n", style="dim")
 
@@ -223,14 +224,14 @@ def _advice_json(advice: Advice) -> dict[str, Any]:
 
 def _runners_up(found: Search) -> Table:
     table = Table(title="runners-up", title_justify="left")
-    for column in ("plan", "step", "MFU", "GiB", "why it lost"):
+    for column in ("plan", "step", "MFU", "memory", "why it lost"):
         table.add_column(column, overflow="fold")
     for other in found.ranked[1:]:
         table.add_row(
             Text(str(other.plan)),
             seconds(other.time.total),
             f"{other.time.mfu:.1%}",
-            f"{other.memory.device / GIB:.1f}",
+            spelled(other.memory.device),
             why_lost(other, found),
         )
     return table
@@ -238,10 +239,10 @@ def _runners_up(found: Search) -> Table:
 
 def _front(points: Sequence[Candidate]) -> Table:
     table = Table(title="plans that no other beats in both memory and time", title_justify="left")
-    for column in ("plan", "step", "GiB"):
+    for column in ("plan", "step", "memory"):
         table.add_column(column, overflow="fold")
     for each in points:
-        table.add_row(Text(str(each.plan)), seconds(each.time.total), f"{each.needs / GIB:.1f}")
+        table.add_row(Text(str(each.plan)), seconds(each.time.total), spelled(each.needs))
     return table
 
 

@@ -24,10 +24,12 @@ from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan import loading
 from shardwise.plan.band import band, likeness
+from shardwise.plan.constraints import passed
 from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_share, on_host
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import Read
+from shardwise.plan.spelled import spelled
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -283,36 +285,38 @@ def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> N
     worst = memory.worst
     limit = memory.limit or worst.allocated
     shown = memory.stages if len(memory.stages) <= 8 else (*memory.stages[:4], *memory.stages[-4:])
-    table = Table(title=f"memory per device, of {limit / GIB:.0f} GiB", title_justify="left", box=None)
-    for column in ("pipeline rank", "peak at", "GiB", ""):
-        table.add_column(column, justify="right" if column == "GiB" else "left")
+    table = Table(title=f"memory per device, of {spelled(limit, 0)}", title_justify="left", box=None)
+    width = max(8, min(BAR, out.width - 34 - max(len(rank.phase) for rank in shown)))
+    for column in ("pipeline rank", "peak at", "live", ""):
+        table.add_column(column, justify="right" if column == "live" else "left")
     for rank in shown if worst in shown else (*shown, worst):
-        table.add_row(str(rank.rank), rank.phase, f"{rank.allocated / GIB:.1f}", bar(rank.terms, limit))
+        table.add_row(str(rank.rank), rank.phase, spelled(rank.allocated), bar(rank.terms, limit, width))
     out.print(table)
-    out.print(legend(worst.terms, lambda value: f"{value / GIB:.2f} GiB"))
-    fits = "" if not memory.limit or memory.fits else f", {(memory.device - memory.limit) / GIB:.1f} GiB too much"
+    out.print(legend(worst.terms, lambda value: spelled(value, 2)))
+    fits = "" if not memory.limit or memory.fits else f", {spelled(memory.device - memory.limit)} too much"
     out.print(
-        f"allocated {memory.allocated / GIB:.1f} GiB, reserved {memory.reserved / GIB:.1f} GiB, on the device "
-        f"{memory.device / GIB:.1f} GiB{fits} (memory estimates: {band('memory', cluster.device.name)})",
+        f"allocated {spelled(memory.allocated)}, reserved {spelled(memory.reserved)}, on the device "
+        f"{spelled(memory.device)}{fits} (memory estimates: {band('memory', cluster.device.name)})",
         markup=False,
     )
     if memory.peak is not memory.worst:
-        most = memory.reserved_of(memory.peak) / GIB
-        out.print(f"most is reserved outside of steps: {most:.1f} GiB at the {memory.peak.phase}")
+        most = spelled(memory.reserved_of(memory.peak))
+        out.print(f"most is reserved outside of steps: {most} at the {memory.peak.phase}")
     if apart := on_host(memory, plan, cluster.per_node):
         lack = ", too much" if host_lack(memory, plan, cluster) else ""
-        there = host_share(cluster) / GIB
-        out.print(f"offloaded states: {apart / GIB:.1f} GiB of {there:.1f} GiB of host memory per device{lack}")
-    phases = ", ".join(f"{name} {value / GIB:.1f}" for name, value in memory.peaks.items())
-    kept = f"; a save keeps {memory.host / GIB:.1f} GiB of host memory per device" if memory.host else ""
-    out.print(f"GiB of live tensors at most in each phase: {phases}{kept}", style="dim")
+        out.print(
+            f"offloaded states: {spelled(apart)} of {spelled(host_share(cluster))} of host memory per device{lack}"
+        )
+    phases = ", ".join(f"{name} {spelled(value)}" for name, value in memory.peaks.items())
+    kept = f"; a save keeps {spelled(memory.host)} of host memory per device" if memory.host else ""
+    out.print(f"live tensors at most in each phase: {phases}{kept}", style="dim")
 
 
 def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
     """The step by term, and what it makes of the devices."""
     out.print()
     out.print(f"step {seconds(step.total)} (time estimates: {band('time', cluster.device.name)})", markup=False)
-    out.print(bar(step.terms, step.total))
+    out.print(bar(step.terms, step.total, min(BAR, out.width - 1)))
     out.print(legend(step.terms, seconds))
     hidden = {name: value for name, value in step.hidden.items() if value > 0}
     if hidden:
@@ -337,6 +341,8 @@ def show_assumed(out: Console, plan: Plan, asked: Question, stack: Stack) -> Non
     out.print(f"software stack: {stack.name} ({stack.about})")
     for note in (*asked.assumed, *assumed_of(plan, asked.cluster)):
         out.print(f"assumed: {note}", style="dim", markup=False)
+    for finding in passed(plan, asked.read(stack), asked.cluster, asked.workload):
+        out.print(f"{finding.severity}: {finding}", style="yellow", markup=False)
 
 
 def estimate_json(memory: Memory, step: StepTime, plan: Plan, cluster: Cluster) -> dict[str, Any]:
@@ -370,6 +376,7 @@ def said_json(plan: Plan, asked: Question, stack: Stack) -> dict[str, Any]:
         "published": likeness(plan, asked.profile),
         "stack": stack.name,
         "assumed": [*asked.assumed, *assumed_of(plan, asked.cluster)],
+        "findings": [each.to_dict() for each in passed(plan, asked.read(stack), asked.cluster, asked.workload)],
     }
 
 

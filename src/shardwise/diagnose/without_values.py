@@ -6,7 +6,6 @@ expert are spread evenly over the experts. Everything else that needs values is 
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from shardwise.diagnose.torch_private import (
     work_that_holds,
 )
 from shardwise.errors import ModelError
-from shardwise.model.seen import as_with_values
+from shardwise.model.seen import as_with_values, without_tracebacks
 from shardwise.parallel.compose import place
 from shardwise.parallel.data import replicate_data
 from shardwise.parallel.init import allocate, blueprint_for
@@ -76,7 +75,6 @@ class Training:
     """See `apply`."""
 
 
-FAKE_LOGGER = "torch._subclasses.fake_tensor"
 GROUPED = "aten._grouped_mm.default"
 """Products of rows and matrices by group, as experts have them."""
 
@@ -212,7 +210,7 @@ def _reduced_at_once(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futu
 def ledger_of_shapes(ledger: Pretending) -> Iterator[None]:
     """Tensors without memory, counted."""
     swap = patch.object(torch.utils, "swap_tensors", partial(_swap, torch.utils.swap_tensors))
-    quiet, known, alike = _without_tracebacks(), shards_known_by_storage(), patch.object(Unused, "most", _as_here)
+    quiet, known, alike = without_tracebacks(), shards_known_by_storage(), patch.object(Unused, "most", _as_here)
     with warnings.catch_warnings(), quiet, swap, known, alike, fake_tensors(), as_with_values(), ledger:
         # the step looks at addresses, to find gradients that lie side by side; here none do
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -232,17 +230,6 @@ def _swap(exchange: Callable[[torch.Tensor, torch.Tensor], None], one: torch.Ten
     """Two that are one storage stay: an LSTM looks up its weights by it, and torch refuses where others know them."""
     if storage_key(one.untyped_storage()) != storage_key(other.untyped_storage()):
         exchange(one, other)
-
-
-@contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Within it torch does not log what a kernel of shapes refuses: it is told as an error."""
-    logger = logging.getLogger(FAKE_LOGGER)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _allocate_attributes(root: nn.Module, names: tuple[str, ...], device: torch.device) -> None:

@@ -9,14 +9,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from shardwise.errors import LaunchError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
+from shardwise.hardware.host import host_memory
 from shardwise.hardware.presets import MIXED
 from shardwise.launch.environment import read_environment
 from shardwise.launch.variables import variables
@@ -73,9 +72,6 @@ NAMES = (
 """Whole names as drivers report them, without the vendor, and the preset that has their rates. Slices (MIG), laptop
 parts and other variants of a chip have other rates, and match none."""
 
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where Linux says what a container may use of the memory."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -127,7 +123,7 @@ def look(env: Mapping[str, str] | None = None) -> Found:
     """
     nodes, why = nodes_of(variables() if env is None else env)
     cores = num_cores()
-    host = min([psutil.virtual_memory().total, *_limits()])
+    host = host_memory()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return Found(
@@ -260,8 +256,3 @@ def _dtypes(cuda: Any) -> tuple[str, ...]:
     capability = cuda.get_device_capability(0)
     tf32 = ("tf32", "bf16") if capability >= (8, 0) else ()
     return ("fp32", *tf32, "fp16", *(("fp8",) if capability >= (8, 9) else ()))
-
-
-def _limits() -> list[int]:
-    texts = [Path(path).read_text(encoding="ascii").strip() for path in LIMITS if Path(path).is_file()]
-    return [int(text) for text in texts if text.isdigit()]

@@ -233,6 +233,8 @@ class _Watch:
     def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
         floating = [(path, tensor) for path, tensor in tensors_in(given) if tensor.is_floating_point()]
+        if not any(tensor.requires_grad for _, tensor in floating) and any(p.requires_grad for p in block.parameters()):
+            self.recording.fed_apart.add(index)
         if floating:
             first = floating[0][1]
             self.recording.again |= index in self.recording.entered

@@ -53,6 +53,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         frozen=frozen,
         outputs=recording.given_out / recording.tokens,
         again=recording.again,
+        apart=len(recording.fed_apart) > 1,
     )
 
 

@@ -212,6 +212,8 @@ class Profile:
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
     again: bool = False
     """Its blocks are called more than once in a forward."""
+    apart: bool = False
+    """Several of its blocks are trained and fed what has no gradient, as tables beside each other."""
     even: Profile | None = None
     """The same with as many rows for every expert, by which pipelines are cut; None: this one is."""
     unseen: str = ""

@@ -87,6 +87,8 @@ class Recording:
     """Block -> its floating inputs but for the first, in its first call."""
     again: bool = False
     """A block was called more than once."""
+    fed_apart: set[int] = field(default_factory=set)
+    """Blocks that are trained and whose inputs have no gradient."""
     given_out: int = 0
     """Elements of what forward returns, and a loss takes."""
 

@@ -6,6 +6,7 @@ device (an LSTM is one kernel per layer there, and on meta several for each toke
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -71,7 +72,8 @@ def _of_blocks(
 ) -> dict[int, Course]:
     """Of steps with twice, three times and six times the rows of a sample."""
     runs, rows, tokens, out = [], [], 1.0, -1
-    with shortened(module, names, chosen), fake_tensors(), as_with_values(), torch.device("cpu"):
+    quiet = without_tracebacks()
+    with shortened(module, names, chosen), quiet, fake_tensors(), as_with_values(), torch.device("cpu"):
         copied = cpu_copy(module, dtype)
         for times in (2, 3, 6):
             batch = batch_of(sample, times, "cpu")
@@ -235,6 +237,17 @@ def tokens_of(inputs: Any) -> tuple[int, int]:
             "(rows, tokens, ...), a tuple or a dict with one"
         )
     return first.shape[0], first.shape[0] * (first.shape[1] if first.dim() > 1 else 1)
+
+
+@contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """Within it torch does not log what a kernel of shapes refuses: it is told as an error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from shardwise.plan.around import outside_step
 from shardwise.plan.bounds_work import Cut, Flight, Upto, Work, work_of
 from shardwise.plan.casting import cast_last
 from shardwise.plan.division import Division
+from shardwise.plan.eager_sizes import inputs_of, received_by
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.hosting import on_node
@@ -56,6 +57,7 @@ class SizeBounds:
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
     _hosted: dict[tuple[object, ...], float] = field(default_factory=dict)
     _around: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _of_batch: dict[tuple[object, ...], float] = field(default_factory=dict)
     _telling: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
 
@@ -200,14 +202,14 @@ class SizeBounds:
         pipe, core = flow.pipe, flow.pipe.core
         accumulates = pipe.micro_batches > 1 or self.space.stack.master
         most = 0.0
-        for (_, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
+        for (rank, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
             if pipe.offloaded:
                 held = 0.0
                 once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
                 gradients *= once and self.space.stack.keeps_shards
             both = gradients + size if accumulates else gradients + block
             loss = size + logits + gradients if accumulates else size + logits
-            most = max(most, held + gathered + max(loss, both))
+            most = max(most, held + gathered + max(loss, both) + self.of_batch(flow, spread, rank))
         if self.space.stack.eager:
             most = max(most, *(self.around(flow, spread, rank) for rank, *_ in kept))
         groups = (pipe.pp > 1) + (spread.dp_replicate > 1) + (spread.dp_shard * core.cp > 1) + (core.tp > 1)
@@ -261,6 +263,8 @@ class SizeBounds:
 
     def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> Floor:
         pipe, tables = flow.pipe, [self.states(flow, spread, rank) for rank in ranks]
+        waiting = [self.of_batch(flow, spread, rank) for rank in ranks]
+        tables = [(held, grads, ahead + more) for (held, grads, ahead), more in zip(tables, waiting, strict=True)]
         several = pipe.micro_batches > 1
         if pipe.offloaded:
             once = self.space.stack.keeps_shards and several and (spread.zero < 2 or pipe.pp > 1)  # `accumulates_whole`
@@ -306,6 +310,19 @@ class SizeBounds:
             phases = outside_step(division, stages, stack, states_of(division, stages, stack)).values()
             self._around[key] = max((sum(phase.values()) for phase in phases), default=0.0)
         return self._around[key]
+
+    def of_batch(self, flow: Flow, spread: Spread, rank: int) -> float:
+        """Bytes of all micro-batches of a step on a rank: inputs, and where a pipeline receives what passes."""
+        if not self.space.stack.eager:
+            return 0.0
+        core, pipe, work = flow.pipe.core, flow.pipe, self.space.workload
+        key = (core.cp, core.precision, pipe.data, pipe.pp, *cut_as(flow.schedule), rank)
+        if key not in self._of_batch:
+            division = self.division(flow, spread)
+            passing = received_by(division.plan, division.ranks[rank]) * core.width
+            tokens = work.global_batch * work.seq_len / (pipe.data * core.cp)
+            self._of_batch[key] = tokens * (inputs_of(division) + passing)
+        return self._of_batch[key]
 
     def division(self, flow: Flow, spread: Spread) -> Division:
         """Of all flows and spreads that have the same states."""

@@ -21,6 +21,7 @@ from functools import cache
 
 from shardwise.errors import ModelError, PlanError
 from shardwise.findings import Finding, errors_in
+from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
@@ -32,6 +33,7 @@ from shardwise.plan.rows_modules import MODULES, READ
 from shardwise.plan.rows_pipeline import PIPELINE
 from shardwise.plan.rows_precision import PRECISION
 from shardwise.plan.rows_tensor import TENSOR
+from shardwise.plan.workload import Workload
 
 SECTIONS: Mapping[str, Mapping[str, Row]] = {
     "World and axes": WORLD,
@@ -92,6 +94,13 @@ def check(
                 fix = f"{fix}; nearest plan that works: `{works}`"
         findings.append(Finding(id=row.id, severity=hit.severity, what=hit.what, evidence=hit.found, fix=fix))
     return findings
+
+
+def passed(plan: Plan, read: Read, cluster: Cluster, workload: Workload) -> list[Finding]:
+    """Warnings and notes of a plan that nothing refuses: what of it has no effect, or another than it seems."""
+    kind, batch = "cpu" if cluster.device.name.startswith("cpu") else "cuda", workload.global_batch
+    found = check(plan, spec=read, device=kind, global_batch=batch, seq_len=workload.seq_len)
+    return [finding for finding in found if finding.severity != "error"]
 
 
 def refuse(findings: Iterable[Finding]) -> None:

@@ -75,10 +75,8 @@ class _Rank(RankSizes):
         if self.casts:
             found["widening"] = self.widened_outside(pending)
         if self.engine:
-            gradients = self.kept_gradients
-            if self.division.shards > 1:  # what autograd gave last is still in its hands
-                gradients += self.embedding() * (self.reduced_width if self.sums_first else self.width)
-            found["reduction"] = {**self.reduction(gradients, self.moving), "logits": self.logit() * self.width}
+            reduced = self.reduction(self.kept_gradients, self.moving)
+            found["reduction"] = {**reduced, "logits": self.logit() * self.width}
         return found
 
     def gathering(self, kept: float, gradients: float) -> dict[str, Terms]:
@@ -123,7 +121,7 @@ class _Rank(RankSizes):
             for held in course.backward:
                 terms = self.gradients_at(-1, 0.0, held) | {"working": held.size(self.tokens)}
                 terms["gradients"] += pending
-                terms = {**self.base, **terms, "gathered": self.gathered(0, -1 if self.casts else None)}
+                terms = {**self.base, **terms, "gathered": self.gathered(0, -1)}
                 found["before the blocks"] = larger(found.get("before the blocks"), terms)
         else:
             embedding = self.embedding()
@@ -163,18 +161,29 @@ class _Rank(RankSizes):
         return larger(worst, ends) if ends else worst
 
     def reduced(self, place: int) -> Terms:
-        """When a block's gradients are summed over replicas: whole in fp32, before and after.
-
-        Where they are sharded their shards are small, and what is cast takes the place of what the block gathered.
-        """
-        if not self.engine or self.plan.zero or self.accumulates:
+        """When a block's gradients are summed over replicas: whole in fp32, before and after."""
+        if not self.engine or self.sums_first or (self.accumulates and not self.plan.zero):
             return {}
         index, block = self.blocks[place]
         own = self.trained(block)
+        if self.plan.zero:
+            return self.scattered(place, own)
         terms = self.gradients_at(place, 0.0, Held(gradients=own))
         behind = self.trained(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
         terms["gradients"] += (2 * own - behind) * self.reduced_width  # that of the block behind is given back
         return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept(index, block)}
+
+    def scattered(self, place: int, own: float) -> Terms:
+        """When a block's gradients are summed and sharded: whole as they are sent, in gloo's copy, and a shard of them.
+
+        Those that autograd gave are freed, and the weights of the block before it have come in the place of its own.
+        """
+        index, block = self.blocks[place]
+        behind = self.trained(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
+        terms = self.gradients_at(place, 0.0, Held())
+        terms["gradients"] += (2 * own - behind) * self.reduced_width + own / self.division.shards * self.reduced_width
+        working = self.stream(block) - self.kept(index, block)
+        return terms | {"gathered": self.gathered(int(place > 0), place - 1), "working": working}
 
     def widened(self, place: int) -> Terms:
         """When the gradients of a block that has cast its weights come back into their type, the last of them."""

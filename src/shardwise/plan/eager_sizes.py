@@ -12,7 +12,7 @@ from shardwise.plan.division import Division
 from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, kept_op, local_of, outputs_of
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.messages_data import reduce_width
-from shardwise.plan.plan import ZERO_BUBBLE
+from shardwise.plan.plan import ZERO_BUBBLE, Plan
 from shardwise.plan.stages import Stage
 
 Terms = dict[str, float]
@@ -23,6 +23,17 @@ AT_END = 6
 def larger(one: Terms | None, other: Terms) -> Terms:
     """The one with more bytes."""
     return other if one is None or sum(other.values()) > sum(one.values()) else one
+
+
+def inputs_of(division: Division) -> float:
+    """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
+    cp, both = division.plan.axes.cp, division.profile.given + 8.0
+    return both * cp + 8.0 if cp > 1 else both
+
+
+def received_by(plan: Plan, stages: Sequence[Stage]) -> float:
+    """Elements per token that come to the stages of a pipeline's rank, from before and from behind."""
+    return sum(stage.given + stage.handed for stage in stages) if plan.axes.pp > 1 else 0.0
 
 
 class RankSizes:
@@ -87,9 +98,8 @@ class RankSizes:
         return self.params(block) * (1 - block.frozen / block.params) if block.frozen else self.params(block)
 
     def inputs(self) -> float:
-        """What is given and labels of the whole step; with `cp` the whole sequences too, and positions."""
-        cp, both = self.plan.axes.cp, self.division.profile.given + 8.0
-        return self.tokens * self.plan.batch.micro_batches * (both * cp + 8.0 if cp > 1 else both)
+        """What is given and labels of the whole step."""
+        return self.tokens * self.plan.batch.micro_batches * inputs_of(self.division)
 
     def sent_bytes(self, elements: float) -> float:
         """Bytes of what passes between two stages, per micro-batch."""
@@ -97,10 +107,7 @@ class RankSizes:
 
     def buffers(self) -> float:
         """A pipeline's receive buffers: one per micro-batch and boundary."""
-        if self.plan.axes.pp == 1:
-            return 0.0
-        here = sum(stage.given + stage.handed for stage in self.stages)
-        return self.plan.batch.micro_batches * self.sent_bytes(here)
+        return self.plan.batch.micro_batches * self.sent_bytes(received_by(self.plan, self.stages))
 
     def gathered(self, ahead: int, place: int | None = None) -> float:
         """Bytes of gathered or cast weights, while so many blocks are; `place`: those behind it have gone backward."""
@@ -234,15 +241,17 @@ class RankSizes:
         """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
         block = max(stage.blocks, key=self.trained)
         if self.trained(block) >= self.ends_of(stage):
-            return self.row(block)
+            own = [op for op in block.matmuls if op.trained and not op.experts]
+            return 0.0 if own and own[-1].biased else self.row(block)  # a bias is small
         if stage.last:
             return self.row(self.division.profile.head)
         return (self.embedding() - self.division.embedding_table) or self.embedding()
 
-    def reduction(self, gradients: float, unit: float, last: float = 0.0) -> Terms:
+    def reduction(self, gradients: float, unit: float, last: float | None = None) -> Terms:
         """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
 
-        `last`: elements of the last tensor of them, which torch holds until all are over shards, where `gradients` are
+        Those that autograd gave are freed; where they are sharded, gloo sums them in a copy.
+        `last`: elements of the last tensor of them, which torch holds until they are over shards, where `gradients` are
         those before any is reduced.
         """
         given = unit / (self.division.shards if self.plan.zero else 1)
@@ -250,8 +259,9 @@ class RankSizes:
         if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
             given = self.kept_gradients / self.own_width
         elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
-            given = max(0.0, last + given - unit)
-        return {**self.base, "gradients": gradients + (unit + given) * self.reduced_width}
+            given = 0.0 if last is None else last + given - unit
+        copied = unit if self.division.shards > 1 else 0.0
+        return {**self.base, "gradients": gradients + (unit + given + copied) * self.reduced_width}
 
     def local_experts(self, block: Block) -> float:
         """Elements of a block's experts on this rank."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from operator import ge, sub
 from typing import NamedTuple
 
 from shardwise.plan.plan import LOOPED
@@ -46,7 +48,7 @@ _OF_FIRST = {"I": "", "W": "B"}
 
 @lru_cache(maxsize=1024)
 def moments_of(kind: str, ranks: int, turns: int, count: int) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank, the different moments of a step of `count` micro-batches.
+    """Per rank, the different moments of a step of `count` micro-batches that may need most.
 
     Raises:
         PlanError: torch's schedule does not take this combination.
@@ -56,7 +58,38 @@ def moments_of(kind: str, ranks: int, turns: int, count: int) -> tuple[tuple[Mom
     >>> moments_of("1f1b", 2, 1, 4)[0][0].alive
     (2,)
     """
-    return tuple(tuple(_of_rank(kind, (ranks, turns, count), rank)) for rank in range(ranks))
+    shape = (ranks, turns, count)
+    return tuple(tuple(_fullest(_of_rank(kind, shape, rank))) for rank in range(ranks))
+
+
+def _fullest(moments: Iterable[Moment]) -> Iterator[Moment]:
+    """Of moments that differ in no more than how much is kept, those that may be the largest.
+
+    What sends keep in looped schedules grows with each round, which is like the one before else: the last one is the
+    largest. Where as much goes as comes with each micro-batch, the first or the last is.
+    """
+    alike: dict[Moment, list[tuple[int, ...]]] = {}
+    for moment in moments:
+        kept = (*moment.alive, *moment.outputs, *moment.gradients)
+        others = alike.setdefault(moment._replace(alive=(), outputs=(), gradients=()), [])
+        if any(all(map(ge, other, kept)) for other in reversed(others)):
+            continue
+        others[:] = [other for other in others if not all(map(ge, kept, other))]
+        if len(others) > 1 and _between(others[-2], others[-1], kept):
+            others.pop()
+        others.append(kept)
+    for moment, found in alike.items():
+        turns = len(moment.pending)
+        for each in found:
+            alive, outputs, gradients = (each[turns * part : turns * (part + 1)] for part in range(3))
+            yield moment._replace(alive=alive, outputs=outputs, gradients=gradients)
+
+
+def _between(first: tuple[int, ...], middle: tuple[int, ...], last: tuple[int, ...]) -> bool:
+    """Whether `middle` lies on the line from one to the other."""
+    there, on = (tuple(map(sub, one, other)) for one, other in ((middle, first), (last, middle)))
+    far, further = (sum(map(abs, way)) for way in (there, on))
+    return all(a * further == b * far for a, b in zip(there, on, strict=True))
 
 
 def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, None]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from shardwise.hardware.cluster import GIB
 from shardwise.plan.band import band
 from shardwise.plan.pictures import front_picture, memory_picture, mesh_on_nodes, shown_of, step_picture, swatch
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import Candidate, Search
+from shardwise.plan.spelled import spelled
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --dim: #66717f; --line: #dde3ea; --card: #ffffff; --page: #f4f6f9; }
@@ -70,7 +70,7 @@ def _head(found: Search, chosen: Candidate) -> str:
         ("step", f"{step.total:.3g} s"),
         ("tokens/s per device", f"{step.tokens_per_s:,.0f}"),
         ("MFU", f"{step.mfu:.1%}"),
-        ("memory on the device", f"{memory.device / GIB:.1f} of {space.cluster.device.memory / GIB:.0f} GiB"),
+        ("memory on the device", f"{spelled(memory.device)} of {spelled(space.cluster.device.memory, 0)}"),
     ]
     if space.cluster.device.price:
         per = chosen.cost(space.cluster.device.price) / step.tokens * 1e9
@@ -93,7 +93,7 @@ def _memory(found: Search, chosen: Candidate) -> str:
     memory = chosen.memory
     note = (
         f"Live tensors. With holes of the allocator, libraries and communicators the worst rank takes "
-        f"{memory.device / GIB:.1f} GiB of the device."
+        f"{spelled(memory.device)} of the device."
     )
     if (drawn := len(shown_of(memory))) < len(memory.stages):
         note += f" Drawn are {drawn} of {len(memory.stages)} ranks: the first, the last, and the fullest between them."
@@ -125,7 +125,7 @@ def _decisions(found: Search, chosen: Candidate) -> str:
 def _runners_up(found: Search) -> str:
     rows = "".join(
         f'<tr><td><code>{escape(str(other.plan))}</code></td><td class="tight">{other.time.total:.3g} s</td>'
-        f'<td class="tight">{other.memory.device / GIB:.1f} GiB</td><td>{escape(why_lost(other, found))}</td></tr>'
+        f'<td class="tight">{spelled(other.memory.device)}</td><td>{escape(why_lost(other, found))}</td></tr>'
         for other in found.ranked[1:]
     )
     return (

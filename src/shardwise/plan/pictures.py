@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from math import log
+from math import ceil, log
 
-from shardwise.hardware.cluster import GIB, Cluster
+from shardwise.hardware.cluster import Cluster
 from shardwise.plan.band import likeness
 from shardwise.plan.memory import Memory, RankMemory
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.search import Candidate, Search
+from shardwise.plan.spelled import spelled
 from shardwise.plan.timeline import Timeline, timeline_of
 
 COLOURS = ("#3b7dd8", "#2aa198", "#7cb342", "#e0a526", "#d9633b", "#b34fa0", "#6a5acd", "#8d9aa8", "#c0392b", "#16a085")
@@ -29,6 +30,8 @@ STEP = {
 """Kind of a piece of the step -> colour and name."""
 WIDTH = 960
 MOST_RANKS = 16
+MOST_DEVICES = 128
+"""Of a node, that are drawn."""
 
 
 def swatch(index: int) -> str:
@@ -68,7 +71,8 @@ def shown_of(memory: Memory) -> tuple[RankMemory, ...]:
 def memory_picture(memory: Memory, names: Sequence[str]) -> str:
     """A stacked bar per pipeline rank, with the device's memory as a line."""
     shown = shown_of(memory)
-    left, right = 90.0, WIDTH - 150.0
+    said = [f"{spelled(rank.allocated)}, {rank.phase}" for rank in shown]
+    left, right = 90.0, WIDTH - 20.0 - 7 * max(map(len, said))
     top = max(memory.limit, max(rank.allocated for rank in shown)) * 1.02
     scale = (right - left) / top
     parts = []
@@ -78,15 +82,15 @@ def memory_picture(memory: Memory, names: Sequence[str]) -> str:
         for index, name in enumerate(names):
             value = rank.terms.get(name, 0.0)
             if value:
-                title = f"{name}: {value / GIB:.2f} GiB"
+                title = f"{name}: {spelled(value, 2)}"
                 parts.append(_rect(x, y, value * scale, 22, COLOURS[index % len(COLOURS)], title))
             x += value * scale
-        parts.append(_text(right + 10, y + 15, f"{rank.allocated / GIB:.1f} GiB, {rank.phase}"))
+        parts.append(_text(right + 10, y + 15, said[row]))
     height = 10.0 + len(shown) * 30
     if memory.limit:
         x = left + memory.limit * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{height:.0f}" stroke="{EXPOSED}" stroke-width="2"/>')
-        parts.append(_text(x, height + 14, f"{memory.limit / GIB:.0f} GiB", "middle", True))
+        parts.append(_text(x, height + 14, spelled(memory.limit, 0), "middle", True))
     return _svg(height + 22, parts, "memory by term")
 
 
@@ -147,12 +151,15 @@ def _how_far(found: Search, plan: Plan) -> str:
 
 
 def front_picture(found: Search) -> str:
-    """Every plan that was estimated in full and fits; those that nothing beats in both are joined."""
+    """Every plan that was estimated in full and fits; those that nothing beats in both are joined.
+
+    By what they cannot do without: an allocator gives back the rest of what it holds before a device is full.
+    """
     seen, front = found.seen, found.front
     if len(seen) < 2:
         return ""
     times = [each.time.total for each in seen]
-    sizes = [each.memory.device for each in seen]
+    sizes = [each.needs for each in seen]
     low, high = log(min(times)), log(min(max(times), 4 * min(times)))
     limit = found.space.cluster.device.memory
     most, least = max(*sizes, limit), 0.9 * min(sizes)
@@ -162,7 +169,7 @@ def front_picture(found: Search) -> str:
 
     def place(each: Candidate) -> tuple[float, float]:
         share = (log(each.time.total) - low) / max(high - low, 1e-9)
-        return 70 + min(share, 1.0) * (WIDTH - 100), height(each.memory.device)
+        return 70 + min(share, 1.0) * (WIDTH - 100), height(each.needs)
 
     parts = [
         '<line class="rule" x1="60" x2="950" y1="280" y2="280"/><line class="rule" x1="60" x2="60" y1="20" y2="280"/>'
@@ -174,7 +181,7 @@ def front_picture(found: Search) -> str:
     parts.append(f'<polyline points="{line}" fill="none" stroke="{FORWARD}" stroke-width="1.5"/>')
     for each in front:
         x, y = place(each)
-        title = escape(f"{each.plan}: {each.time.total:.3g} s, {each.memory.device / GIB:.1f} GiB")
+        title = escape(f"{each.plan}: {each.time.total:.3g} s, {spelled(each.needs)}")
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{FORWARD}"><title>{title}</title></circle>')
     if found.best:
         x, y = place(found.best)
@@ -182,46 +189,48 @@ def front_picture(found: Search) -> str:
         parts.append(_text(x + 2, y - 14, "chosen"))
     parts.append(_text(60, 300, f"{min(times):.3g} s", soft=True))
     parts.append(_text(950, 300, f"{min(max(times), 4 * min(times)):.3g} s per step (log)", "end", True))
-    parts.append(_text(56, 34, f"{most / GIB:.0f} GiB", "end", True))
-    parts.append(_text(56, 284, f"{least / GIB:.0f} GiB", "end", True))
+    parts.append(_text(56, 34, spelled(most, 0), "end", True))
+    parts.append(_text(56, 284, spelled(least, 0), "end", True))
     line = f'x1="60" x2="950" y1="{height(limit):.1f}" y2="{height(limit):.1f}" stroke="{EXPOSED}"'
     parts.append(f'<line {line} stroke-dasharray="5 4"/>')
-    parts.append(_text(950, height(limit) - 5, f"memory of the device, {limit / GIB:.0f} GiB", "end", True))
-    return _svg(308, parts, "memory against time")
+    parts.append(_text(950, height(limit) - 5, f"memory of the device, {spelled(limit, 0)}", "end", True))
+    note = "Memory that a plan needs: what its allocator holds beyond that, and gives back, is not in it."
+    return _svg(308, parts, "memory against time") + f'<p class="dim">{note}</p>'
 
 
 def mesh_on_nodes(plan: Plan, cluster: Cluster) -> str:
     """The first nodes with their devices; equal colours are one tensor-parallel group, the label tells the place."""
-    per, nodes = cluster.per_node, min(-(-plan.world // cluster.per_node), 8)
-    size, parts = min(56.0, (WIDTH - 110.0) / per), []
+    per, every = cluster.per_node, -(-plan.world // cluster.per_node)
+    nodes, drawn = min(every, 8), min(per, MOST_DEVICES)
+    size, parts = min(56.0, (WIDTH - 110.0) / drawn), []
+    step = ceil(8 * len(str(min(plan.world, nodes * per) - 1)) / size)  # of so many devices one has room for its number
     names = [axis for axis in AXES if getattr(plan.axes, axis) > 1]
     for node in range(nodes):
         y = 6.0 + node * 50
-        parts.append(_text(80, y + 24, f"node {node}", "end"))
+        parts.append(_text(80, y + 22, f"node {node}", "end"))
         parts.append(
-            f'<rect class="rule" x="88" y="{y:.0f}" width="{per * size + 6:.0f}" height="42" rx="6" fill="none"/>'
+            f'<rect class="rule" x="88" y="{y:.0f}" width="{drawn * size + 6:.0f}" height="42" rx="6" fill="none"/>'
         )
-        ranks = sorted({_place(plan, rank)["pp"] for rank in range(node * per, min((node + 1) * per, plan.world))})
         if plan.axes.pp > 1:
-            shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-            parts.append(_text(100 + per * size, y + 24, f"pipeline {shown}", soft=True))
-        for local in range(min(per, plan.world - node * per)):
+            first, last = (_place(plan, rank)["pp"] for rank in (node * per, min((node + 1) * per, plan.world) - 1))
+            shown = f"pp {first}" if first == last else f"pp {first} to {last}"
+            parts.append(_text(80, y + 38, shown, "end", soft=True))
+        for local in range(min(drawn, plan.world - node * per)):
             rank = node * per + local
             x, place = 91 + local * size, _place(plan, rank)
             group = rank // (plan.axes.tp * plan.axes.cp) if plan.axes.tp * plan.axes.cp > 1 else rank // per
             title = f"rank {rank}: " + ", ".join(f"{name} {place[name]}" for name in names)
-            parts.append(_rect(x, y + 3, size - 2, 36, COLOURS[group % 8], title))
-            middle = f'x="{x + size / 2 - 1:.1f}" y="{y + 25:.1f}" text-anchor="middle"'
-            parts.append(f'<text {middle} style="fill:#fff">{rank}</text>')
-    y = 6.0 + nodes * 50
-    more = -(-plan.world // per) - nodes
-    rest = f"and {more:,} more nodes. " if more > 0 else ""
+            parts.append(_rect(x, y + 3, size * 0.96, 36, COLOURS[group % 8], title))
+            if local % step == 0 and local + step <= drawn:
+                middle = f'x="{x + size * step / 2 - 1:.1f}" y="{y + 25:.1f}" text-anchor="middle"'
+                parts.append(f'<text {middle} style="fill:#fff">{rank}</text>')
+    some = [f"{drawn} of the {per:,} devices of a node"] if drawn < per else []
+    some += [f"{nodes} of the {every:,} nodes"] if nodes < every else []
+    rest = f"Drawn are {' and '.join(some)}. " if some else ""
     meaning = "of one tensor and context group" if plan.axes.tp * plan.axes.cp > 1 else "on one node"
     axes = " x ".join(f"{name} {getattr(plan.axes, name)}" for name in names) or "none above 1"
-    parts.append(
-        _text(88, y + 12, f"{rest}Axes, outermost first: {axes}. Neighbours of one colour are {meaning}.", soft=True)
-    )
-    return _svg(y + 20, parts, "mesh on nodes")
+    note = f"{rest}Axes, outermost first: {axes}. Neighbours of one colour are {meaning}."
+    return _svg(6.0 + nodes * 50, parts, "mesh on nodes") + f'<p class="dim">{note}</p>'
 
 
 def _place(plan: Plan, rank: int) -> dict[str, int]:

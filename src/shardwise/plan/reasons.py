@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from shardwise.errors import ShardwiseError
-from shardwise.hardware.cluster import GIB
 from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
 from shardwise.plan.rows_modules import used
-from shardwise.plan.search import HEADROOM, Candidate, Goal, Search
+from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Goal, Search
 from shardwise.plan.space import Space
+from shardwise.plan.spelled import spelled
 from shardwise.plan.timing import estimate_time
+
+SIMPLER = "as good; the best one is simpler"
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,11 @@ def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple
         yield "tensor.sequence", str(plan.tensor.sequence).lower(), [(label, change(plan, tensor__sequence=other))]
     if plan.compile:
         yield "compile", "true", [("without compile", plan.with_(compile=False))]
-    if plan.zero:
+    if plan.zero or (data == 1 and space.can_offload):  # one rank needs no axis for it
         state = not plan.offload.state
         label = "with states offloaded" if state else "with states on the device"
-        yield "offload.state", str(plan.offload.state).lower(), [(label, change(plan, offload__state=state))]
+        moved = change(plan, offload__state=state).with_(zero=plan.zero or 3)
+        yield "offload.state", str(plan.offload.state).lower(), [(label, moved)]
 
 
 def _around(value: int, known: list[int]) -> list[int]:
@@ -124,7 +127,7 @@ def _outcome(label: str, plan: Plan, best: Candidate, space: Space, goal: Goal) 
     except ShardwiseError:
         return f"{label}: the batch does not divide"
     if not memory.fits:
-        return f"{label}: {memory.device / GIB:.0f} GiB do not fit{_with_recompute(plan, best, space)}"
+        return f"{label}: {spelled(memory.device, 0)} do not fit{_with_recompute(plan, best, space)}"
     if lack := host_lack(memory, plan, space.cluster):
         return f"{label}: {lack}"
     share = (memory.device - memory.held) / device.memory
@@ -145,7 +148,7 @@ def _with_recompute(plan: Plan, best: Candidate, space: Space) -> str:
     if space.broken(plan) or not memory.fits:
         return ""
     lack = host_lack(memory, plan, space.cluster)
-    return f" (with recompute=blocks {memory.device / GIB:.0f} GiB do{f', but {lack}' if lack else ''})"
+    return f" (with recompute=blocks {spelled(memory.device, 0)} do{f', but {lack}' if lack else ''})"
 
 
 def _percent(seconds: float, best: float) -> str:
@@ -157,7 +160,7 @@ def _percent(seconds: float, best: float) -> str:
 
 def _gib(other: Candidate, best: Candidate) -> str:
     """How much more it needs; without what allocators give back before memory runs out."""
-    return f"{(other.needs - best.needs) / GIB:+.2f} GiB"
+    return spelled(other.needs - best.needs, 2, "+")
 
 
 def why_lost(other: Candidate, search: Search) -> str:
@@ -165,7 +168,8 @@ def why_lost(other: Candidate, search: Search) -> str:
     best = search.best
     assert best is not None
     if search.goal == "memory":
-        return _gib(other, best)
+        is_more = other.score("memory") > best.score("memory") * (1 + ALIKE)
+        return _gib(other, best) if is_more else SIMPLER
     share = other.plan.world / best.plan.world if search.goal == "cost" else 1.0  # device seconds
     names = sorted({*other.time.terms, *best.time.terms})
     gaps = {name: other.time.terms.get(name, 0.0) * share - best.time.terms.get(name, 0.0) for name in names}
@@ -173,7 +177,7 @@ def why_lost(other: Candidate, search: Search) -> str:
     because = ", ".join(f"{name} +{gaps[name] / best.time.total:.1%}" for name in worst)
     ratio = other.score(search.goal) / best.score(search.goal) - 1
     if ratio < 0.001:
-        return "as good; the best one is simpler"
+        return SIMPLER
     return f"{ratio:.1%} {'dearer' if search.goal == 'cost' else 'slower'}" + (f": {because}" if because else "")
 
 

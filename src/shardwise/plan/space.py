@@ -64,7 +64,7 @@ OPT_IN: dict[str, str] = {
 FEATURES: tuple[str, ...] = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero1", "zero2", "zero3", "sequence", "loss-parallel",
     "recompute", "recompute=ops", "recompute=blocks", "recompute=every", "recompute=ratio", "offload", "offload-state",
-    "accumulation", "compile", "ring", "gather", "ulysses", *SCHEDULES,
+    "accumulation", "compile", "bf16", "ring", "gather", "ulysses", *SCHEDULES,
 )  # fmt: skip
 """What `forbid` may name, beside what `allow` may."""
 
@@ -107,6 +107,13 @@ class Space:
             raise UsageError(
                 f"allow, forbid: found {both[0]!r} in both, which cannot mean anything; leave it out of one"
             )
+        if not self.precisions:
+            usual = "fp32" if self.device == "cpu" else "bf16"
+            raise UsageError(
+                f"forbid: found {usual!r}, in which plans for {self.cluster.device.name} compute, and no other type is "
+                f"allowed; allow one ({', '.join(word for word in ('bf16-pure', 'fp16', 'fp32') if word != usual)}) as "
+                "well, or leave it out"
+            )
         if "fp8" in self.allow and not self.cluster.device.rates.fp8:
             raise UsageError(
                 f"allow: found 'fp8', and {self.cluster.device.name} has no unit for it; leave it out, or plan for "
@@ -137,7 +144,8 @@ class Space:
         kinds: tuple[PrecisionKind, ...] = ("bf16-pure", "fp16", "fp32")
         given = tuple(kind for kind in kinds if self.has(kind))
         usual: PrecisionKind = "fp32" if self.device == "cpu" else "bf16"
-        return (usual, *(kind for kind in given if kind != usual))
+        first = () if usual in self._without else (usual,)
+        return (*first, *(kind for kind in given if kind != usual))
 
     def broken(self, plan: Plan) -> str:
         """Id of the first row of the table that refuses a plan; empty: none does."""
