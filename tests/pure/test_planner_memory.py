@@ -310,9 +310,12 @@ def _first_rank(axes: str, spec: ModelSpec) -> RankMemory:
     return estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise-cpu")).stages[0]
 
 
-@pytest.mark.parametrize(("axes", "given"), [("pp2 fsdp2", 1 / 2), ("pp2 fsdp4", 1 / 4), ("pp2", 1.0)])
+@pytest.mark.parametrize(("axes", "given"), [("pp2 fsdp2", 3 / 2), ("pp2 fsdp4", 5 / 4), ("pp2", 1.0)])
 def test_a_large_table_is_given_back_before_its_gradients_are_reduced(axes: str, given: float) -> None:
-    """As traced within 0.1 %: beside the gathered blocks all gradients, those that are sent, and what comes of them."""
+    """As traced within 0.1 %: beside the gathered blocks all gradients, those that are sent, and what comes of them.
+
+    Where they are sharded, gloo's copy too.
+    """
     spec = replace(LLAMA, num_layers=4, vocab_size=50_000)
     first, blocks = _first_rank(axes, spec), 2 * spec.block_params
     assert first.phase == "reduction"
@@ -321,11 +324,13 @@ def test_a_large_table_is_given_back_before_its_gradients_are_reduced(axes: str,
 
 
 def test_of_several_tensors_that_are_reduced_together_only_the_last_is_held() -> None:
-    """Positions behind the table of tokens: what comes of both takes their place, and more is needed before."""
+    """Positions behind the table of tokens: of all that autograd gave they alone are there. As traced within 0.1 %."""
     spec = replace(GPT, vocab_size=50_000, dropout=False)
     first = _first_rank("pp2 fsdp2", spec)
-    assert first.phase == "embedding"
-    assert first.terms["gradients"] == pytest.approx(4 * 2 * spec.block_params + 6 * spec.embedding_params)
+    assert first.phase == "reduction"
+    table = spec.vocab_size * spec.dim
+    held = 2 * spec.block_params + (spec.embedding_params - table) + 2.5 * spec.embedding_params
+    assert first.terms["gradients"] == pytest.approx(4 * held)
 
 
 def test_the_worst_rank_is_the_one_that_reserves_the_most() -> None:
