@@ -67,10 +67,6 @@ class Losses:
             )
         self.factors = {name: float((factors or {}).get(name, 1.0)) for name in self.weights}
 
-    def wrapped(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Losses:
-        """The same losses, with what `wrap` makes of their function."""
-        return Losses(wrap(self.function), weights=self.weights, factors=self.factors)
-
     def __call__(self, output: Any, micro: Any) -> dict[str, Loss]:
         """Each loss of a micro-batch, in the order of `weights`.
 
@@ -119,6 +115,11 @@ class Losses:
             if float(loss.weight):
                 mean = mean + self.factors[name] * loss.sum / loss.weight
         return Loss(mean * main, main)
+
+
+def with_function(losses: Losses, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Losses:
+    """The same losses, with what `wrap` makes of their function."""
+    return Losses(wrap(losses.function), weights=losses.weights, factors=losses.factors)
 
 
 class Window:

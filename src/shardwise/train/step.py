@@ -31,7 +31,7 @@ from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
 from shardwise.train.loss import Loss, as_loss, refuse_mean
-from shardwise.train.losses import Losses
+from shardwise.train.losses import Losses, with_function
 from shardwise.train.losses import Window as LossWindow
 from shardwise.train.mirror import refuse_own_loop
 from shardwise.train.norm import is_counted_here, local_gradient, sum_of_squares
@@ -59,7 +59,7 @@ class TrainStep:
         """See `make_step`."""
         self.state, self.options, placed = state, options, state.placed
         watch = partial(watched_loss, placed=placed)
-        self.loss_fn = loss_fn.wrapped(watch) if isinstance(loss_fn, Losses) else watch(loss_fn)
+        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(loss_fn)
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
