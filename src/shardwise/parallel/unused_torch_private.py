@@ -97,8 +97,9 @@ def not_reduced(wrapped: DistributedDataParallel) -> list[str] | None:
 
     `DistributedDataParallel._check_reducer_finalized`, which torch itself calls in the next forward only.
     """
+    check: Any = wrapped._check_reducer_finalized  # torch does not annotate it
     try:
-        wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        check()
     except RuntimeError as error:
         names = [name for name, parameter in wrapped.module.named_parameters() if parameter.requires_grad]
         told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
