@@ -11,6 +11,7 @@ import pytest
 import shardwise as sw
 from shardwise.parallel.stage import Feed
 from shardwise.train import step
+from shardwise.train.options import StepOptions
 from tests.parity import grid, moe_models, test_experts, test_random
 
 TOLERANCE = 1e-11
@@ -36,11 +37,11 @@ ALWAYS = {"fsdp2 / zero1", "fsdp2 ep2", "pp2 / gpipe mb2", "pp2 / zero-bubble mb
 def cut(run: Callable[..., Any], *args: Any) -> Any:
     """`run` of a state whose micro-batches were halved twice before its first step."""
 
-    def begin(state: sw.TrainState, *, halves: bool) -> list[dict[str, Any]]:
+    def begin(state: sw.TrainState, options: StepOptions) -> list[dict[str, Any]]:
         state.halvings = 2
         return []
 
-    with mock.patch.object(step, "go_on_halved", begin):
+    with mock.patch.object(step, "go_on", begin):
         return run(*args)
 
 
