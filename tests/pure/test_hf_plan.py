@@ -295,6 +295,7 @@ def test_tp_is_left_out_where_layers_would_stay_whole(tmp_path: Path) -> None:
     assert question(mixtral, "h100:8", seq=64, batch=8, tokens=None).refused == ()
 
 
+@pytest.mark.soak
 def test_that_a_sample_is_text_alone_is_said(tmp_path: Path) -> None:
     config = hf_config("gemma3")
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
