@@ -106,7 +106,7 @@ def find_plan(
         PlanError: no legal plan at all, with the nearest batch where that is why.
         ModelError: nothing of the model is trained.
 
-    Exact up to `EXACT` devices. Cost: 0.1 to 1 s for 8; 2 to 6 s for 405 billion parameters on 16,384.
+    Exact up to `EXACT` devices. Cost: 0.1 to 1 s for 8; 2 to 8 s for 405 billion parameters on 16,384.
 
     >>> from shardwise.hardware.cluster import load_cluster
     >>> from shardwise.model.profile import profile_of
