@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,13 +15,14 @@ from shardwise.plan import eager_rank
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import host_lack, on_host
-from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory
+from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, states_of
 from shardwise.plan.plan import Axes, Plan, Schedule
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
 from shardwise.plan.stack import load_stack, stack_of
-from shardwise.plan.stages import cut
+from shardwise.plan.stages import Stage, cut
 from shardwise.plan.stalls import BUFFERS, HELD, held_ahead, stalled
+from shardwise.plan.timing import RankCosts, rank_costs
 from shardwise.plan.workload import Workload
 
 GPT = ModelSpec(
@@ -370,3 +372,25 @@ def test_no_plan_is_chosen_that_the_hosts_cannot_hold() -> None:
     assert found.best is not None and not host_lack(found.best.memory, found.best.plan, cluster)
     reasons = {decision.field: decision.reason for decision in decisions(found.best, found.space)}
     assert "of host memory per device" in reasons["offload.state"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp4 / 1f1b mb4",
+        "pp4 / 1f1b mb4 / recompute=every3",
+        "pp4 / 1f1b mb4 / recompute=50%",
+        "pp2 tp2 / zero-bubble-v mb4",
+    ],
+)
+def test_what_is_asked_of_ranks_that_hold_the_same_is_that_of_each(text: str) -> None:
+    """The last rank has as many blocks as the others, and the head; which blocks are recomputed goes by their place."""
+    plan, spec = Plan.parse(text), replace(preset("llama-1b"), num_layers=8, tie_embeddings=False)
+    division = divide(profile_of(spec), plan, Workload(seq_len=512, global_batch=16), "even")
+    stack, cluster = load_stack("shardwise"), load_cluster("h100:8")
+
+    def costs(stages: tuple[Stage, ...]) -> RankCosts:
+        return replace(rank_costs(division, stages, cluster, stack), stages=())
+
+    for ask in (partial(states_of, division, stack=stack), division.whole, costs):
+        assert division.of_ranks(ask) == [ask(stages) for stages in division.ranks]
