@@ -197,21 +197,23 @@ def test_it_trains_as_in_one_process(world: World, model: Any, loss_fn: Any, pla
             )
 
 
+def check_equal(ranks: list[dict[str, Tensor]], alone: dict[str, Tensor]) -> None:
+    for rank in ranks:
+        for name, value in rank.items():
+            torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("plan", ["fsdp2", "dp2"])
 def test_an_optimizer_that_assigns_to_parameters(world: World, plan: str) -> None:
     (alone,) = world(1, trained, "dp1", summed, squares, ROWS, sharpness)
-    for rank in world(2, trained, plan, summed, squares, ROWS, sharpness):
-        for name, value in rank.items():
-            torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
+    check_equal(world(2, trained, plan, summed, squares, ROWS, sharpness), alone)
 
 
 @pytest.mark.parametrize("plan", ["dp2", "fsdp2 / mb2"])
 def test_a_rank_without_rows_draws_nothing(world: World, plan: str) -> None:
     """It ended in a division by zero, where the model has dropout."""
     (alone,) = world(1, trained, "dp1", summed, squares, 1)
-    for rank in world(2, trained, plan, summed, squares, 1):
-        for name, value in rank.items():
-            torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
+    check_equal(world(2, trained, plan, summed, squares, 1), alone)
 
 
 class Samples:
@@ -237,8 +239,10 @@ def collated(text: str, collate: Any) -> list[float]:
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(summed, plan, mesh, seed=3)
         chosen = [n for n in range(24) if n != 5] if collate is two_views else range(24)
-        samples = torch.utils.data.Subset(Samples(), chosen)  # type: ignore[arg-type]
-        data = sw.loader(samples, plan.batch, mesh, global_size=6, shuffle=False, collate=collate)
+        source: Any = Samples()  # a data set by its methods
+        data = sw.loader(
+            torch.utils.data.Subset(source, chosen), plan.batch, mesh, global_size=6, shuffle=False, collate=collate
+        )
         state = sw.TrainState(placed, sgd(placed), data)
         return [m.loss for m in sw.steps(state, squares, until=2)]
 
@@ -283,9 +287,7 @@ def test_an_assignment_that_a_shard_ignores_is_refused(world: World, plan: str) 
 def test_a_last_batch_of_fewer_rows_than_micro_batches(world: World, plan: str) -> None:
     """Two rows on one rank, one on the other, and three micro-batches: those that are left are padding."""
     (alone,) = world(1, trained, "dp1 / mb3", summed, squares, 3)
-    for rank in world(2, trained, plan, summed, squares, 3):
-        for name, value in rank.items():
-            torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13)
+    check_equal(world(2, trained, plan, summed, squares, 3), alone)
 
 
 def penalised(text: str, whole: bool, several: bool = False) -> str:

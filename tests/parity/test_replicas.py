@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def faulty(text: str, rank: int, name: str, options: sw.StepOptions = CHECK, at:
     """A bit flips on one rank after step `at`; what was said, and the end."""
     events: list[Any] = []
     with points.placed_state(text, CASE) as state:
-        step = sw.make_step(state, points.weighted, options=options)
+        step, batches = sw.make_step(state, points.weighted, options=options), cast(Any, state.batches)
         try:
             while state.step < CASE.steps:
                 if state.step == at and state.mesh.rank == rank:
                     flip(state, name)
-                events += step(next(state.batches)).events  # type: ignore[call-overload]
+                events += step(next(batches)).events
         except ReplicaError as error:
             return str(error)
         own = {key: local_shard(tensor).clone() for key, tensor in state.tensors().items()}
@@ -89,12 +89,13 @@ def flipped(text: str, name: str) -> Any:
         with torch.no_grad():
             placed.named_buffers()["later"].fill_(float(mesh.rank))  # what lies in memory that nobody has filled
         step = sw.make_step(state, points.weighted, options=sw.StepOptions(check_replicas=2))
+        batches = cast(Any, state.batches)
         while state.step < 6:
             if state.step == 2 and mesh.rank == mesh.world - 1:
                 held = local_shard(state.tensors()[name])
                 held.view(torch.uint8).view(-1)[-1] ^= 1
             try:
-                events += step(next(state.batches)).events  # type: ignore[call-overload]
+                events += step(next(batches)).events
             except ReplicaError as error:
                 return str(error)
         return events, local_shard(state.tensors()[name]).clone()

@@ -204,7 +204,7 @@ def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     try:
         return func(*args, **kwargs)
-    except NotImplementedError:
+    except NotImplementedError:  # torch's own, of an operation without a kernel on meta
         if written_tensors(func, args, kwargs):
             raise
     args, kwargs = substitute((args, kwargs), torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"))
