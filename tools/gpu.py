@@ -2,7 +2,8 @@
 
 ranks: plans of several ranks that share the devices which are there, against one process. parity: precisions against
 plain torch. speed: time and memory beside plain torch. predict: the planner's numbers beside those of real steps.
-state: checkpoints and running out of memory. runs: `shardwise train` killed and resumed, bit for bit.
+modules: the same of a user's modules, and beside plain torch. state: checkpoints and running out of memory. runs:
+`shardwise train` killed and resumed, bit for bit.
 
 One process: `make gpu`. Several GPUs of one machine: `torchrun --nproc-per-node N tools/gpu.py --only parity,speed`.
 `--device cpu --size tiny` runs the same code without a GPU, to test the script itself; its speed means nothing.
@@ -23,7 +24,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
-from gpu_predict import predict
+from gpu_modules import check_modules
+from gpu_predict import predict, probed
 from gpu_ranks import check_ranks
 from gpu_runs import check_runs
 from gpu_state import check_state
@@ -40,7 +42,7 @@ SAVED = replace(LARGE, num_layers=6)
 # Dense bf16 peaks in flop/s, from the vendors' data sheets (without sparsity); a name that is not here gives no MFU.
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
 LR, CLIP = 3e-4, 1.0
-SECTIONS = ("ranks", "parity", "speed", "predict", "state", "runs")
+SECTIONS = ("ranks", "parity", "speed", "predict", "modules", "state", "runs")
 
 
 @dataclass(frozen=True)
@@ -204,10 +206,13 @@ def main() -> int:
             say(check_parity(parity, precision, tolerance, world) for precision, tolerance in tolerances.items())
         if "speed" in options.only:
             say(speed(timed, world))
-        if "predict" in options.only and world == 1:
-            say(predict(options.device, few=few, out=options.out))
+        found = probed(few=few) if {"predict", "modules"} & set(options.only) and world == 1 else None
+        if "predict" in options.only and found:
+            say(predict(found, options.device, few=few, out=options.out))
         if "state" in options.only and world == 1:
             say(check_state(options.device, TINY if few else SAVED))
+    if "modules" in options.only and found:  # whose forward is read under a process group of its own
+        say(check_modules(options.device, found.cluster, few=few))
     if "runs" in options.only and world == 1:
         say(check_runs(options.device, few=few))
     return 1 if any(line.startswith("FAIL") for line in lines) else 0

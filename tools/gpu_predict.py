@@ -15,7 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.hardware.bench import measure
+from shardwise.hardware.bench import Measured, measure
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -83,9 +83,13 @@ class Seen:
     device: float
 
 
-def predict(device: str, *, few: bool, out: Path | None = None) -> Iterator[str]:
+def probed(*, few: bool) -> Measured:
+    """This device, as `shardwise probe` finds it."""
+    return measure(lambda function, *args: [function(*args)], seconds=2.0 if few else 20.0)
+
+
+def predict(found: Measured, device: str, *, few: bool, out: Path | None = None) -> Iterator[str]:
     """A line per case, then those of all; every number in a JSON file, if one is given."""
-    found = measure(lambda function, *args: [function(*args)], seconds=2.0 if few else 20.0)
     records: list[dict[str, Any]] = []
     for case in FEW if few else CASES:
         try:

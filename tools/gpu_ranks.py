@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import shardwise as sw
+from gpu_modules import Bottleneck
 from gpu_predict import loss_fn
 from shardwise.cli.subjects import subject_for
 from shardwise.diagnose.verify import Options, Verifier
@@ -33,6 +35,8 @@ EXACT = {
 }  # fmt: skip
 LOW = ("dp2", "fsdp2", "tp2 / seq", "cp2", "cp2 / context=ulysses", "pp2 / 1f1b mb2", "fsdp2 / recompute=ops")
 LOW_EXPERTS = ("fsdp2 ep2", "tp2 ep2 / seq")
+NORMS = {"dp2 / fp64": 1e-11, "fsdp2 / fp64": 1e-11, "dp2 / bf16": 5e-3, "fsdp2 / bf16": 5e-3}
+"""Plans over batch norms, whose statistics are those of all rows, and what is allowed of a loss."""
 SIZES = {
     **{"vocab_size": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
     **{"dim": 256, "ffn_dim": 512, "max_seq_len": 256},
@@ -52,6 +56,7 @@ def check_ranks(device: str, *, few: bool) -> Iterator[str]:
         sizes = TINY if few else SIZES
         yield from _low("decoder", LOW[:1] if few else LOW, device, world, sizes)
         yield from _low("experts", () if few else LOW_EXPERTS, device, world, sizes)
+        yield from () if few else _norms(device, world)
     finally:
         world.close()
 
@@ -79,6 +84,35 @@ def _low(kind: str, texts: tuple[str, ...], device: str, world: World, sizes: di
         worst = max(abs(ours - theirs) / theirs for ours, theirs in zip(found, truth, strict=True))
         word = "ok  " if worst <= ALLOWED and found[-1] < found[0] else "FAIL"
         yield f"{word} {kind} under {plan}: loss {worst:.1e} from one process, allowed {ALLOWED:.0e}"
+
+
+def _norms(device: str, world: World) -> Iterator[str]:
+    for text, allowed in NORMS.items():
+        shared = {BACKEND: HOST} if device != "cpu" else {}
+        plain = world(1, of_pictures, text.split(" / ")[1], device)[0]
+        found = world(2, of_pictures, text, device, timeout_s=120, **shared)[0]
+        worst = max(abs(ours - theirs) / theirs for ours, theirs in zip(found, plain, strict=True))
+        word = "ok  " if worst <= allowed and found[-1] < found[0] else "FAIL"
+        yield f"{word} batch norms under {text}: loss {worst:.1e} from one process, allowed {allowed:.0e}"
+
+
+def of_pictures(text: str, device: str) -> list[float]:
+    """In a rank: losses of five steps of a small residual network on the same 32 pictures."""
+    torch.use_deterministic_algorithms(True)
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan, device=device) as mesh:
+        placed = sw.apply(small_resnet, plan, mesh, seed=0)
+        step = sw.make_step(sw.TrainState(placed, sw.adamw(placed, lr=1e-3)), loss_fn, clip=1.0)
+        draw = torch.Generator().manual_seed(0)
+        pictures, labels = torch.randn(32, 3, 64, 64, generator=draw), torch.randint(10, (32,), generator=draw)
+        own = [rows.to(mesh.device).chunk(mesh.batch.size)[mesh.batch.rank] for rows in (pictures, labels)]
+        return [step({"input": own[0], "labels": own[1]}).loss for _ in range(5)]
+
+
+def small_resnet() -> nn.Module:
+    """Four residual blocks with batch norms."""
+    blocks = (Bottleneck(64, 16, 1), Bottleneck(64, 16, 1), Bottleneck(64, 32, 2), Bottleneck(128, 32, 1))
+    return nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
 def losses(kind: str, text: str, device: str, sizes: dict[str, int]) -> list[float]:

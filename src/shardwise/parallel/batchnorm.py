@@ -97,6 +97,8 @@ class _Forward:
         """What `torch.nn.functional.batch_norm` does, over all ranks; and whether there were rows that count."""
         if call.training:
             counts = 0.0 if self.padding.now else 1.0  # padding takes part in the sums, with nothing
+            if self.group is None and counts and x.numel() > x.shape[1]:  # of one value torch has no variance
+                return _alone(x, call), True
             with torch.no_grad():
                 mean, variance, count = found = self.statistics(_wide(x), counts)
             if counts or count:
@@ -121,9 +123,6 @@ class _Forward:
         """
         dims = _dims(x)
         here = x.new_full((1,), counts * x.numel() / x.shape[1])
-        if self.group is None and counts:
-            variance, mean = torch.var_mean(x, dims, correction=0)
-            return mean, variance, here
         total = self.sum_of(torch.cat([x.sum(dims) * counts, here]))
         count = total[-1].detach()
         mean = total[:-1] / count
@@ -183,9 +182,30 @@ class _OverRanks(TorchFunctionMode):
         return (self.norm.batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _alone(x: torch.Tensor, call: _Call) -> torch.Tensor:
+    """By torch's own kernels, which take weights and statistics of fp32 beside a half type, and of no other mixture."""
+    kind, momentum = _kind(x), call.momentum
+    weight, bias = (None if each is None else each.to(kind) for each in (call.weight, call.bias))
+    kept = [each for each in (call.running_mean, call.running_var) if each is not None]
+    is_apart = any(each.dtype != kind for each in kept) or isinstance(momentum, torch.Tensor)
+    if is_apart:
+        mean, variance, momentum = *torch.zeros(2, x.shape[1], dtype=kind, device=x.device), 1.0
+    else:
+        mean, variance = kept or (None, None)
+    y = torch.batch_norm(x, weight, bias, mean, variance, True, momentum, call.eps, torch.backends.cudnn.enabled)
+    if is_apart:
+        for running, found in zip(kept, (mean, variance), strict=True):
+            running.lerp_(found.to(running.dtype), call.momentum)
+    return y
+
+
+def _kind(x: torch.Tensor) -> torch.dtype:
     """Half types: statistics are taken and kept in fp32."""
-    return x if x.element_size() >= 4 else x.float()
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_kind(x))
 
 
 def _dims(x: torch.Tensor) -> list[int]:
@@ -199,7 +219,7 @@ def _shape(x: torch.Tensor) -> list[int]:
 
 
 class _Normalised(torch.autograd.Function):
-    """Normalised by the statistics of all ranks: only `x` is kept, in its own type. One rank runs torch's kernels."""
+    """Normalised by the statistics of all ranks: only `x` is kept, in its own type."""
 
     @staticmethod
     def forward(
@@ -211,8 +231,6 @@ class _Normalised(torch.autograd.Function):
         norm: _Forward,
     ) -> torch.Tensor:
         (mean, variance, _), (_, eps) = found, terms
-        if norm.group is None:
-            return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
         scale, shape = torch.rsqrt(variance + eps), _shape(x)  # centred first: there may be two rows
         return (_wide(x) - mean.view(shape)).mul_((weight * scale).view(shape)).add_(bias.view(shape)).to(x.dtype)
 
@@ -232,9 +250,6 @@ class _Normalised(torch.autograd.Function):
             found = iter(torch.autograd.grad(y, wanted, grads, create_graph=True))
             return *(next(found) if tensor.requires_grad else None for tensor in (x, weight, bias)), *[None] * 3
         scale, shape = torch.rsqrt(variance + eps), _shape(x)
-        if norm.group is None and ctx.counts:
-            fused, every = torch.ops.aten.native_batch_norm_backward, [True, True, True]
-            return *fused(grads[0], x, weight, None, None, mean, scale, True, eps, every), *[None] * 3
         dims, slope, centred = _dims(x), _wide(grads[0]), _wide(x) - mean.view(shape)
         to_bias, to_weight = slope.sum(dims), (slope * centred).sum(dims) * scale
         # every rank has a share in the statistics; centred first: of two rows next to nothing is left
