@@ -101,7 +101,7 @@ APPLIED: dict[str, Callable[[], tuple[Any, str, dict[str, Any]]]] = {
     "module.rows-together": lambda: (lambda: nn.Embedding(4, 4, max_norm=1.0), "fsdp2", {}),
     "module.parameter-layout": lambda: (transposed, "fsdp2", {}),
     "module.moves-at-forward": lambda: (spectral, "dp1 / mb2", {}),
-    "module.statistics-twice": lambda: (lambda: Chain("statistics"), "recompute=blocks", {}),
+    "module.statistics-twice": lambda: (lambda: Chain("statistics"), "compile / recompute=blocks", {}),
     "module.tp-divides": lambda: (DECODER, "tp4", {}),
     "module.rule-kind": lambda: refused_rules("type"),
     "module.mixed-rules": lambda: refused_rules("siblings"),
@@ -151,8 +151,10 @@ ELSEWHERE = {
     "module.unused",
     "module.tokens-in-rows",
     "module.weights-in-loss",
+    "module.written-late",
 }
-"""What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py; or a forward under `seq`:
+"""What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py,
+test_reruns.py; or a forward under `seq`:
 tests/fake/test_mixing.py."""
 
 

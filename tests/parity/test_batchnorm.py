@@ -141,7 +141,11 @@ def check(world: Any, plan: str, case: Case) -> None:
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(
-    "plan", ["dp1", "dp2", "dp4", "fsdp2", "fsdp4 / zero1", "dp2 fsdp2", "pp2 / gpipe mb1", "pp2 dp2 / gpipe mb1"]
+    "plan",
+    [
+        *("dp1", "dp2", "dp4", "fsdp2", "fsdp4 / zero1", "dp2 fsdp2", "pp2 / gpipe mb1", "pp2 dp2 / gpipe mb1"),
+        *("recompute=blocks", "dp2 / recompute=ops", "fsdp2 / recompute=blocks", "pp2 dp2 / gpipe mb1 / recompute=ops"),
+    ],
 )
 def test_equals_one_process(world, plan: str) -> None:
     check(world, plan, Case())
@@ -162,7 +166,13 @@ def test_ranks_without_rows_count_in_no_statistics(world, plan: str) -> None:
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp2 / zero1 / mb3", "dp2 fsdp2 / mb2", "pp2 dp2 / 1f1b mb2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 / mb2", "fsdp2 / zero1 / mb3", "dp2 fsdp2 / mb2", "pp2 dp2 / 1f1b mb2"),
+        "pp2 dp2 / 1f1b mb2 / recompute=blocks",
+    ],
+)
 def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> None:
     # both rows are in the first micro-batch, one on each rank; a norm of two numbers leaves nothing but rounding
     check(world, plan, Case(rows=2, batch=2, steps=2, last="none"))

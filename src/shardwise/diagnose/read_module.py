@@ -25,11 +25,13 @@ from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, blocks_of
 from shardwise.model.tracer import copy_module, find_blocks, tensors_in
+from shardwise.parallel.blocks import own_blocks, refuse_running_statistics
 from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
 from shardwise.parallel.limits import refuse_limits
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Plan
+from shardwise.plan.rows_modules import COMPILED_RECOMPUTE
 from shardwise.testing.fake import fake_world
 
 LONGEST = 512
@@ -316,9 +318,16 @@ def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "
         plan = Plan.parse(text).with_(blocks=blocks)
         with fake_world(plan.world), open_mesh(plan, device="cpu") as mesh:
             try:
-                place(_another(blueprint, factory), plan, mesh, sample=sample)
+                placed = place(_another(blueprint, factory), plan, mesh, sample=sample)
             except (ShardwiseError, SystemExit) as error:
                 refused[axis] = getattr(error, "row", "") or str(error).partition(";")[0]
+    if "recompute" not in refused:
+        try:
+            refuse_limits(blueprint.module, plan.with_(compile=True))
+            for name, block in own_blocks(placed):
+                refuse_running_statistics(name, block)
+        except ModelError as error:
+            refused[COMPILED_RECOMPUTE] = error.row
     return refused
 
 

@@ -14,6 +14,7 @@ from shardwise.errors import ModelError
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed, RandomKeys
+from shardwise.parallel.reruns import Reruns
 from shardwise.parallel.stage import StageModule
 from shardwise.parallel.torch_private import COSTLY_OPERATIONS
 from shardwise.plan.plan import Plan, Recompute
@@ -52,7 +53,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     """Recompute the chosen blocks in the backward pass, and keep saved activations in host memory if asked.
 
     Raises:
-        ModelError: the plan recomputes blocks, and the model shows none, or one keeps running statistics.
+        ModelError: the plan recomputes blocks, and the model shows none, or they are compiled and one keeps running
+            statistics.
     """
     if plan.recompute.mode == "none" and not plan.offload.activations:
         return placed
@@ -69,7 +71,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     for name, block in own_blocks(placed):
         forward: Callable[..., Any] = block.forward
         if name in chosen:
-            _check_no_running_statistics(name, block)
+            if plan.compile:
+                refuse_running_statistics(name, block)
             # a compiled block does not draw itself; its name in the code would compile each block apart
             if placed.randomness is not None and not plan.compile:
                 placed.randomness.inside(name, block)
@@ -77,7 +80,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             options: dict[str, Any] = {"use_reentrant": False}
             if plan.recompute.mode == "ops":
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
-            forward = partial(_recomputed, placed.randomness, forward, options)
+            reruns = None if plan.compile else Reruns(name, block)  # what looks at values would be compiled
+            forward = partial(_recomputed, placed.randomness, reruns, forward, options)
         if plan.offload.activations:
             forward = partial(_offloaded, forward, mesh.device.type != "cpu")
         # an attribute of the instance: the class, the names and the state dict stay the user's
@@ -85,25 +89,36 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     return placed
 
 
-def _check_no_running_statistics(name: str, block: nn.Module) -> None:
+def refuse_running_statistics(name: str, block: nn.Module) -> None:
+    """Of a compiled block that is recomputed: `Reruns` looks at values, which the compiler cannot.
+
+    Raises:
+        ModelError: it has a batch norm with running statistics.
+    """
     for inner, module in block.named_modules():
         if isinstance(module, BatchNorm) and module.track_running_stats:
             raise ModelError(
                 f"recompute_blocks: {name}.{inner} is a {type(module).__name__} with running statistics, which "
-                "computing the block twice would update twice; leave the block out (recompute=everyN or a ratio), or "
-                "drop recompute",
+                "computing the compiled block twice would update twice; leave the block out (recompute=everyN or a "
+                "ratio), or drop recompute or compile",
                 row="module.statistics-twice",
             )
 
 
 def _recomputed(
-    randomness: RandomKeys | None, forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
+    randomness: RandomKeys | None,
+    reruns: Reruns | None,
+    forward: Callable[..., Any],
+    options: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Where randomness is keyed the second forward draws the same numbers, and torch's generators need no saving."""
     replayed = randomness.replayed(forward) if randomness is not None else None
-    if replayed is None:
-        return checkpoint(forward, *args, **options, **kwargs)
-    return checkpoint(replayed, *args, preserve_rng_state=False, **options, **kwargs)
+    if replayed is not None:
+        options = options | {"preserve_rng_state": False}
+    run = replayed or forward
+    return checkpoint(run if reruns is None else reruns.of(run), *args, **options, **kwargs)
 
 
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -52,10 +52,11 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
                 "micro-batches: make them dense (sparse=False), the same numbers beside zeros",
                 row="module.sparse-gradient",
             )
-        if moves_at_forward(module) and (plan.batch.micro_batches > 1 or plan.recompute.mode != "none"):
+        twice = plan.recompute.mode != "none" and plan.compile
+        if moves_at_forward(module) and (plan.batch.micro_batches > 1 or twice):
             raise ModelError(
                 f"{name or 'the model'} has a spectral norm, which moves at every forward: `{plan}` makes more of them "
-                "in a step than one process; use a plan with one micro-batch and without recompute, or "
+                "in a step than one process; use a plan with one micro-batch, recompute no compiled blocks, or take "
                 "torch.nn.utils.parametrizations.weight_norm",
                 row="module.moves-at-forward",
             )

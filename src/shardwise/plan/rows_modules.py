@@ -30,10 +30,14 @@ MODULES: Mapping[str, str] = {
     "module.unused": "dp without `find-unused`: parameters that forward does not use in a step; DDP waits for all.",
     "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
-    "module.moves-at-forward": "several micro-batches, recompute: spectral norms; their vectors move at every forward.",
+    "module.moves-at-forward": "several micro-batches, recompute of compiled blocks: spectral norms; their vectors "
+    "move at every forward.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",
     "module.two-chains": "pp, cp, seq: an encoder and a decoder; each block of the second takes the first's output.",
-    "module.statistics-twice": "recompute: a block with running statistics, which a second forward would update twice.",
+    "module.statistics-twice": "recompute of compiled blocks: one with running statistics, which a second forward "
+    "would update twice.",
+    "module.written-late": "recompute: a buffer that forward writes in some steps, and not in the first; of what it "
+    "was nobody has a copy.",
     "module.tp-divides": "tp: a dim, or a number of heads, that the degree does not divide.",
     "module.rule-kind": "tp: a rule on a module of another kind than the rule is for.",
     "module.mixed-rules": "tp: split and whole outputs side by side in one module; split heads would meet wrong ones.",
@@ -68,6 +72,8 @@ MODULES: Mapping[str, str] = {
 
 READ, _row = table()
 
+COMPILED_RECOMPUTE = "recompute of compiled blocks"
+"""What a module may lack that can have each of the two."""
 _AXES = ("pp", "cp", "tp", "ep", "dp_replicate", "dp_shard")
 
 
@@ -79,8 +85,8 @@ def used(plan: Plan, left_out: tuple[tuple[str, str], ...]) -> dict[str, str]:
 def _has(plan: Plan, word: str) -> bool:
     if word in _AXES:
         return bool(getattr(plan.axes, word) > 1)
-    if word == "recompute":
-        return plan.recompute.mode != "none"
+    if word in ("recompute", COMPILED_RECOMPUTE):
+        return plan.recompute.mode != "none" and (plan.compile or word == "recompute")
     if word == "accumulation":
         return plan.batch.micro_batches > 1
     return (word == "compile" and plan.compile) or (word == "offload-activations" and plan.offload.activations)
@@ -121,4 +127,5 @@ def _without(plan: Plan, words: Mapping[str, str]) -> Plan:
         plan = change(plan, tensor__sequence=False, tensor__loss=False)
     recompute = Recompute() if "recompute" in words else plan.recompute
     offload = Offload(state=plan.offload.state) if "offload-activations" in words else plan.offload
-    return plan.with_(recompute=recompute, offload=offload, compile=plan.compile and "compile" not in words)
+    compiles = plan.compile and not {"compile", COMPILED_RECOMPUTE} & words.keys()
+    return plan.with_(recompute=recompute, offload=offload, compile=compiles)

@@ -1,0 +1,110 @@
+"""Blocks whose forward writes buffers, computed again in the backward pass: as where they are computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from tests.parity import grid
+
+WIDTH, ROWS, STEPS = 6, 8, 3
+
+
+class Writing(nn.Module):
+    """Counts, moves a centre that it uses, puts another buffer in the place of one, and has a batch norm."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.register_buffer("level", torch.zeros(WIDTH))
+        self.register_buffer("seldom", torch.zeros(()))
+        self.late = late
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) - self.centre
+        if self.training:
+            with torch.no_grad():
+                if self.late and self.count == 1:
+                    self.seldom.add_(1)
+                self.count.add_(1)
+                self.centre.mul_(0.9).add_(y.mean(0), alpha=0.1)
+                self.level = self.level * 0.5 + y.std(0)
+        return x + self.norm(torch.tanh(y) * (1 + self.level))
+
+
+class Net(nn.Module):
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Writing(late) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.spectral_norm
+        self.layers = nn.ModuleList(nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run(text: str, kind: type[nn.Module] = Net, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Loss and gradient norm of each step; parameters and buffers of this rank behind them."""
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh:
+        draw = torch.Generator().manual_seed(1)
+        rows = torch.randn(STEPS, ROWS, WIDTH, generator=draw, dtype=torch.float64)
+        placed = sw.apply(lambda: kind(**words), plan, mesh, seed=0, sample=rows[0, :2])
+        step = sw.make_step(sw.TrainState(placed, sw.adamw(placed, lr=1e-2)), lambda y, _: sw.mean_over(y.square()))
+        said = [step(batch.chunk(mesh.batch.size)[mesh.batch.rank]) for batch in rows]
+        found = {name: grid.whole(tensor) for name, tensor in placed.named_parameters().items()}
+        found |= {name: buffer.clone() for name, buffer in placed.named_buffers().items()}
+        return [number for metrics in said for number in (metrics.loss, metrics.grad_norm)], found
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    ("plan", "like"),
+    [
+        ("mb2 / recompute=blocks", "mb2"),
+        ("recompute=ops", "dp1"),
+        ("recompute=every2", "dp1"),
+        ("pp2 / 1f1b mb2 / recompute=blocks", "mb2"),
+        ("pp2 / zero-bubble-v mb2 / recompute=blocks", "mb2"),
+        ("recompute=blocks / offload=activations", "dp1"),
+    ],
+)
+def test_what_forward_writes_is_written_once(world: Any, plan: str, like: str) -> None:
+    [(expected, state)] = world(1, run, like)
+    for numbers, found in world(sw.Plan.parse(plan).world, run, plan):
+        assert numbers == pytest.approx(expected, rel=1e-12)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-11, atol=1e-13, msg=name)
+    assert state["layers.0.count"] == STEPS * (2 if "mb2" in like else 1)
+
+
+def test_vectors_of_a_spectral_norm_move_once(world: Any) -> None:
+    [(expected, state)], [(numbers, found)] = (
+        world(1, run, text, Spectral) for text in ("dp1", "recompute=blocks")
+    )  # fmt: skip
+    assert numbers == expected and all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_a_buffer_that_is_written_late_is_refused(world: Any) -> None:
+    with pytest.raises(ModelError, match=r"forward of layers.0 has written its buffer layers.0.seldom, .*first run"):
+        run("recompute=blocks", late=True)
