@@ -15,7 +15,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Pipe
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.parallel.backward_torch_private import backward_to_inputs, backward_to_weights
-from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors, put_parameter
+from shardwise.parallel.module_torch_private import (
+    copy_together,
+    has_forward_pre_hook,
+    hook_first,
+    map_tensors,
+    put_parameter,
+)
 from shardwise.parallel.torch_private import (
     SCHEDULE_CLASSES,
     behind_backward,
@@ -126,6 +132,12 @@ def test_tensors_in_containers_are_mapped_as_fully_shard_does() -> None:
         "a": [torch.full((1,), 2.0), None, "b"],
         "c": (torch.ones(1),),
     }
+
+
+def test_tensors_are_copied_together_into_another_type() -> None:
+    into = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros((), dtype=torch.bfloat16)]
+    copy_together(into, [torch.tensor([1.0, 2.0]), torch.tensor(3.0)])
+    assert [t.tolist() for t in into] == [[1.0, 2.0], 3.0]
 
 
 def test_a_tensor_in_the_place_of_a_parameter_is_what_forward_reads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.utils import weight_norm
 from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -237,3 +239,38 @@ def test_the_head_of_a_compiled_model_is_run_again(world) -> None:
     world.preload("torch._inductor.codegen.triton")
     first, second = world(1, compiled_root)[0]
     assert second < first
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Unused(nn.Module):
+    """Many small weights, of which forward leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.spare = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(8)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            x = x + norm(x)
+        return x
+
+
+def test_small_weights_are_cast_together_and_one_that_is_not_used_has_no_gradient() -> None:
+    with sw.open_mesh(sw.Plan.parse("bf16")) as mesh:
+        placed = sw.apply(Unused, sw.Plan.parse("bf16"), mesh, seed=0)
+        with _Counting() as mode:
+            placed.module(torch.randn(ROWS, WIDTH)).sum().backward()
+        grads = {name: parameter.grad for name, parameter in placed.named_parameters().items()}
+        assert grads.pop("spare") is None and all(grad.dtype == torch.float32 and grad.any() for grad in grads.values())
+        assert (
+            mode.calls["_foreach_copy_"] == 16 and mode.calls["_to_copy"] == 2
+        )  # of eight units there and back; input, lone weight

@@ -15,15 +15,18 @@ import torch
 from torch import nn
 
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.module_torch_private import has_forward_pre_hook, hook_first, map_tensors
+from shardwise.parallel.module_torch_private import copy_together, has_forward_pre_hook, hook_first, map_tensors
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.precision import mixed_precision, ruled_modules
-from shardwise.parallel.repeating import Cast, Places, Repeating, cast_forward, put_back, put_casts
+from shardwise.parallel.repeating import Cast, CastAll, Places, Repeating, cast_forward, put_back, put_casts
 from shardwise.parallel.tensor_hooks import wrap_forward
 from shardwise.parallel.units import groups_in
 from shardwise.parallel.written import watched
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.plan import Plan
+
+SMALL = 2**18
+"""Numbers of a tensor that a device casts before its host has started the next kernel."""
 
 
 def cast_weights(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
@@ -52,15 +55,16 @@ def _cast_units(placed: Placed, plan: Plan) -> Placed:
                 continue
             if not plan.compile:  # what looks at values would be compiled
                 wrap_forward(unit, watched(unit, names[unit], units))
-            places, to_compute = _places(unit, units), partial(_to, policy.param_dtype)
+            places, inputs = _places(unit, units), partial(_to, policy.param_dtype)
+            to_compute = partial(_each_to if plan.compile else _all_to, policy.param_dtype)
             if plan.compile and unit is not part.root:  # no state of its own, which would compile each block apart
-                wrap_forward(unit, partial(cast_forward, places, to_compute))
+                wrap_forward(unit, partial(cast_forward, places, to_compute, inputs))
             else:
-                wrap_forward(unit, Repeating(places, to_compute, running, compiles=plan.compile))
+                wrap_forward(unit, Repeating(places, to_compute, inputs, running, compiles=plan.compile))
             if policy.output_dtype is not None:
                 wrap_forward(unit, partial(_cast_output, policy.output_dtype))
             if has_forward_pre_hook(unit):
-                _cast_for_hooks(unit, places, to_compute)
+                _cast_for_hooks(unit, places, to_compute, inputs)
     return placed
 
 
@@ -84,13 +88,13 @@ def _cast_output(dtype: torch.dtype, forward: Any, *args: Any, **kwargs: Any) ->
     return map_tensors(partial(_to, dtype), forward(*args, **kwargs))
 
 
-def _cast_for_hooks(unit: nn.Module, places: Places, to_compute: Cast) -> None:
+def _cast_for_hooks(unit: nn.Module, places: Places, to_compute: CastAll, inputs: Cast) -> None:
     """Let hooks before a unit's forward see what forward sees: that of `weight_norm` makes a weight of parameters."""
     kept: list[list[torch.Tensor]] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         kept.append(put_casts(places, to_compute))
-        return map_tensors(to_compute, args), map_tensors(to_compute, kwargs)
+        return map_tensors(inputs, args), map_tensors(inputs, kwargs)
 
     def end(*_: Any) -> None:
         put_back(places, kept.pop())
@@ -101,3 +105,39 @@ def _cast_for_hooks(unit: nn.Module, places: Places, to_compute: Cast) -> None:
 
 def _to(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _each_to(dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One by one: the compiler puts them together."""
+    return [_to(dtype, tensor) for tensor in tensors]
+
+
+def _all_to(dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The small ones of fp32 together."""
+    small = [i for i, each in enumerate(tensors) if each.dtype == torch.float32 and each.numel() <= SMALL]
+    if len(small) < 2:
+        return _each_to(dtype, tensors)
+    apply: Any = _Together.apply  # torch does not annotate it
+    found = dict(zip(small, apply(dtype, *(tensors[i] for i in small)), strict=True))
+    return [found[i] if i in found else _to(dtype, each) for i, each in enumerate(tensors)]
+
+
+class _Together(torch.autograd.Function):
+    """Casts of several tensors of one type by one kernel, and those of their gradients."""
+
+    @staticmethod
+    def forward(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        casts = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+        copy_together(casts, list(tensors))
+        return tuple(casts)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)  # a weight that forward did not use has none
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        apply: Any = _Together.apply  # and so it can be derived in turn
+        found = iter(apply(ctx.dtype, *(grad for grad in grads if grad is not None)))
+        return None, *(None if grad is None else next(found) for grad in grads)

@@ -45,3 +45,8 @@ def hook_first(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool
     hooks = list(module._forward_pre_hooks.items())
     module._forward_pre_hooks.clear()
     module._forward_pre_hooks.update(hooks)
+
+
+def copy_together(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy each into its place, cast where types differ: `torch._foreach_copy_`, one kernel for all of two types."""
+    torch._foreach_copy_(into, tensors)

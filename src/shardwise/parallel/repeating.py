@@ -14,15 +14,15 @@ from shardwise.parallel.module_torch_private import map_tensors, put_parameter
 from shardwise.parallel.torch_private import behind_backward, in_backward, saving_hook
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
+CastAll = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Places = tuple[tuple[tuple[nn.Module, str], ...], ...]
 """Of each parameter: the modules that have it, and by what name."""
 
 
-def put_casts(places: Places, to_compute: Cast) -> list[torch.Tensor]:
+def put_casts(places: Places, to_compute: CastAll) -> list[torch.Tensor]:
     """Put casts in the place of parameters; returns these."""
     kept = [cast(torch.Tensor, module._parameters[key]) for (module, key), *_ in places]
-    for parameter, sites in zip(kept, places, strict=True):
-        value = to_compute(parameter)
+    for value, sites in zip(to_compute(kept), places, strict=True):
         for module, key in sites:
             put_parameter(module, key, value)
     return kept
@@ -35,11 +35,11 @@ def put_back(places: Places, kept: list[torch.Tensor]) -> None:
             put_parameter(module, key, parameter)
 
 
-def cast_forward(places: Places, to_compute: Cast, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def cast_forward(places: Places, to_compute: CastAll, inputs: Cast, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Call forward with cast inputs, while casts are in the place of parameters."""
     kept = put_casts(places, to_compute)
     try:
-        return forward(*map_tensors(to_compute, args), **map_tensors(to_compute, kwargs))
+        return forward(*map_tensors(inputs, args), **map_tensors(inputs, kwargs))
     finally:
         put_back(places, kept)
 
@@ -53,9 +53,12 @@ class Repeating:
     Cost: of such a unit one more cast of its weights in each backward pass, which live until it ends.
     """
 
-    def __init__(self, places: Places, to_compute: Cast, running: list[Repeating], *, compiles: bool) -> None:
+    def __init__(
+        self, places: Places, to_compute: CastAll, inputs: Cast, running: list[Repeating], *, compiles: bool
+    ) -> None:
         """`running`: the units that are called, innermost last; `compiles`: modules inside may be, so hooks must do."""
-        self.places, self.to_compute, self.running, self.compiles = places, to_compute, running, compiles
+        self.places, self.to_compute, self.inputs = places, to_compute, inputs
+        self.running, self.compiles = running, compiles
         self.repeats: bool | None = None
         self.kept: list[torch.Tensor] | None = None
         """The parameters, while a backward pass has their casts in their place."""
@@ -65,12 +68,14 @@ class Repeating:
         if self.kept is not None and not in_backward():  # of a backward pass that did not come to its end
             self.end()
         looks = self.repeats is None and torch.is_grad_enabled() and not in_backward()
+        kept = put_casts(self.places, self.to_compute)
         self.running.append(self)
         try:
             with self.looking(looks) as seen:
-                output = cast_forward(self.places, self.to_compute, forward, *args, **kwargs)
+                output = forward(*map_tensors(self.inputs, args), **map_tensors(self.inputs, kwargs))
         finally:
             self.running.pop()
+            put_back(self.places, kept)
         if looks:
             self.repeats = bool(seen)
         if self.repeats and torch.is_grad_enabled():

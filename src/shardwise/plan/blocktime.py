@@ -270,9 +270,8 @@ def _products(block: Block, *, biased: bool = False) -> int:
 
 
 def _casts(block: Block) -> int:
-    """Kernels that cast its parameters: those of products and norms."""
-    products = _products(block) + _products(block, biased=True)
-    return products + sum(op.name in ("norm", "qk-norm") for op in block.ops)
+    """Kernels that cast its parameters: one of each product's weight, and one of all that is small."""
+    return _products(block) + 1
 
 
 def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.parallel.module_torch_private import copy_together
 from shardwise.parallel.placed import Placed
 from shardwise.train.extra_state import ExtraState
 
@@ -33,7 +34,15 @@ class Buffers:
     def keep(self) -> None:
         """Remember them as they are; they are this rank's own, so nothing is communicated."""
         live = [held[key] for held, key in self._places]
-        self._kept = [_copy(buffer, before) for buffer, before in zip_longest(live, self._kept)]
+        self._kept = [_room(buffer, before) for buffer, before in zip_longest(live, self._kept)]
+        kinds: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for buffer, room in zip(live, self._kept, strict=True):
+            if type(buffer) is torch.Tensor and room is not None:
+                kinds.setdefault(buffer.dtype, []).append((room, buffer))
+            elif buffer is not None and room is not None:
+                room.copy_(buffer)
+        for pairs in kinds.values():
+            copy_together([room for room, _ in pairs], [buffer for _, buffer in pairs])
         self._kept_extra = self._extra.to_json()
 
     @torch.no_grad()
@@ -46,10 +55,10 @@ class Buffers:
         self._extra.restore(self._kept_extra)
 
 
-def _copy(buffer: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy of a buffer, in the memory of the last one where it has room."""
+def _room(buffer: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor | None:
+    """Memory for a copy of a buffer: that of the last one where it fits."""
     if buffer is None:
         return None
     if before is None or (before.shape, before.dtype, before.device) != (buffer.shape, buffer.dtype, buffer.device):
-        return buffer.detach().clone()
-    return before.copy_(buffer)
+        return torch.empty_like(buffer)
+    return before
