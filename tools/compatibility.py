@@ -29,8 +29,8 @@ by `make docs`.
 Float8 cells (`test_typed`) are held to 1e-6 of torchao in one process, with products that are emulated:
 [precision](precision.md#float8).
 
-Of `test_grid` and `test_float8` every fourth cell runs at every change, of `test_context` every second, of `test_pairs`
-every fifth, and of the families of Hugging Face a plan trains every fourth; all run in `make soak`.
+Of `test_grid` and `test_context` every fourth cell runs at every change, of `test_float8` every eighth, of `test_pairs`
+every tenth, and of the families of Hugging Face a plan trains every fourth; all run in `make soak`.
 Cells of `test_compiled_pairs` and `test_float8_compiled` compile for minutes each, so `make soak` runs them; so it does
 most of eight processes in `test_grid`, `test_pairs` and `test_context`, some of four in `test_grid`, and of
 `test_float8` most schedules and three with shards. All have passed.

@@ -60,7 +60,7 @@ def check(found: Profile, spec: ModelSpec, bound: float, *, repeats: bool) -> No
     assert 1 <= apart <= 1 + bound and 1 <= whole <= 1 + bound, (apart, whole)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("kind", SPECS)
 def test_reference_models(kind: str) -> None:
     found = describe(build(SPECS[kind]), torch.zeros(2, SEQ, dtype=torch.long))

@@ -65,7 +65,7 @@ def asked_of(model: str, **options: Any) -> Question:
     return question(model, "h100:8", seq=options.pop("seq", None), batch=8, tokens=None, **options)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", READ)
 def test_what_is_no_token_ids_alone_is_fed_and_read(tmp_path: Path, name: str) -> None:
     keys, blocks, length = READ[name]

@@ -151,7 +151,7 @@ def test_within_three_per_cent(plan: str, model: str) -> None:
     check_close(plan, model)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
@@ -239,7 +239,7 @@ def test_negative_control_another_zero_is_not_close() -> None:
     assert estimated("fsdp2 / recompute=blocks", "llama", 0) < 0.8 * traced("fsdp2", "llama", 0)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("text", "layers"),
     [

@@ -271,7 +271,7 @@ def test_stages_of_unlike_blocks_send_and_keep_what_is_theirs(plan: str, within:
     assert len(sent) > 1  # what each hands on is of its own size
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("plan", ["pp2 / 1f1b mb4", "pp2 / gpipe mb4 / bf16"])
 @pytest.mark.parametrize(
     "made",

@@ -329,7 +329,7 @@ CANNOT = [
 ]  # fmt: skip
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("verb", [estimate, explain], ids=lambda verb: verb.__name__)
 @pytest.mark.parametrize(("text", "model", "says"), CANNOT)
 def test_what_a_module_cannot_have_is_refused(here: Path, verb: object, text: str, model: str, says: str) -> None:

@@ -301,7 +301,7 @@ def test_experts_count_by_those_that_a_token_meets(stages: int) -> None:
         assert found == (0, 5)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("seq_len", [16, 512])
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def cells() -> list[Any]:
     return [*FAST, *(pytest.param(*cell, marks=pytest.mark.soak) for cell in rest)]
 
 
-@pytest.mark.share(9)
+@pytest.mark.share(18)
 @pytest.mark.parametrize(("model", "plan"), cells())
 def test_closed_form_is_near_the_trace(model: str, plan: str) -> None:
     made, parsed, seq = factory(model), Plan.parse(plan), SEQ.get(model, 64)

@@ -131,7 +131,7 @@ def check_equal(text: str, model: str, ranks: set[int]) -> None:
         assert mine == theirs, [(tuple(key), mine.get(key), theirs.get(key)) for key in sorted(differing, key=str)]
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(("plan", "model"), FAST)
 def test_closed_form_equals_the_trace(plan: str, model: str) -> None:
     check_equal(plan, model, {Plan.parse(plan).world - 1})

@@ -86,7 +86,7 @@ def test_messages_equal_the_trace(plan: str, model: str, optimizer: str) -> None
     check(plan, model, optimizer)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS}.difference(SENDING)))
 def test_the_others_send_nothing(optimizer: str) -> None:
     check("fsdp2 tp2", "llama", optimizer)

@@ -42,7 +42,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", cells(PLANS, {PLANS[7], PLANS[10], PLANS[6]}))  # larger worlds of the same pairs
 def test_every_plan_trains_as_one_process_does(world, plan: str) -> None:
     check(world, plan, "decoder", "fp64")
@@ -207,7 +207,7 @@ CASES = [
 ]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(("text", "model", "batches"), CASES)
 def test_uneven_lengths_documents_masks_and_batches(world, text: str, model: str, batches: list[Any]) -> None:
     assert difference(world, text, model, batches) <= 1e-11

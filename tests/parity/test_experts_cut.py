@@ -32,7 +32,7 @@ moe_models.MODELS |= {
 """Two experts; 4 shards divide no rows of the second one's `w1` and `w3`, but their columns."""
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("plan", "model"),
     [

@@ -70,7 +70,7 @@ def truth(world: World) -> dict[str, list[list[int]]]:
     return world(1, alone)[0]
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_draws_what_one_process_draws(world: World, plan: str) -> None:
     wanted = truth(world)

@@ -105,7 +105,7 @@ def compare(ranks: list[dict[str, torch.Tensor]], truth: dict[str, torch.Tensor]
     assert seen == set(truth)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("plan", PLANS)
 def test_groups_average_and_frozen(world, plan: str) -> None:
     compare(world(sw.Plan.parse(plan).world, trained, plan), truth(world))

@@ -38,7 +38,7 @@ def skip(text: str, bad: int | None) -> dict[str, Any]:
         return {"skipped": skipped, "kept": kept, "count": state.skipped, "step": state.step, "end": before}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_skip(world, plan: str) -> None:
     size = sw.Plan.parse(plan).world

@@ -22,7 +22,7 @@ LARGE = [plan for plan in PLANS if Plan.parse(plan).world == 8]
 SOAK = set(LARGE) - set(LARGE[::8])
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(10)
 @pytest.mark.parametrize("plan", test_grid.cells([*PLANS], SOAK))
 def test_pairs(world, plan: str) -> None:
     check(world, plan)

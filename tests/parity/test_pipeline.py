@@ -360,7 +360,7 @@ def forwards_per_block(case: Case) -> dict[str, int]:
         return runs
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("model", ["tower8", "tower8-repeated"])
 @pytest.mark.parametrize("kind", ZERO_BUBBLE)
 def test_a_divided_backward_recomputes_a_block_once(world: World, kind: str, model: str) -> None:

@@ -90,7 +90,7 @@ def assert_close(trace: grid.Trace, truth: grid.Trace, scale: float = 1.0) -> No
     assert all(worst[kind] <= limit for kind, limit in limits.items()), worst
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure"])
 def test_near_fp32_on_every_mesh(world, plan: str, precision: str) -> None:

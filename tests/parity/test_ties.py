@@ -95,7 +95,7 @@ def check(world, plan: str, model: str) -> None:
     assert max(worst.values()) <= 1e-11, worst
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     "plan",
     [

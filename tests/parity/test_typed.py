@@ -84,7 +84,7 @@ SOAK |= {"fsdp4 / fp8=emulate / reshard=2", "fsdp2 zero1 / fp8=rowwise-hp+emulat
 SOAK |= {"dp1 mb4 / fp8=emulate", "fsdp2 tp2 gbs4 / fp32 fp8=emulate / seq", "fsdp4 / fp8=gather+emulate"}
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("plan", test_grid.cells(FP8_PLANS, SOAK))
 def test_float8(world, plan: str) -> None:
     check(world, plan)

@@ -17,7 +17,7 @@ def ragged_truth(world) -> grid.Trace:
     return world(1, grid.reference, "decoder", "fp64", 16)[0]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("micro_batches", [1, 3, 7])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ragged_masks_under_accumulation(world, ranks: int, micro_batches: int) -> None:
@@ -55,7 +55,7 @@ def test_global_batch_not_divisible_by_ranks(world, plan: str) -> None:
     points.check(world, plan, Case(global_batch=7))
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("loss", list(points.LOSSES))
 @pytest.mark.parametrize("plan", ["dp2 / mb2", "fsdp4", "pp2 dp2 / 1f1b mb2"])
 def test_every_form_of_a_loss_with_uneven_rows(world, plan: str, loss: str) -> None:
