@@ -151,6 +151,8 @@ ELSEWHERE = {
     "module.unused",
     "module.tokens-in-rows",
     "module.weights-in-loss",
+    "module.copied",
+    "module.called-by-parts",
 }
 """What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py; or a forward under `seq`:
 tests/fake/test_mixing.py."""

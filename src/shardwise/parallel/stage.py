@@ -53,6 +53,8 @@ class Wiring:
 
     chain: Chain | None = None
     received: tuple[torch.Tensor, ...] = ()
+    is_running: bool = False
+    """The pipeline runs the stage's forward; a script may call the module by itself."""
 
 
 @dataclass
@@ -104,7 +106,15 @@ class PassThrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block would return, with the received tensors in it; or the end of this stage's forward."""
         chain, index = self.wiring.chain, self.block_index
-        assert chain is not None
+        if chain is None or not self.wiring.is_running:
+            raise ModelError(
+                f"{self.cut.blocks[index]}, which is on another pipeline stage, was called by itself: found a call of "
+                "the module, or of a method, by the script (in a loss function, or between steps), or a checkpoint "
+                "around several blocks that runs again; needed: sw.evaluate or sw.generate between steps, a "
+                "forward that returns all that the loss takes, checkpoints within blocks "
+                "(recompute=blocks), or a plan with pp1",
+                row="module.called-by-parts",
+            )
         if index > self.cut.last:
             arguments = {"args": args, "kwargs": kwargs}
             raise StageDone(tuple(at(arguments, path) for path in chain.links[index - 1].inputs))
@@ -159,6 +169,7 @@ class StageModule(nn.Module):
         """
         if self.cut.stage:
             self.wiring.received = tuple(_own(tensor) for tensor in received)
+        self.wiring.is_running = True
         try:
             randomness = self.randomness if self.training else None
             with randomness.at(self.feed.number(index)) if randomness is not None else nullcontext():
@@ -166,7 +177,7 @@ class StageModule(nn.Module):
         except StageDone as done:
             return tuple(self._sendable(tensor) for tensor in done.tensors)
         finally:
-            self.wiring.received = ()
+            self.wiring.received, self.wiring.is_running = (), False
         if not self.cut.is_last:
             raise ModelError(
                 f"pipeline stage {self.cut.stage}: forward returned without calling "
