@@ -359,7 +359,7 @@ class Store:
         with late_told(doing, peers):
             mine = (own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh))
             apart = self._peers_apart(state.mesh)
-            told = apart.gather(mine)
+            told = apart.meet(mine)
         self._findings += told[0][3].check()
         forgotten = state.forgets() if isinstance(state, Forgetful) else ""
         if forgotten not in ("", self._forgotten):
