@@ -458,3 +458,11 @@ def test_parts_of_a_module_that_are_called_by_themselves_are_refused(world: Worl
         torch.testing.assert_close(registered, alone[1], rtol=1e-11, atol=1e-13)
     for rank, (told, _) in enumerate(world(2, encoded, "pp2 / 1f1b mb2")):
         assert told.startswith(f"[module.called-by-parts] blocks.{1 - rank}, which is on another pipeline stage")
+    with pytest.raises(WorldError, match="a pipeline's stage was called by itself"):
+        world(2, run_alone)
+
+
+def run_alone() -> None:
+    plan = sw.Plan.parse("pp2 / 1f1b mb2")
+    with sw.open_mesh(plan) as mesh:
+        sw.apply(Headed, plan, mesh).parts[0].run(rows(0, 2))

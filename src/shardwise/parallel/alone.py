@@ -51,12 +51,12 @@ def watch_calls(placed: Placed) -> None:
 
     Cost: a microsecond per call of such a module: of those beside the blocks.
     """
-    for part in placed.parts:
+    for part in (part for part in placed.parts if isinstance(part.run, FSDPModule)):
         units = tuple(f"{name}." for name, m in part.root.named_modules() if name and isinstance(m, FSDPModule))
         for name, module in part.root.named_modules():
-            own = next(iter(module.parameters(recurse=False)), None)
-            if isinstance(own, DTensor) and name and not f"{name}.".startswith(units):
-                key = next(iter(dict(module.named_parameters(recurse=False))))
+            sharded = ((k, p) for k, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and p.dim())
+            key, own = next(sharded, ("", None))
+            if own is not None and name and not f"{name}.".startswith(units):
                 module.register_forward_pre_hook(partial(_check_gathered, name, key, own))
 
 
