@@ -35,7 +35,7 @@ class Plain:
             "index": lambda axis: rank if axis == "dp_replicate" else 0,
         }
         whole = {"rank": rank, "world": world, "device": torch.device("cpu"), "at_exit": [], **place}
-        self.mesh: Any = SimpleNamespace(check_open=lambda _: None, **whole)
+        self.mesh: Any = SimpleNamespace(check_open=lambda _: None, timeout_s=600.0, **whole)
         plan = Plan.parse(f"dp{world}")
         self.placed: Any = SimpleNamespace(plan=plan, mesh=self.mesh)
 

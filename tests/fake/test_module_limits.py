@@ -152,10 +152,11 @@ ELSEWHERE = {
     "module.tokens-in-rows",
     "module.weights-in-loss",
     "module.written-late",
+    "module.copied",
+    "module.called-by-parts",
 }
-"""What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py,
-test_reruns.py; or a forward under `seq`:
-tests/fake/test_mixing.py."""
+"""What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py, test_reruns.py; or a
+forward under `seq`: tests/fake/test_mixing.py."""
 
 
 def test_the_ids_that_the_package_raises_are_those_of_the_table_and_of_the_examples() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -101,6 +103,22 @@ class Bootstrapped(nn.Module):
         return self.online(x) - target
 
 
+class Counting(nn.Module):
+    """A block whose norm averages all batches (it divides by their count), and whose gradient a hook halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), Around(WIDTH, momentum=None)  # type: ignore[arg-type]  # torch's stub
+        self.register_full_backward_hook(lambda module, to_input, to_output: tuple(0.5 * each for each in to_input))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.inner(x)))
+
+
+def counting() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Counting(), Counting()), nn.Linear(WIDTH, 2))
+
+
 SEEN: list[Tensor] = []
 
 
@@ -183,6 +201,7 @@ def trained(
         (converted, squares, "dp2"),
         (Taught, squares, "dp2 / mb2"),
         (Chain, squares, "pp2 / 1f1b mb2"),
+        (counting, squares, "pp2 / gpipe mb1"),
         (Bootstrapped, squares, "fsdp2"),
         (watched, of_features, "dp2"),
     ],
@@ -380,3 +399,70 @@ def test_a_batch_of_another_kind_is_refused_by_what_it_is() -> None:
 class Sample:
     def __init__(self, x: Tensor) -> None:
         self.x = x
+
+
+def copied(text: str) -> list[str]:
+    """What is said of copies of a placed module, and of one in it; empty where each computes with its own weights."""
+    plan, said = sw.Plan.parse(text), list[str]()
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Chain if "pp" in text else Bootstrapped, plan, mesh)
+        inner = placed.module.blocks if "pp" in text else placed.module.online
+        for module, copies in ((placed.module, AveragedModel), (inner, copy.deepcopy)):
+            try:
+                twin: Any = copies(module)
+            except ModelError as error:
+                said.append(str(error))
+                continue
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    parameter.zero_()
+                said.append("" if not twin.eval()(torch.ones(2, WIDTH)).any() else "computes with those of the first")
+    return said
+
+
+@pytest.mark.parametrize("plan", ["dp1 / bf16", "dp2", "fsdp2", "pp2 / 1f1b mb2"])
+def test_a_copy_that_would_compute_with_the_weights_of_the_first_is_refused(world: World, plan: str) -> None:
+    """`AveragedModel` under bf16 and cp evaluated the weights of the last step, without a word."""
+    for said in world(sw.Plan.parse(plan).world, copied, plan):
+        assert all("[module.copied] copy.deepcopy: found a module to which apply has put" in each for each in said)
+    assert copied("dp1") == ["", ""]
+
+
+class Encoding(Headed):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.head(super(Headed, self).forward(x))
+
+
+def encoded(text: str) -> list[Any]:
+    """What a method of a model gives after a step; and after it was registered."""
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Encoding, plan, mesh, seed=3)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1))
+        sw.make_step(state, lambda y, _: sw.mean_over(y.square()))(rows(0, ROWS)[mesh.batch.rank :: mesh.batch.size])
+        found: list[Any] = []
+        for _ in range(2):
+            try:
+                found.append(placed.module.encode(rows(1, 2)).detach())
+            except ModelError as error:
+                found.append(str(error))
+            register_fsdp_forward_method(placed.module, "encode")
+        return found
+
+
+def test_parts_of_a_module_that_are_called_by_themselves_are_refused(world: World) -> None:
+    """It ended in torch's error about mixed tensors, or in one of the pipeline's own."""
+    (alone,) = world(1, encoded, "dp1")
+    for told, registered in world(2, encoded, "fsdp2"):
+        assert told.startswith("[module.called-by-parts] head was called by itself, found its weight sharded")
+        torch.testing.assert_close(registered, alone[1], rtol=1e-11, atol=1e-13)
+    for rank, (told, _) in enumerate(world(2, encoded, "pp2 / 1f1b mb2")):
+        assert told.startswith(f"[module.called-by-parts] blocks.{1 - rank}, which is on another pipeline stage")
+    with pytest.raises(WorldError, match="a pipeline's stage was called by itself"):
+        world(2, run_alone)
+
+
+def run_alone() -> None:
+    plan = sw.Plan.parse("pp2 / 1f1b mb2")
+    with sw.open_mesh(plan) as mesh:
+        sw.apply(Headed, plan, mesh).parts[0].run(rows(0, 2))

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import agree
-from shardwise.errors import UsageError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.testing import World
 
 
@@ -53,6 +53,29 @@ def test_a_rank_that_saves_alone_says_so_and_its_messages_are_apart(world: World
     waits = "waited 0.2 s for the other ranks; every rank must call it"
     assert any(waits in text for text in first)
     assert not any(waits in text for text in second)
+
+
+def left(path: str, is_first: bool) -> str:
+    """Rank 1 leaves the loop and saves, the other one trains on; what ends that."""
+    plan = sw.Plan.parse("dp2")
+    with pytest.raises((CheckpointError, RuntimeError)) as caught, sw.open_mesh(plan, timeout_s=0.6) as mesh:
+        state, store = state_on(mesh, plan), sw.Store(path)
+        if not is_first:
+            store.save(state)
+        if mesh.rank:
+            store.save(state)
+        dist.all_reduce(torch.ones(3))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_that_alone_leaves_the_loop_and_saves_does_not_wait_for_ever(
+    world: World, tmp_path: Path, is_first: bool
+) -> None:
+    """The first save of a store waited half an hour, whatever the mesh's limit; others ended in gloo's words."""
+    training, saving = world(2, left, str(tmp_path / "s"), is_first)
+    assert training.startswith("RuntimeError")
+    assert saving.startswith("CheckpointError: saving step 0 to") and "has waited 1 s for the other ranks" in saving
 
 
 def in_inference_mode(text: str, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,57 @@ def test_parameters_that_are_frozen_now_are_named(tmp_path: Path) -> None:
                 sw.Store(tmp_path).save(state)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "wanted"),
+    [
+        ((True, False), "frozen -> trained, with a state of the optimizer that begins anew"),
+        ((False, True), "trained -> frozen"),
+    ],
+)
+def test_parameters_that_were_frozen_are_said(tmp_path: Path, frozen: tuple[bool, bool], wanted: str) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        states = []
+        for each in frozen:
+            placed = sw.apply(lambda each=each: Frozen(each), sw.Plan(), mesh, seed=1)
+            states.append(sw.TrainState(placed, sw.sgd(placed, lr=0.1)))
+        sw.Store(tmp_path).save(states[0])
+        with pytest.warns(UserWarning, match="0.bias"):
+            loaded = sw.Store(tmp_path).load_latest(states[1])
+        assert loaded is not None and loaded.changes == (f"0.bias, 0.weight (2 parameters): {wanted}",)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "now"),
+    [
+        ((), lambda step: 1 / (1 + step)),
+        (("stateful.scheduler, its function at step 2: 0.3333333333333333 -> 1.0",), lambda step: 1.0),
+        (("stateful.scheduler, its function at step 2: 0.3333333333333333 -> 3.0",), functools.partial(max, 3)),
+    ],
+)
+def test_another_function_of_a_scheduler_is_said(tmp_path: Path, wanted: tuple[str, ...], now: Any) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        for function in (lambda step: 1 / (1 + step), now):
+            state = state_of(mesh, sw.Plan())
+            scheduler = torch.optim.lr_scheduler.LambdaLR(state.optimizer.torch, function)
+            state.keep(scheduler=scheduler)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # no step of the optimizer before those of the scheduler
+                loaded = sw.Store(tmp_path).load_latest(state)
+                scheduler.step()
+                scheduler.step()
+            sw.Store(tmp_path).save(state) if loaded is None else None
+        assert loaded is not None and loaded.changes == wanted
+
+
 def grouped(mesh: sw.Mesh, kind: str) -> sw.TrainState:
     placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh, seed=1)
     weight, bias = placed.parameters()
     slow: dict[str, Any] = {"params": [bias], "lr": 0.01}
-    groups: dict[str, list[Any]] = {"two": [{"params": [weight]}, slow], "swapped": [slow, {"params": [weight]}]}
+    groups: dict[str, list[Any]] = {
+        "two": [{"params": [weight]}, slow],
+        "swapped": [slow, {"params": [weight]}],
+        "exchanged": [{"params": [bias]}, slow | {"params": [weight]}],
+    }
     return sw.TrainState(placed, torch.optim.AdamW(groups.get(kind, [weight, bias]), lr=0.1))
 
 
@@ -167,6 +214,13 @@ def grouped(mesh: sw.Mesh, kind: str) -> sw.TrainState:
     [
         ("two", ()),
         ("swapped", ("base_lr[0]: 0.1 -> 0.01", "base_lr[1]: 0.01 -> 0.1")),
+        (
+            "exchanged",
+            (
+                "weight (1 parameter): in another group of the optimizer (lr: 0.1 -> 0.01)",
+                "bias (1 parameter): in another group of the optimizer (lr: 0.01 -> 0.1)",
+            ),
+        ),
         ("one", ("base_lr: [0.1, 0.01] -> [0.1]", "optimizer.groups: 2 -> 1")),
     ],
 )

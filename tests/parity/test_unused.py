@@ -113,3 +113,21 @@ def test_a_group_that_ranks_call_unequally_often_is_named(world: Any) -> None:
     """Where both heads are of one size what is gathered fits, and is another head's."""
     for said in world(2, refused, "fsdp2 / wrap=7 / fp64"):
         assert "narrow was called 0 times in this step by one data rank and 1 times by another" in said
+
+
+def in_the_loss_of_another(text: str) -> str:
+    """A step of a model whose wrapper was called in the loss of another one."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh, pytest.raises(ModelError) as caught:
+        maker, judge = (apply(lambda: nn.Linear(DIM, DIM), plan, mesh, seed=seed) for seed in (1, 2))
+        make = make_step(TrainState(maker, adamw(maker, 0.1)), lambda made, _: mean_over(judge.parts[0].run(made)))
+        judged = make_step(TrainState(judge, adamw(judge, 0.1)), lambda says, _: mean_over(says))
+        for step in (judged, make, judged):
+            step(torch.ones(4, DIM))
+    return str(caught.value)
+
+
+def test_the_wrapper_of_a_second_model_is_not_the_scripts_to_call(world: Any) -> None:
+    """Torch spoke of unused parameters; `docs/loss.md` has what works."""
+    for said in world(2, in_the_loss_of_another, "dp2"):
+        assert "found a call of `placed.parts[0].run` by the script itself" in said

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ import shardwise as sw
 from shardwise.cli import verify as verify_verb
 from shardwise.cli.main import main
 from shardwise.cli.subjects import subject_for
-from shardwise.diagnose.faults import FAULTS
+from shardwise.diagnose.faults import FAULTS, Evidence
 from shardwise.diagnose.subject import Failed, Run, Subject, record
-from shardwise.diagnose.verify import Options, Report, Verifier, _finding
+from shardwise.diagnose.verify import Options, Report, Verifier, _factor, _finding
 from shardwise.launch.forked import WorldError
 from shardwise.train.torch_private import in_backward
 from shardwise.train.witness import Request
@@ -113,6 +115,14 @@ def test_a_model_whose_backward_alone_depends_on_how_rows_are_grouped_is_not_pro
     """What its gradients move by between groupings is no measure of rounding, under which a fault could hide."""
     report = verifiers["rowgrad"].verify(sw.Plan.parse("dp2"))
     assert report.verdict == "different" and report.findings[0].id == "verify.grouping", str(report)
+
+
+def test_a_loss_that_is_no_number_has_no_factor() -> None:
+    """A mean over a micro-batch in which nothing counts ended in an internal error."""
+    nothing: Any = None
+    of_loss = Evidence(data=2, world=2, rows=8, num_grads=10, loss_ratio=float("nan"))
+    for evidence in (of_loss, replace(of_loss, grad_factor=float("nan"))):
+        assert _factor(evidence, None, (nothing, nothing), 1) is None
 
 
 def test_every_known_fault_is_planted() -> None:

@@ -64,6 +64,11 @@ def test_a_factor_that_is_no_number_of_the_plan_is_not_called_one() -> None:
     assert [f.id for f in causes(replace(TWO, grad_factor=0.37, grads=("w",)))] == []
 
 
+def test_a_mean_of_nothing_is_a_mean() -> None:
+    (found,) = causes(replace(TWO, loss_ratio=float("nan"), grads=("w",), grad_factor=float("nan")))
+    assert found.id == "verify.mean-of-means" and "the loss is no number (0/0?), and it is one on" in str(found)
+
+
 def test_the_page_lists_every_fault() -> None:
     page = PAGE.read_text(encoding="utf-8")
     missing = [fault.id for fault in FAULTS if f"`{fault.id}`" not in page]

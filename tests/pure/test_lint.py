@@ -198,6 +198,15 @@ WRONG = {
     ],
     "clip.shard": [
         """
+        import shardwise as sw
+        def clipped(optimizer, *_):
+            for group in optimizer.param_groups:
+                torch.nn.utils.clip_grad_norm_(group["params"], 1.0)  # !
+        placed = sw.apply(net, plan, mesh)
+        optimizer = sw.adamw(placed, lr=0.1)
+        optimizer.torch.register_step_pre_hook(clipped)
+        """,
+        """
         def train(model):
             model = FSDP(model, use_orig_params=True)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # !
@@ -454,6 +463,34 @@ WRONG = {
                     scaler.step(opt)
                     scaler.update()
         """,
+    ],
+    "accumulate.never-summed": [
+        """
+        model = DDP(net)
+        for step in range(100):
+            for batch in micro:
+                with model.no_sync():
+                    loss = model(batch).mean()
+                    loss.backward()  # !
+            optimizer.step()
+        """,
+        """
+        model = FSDP(net)
+        for i, batch in enumerate(loader):
+            if i < accum:
+                with model.no_sync(), torch.autocast("cuda"):
+                    model(batch).sum().backward()  # !
+            optimizer.step()
+        """,
+        ACCELERATE
+        + """
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer = accelerator.prepare(net, optimizer)
+for batch in loader:
+    with accelerator.no_sync(model):
+        accelerator.backward(model(batch).mean())  # !
+    optimizer.step()
+""",
     ],
     "accumulate.division": [
         """
@@ -970,6 +1007,38 @@ RIGHT = {
         """
         for x in loader:
             correct += (model(x) == y).sum().item()
+        """,
+    ],
+    "accumulate.never-summed": [
+        """
+        model = DDP(net)
+        for k, batch in enumerate(micro):
+            with model.no_sync() if k < 3 else contextlib.nullcontext():
+                model(batch).mean().backward()
+        optimizer.step()
+        """,
+        """
+        model = DDP(net)
+        with model.no_sync():
+            for batch in micro[:-1]:
+                model(batch).mean().backward()
+        model(micro[-1]).mean().backward()
+        optimizer.step()
+        """,
+        """
+        model = DDP(net)
+        with model.no_sync():
+            model(batch).mean().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        """,
+        """
+        model = DDP(net)
+        loss = model(batch).mean()  # what DDP looks at
+        with model.no_sync():
+            loss.backward()
+        optimizer.step()
         """,
     ],
     "accumulate.division": [

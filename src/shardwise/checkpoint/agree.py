@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from shardwise.checkpoint.format import DamagedError
+from shardwise.checkpoint.torch_private import set_timeout
 from shardwise.errors import CheckpointError
 from shardwise.parallel.mesh import Mesh
 
 T = TypeVar("T")
 LATE_S = 30.0
 """Seconds that a rank waits for others before it says so."""
+PATIENCE = 0.9
+"""Of the time limit of a mesh: who waits here for ranks that are in a step says so before these give up on it."""
+WRITING_S = 1800.0
+"""Seconds that ranks wait at least for others that write, beside training."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class Peers:
     world: int
     group: dist.ProcessGroup | None = None
     """None: that of the world."""
+    patience_s: float = math.inf
+    """How long ranks that meet wait for each other."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> Peers:
@@ -38,13 +48,13 @@ class Peers:
             UsageError: the mesh is closed.
         """
         mesh.check_open("checkpoints")
-        return cls(mesh.rank, mesh.world)
+        return cls(mesh.rank, mesh.world, patience_s=PATIENCE * mesh.timeout_s)
 
     def apart(self) -> Peers:
         """The same ranks on a gloo group of their own, for a thread beside the run; every rank calls it."""
         if self.world == 1:
             return self
-        return Peers(self.rank, self.world, dist.new_group(backend="gloo"))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s)))
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -52,6 +62,15 @@ class Peers:
             return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def meet(self, value: T) -> list[T]:
+        """`gather` in a group apart, where some may not come; later they may wait longer there: files are written."""
+        if self.group is not None:
+            set_timeout(self.group, self.patience_s)
+        values = self.gather(value)
+        if self.group is not None:
+            set_timeout(self.group, max(self.patience_s, WRITING_S))
         return values
 
     def warn(self, text: str) -> None:
@@ -124,7 +143,11 @@ _TO_DO = {
 
 @contextmanager
 def late_told(doing: str, peers: Peers) -> Iterator[None]:
-    """A warning where the other ranks do not come within `LATE_S`: some script has one rank save alone."""
+    """A warning where the other ranks do not come within `LATE_S`: some script has one rank save alone.
+
+    Raises:
+        CheckpointError: they have not come when the time limit of the mesh is nearly over.
+    """
 
     def tell() -> None:
         with suppress(Warning):
@@ -138,7 +161,16 @@ def late_told(doing: str, peers: Peers) -> Iterator[None]:
     timer.daemon = True
     if peers.world > 1:
         timer.start()
+    start = time.monotonic()
     try:
         yield
+    except RuntimeError as error:
+        waited = time.monotonic() - start
+        if waited < PATIENCE * peers.patience_s:  # one that ended, and not one that did not come
+            raise
+        raise CheckpointError(
+            f"{doing}: rank {peers.rank} has waited {waited:.0f} s for the other ranks, and not all of them came; "
+            "every rank must call it, behind the same step (no `if rank == 0`, no `break` that only some ranks take)"
+        ) from error
     finally:
         timer.cancel()

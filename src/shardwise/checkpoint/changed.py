@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.saveable import Saveable
-from shardwise.checkpoint.saving import OF_STAGE, united
+from shardwise.checkpoint.saveable import Grouping, Saveable
+from shardwise.checkpoint.saving import MEMBERS, OF_STAGE, members_of, united
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
 
@@ -31,7 +31,7 @@ def changed(peers: Peers, manifest: Manifest, state: Saveable, *, converts: bool
     """
     if "imported" in manifest.scalars:  # another program's
         return ()
-    own = state.scalars()
+    own = state.scalars() | members_of(state)
     now = own | united(peers.gather({key: own[key] for key in OF_STAGE if key in own}))
     return tuple(
         line.replace(_PAIRS, "")
@@ -50,7 +50,9 @@ def _changed(manifest: Manifest, now: Mapping[str, Any], state: Saveable) -> Ite
         goes_on = _GOES_ON if key == "seed" or (key == "base_lr" and _is_set_since(then, state)) else ""
         if not (is_cut and _holds_the_same(key, before, here)):
             yield from (line + goes_on for line in _differing(key, before, here))
+    yield from _members(manifest, then.get(MEMBERS) or [], now.get(MEMBERS) or [])
     yield from _schedules(then, state)
+    yield from _functions(then, state)
     stored, live = (each.get("stateful") or {} for each in (then, now))
     yield from (f"stateful.{name}: kept -> not there" for name in stored if name not in live)
     yield from (f"stateful.{name}: not there -> begins anew" for name in live if name not in stored)
@@ -84,6 +86,62 @@ def _schedules(then: Mapping[str, Any], state: Saveable) -> Iterator[str]:
         if (here := 1.0 if schedule is None else float(schedule(step))) != factor:
             yield f"schedule: {factor!r} -> {here!r} at step {step}"
             return
+
+
+def _functions(then: Mapping[str, Any], state: Saveable) -> Iterator[str]:
+    """The same of schedulers of torch that are made of functions, which their state does not hold."""
+    stored = then.get("stateful_factors") or {}
+    steps = {name: [step for step, _ in rows] for name, rows in stored.items()}
+    now = state.factors(steps) if stored and isinstance(state, Grouping) else {}
+    for name, rows in now.items():
+        for (step, before), (_, here) in zip(reversed(stored.get(name, [])), reversed(rows), strict=False):
+            if list(_differing("", before, here)):
+                yield from _differing(f"stateful.{name}, its function at step {step}", before, here)
+                break
+
+
+def _members(manifest: Manifest, then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Parameters that are trained now and were not, or no longer, or that another group of the optimizer steps."""
+    if not (then and now):
+        return
+    then, now = _joined(then), _joined(now)
+    before, here = ({name: i for i, group in enumerate(of) for name in group["names"]} for of in (then, now))
+    new = [name for name in here if name not in before and f"model.{name}" in manifest.tensors]
+    if new:
+        yield f"{_some(new)}: frozen -> trained, with a state of the optimizer that begins anew"
+    if gone := [name for name in before if name not in here]:
+        yield f"{_some(gone)}: trained -> frozen"
+    moves: dict[tuple[int, int], list[str]] = {}
+    for name in before.keys() & here.keys():
+        moves.setdefault((before[name], here[name]), []).append(name)
+    kept = set[int]()
+    for (old, to), names in sorted(moves.items(), key=lambda move: (-len(move[1]), move[0])):
+        was, moved = then[old]["settings"], now[to]["settings"]
+        lines = [line[1:] for line in _differing("", was, moved)]
+        # where most of a group's are now is that group, unless both were groups before and still are
+        if lines and (old in kept or (_has(now, was) and _has(then, moved))):
+            yield f"{_some(names)}: in another group of the optimizer ({', '.join(lines)})"
+        kept.add(old)
+
+
+def _has(groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> bool:
+    return any(same(each["settings"], settings) for each in groups)
+
+
+def _joined(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of equal settings as one: stages of a pipeline have theirs each."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        known = next((each for each in found if same(each["settings"], group["settings"])), None)
+        if known is None:
+            found.append({"settings": group["settings"], "names": [*group["names"]]})
+        else:
+            known["names"] += group["names"]
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(sorted(names)[:3])} ({len(names)} parameter{'s'[: len(names) != 1]})"
 
 
 def _plans(manifest: Manifest, plan: Plan) -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -55,6 +55,19 @@ class Forgetful(Protocol):
 
     def forgets(self) -> str:
         """What that is, and what to do; empty: nothing that is known."""
+        ...
+
+
+@runtime_checkable
+class Grouping(Protocol):
+    """A state that knows which parameters are trained, in which group of the optimizer."""
+
+    def members(self) -> list[dict[str, Any]]:
+        """Of each group on this rank: `settings`, and `names` of parameters."""
+        ...
+
+    def factors(self, at: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[tuple[int, list[float]]]]:
+        """What the functions of schedulers that are kept give at some steps, by name."""
         ...
 
 

@@ -21,6 +21,7 @@ from shardwise.checkpoint.checksum import MASK
 from shardwise.checkpoint.directory import Retention, StoreDirectory
 from shardwise.checkpoint.format import Piece, json_of, same
 from shardwise.checkpoint.manifest import Manifest, ProbeResult, TensorEntry
+from shardwise.checkpoint.saveable import Grouping, Saveable
 from shardwise.checkpoint.shardfile import (
     FileEntry,
     Identity,
@@ -206,8 +207,17 @@ class SaveJob:
             file.check_all()
 
 
-OF_STAGE = ("base_lr", "optimizer")
+MEMBERS = "members"
+OF_STAGE = ("base_lr", "optimizer", MEMBERS)
 """Scalars of which a rank holds what its stages of the model need: groups of the optimizer."""
+
+
+def members_of(state: Saveable) -> dict[str, Any]:
+    """The parameters in each group of the optimizer, by name: many, so one rank of each stage says it."""
+    if not isinstance(state, Grouping):
+        return {}
+    is_first = all(state.mesh.index(axis) == 0 for axis in AXES if axis != "pp")
+    return {MEMBERS: state.members() if is_first else []}
 
 
 def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]:
@@ -227,7 +237,7 @@ def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]
         same_stage = stages.index(stages[rank])
         for key in {**everyones[0], **theirs}:
             first = same_stage if key in OF_STAGE else 0
-            if repr(theirs.get(key)) != repr(everyones[first].get(key)):
+            if key != MEMBERS and repr(theirs.get(key)) != repr(everyones[first].get(key)):
                 raise CheckpointError(
                     f"saving step {everyones[0].get('step')}: ranks disagree on {key!r}: {everyones[first].get(key)!r} "
                     f"on rank {first}, {theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with "

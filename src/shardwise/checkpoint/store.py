@@ -38,7 +38,7 @@ from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, number_of
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, members_of, number_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
@@ -352,14 +352,14 @@ class Store:
         self._tell(peers)
         self.wait()
         waited = time.perf_counter() - start
-        scalars, tensors = state.scalars(), state.tensors()
+        scalars, tensors = state.scalars() | members_of(state), state.tensors()
         doing = f"saving step {scalars['step']} to {self.path}"
         self._directory.check_shared(peers.world)
         own = dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")
         with late_told(doing, peers):
             mine = (own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh))
             apart = self._peers_apart(state.mesh)
-            told = apart.gather(mine)
+            told = apart.meet(mine)
         self._findings += told[0][3].check()
         forgotten = state.forgets() if isinstance(state, Forgetful) else ""
         if forgotten not in ("", self._forgotten):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -28,6 +31,11 @@ def indices_here(tensor: DTensor) -> list[Sequence[int]]:
         else:
             here[dim] = _chunk(here[dim], size, rank)
     return here
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """How long those who wait in a group's collectives do so before that is an error: `_set_pg_timeout`."""
+    _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _dim(placement: Placement) -> int | None:

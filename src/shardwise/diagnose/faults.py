@@ -6,6 +6,7 @@ most specific first. Each one is planted in `tests/parity/test_verify.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -217,7 +218,9 @@ def _mean_of_means(e: Evidence) -> str | None:
         and not (_is(e.loss_ratio, 1 / parts) or _is_count(e, e.loss_ratio))
     ):
         weight = f"; the step's weight is {e.weight_ratio:g} times that of one process" if e.weight_ratio != 1 else ""
-        return f"every module's output is equal, the loss is {e.loss_ratio:.6g} times that of one process{weight}"
+        is_none = math.isnan(e.loss_ratio)  # as a mean over a micro-batch in which nothing counts
+        what = "no number (0/0?), and it is one on" if is_none else f"{e.loss_ratio:.6g} times that of"
+        return f"every module's output is equal, the loss is {what} one process{weight}"
     return None
 
 
@@ -329,8 +332,9 @@ def _learning_rate(e: Evidence) -> str | None:
 
 @_fault(
     "optimizer-per-shard",
-    "the optimizer computes from a shard what it should compute from the whole parameter",
-    "use shardwise's lamb, adafactor or muon, whose norms and means are those of the whole parameter",
+    "the optimizer, or a hook of it, computes from a shard what it should compute from the whole parameter",
+    "use shardwise's lamb, adafactor or muon, whose norms and means are those of the whole parameter; clip with clip=, "
+    "or sum the squares of a group over the ranks (docs/optimizers.md)",
 )
 def _optimizer(e: Evidence) -> str | None:
     equal = not e.grads and e.loss_ratio is None and e.norm_ratio is None and not e.ranks_disagree

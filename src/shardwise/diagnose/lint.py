@@ -21,6 +21,7 @@ from shardwise.diagnose.lint_loops import LOOPS
 from shardwise.diagnose.lint_ranks import RANKS
 from shardwise.diagnose.lint_script import Script
 from shardwise.diagnose.lint_shards import SHARDS
+from shardwise.diagnose.lint_sums import SUMS
 from shardwise.diagnose.lint_table import Facts, Hit, Rule
 from shardwise.errors import DataError
 from shardwise.findings import Finding, Severity, nearest
@@ -28,7 +29,7 @@ from shardwise.findings import Finding, Severity, nearest
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     "What only some ranks reach": RANKS,
     "Sharded models": SHARDS,
-    "Loops and data": LOOPS,
+    "Loops and data": {**LOOPS, **SUMS},
 }
 """The table by section."""
 

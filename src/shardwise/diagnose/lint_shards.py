@@ -80,6 +80,14 @@ def _clip(facts: Facts) -> Iterator[Hit]:
     for site in facts.script.called("clip_grad_norm_", "clip_grad_norm"):
         if not site.node.args or not site.name.startswith(("torch.", "clip_grad_norm", "nn.utils")):
             continue
+        if _of_a_group(facts, site.node.args[0]):
+            yield Hit(
+                node=site.node,
+                what=f"{dotted(site.node.func)} on a group's parameters: each rank clips by the norm of its own part",
+                found="the groups of an optimizer over what shardwise.apply has placed",
+                fix="pass `clip=max_norm` to `shardwise.steps` or `make_step`; docs/optimizers.md has a norm per group",
+            )
+            continue
         for module, scope in modules_of_parameters(site.node.args[0], site.scope):
             kinds = facts.kinds.at(module, site, frozenset(_CLIPPED)) if scope is site.scope else frozenset()
             kinds |= facts.kinds.of(module, scope) & frozenset(_CLIPPED) if scope is not site.scope else frozenset()
@@ -97,6 +105,12 @@ def _clip(facts: Facts) -> Iterator[Hit]:
                     severity="warning" if kind == "prepared" else "error",
                 )
                 break
+
+
+def _of_a_group(facts: Facts, argument: ast.expr) -> bool:
+    """True of `group["params"]` in a script of Shardwise."""
+    is_group = isinstance(argument, ast.Subscript) and constant(argument.slice) == "params"
+    return is_group and any(site.name == "shardwise.apply" for site in facts.script.sites)
 
 
 @_rule(

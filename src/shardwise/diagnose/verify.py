@@ -316,7 +316,7 @@ def _factor(e: Evidence, backward: str | None, traces: tuple[Trace, Trace], step
         value, of = e.loss_ratio, "loss"
     if value is None and backward is not None:
         value, of = factor_of(*traces, [f"grad/{step}/{backward}"]), backward
-    if value is None:
+    if value is None or not math.isfinite(value):  # of a loss that is no number there is no factor
         return None
     names = {
         "world size": e.world,

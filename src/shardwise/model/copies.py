@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from shardwise.errors import ModelError
 from shardwise.model.nested import Path, leaves
 from shardwise.model.standin import stand_in_experts
+from shardwise.model.torch_private import drop_backward_hooks
 
 
 def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
@@ -40,12 +41,15 @@ def refuse_parameters(module: nn.Module) -> None:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device: same code and names, ties and hooks kept, no data.
+    """A copy of a module on the meta device: same code and names, ties and hooks of forward kept, no data.
+
+    Hooks of the backward pass are left out: torch puts a tensor of its own around what goes into such a module.
 
     Raises:
         ModelError: the module holds something that Python cannot copy.
     """
     copied = copy_module(module, _without_values(module, "meta"))
+    drop_backward_hooks(copied)
     stand_in_experts(copied)
     return copied
 

@@ -28,6 +28,10 @@ class Known:
         self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
         # by identity; it keeps no tensor alive
 
+    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Say what one of the module's own holds: a count, by which its forward divides."""
+        self._values[tensor] = value
+
     def read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What a call that looks at a value returns, in a tuple; empty where it is not known."""
         asked = bool(args) and isinstance(args[0], torch.Tensor) and getattr(func, "__name__", "") in READS

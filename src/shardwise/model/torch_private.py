@@ -4,10 +4,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["READ_NUMBER", "TorchDispatchMode", "fake_tensors", "is_fake", "with_values"]
+__all__ = ["READ_NUMBER", "TorchDispatchMode", "drop_backward_hooks", "fake_tensors", "is_fake", "with_values"]
 
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `.item()` is."""
@@ -26,3 +27,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def with_values() -> AbstractContextManager[Any]:
     """Within it no mode sees or changes an operation: `_disable_current_modes`."""
     return _disable_current_modes()
+
+
+def drop_backward_hooks(root: nn.Module) -> None:
+    """Forget what is called in the backward passes of modules: `_backward_hooks`, `_backward_pre_hooks`."""
+    for module in root.modules():
+        module._backward_hooks.clear()
+        module._backward_pre_hooks.clear()

@@ -140,6 +140,9 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     ((2, 16, 64),)
     """
     trace = _Trace(module, blocks)
+    for inner in module.modules():
+        if isinstance(counted := getattr(inner, "num_batches_tracked", None), torch.Tensor):
+            trace.known.give(counted, torch.tensor(0))  # batch norm with momentum=None divides by it
     found = (_as_meta(args), _as_meta(dict(kwargs)))
     hooks = []
     for index, block in enumerate(map(module.get_submodule, blocks)):

@@ -15,6 +15,7 @@ from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
+from shardwise.parallel.alone import refuse_copies, watch_calls
 from shardwise.parallel.batchnorm import prepare_sync_norms
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
@@ -111,10 +112,13 @@ def apply(
         placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
         for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
             vars(parameter).update({k: mark for k, mark in marks.get(name, {}).items() if k not in vars(parameter)})
-        for part in placed.parts if not plan.compile else ():  # hooks would be compiled
+        if not plan.compile:  # hooks would be compiled
+            watch_calls(placed)
+        for part in placed.parts if not plan.compile else ():
             watch_weights(part.run)
             if is_first_order(placed):
                 watch_forwards(part.run)
+        refuse_copies(placed)
         APPLIED.update(part.root for part in placed.parts)
         sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
         return replicate_data(placed.with_(wrappers=sharded), plan, mesh)

@@ -12,7 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,8 @@ class Mesh:
     rank: int
     world: int
     batch: BatchRank
+    timeout_s: float = 600.0
+    """After so long a collective that does not complete is an error."""
     expert_mesh: DeviceMesh | None = None
     """The ranks once more, along `pp, dp_replicate, expert_shard, ep`; None where `ep` is 1."""
     groups: dict[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
@@ -207,7 +209,7 @@ def open_mesh(
     if own:
         _join(launch, backend or _backend(here), init, timeout_s)
     try:
-        mesh = _arrange(plan, here)
+        mesh = replace(_arrange(plan, here), timeout_s=timeout_s)
         with _finishing(mesh):
             yield mesh
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs

@@ -53,6 +53,8 @@ class Wiring:
 
     chain: Chain | None = None
     received: tuple[torch.Tensor, ...] = ()
+    is_running: bool = False
+    """The pipeline runs the stage's forward; a script may call the module by itself."""
 
 
 @dataclass
@@ -76,6 +78,17 @@ class StageDone(BaseException):  # noqa: N818 - no error: it leaves a forward, p
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         super().__init__("the stage's blocks are done")
         self.tensors = tensors
+
+
+def called_alone(what: str) -> ModelError:
+    """What is said of a stage, or a block of another one, that the pipeline does not call."""
+    return ModelError(
+        f"{what} was called by itself: found a call of the module, or of a method, by the script (in a loss function, "
+        "or between steps), or a checkpoint around several blocks that runs again; needed: sw.evaluate or sw.generate "
+        "between steps, a forward that returns all that the loss takes, checkpoints within blocks "
+        "(recompute=blocks), or a plan with pp1",
+        row="module.called-by-parts",
+    )
 
 
 def _outline(module: nn.Module) -> SimpleNamespace:
@@ -104,7 +117,8 @@ class PassThrough(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block would return, with the received tensors in it; or the end of this stage's forward."""
         chain, index = self.wiring.chain, self.block_index
-        assert chain is not None
+        if chain is None or not self.wiring.is_running:
+            raise called_alone(f"{self.cut.blocks[index]}, which is on another pipeline stage,")
         if index > self.cut.last:
             arguments = {"args": args, "kwargs": kwargs}
             raise StageDone(tuple(at(arguments, path) for path in chain.links[index - 1].inputs))
@@ -146,7 +160,9 @@ class StageModule(nn.Module):
         found = [weight for name in self.recomputed for weight in self.root.get_submodule(name).parameters()]
         return found + [weight for module in self._repeated for weight in module.parameters(recurse=False)]
 
-    def forward(self, *received: torch.Tensor, index: int, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def forward(
+        self, *received: torch.Tensor, index: int = 0, inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    ) -> Any:
         """Run the user's forward on micro-batch `index`, as far as this stage goes.
 
         Args:
@@ -157,8 +173,11 @@ class StageModule(nn.Module):
         Returns:
             A tuple of contiguous tensors for the next stage; on the last stage the 0-dim loss.
         """
+        if inputs is None:
+            raise called_alone("a pipeline's stage")
         if self.cut.stage:
             self.wiring.received = tuple(_own(tensor) for tensor in received)
+        self.wiring.is_running = True
         try:
             randomness = self.randomness if self.training else None
             with randomness.at(self.feed.number(index)) if randomness is not None else nullcontext():
@@ -166,7 +185,7 @@ class StageModule(nn.Module):
         except StageDone as done:
             return tuple(self._sendable(tensor) for tensor in done.tensors)
         finally:
-            self.wiring.received = ()
+            self.wiring.received, self.wiring.is_running = (), False
         if not self.cut.is_last:
             raise ModelError(
                 f"pipeline stage {self.cut.stage}: forward returned without calling "

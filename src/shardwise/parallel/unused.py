@@ -46,7 +46,18 @@ class Unused:
             self._groups = [group for part in placed.parts for group in watch_groups(part.run)]
 
     def begin(self) -> None:
-        """Forget what the step before used."""
+        """Forget what the step before used.
+
+        Raises:
+            ModelError: DDP waits for gradients of a backward pass that was none of a step.
+        """
+        if any(not_reduced(wrapped) is not None for wrapped in self._waits):
+            raise ModelError(
+                "DDP still waits for gradients of a forward pass before this step: found a call of "
+                "`placed.parts[0].run` by the script itself (in the loss of another model, say), or a "
+                "step before that ended in an error; "
+                "needed: `placed.module(...)`, whose gradients no step takes"
+            )
         for group in self._groups:
             group.calls = 0
             group.used.clear()

@@ -27,6 +27,10 @@ MODULES: Mapping[str, str] = {
     "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); weights are gathered for one backward.",
     "module.weights-in-loss": "sharded parameters, pp: weights that the loss function takes itself, beside the model's "
     "output (a penalty on them); a rank has parts of them.",
+    "module.copied": "sharded parameters, 16-bit types, pp, cp, tp, recompute, batch norm over ranks: a copy of the "
+    "module after `apply` (`copy.deepcopy`, `AveragedModel`).",
+    "module.called-by-parts": "sharded parameters, pp: parts of the module that a script calls by themselves, as a "
+    "method other than forward does.",
     "module.unused": "dp without `find-unused`: parameters that forward does not use in a step; DDP waits for all.",
     "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import Any, cast
 
 from torch import Tensor
@@ -95,6 +95,15 @@ class GroupValues:
                 if key not in ("params", "lr", "initial_lr", *moved) and value is not None and _is_plain(value)
             }
             for group, moved in zip(self._optimizer.param_groups, self.moved(), strict=True)
+        ]
+
+    def members(self) -> list[dict[str, Any]]:
+        """Of each group its settings with the base learning rate, and the names of what it steps; as JSON."""
+        names = {id(parameter): name for name, parameter in self._optimizer.params.items()}
+        rates = chain(self._optimizer.base_lrs, repeat(None))  # of groups that were added later nobody knows it
+        return [
+            {"settings": {**settings, "lr": lr}, "names": [names[id(p)] for p in group["params"] if id(p) in names]}
+            for group, settings, lr in zip(self._optimizer.param_groups, self.settings(), rates, strict=False)
         ]
 
     def load(self, moved: Sequence[Mapping[str, Any]], apart: Sequence[Mapping[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,6 +201,8 @@ class TrainState:
             rare["stepped_with"] = dict(self.stepped_with)
         if made := self._stateful.made:
             rare["stateful_made"] = made
+        if factors := self._stateful.factors():
+            rare["stateful_factors"] = factors
         if self._has_batch_norm:
             rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names
@@ -224,6 +226,14 @@ class TrainState:
                 "plan": str(self.placed.plan),
             }
         )
+
+    def members(self) -> list[dict[str, Any]]:
+        """Of each group of the optimizer on this rank its settings, and the names of the parameters that it steps."""
+        return self._group_values.members()
+
+    def factors(self, at: Mapping[str, Sequence[int]]) -> dict[str, list[tuple[int, list[float]]]]:
+        """What the functions of schedulers of torch that are kept give at some steps, by name."""
+        return self._stateful.factors(at)
 
     def _factors(self) -> list[tuple[int, float]]:
         """What the schedule gave at first, half-way and last: by this a later start tells another one.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.train.values import from_json, like, plain, to_json
@@ -72,6 +74,20 @@ class StatefulObjects:
                     f"keep: {name!r}: a {type(held).__name__} does not take the state that is stored for it "
                     f"({type(error).__name__}: {error}); keep what was kept when it was saved, or give it another name"
                 ) from error
+
+    def factors(self, at: Mapping[str, Sequence[int]] | None = None) -> dict[str, list[tuple[int, list[float]]]]:
+        """Of schedulers of functions (`LambdaLR`), which no state holds: what these give at some steps.
+
+        `at`: which steps, by name; None: the first, the one half-way and the last.
+        """
+        found = {}
+        for name, held in self._objects.items():
+            functions = held.lr_lambdas if isinstance(held, LambdaLR) else []
+            if functions and all(isinstance(each, FunctionType | MethodType | partial) for each in functions):
+                last = max(0, held.last_epoch)
+                steps = sorted({0, last // 2, last}) if at is None else at.get(name, ())
+                found[name] = [(step, [float(each(step)) for each in functions]) for step in steps]
+        return found
 
     def forgets(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """What a checkpoint lacks, and what to do: one of torch's schedulers of these groups; empty: nothing."""
