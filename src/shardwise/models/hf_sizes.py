@@ -103,8 +103,8 @@ def refuse_unsaid(where: str, config: PreTrainedConfig) -> None:
     for said in _said(config):
         for all_of, key in _unsaid(said):
             raise ConfigError(
-                f"model {where}: {key}: found null, needed how many of the {said[all_of]} experts ({all_of}) a token is "
-                "given to; its family has no default: write it in a config.json, and give that file"
+                f"model {where}: {key}: found null, needed how many of the {said[all_of]} experts ({all_of}) a token "
+                "is given to; its family has no default: write it in a config.json, and give that file"
             )
 
 
