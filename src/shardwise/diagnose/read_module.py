@@ -292,12 +292,12 @@ class _Patience(TorchFunctionMode):
             register_module_forward_hook(self._out, always_call=True),
         ):
             self._hooks.callback(hook.remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
     def __exit__(self, *raised: Any) -> None:
         """Watch none any more."""
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch has no types here
         self._hooks.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
