@@ -82,7 +82,7 @@ def truth(world, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize(("plan", "kind"), [*product(PLANS, ["decoder"]), *product(PLANS, ["llama"])])
+@pytest.mark.parametrize(("plan", "kind"), [*product(PLANS, ["decoder"]), *product([*PLANS, "cp2"], ["llama"])])
 def test_adapters_train_as_in_one_process(world, plan: str, kind: str) -> None:
     norms, parameters = truth(world, kind)
     seen = set()

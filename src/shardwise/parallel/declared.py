@@ -45,8 +45,10 @@ def declares(root: nn.Module) -> bool:
 def home_of(root: nn.Module) -> str:
     """What the names of declared plans begin with: of a wrapper that passes on what it wraps (as those of `peft` do).
 
-    Empty: the module itself declares them. Else with a dot at its end.
+    Empty: the module itself declares them, or none does. Else with a dot at its end.
     """
+    if not declares(root):
+        return ""
     own = (name for name, module in root.named_modules() if isinstance(_own(module, "_tp_plan"), dict))
     name = next(own, "")
     return f"{name}." if name else ""
