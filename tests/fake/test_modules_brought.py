@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from shardwise.cli.reading import how_read
@@ -21,10 +19,9 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
-from shardwise.model.lifetimes import Lifetimes
 from shardwise.model.seen import added_to_loss, taken_by_loss
 from shardwise.model.stacks import blocks_of
-from shardwise.model.torch_private import ASK_DEVICE, READ_NUMBER, device_of, fake_tensors, is_fake, with_values
+from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
 from shardwise.model.tracer import find_blocks
 from shardwise.plan.activations import kept_bytes, saved_bytes, saving_of
 from shardwise.plan.division import divide
@@ -186,11 +183,6 @@ def test_private_names_of_torch() -> None:
             real = torch.ones(2)
     assert is_fake(fake) and not is_fake(real) and real.sum() == 2
     assert READ_NUMBER(real.sum()) == 2
-    asked: list[Any] = []
-    seen = Lifetimes(nn.Linear(2, 2), [])
-    with fake_tensors(), patch.object(FakeTensorMode, "__torch_dispatch__", asked.append), seen:
-        assert fake.device == torch.device("cpu") and device_of(fake) == fake.device
-    assert ASK_DEVICE(real) == real.device and not asked  # most operations of a step ask it: no mode behind is asked
 
 
 def test_known_values_keep_no_tensor_alive() -> None:

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.diagnose.torch_private import OperationMode, group_named, group_of, is_fake, is_plain, storage_key
+from shardwise.diagnose.torch_private import OperationMode, group_named, group_of, is_plain, storage_key
 from shardwise.model.nested import leaves
-from shardwise.model.torch_private import ASK_DEVICE, device_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import AXES
 
@@ -114,8 +113,6 @@ class Ledger(OperationMode):  # type: ignore[no-untyped-call]  # torch has no ty
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on memory and count it; one on distributed tensors comes again as those of its parts."""
-        if func is ASK_DEVICE and is_fake(args[0]):
-            return device_of(args[0])
         if not all(is_plain(kind) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}

@@ -18,7 +18,7 @@ from shardwise.model.course import Course, Courses, Held
 from shardwise.model.profile import Block, Profile
 from shardwise.model.recording import AFTER, BEFORE, key_of
 from shardwise.model.standin import BITS, spread_evenly
-from shardwise.model.torch_private import ASK_DEVICE, READ_NUMBER, TorchDispatchMode, device_of, is_fake, with_values
+from shardwise.model.torch_private import READ_NUMBER, TorchDispatchMode, is_fake, with_values
 
 SAME = 0.05
 """How much more than in proportion to its rows a storage may have, as by rounding up, and still be taken as per row."""
@@ -49,8 +49,6 @@ class Lifetimes(TorchDispatchMode):
 
         A number that is read is one, and tokens that are counted by expert are spread evenly.
         """
-        if func is ASK_DEVICE and is_fake(args[0]):
-            return device_of(args[0])
         if func is READ_NUMBER and is_fake(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func is torch.ops.aten.bincount.default:

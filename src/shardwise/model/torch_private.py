@@ -7,12 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["ASK_DEVICE", "READ_NUMBER", "TorchDispatchMode", "device_of", "fake_tensors", "is_fake", "with_values"]
+__all__ = ["READ_NUMBER", "TorchDispatchMode", "fake_tensors", "is_fake", "with_values"]
 
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `.item()` is."""
-ASK_DEVICE = torch.ops.prim.device.default
-"""What `.device` of a fake tensor is, in torch's own code too: three of four operations of a step."""
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
@@ -23,12 +21,6 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def is_fake(tensor: torch.Tensor) -> bool:
     """True for a tensor of `fake_tensors`."""
     return isinstance(tensor, FakeTensor)
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor of `fake_tensors` is said to be, without asking its modes."""
-    assert isinstance(tensor, FakeTensor)
-    return tensor.fake_device
 
 
 def with_values() -> AbstractContextManager[Any]:
