@@ -252,12 +252,16 @@ def test_a_written_plan_names_the_blocks(tmp_path: Path) -> None:
 def test_a_forward_that_takes_long_is_read_at_fewer_tokens_where_it_is_per_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = read_planned("loops", _planned(Loops), 192, "meta")[0]
+    whole, notes = read_planned("loops", _planned(Loops), 192, "meta")
+    assert notes == ()
+    for name, value in (("LOOP", 0.2), ("PATIENCE_S", 0.0)):  # it makes a call for each four tokens
+        monkeypatch.setattr(reading, name, value)
+        profile, notes = read_planned("loops", _planned(Loops), 192, "meta")
+        assert profile.num_params == whole.num_params
+        assert reading._per_token(profile) == pytest.approx(reading._per_token(whole), rel=0.03)
+        assert "is the same per token at 32 and 96" in notes[0]
+        monkeypatch.undo()
     monkeypatch.setattr(reading, "PATIENCE_S", 0.0)
-    profile, notes = read_planned("loops", _planned(Loops), 192, "meta")
-    assert profile.num_params == whole.num_params
-    assert reading._per_token(profile) == pytest.approx(reading._per_token(whole), rel=0.03)
-    assert "is the same per token at 32 and 96" in notes[0]
     with pytest.warns(UserWarning, match="not the same per token at fewer; a shorter --seq"):
         squares, notes = read_planned("squares", _planned(Squares), 192, "meta")
     assert notes == () and reading._per_token(squares) != reading._per_token(profile)

@@ -15,6 +15,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 import shardwise as sw
 from shardwise.cli.hf import hf_findings
+from shardwise.diagnose.random_hf import check_name
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.model.hf_plan import DECLARED
 from shardwise.model.tracer import find_blocks
@@ -137,6 +138,14 @@ def test_shrinking_keeps_what_a_plan_meets() -> None:
     assert (grouped.num_attention_heads, grouped.num_key_value_heads) == (8, 2)
     assert shrunk_config(hf_config("gemma3_text")).layer_types[:2] == ["sliding_attention", "full_attention"]
     assert shrunk_config(hf_config("gemma2")).tie_word_embeddings
+
+
+def test_experts_of_which_a_family_does_not_say_how_many_a_token_is_given_to() -> None:
+    said = hf_config("deepseek_v2")
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok: found null, needed how many of the 64 experts"):
+        hf_factory(said)()
+    assert shrunk_config(said).num_experts_per_tok == 2
+    assert "num_experts_per_tok null -> 2" in check_name("deepseek_v2", sw.Plan.parse("fsdp2"))
 
 
 def test_a_name_that_transformers_does_not_know_is_refused_with_the_nearest() -> None:

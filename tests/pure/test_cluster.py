@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +169,33 @@ def test_a_file_is_read_and_what_it_leaves_out_is_assumed(tmp_path: Path) -> Non
     assert load_cluster(file) == mine
     file.write_text(MINE.replace("latency = 14e-6", 'latency = 14e-6\norigin = "measured"'))
     assert load_cluster(file).network.origin == "measured"
+
+
+def test_a_file_may_begin_with_a_preset(tmp_path: Path) -> None:
+    (file := tmp_path / "ours.toml").write_text('preset = "h100:8x2@eth100"')
+    known = load_cluster("h100:8x2@eth100")
+    assert load_cluster(file).with_(origins=()) == known
+    file.write_text('preset = "h100:8x2@eth100"\nnodes = 4\n[network]\nbandwidth = 20e9\n[device.rates]\nbf16 = 800e12')
+    ours = load_cluster(file)
+    assert (ours.name, ours.nodes, ours.network.bandwidth) == ("h100:8x2@eth100, changed", 4, 20e9)
+    assert (ours.network.latency, ours.local, ours.device.memory) == (
+        known.network.latency, known.local, known.device.memory,
+    )  # fmt: skip
+    assert ours.device.rates == replace(known.device.rates, bf16=800e12)
+    assert (ours.network.origin, ours.local.origin, ours.device.origin) == ("read", "table", "read")
+    assert {"network.latency: table, h100:8x2@eth100", "device.rates.fp8: table, h100:8x2@eth100"} <= {*ours.origins}
+    ours.save(tmp_path / "again.toml")
+    assert load_cluster(tmp_path / "again.toml") == ours
+    for text, says in (
+        ('preset = "h101:8"', "line 1: preset: cluster 'h101:8': unknown; did you mean 'h100'"),
+        ("preset = 8", "preset: found 8, needed the name of a preset"),
+        ('preset = "h100:8"\nmemory = 60e9', "line 2: memory: unknown key"),
+        ('preset = "h100:8"\nlocal = 3', "local: found"),
+        ('preset = "h100:8"\n[device]\nmemory = 60', "60 looks like GB"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            load_cluster(file)
 
 
 def test_a_measured_share_may_be_above_one() -> None:

@@ -15,7 +15,7 @@ import pytest
 from shardwise.cli.config import Configuration, Given, Origin, read_configuration
 from shardwise.cli.derive import Derived, Surroundings, derive, workload_optimizer
 from shardwise.cli.made_for import MadeFor, save_plan
-from shardwise.cli.output import configuration_json, configuration_toml
+from shardwise.cli.resolved import configuration_json, configuration_toml
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.plan import Plan

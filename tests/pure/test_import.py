@@ -57,6 +57,11 @@ def test_a_plan_takes_no_torch() -> None:
     assert run("import sys, shardwise; shardwise.Plan(); print('torch' in sys.modules)").strip() == "False"
 
 
+def test_the_planner_takes_nothing_that_only_training_needs() -> None:
+    heavy = "{'torch', 'tomlkit', 'psutil', 'shardwise.train.settings', 'shardwise.cli.derive'}"
+    assert run(f"import sys, shardwise.cli.plan; print({heavy} & set(sys.modules))").strip() == "set()"
+
+
 @pytest.mark.parametrize("launcher", ["cli.run", "cli.train", "launch.local", "launch.recovering"])
 def test_a_launcher_takes_no_torch(launcher: str) -> None:
     """The server that it starts imports it once, for all ranks."""

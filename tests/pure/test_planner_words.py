@@ -86,6 +86,8 @@ BAD = [
     (plan, ("llama-1b", "h100:8", "--expert-imbalance", "2"), "llama-1b has no experts"),
     (plan, ("tiny-moe", "h100:8", "--expert-imbalance", "inf"), "needed at most 4, the experts of tiny-moe"),
     (plan, ("llama-1b", "h100:8", "--allow", "fp8", "--forbid", "tp,fp8"), "found 'fp8' in both"),
+    (plan, ("resnet-50", "h100:8"), "or a model type or config.json of transformers as hf:NAME"),
+    (plan, ("llama-1b", "h100:8", "--allow", "tp"), "found 'tp', which is tried unless it is forbidden"),
     (plan, ("llama-8b", "h100:8", "--global-batch", "8", "--forbid", "tp,pp,fsdp,dp,cp"), "what is forbidden; forbid"),
     (plan, ("llama-1b", "h100:8", "--out", "folder.toml"), "needed a file in a folder"),
     (estimate, ("fsdp9", *EIGHT), "needs 9 devices"),  # and not a batch for nine

@@ -297,6 +297,18 @@ def test_reasons() -> None:
     assert "compute" in binds(found.best, found.space)
 
 
+def test_neighbours_of_an_axis_have_micro_batches_that_their_data_ranks_can_have() -> None:
+    """With the plan's own number `pp2` was refused, and `pp8` and `tp2` had micro-batches of twice the size."""
+    space = space_of(preset("llama-8b"), cluster("h100:8"), Workload(seq_len=8192, global_batch=32))
+    given = estimated(space, Plan.parse("pp4 fsdp2 zero1 / 1f1b mb16 / bf16 / recompute=blocks"))
+    reasons = {each.field: each.reason for each in decisions(given, space)}
+    assert re.fullmatch(r"pp2 mb8: .*; pp8 mb32: \S+ (slower|faster)\S*.*", reasons["axes.pp"])
+    assert reasons["axes.tp"].startswith("tp2 mb32: ") and "slower" in reasons["axes.tp"]
+    assert not [text for text in reasons.values() if "does not divide" in text or "batch.divide" in text]
+    fast = estimated(space, Plan.parse("fsdp8 / mb4 / bf16 / recompute=blocks"))
+    assert "tp2: " in {each.field: each.reason for each in decisions(fast, space)}["axes.tp"], "fewer are faster there"
+
+
 def test_reasons_speak_of_what_is_to_be_least() -> None:
     work = Workload(seq_len=2048, global_batch=64)
     lean = find(preset("llama-1b"), cluster("h100:8"), work, goal="memory")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.cli.config import Given, Origin, read_configuration
 from shardwise.cli.derive import Derived, derive
 from shardwise.cli.devices import surroundings
-from shardwise.cli.output import configuration_json
+from shardwise.cli.resolved import configuration_json
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.extras import optional_module
 from shardwise.findings import Finding

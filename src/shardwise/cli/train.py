@@ -30,15 +30,8 @@ from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
 from shardwise.cli.kept import check_places, check_weights, has_checkpoints
 from shardwise.cli.nodes import ranks_per_host, supervised
-from shardwise.cli.output import (
-    configuration_json,
-    configuration_table,
-    configuration_toml,
-    console,
-    plan_json,
-    print_json,
-    print_plan,
-)
+from shardwise.cli.output import console, plan_json, print_json
+from shardwise.cli.resolved import configuration_json, configuration_table, configuration_toml, print_plan
 from shardwise.cli.run import recovery, start
 from shardwise.errors import CheckpointError, ExitCode, UsageError
 from shardwise.launch.environment import Launch

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.diagnose.random_run import Shape, train
 from shardwise.models.hf import hf_config, hf_factory
-from shardwise.models.hf_sizes import shrunk_config
+from shardwise.models.hf_sizes import CHOSEN, shrunk_config
 from shardwise.plan.plan import Plan
 
 EXPERTS = "_experts_implementation"
@@ -44,6 +44,7 @@ def check_name(name: str, plan: Plan) -> str:
     before, after = hf_config(name).to_dict(), small_config(name, plan).to_dict()
     numbers = [key for key, value in before.items() if isinstance(value, int) and not isinstance(value, bool)]
     changed = [f"{key} {before[key]:,} -> {after[key]:,}" for key in numbers if after.get(key) != before[key]]
+    changed += [f"{key} null -> {after[key]:,}" for key in CHOSEN if before.get(key, 0) is None is not after[key]]
     kept = "; ties, ratios of heads and kinds of layers are kept; dropout is 0; weights are random"
     return f"shrunk: {', '.join(changed)}{kept}"
 

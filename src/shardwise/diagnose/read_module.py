@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from shardwise.diagnose.brought import as_batch, aside, on_meta
 from shardwise.diagnose.brought import example_length as example_length
@@ -41,6 +42,8 @@ LENGTHS = ((32, 96), (256, 512))
 scan in chunks fills up its last one, of 64 to 256."""
 PATIENCE_S = 8.0
 """Seconds of a forward on meta after which it is asked whether its length is why."""
+LOOP = 0.5
+"""Calls by one module itself for each token of a sample: so many are a loop over tokens."""
 ALIKE = 0.03
 """How far what two lengths give per token may differ."""
 ONE_BLOCK = ("pp", "cp", "recompute", "offload-activations", "compile")
@@ -227,7 +230,7 @@ def read_planned(
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
     is_recurrent = long and _is_recurrent(factory)  # made before the clock runs: what it imports takes seconds once
     try:
-        with _patience(PATIENCE_S if long else None):
+        with _Patience(PATIENCE_S, LOOP * seq_len) if long else nullcontext():
             if not is_recurrent:
                 return read(seq_len=seq_len), ()
     except _TooLong:
@@ -274,23 +277,46 @@ class _TooLong(BaseException):
     """A forward takes too long. No `Exception`: it is not the module's own."""
 
 
-@contextmanager
-def _patience(seconds: float | None) -> Iterator[None]:
-    """Within it a module is not entered after so many seconds of this process."""
-    if seconds is None:
-        yield
-        return
-    end = time.process_time() + seconds
+class _Patience(TorchFunctionMode):
+    """Within it no module is entered after so many seconds of this process, and none makes more calls than `most`."""
 
-    def check(*args: object) -> None:
-        if time.process_time() > end:
+    def __init__(self, seconds: float, most: float) -> None:
+        super().__init__()
+        self.end, self.most = time.process_time() + seconds, most
+        self.calls: list[int] = []
+        """Those of each module that is entered, the innermost last, by itself."""
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> _Patience:
+        """Watch every module."""
+        for hook in (
+            register_module_forward_pre_hook(self._in),
+            register_module_forward_hook(self._out, always_call=True),
+        ):
+            self._hooks.callback(hook.remove)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Watch none any more."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch has no types here
+        self._hooks.close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a call, and make it."""
+        if self.calls:
+            self.calls[-1] += 1
+            if self.calls[-1] > self.most:
+                raise _TooLong
+        return func(*args, **(kwargs or {}))
+
+    def _in(self, *args: object) -> None:
+        if time.process_time() > self.end:
             raise _TooLong
+        self.calls.append(0)
 
-    hook = register_module_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
+    def _out(self, *args: object) -> None:
+        self.calls.pop()
 
 
 @aside

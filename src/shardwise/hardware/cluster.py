@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import ConfigError, PlanError, UsageError
-from shardwise.hardware.presets import MIXED, domain_fault, read_word
+from shardwise.hardware.presets import MIXED, domain_fault, on_preset, read_word
 from shardwise.hardware.presets import device_names as device_names
 from shardwise.records import RecordError, as_dict, from_dict, hash_of, located, read_file, write_file
 
@@ -236,7 +236,7 @@ def cluster_from(data: Mapping[str, Any]) -> Cluster:
         ConfigError: an unknown or missing key, a wrong type, a number that can only be in another unit, nodes that
             differ, or another format.
     """
-    rest = dict(data)
+    rest = on_preset(data)
     found = rest.pop("format", 1)
     if found != 1 or isinstance(found, bool):
         raise RecordError(
@@ -393,6 +393,6 @@ def _default(kind: type, path: tuple[str, ...]) -> str:
     needed = f"a number in {quantity.unit}, as {quantity.example}" if quantity else "a text"
     if table:
         needed = "a table of " + ", ".join(f.name for f in fields(table) if f.default is f.default_factory is MISSING)
-    error = RecordError(path, f"missing; needed {needed}")
+    error = RecordError(path, f"missing; needed {needed}, or a file that begins with preset = 'h100:8x2'")
     error.keys = path[:-1]  # the line of the table that lacks it
     raise error

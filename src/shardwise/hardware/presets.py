@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from shardwise.errors import UsageError
 from shardwise.findings import nearest
+from shardwise.records import RecordError
 
 MIXED = (
     "needed one kind of device and a number of equal nodes, as h100:8x16; a job goes at the pace of its slowest node: "
@@ -67,6 +69,46 @@ def read_word(text: str) -> Word:
     if not per_node or not nodes:
         raise UsageError(f"cluster {text!r}: found a size of 0, needed at least one node of one device")
     return Word({"name": name, **entry}, nodes, per_node, local, network, shape)
+
+
+def on_preset(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A cluster file's keys; over those of a preset, where it names one: `preset = "h100:8x2"`.
+
+    Raises:
+        RecordError: a preset that is not known, or no text.
+    """
+    given = dict(data)
+    if (text := given.pop("preset", None)) is None:
+        return given
+    if not isinstance(text, str) or not text:
+        raise RecordError(("preset",), f"found {text!r}, needed the name of a preset, as h100:8x16")
+    try:
+        word = read_word(text)
+    except UsageError as error:
+        raise RecordError(("preset",), str(error)) from None
+    known = word._asdict()
+    known |= {"name": f"{text}, changed" if {*given} - {"format", "origins"} else text, **known.pop("shape")}
+    lines, origins = given.get("origins", []), list[str]()
+    for key, value in known.items():
+        own = given.get(key, {})
+        if key not in given and isinstance(value, dict):
+            given[key] = {"origin": "table", **value}
+            origins.append(f"{key}: table, {text}")
+        elif isinstance(value, dict) and isinstance(own, dict):
+            given[key], left = _over(value, own)
+            origins += [f"{key}.{path}: table, {text}" for path in left]
+        else:
+            given.setdefault(key, value)
+    return {**given, "origins": [*lines, *origins]} if isinstance(lines, list) else given
+
+
+def _over(known: dict[str, Any], own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A table's keys over those that are known, and which of these are left as they are."""
+    both, left = {**known, **own}, [key for key in known if key not in own]
+    for key in (key for key in known if key in own and isinstance(known[key], dict) and isinstance(own[key], dict)):
+        both[key], inner = _over(known[key], own[key])
+        left += [f"{key}.{path}" for path in inner]
+    return both, left
 
 
 def _near(name: str) -> str:

@@ -296,7 +296,10 @@ def preset(name: str) -> ModelSpec:
     given, name = name, canonical(name, table)  # `meta-llama/Llama-3.1-8B` and the like are `llama-8b`
     if name not in table:
         hint = nearest(given.rpartition("/")[2].lower(), list(table))
-        raise UsageError(f"model {given!r}: unknown preset; {hint} (or give a .toml file of sizes)")
+        raise UsageError(
+            f"model {given!r}: unknown preset; {hint} (or give a .toml file of sizes, or a model type or config.json "
+            "of transformers as hf:NAME)"
+        )
     return spec_from_dict(table[name], name=name)
 
 

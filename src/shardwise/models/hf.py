@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.findings import nearest
-from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes
+from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes, refuse_unsaid
 
 PREFIX = "hf:"
 """What marks a model of `transformers` on the command line."""
@@ -141,6 +141,7 @@ def build(config: PreTrainedConfig) -> nn.Module:
         ConfigError: `architectures` names no class of `transformers`, or one that cannot be made of these sizes.
     """
     cls = model_class(config)
+    refuse_unsaid(f"{PREFIX}{config.model_type}", config)
     own = copy.deepcopy(config)
     fused = getattr(cls, "_supports_sdpa", False) and not _drops_attention(config)
     asked = getattr(config, "_attn_implementation", None)

@@ -90,6 +90,30 @@ def refuse_sizes(where: str, config: PreTrainedConfig) -> None:
             )
 
 
+def refuse_unsaid(where: str, config: PreTrainedConfig) -> None:
+    """Refuse experts of which nobody says how many a token is given to: `deepseek_v2` has no default of it.
+
+    Args:
+        where: what the configuration is called, for messages.
+        config: with those of its parts.
+
+    Raises:
+        ConfigError: it is null, and there are experts.
+    """
+    for said in _said(config):
+        for all_of, key in _unsaid(said):
+            raise ConfigError(
+                f"model {where}: {key}: found null, needed how many of the {said[all_of]} experts ({all_of}) a token "
+                "is given to; its family has no default: write it in a config.json, and give that file"
+            )
+
+
+def _unsaid(said: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Key of the number of experts, and that of how many of them a token is given to, which is null."""
+    pairs = product(EXPERTS, CHOSEN)
+    return [(all_of, key) for all_of, key in pairs if said.get(all_of) and key in said and said[key] is None]
+
+
 def assumed_sizes(said: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
     """Sizes that a file does not say, which are the defaults of its family: `hidden_size 4096`.
 
@@ -161,6 +185,8 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
     change(HEAD_DIMS, HEAD_DIM)
     if "head_dim" in said and said["head_dim"] is None:
         config.head_dim = HEAD_DIM
+    for _, chosen in _unsaid(said):
+        setattr(config, chosen, TINY["num_experts_per_tok"])
     if said.get("qk_rope_head_dim"):  # there `head_dim` is that of the rotary part
         config.head_dim = TINY["qk_rope_head_dim"]
         config.qk_head_dim = TINY["qk_rope_head_dim"] + TINY["qk_nope_head_dim"]

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.errors import ModelError
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.blocks import own_blocks
+from shardwise.parallel.declared import home_of
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.intercept import Divided, Shapes, Watch
 from shardwise.parallel.mesh import Mesh
@@ -213,7 +214,8 @@ def _traced(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _positions_name(root: nn.Module) -> str:
-    names = inspect.signature(root.forward).parameters
+    inner = root.get_submodule(home_of(root).removesuffix("."))  # what a wrapper hands its keywords on to
+    names = inspect.signature(inner.forward).parameters
     found = next((name for name in POSITIONS if name in names), None)
     if found is None:
         raise ModelError(

@@ -42,6 +42,23 @@ def declares(root: nn.Module) -> bool:
     return hasattr(getattr(root, "config", None), "model_type") and isinstance(getattr(root, "_tp_plan", None), dict)
 
 
+def home_of(root: nn.Module) -> str:
+    """What the names of declared plans begin with: of a wrapper that passes on what it wraps (as those of `peft` do).
+
+    Empty: the module itself declares them, or none does. Else with a dot at its end.
+    """
+    if not declares(root):
+        return ""
+    own = (name for name, module in root.named_modules() if isinstance(_own(module, "_tp_plan"), dict))
+    name = next(own, "")
+    return f"{name}." if name else ""
+
+
+def _own(module: nn.Module, name: str) -> object:
+    """An attribute that is not passed on from what a module wraps."""
+    return vars(module).get(name, getattr(type(module), name, None))
+
+
 def prepare(root: nn.Module, blocks: tuple[str, ...]) -> None:
     """Make a model that declares plans ready for training under any plan; no change to others.
 
@@ -96,8 +113,11 @@ def declared_blocks(root: nn.Module) -> tuple[str, ...]:
     """
     if not declares(root):
         return ()
-    modules = dict(root.named_modules())
-    stages, groups = (getattr(root, name, None) or {} for name in ("_pp_plan", "_fsdp_plan"))
+    modules, home = dict(root.named_modules()), home_of(root)
+    stages, groups = (
+        {f"{home}{name}": how for name, how in (getattr(root, plan, None) or {}).items()}
+        for plan in ("_pp_plan", "_fsdp_plan")
+    )
     if lacking := [name for name in stages if name not in modules]:
         raise ModelError(
             f"{type(root).__name__}: its _pp_plan names {', '.join(lacking)}, found no such module; needed: names out "
@@ -110,7 +130,7 @@ def declared_blocks(root: nn.Module) -> tuple[str, ...]:
             f"{', '.join(GATHERED)}; correct base_model_fsdp_plan in its configuration",
             row="module.declared-plan",
         )
-    shards = [name.removesuffix(".*") for name in groups if isinstance(name, str) and name.endswith(".*")]
+    shards = [name.removesuffix(".*") for name in groups if name.endswith(".*")]
     for names in (stages, shards):
         lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
         if len(lists) == 1:
@@ -167,8 +187,8 @@ def rules_of(root: nn.Module, blocks: tuple[str, ...], tp: int) -> Rules:
     Raises:
         ModelError: see `hf_rules`.
     """
-    plans = (getattr(root, "_ep_plan", None) or {}, root._tp_plan)
-    declared = {name: style for plan in plans for name, style in cast(Mapping[str, str], plan).items()}
+    plans, home = (getattr(root, "_ep_plan", None) or {}, root._tp_plan), home_of(root)
+    declared = {f"{home}{name}": style for plan in plans for name, style in cast(Mapping[str, str], plan).items()}
     return hf_rules(_facts(root, blocks), declared, head_counts(root), tp)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from shardwise.errors import ShardwiseError
 from shardwise.plan.hosting import host_lack
@@ -38,9 +39,27 @@ def decisions(candidate: Candidate, space: Space, goal: Goal = "time") -> tuple[
     for name, value, others in _neighbours(candidate.plan, space):
         if name != "compile":  # else a neighbour is compiled where it may be, as the search would
             others = [(label, plan.with_(compile=space.compiles(plan))) for label, plan in others]
-        outcomes = [_outcome(label, plan, candidate, space, goal) for label, plan in others]
-        found.append(Decision(name, value, "; ".join(outcome for outcome in outcomes if outcome) or "nothing else is"))
+        best: dict[str, _Outcome] = {}
+        for label, plan in others:
+            if outcome := _outcome(plan, candidate, space, goal):
+                best[label] = min(best.get(label, outcome), outcome, key=lambda each: each.rank)
+        texts = [f"{label}{_batch_said(name, each.plan, candidate.plan)}: {each.text}" for label, each in best.items()]
+        found.append(Decision(name, value, "; ".join(texts) or "nothing else is"))
     return tuple(found)
+
+
+class _Outcome(NamedTuple):
+    """What a neighbour would do, and how good that is: the less, the better."""
+
+    rank: tuple[int, float]
+    text: str
+    plan: Plan
+
+
+def _batch_said(name: str, plan: Plan, best: Plan) -> str:
+    """The micro-batches of a neighbour in another field, where they are not those of the plan."""
+    count = plan.batch.micro_batches
+    return f" mb{count}" if name.startswith("axes.") and count != best.batch.micro_batches else ""
 
 
 def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple[str, Plan]]]]:
@@ -50,7 +69,8 @@ def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple
         degree = getattr(axes, axis)
         near = _around(degree, divisors(space.profile.experts or 1 if axis == "ep" else plan.world))
         if degree > 1 or axis in ("pp", "tp"):
-            yield f"axes.{axis}", str(degree), [(f"{axis}{other}", _resized(plan, axis, other)) for other in near]
+            resized = [(f"{axis}{n}", other) for n in near for other in _resized(plan, axis, n, space)]
+            yield f"axes.{axis}", str(degree), resized
     data = axes.data
     splits = [s for s in _around(axes.dp_shard, divisors(data))] if data > 1 else []
     others = [(f"dp{data // s} fsdp{s}", _split(plan, data // s, s)) for s in splits]
@@ -89,8 +109,11 @@ def _around(value: int, known: list[int]) -> list[int]:
     return [n for n in known if n < value][-1:] + [n for n in known if n > value][:1]
 
 
-def _resized(plan: Plan, axis: str, degree: int) -> Plan:
-    """The axis at another degree, the data axis in use taking or giving the ranks; options go with their axis."""
+def _resized(plan: Plan, axis: str, degree: int, space: Space) -> list[Plan]:
+    """The axis at another degree, the data axis in use taking or giving the ranks; options go with their axis.
+
+    With as many micro-batches as before, and with as many as keep their size: other data ranks have other shares.
+    """
     other = resize(plan, axis, degree)
     if other.axes.tp == 1:
         other = change(other, tensor__sequence=False, tensor__loss=False)
@@ -98,7 +121,9 @@ def _resized(plan: Plan, axis: str, degree: int) -> Plan:
         other = other.with_(schedule=Schedule())
     if other.axes.pp > 1 and other.batch.micro_batches < other.axes.pp and plan.axes.pp < other.axes.pp:
         other = change(other, batch__micro_batches=other.axes.pp)
-    return other
+    samples = space.workload.global_batch // (plan.axes.data * plan.batch.micro_batches)
+    count, rest = divmod(space.workload.global_batch, other.axes.data * max(1, samples))
+    return [other] if rest or not count else [other, change(other, batch__micro_batches=count)]
 
 
 def _split(plan: Plan, replicas: int, shards: int) -> Plan:
@@ -109,33 +134,36 @@ def _split(plan: Plan, replicas: int, shards: int) -> Plan:
     ).with_(zero=zero)  # fmt: skip
 
 
-def _outcome(label: str, plan: Plan, best: Candidate, space: Space, goal: Goal) -> str:
-    """What a neighbour would do; empty where it is the same plan."""
+def _outcome(plan: Plan, best: Candidate, space: Space, goal: Goal) -> _Outcome | None:
+    """What a neighbour would do; None where it is the same plan."""
     if plan == best.plan or plan.world != best.plan.world:
-        return ""
+        return None
     without = used(plan, space.left_out)
     if without:
-        return f"{label}: left out ({next(iter(without.values()))})"
+        return _Outcome((4, 0.0), f"left out ({next(iter(without.values()))})", plan)
     row = space.broken(plan)
     if row:
-        return f"{label}: refused ({row})"
+        return _Outcome((4, 0.0), f"refused ({row})", plan)
     device = space.cluster.device
     try:
         workload = space.workload
         memory = estimate_memory(space.profile, plan, workload, stack=space.stack, device=device)
         time = estimate_time(space.profile, space.cluster, plan, workload, stack=space.stack)
     except ShardwiseError:
-        return f"{label}: the batch does not divide"
+        return _Outcome((3, 0.0), "the batch does not divide", plan)
     if not memory.fits:
-        return f"{label}: {spelled(memory.device, 0)} do not fit{_with_recompute(plan, best, space)}"
+        lacks = f"{spelled(memory.device, 0)} do not fit{_with_recompute(plan, best, space)}"
+        return _Outcome((2, memory.device), lacks, plan)
     if lack := host_lack(memory, plan, space.cluster):
-        return f"{label}: {lack}"
+        return _Outcome((2, 0.0), lack, plan)
     share = (memory.device - memory.held) / device.memory
-    tight = "" if memory.fits_in(device.memory * (1 - HEADROOM)) else f", memory {share:.0%} full"
+    is_tight = not memory.fits_in(device.memory * (1 - HEADROOM))
+    tight = f", memory {share:.0%} full" if is_tight else ""
+    other = Candidate(plan=plan, memory=memory, time=time)
     found = f"{_percent(time.total, best.time.total)}{tight}"
     if goal == "memory":
-        found = f"{_gib(Candidate(plan=plan, memory=memory, time=time), best)}, {found}"
-    return f"{label}: {found}"
+        found = f"{_gib(other, best)}, {found}"
+    return _Outcome((is_tight, other.score(goal)), found, plan)
 
 
 def _with_recompute(plan: Plan, best: Candidate, space: Space) -> str:

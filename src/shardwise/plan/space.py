@@ -101,6 +101,11 @@ class Space:
     def __post_init__(self) -> None:
         for name, known in (("allow", tuple(OPT_IN)), ("forbid", (*FEATURES, *OPT_IN))):
             unknown = [word for word in getattr(self, name) if word not in known]
+            if unknown and unknown[0] in FEATURES:
+                raise UsageError(
+                    f"allow: found {unknown[0]!r}, which is tried unless it is forbidden; leave it out "
+                    f"(what needs it: {', '.join(OPT_IN)})"
+                )
             if unknown:
                 raise UsageError(f"{name}: found {unknown[0]!r}, which no plan has; {nearest(unknown[0], known)}")
         if both := sorted({*self.allow} & {*self.forbid}):
