@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.model.course import Course, Courses
-from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.model.ops import Attention, Matmul, Op, Pointwise
+from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
 from shardwise.plan.plan import ContextKind, Plan
 
