@@ -339,6 +339,25 @@ def test_blocks_that_are_fed_what_has_no_gradient_are_reduced_at_the_end(plan: s
     near_the_trace(factory("tables"), plan, 16, 16, within=0.01)
 
 
+@pytest.mark.share(2)
+@pytest.mark.parametrize(
+    ("base", "plan"),
+    [
+        (Words, "fsdp2 / mb2"),  # the output before, and weights that were gathered for a backward pass
+        (Pooled, "dp2"),  # frozen parameters are compared too
+        (Words, "dp1 / bf16"),  # no cast weights are kept
+        (Words, "fsdp4 / recompute=blocks"),  # nothing runs again
+    ],
+)
+def test_a_head_alone_is_trained(base: type[Words], plan: str) -> None:
+    def probe() -> nn.Module:
+        model = base().requires_grad_(False)
+        model.head.requires_grad_(True)
+        return model
+
+    near_the_trace(probe, plan, 64 if base is Words else 16, 8, within=0.015)
+
+
 class OneUnit(nn.Module):
     """No repeated blocks, and no labels for each feature that it is given."""
 

@@ -60,7 +60,8 @@ class _Rank(RankSizes):
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
         found |= self.ends(kept, pending, left)
-        found |= self.gathering(sum(kept[:-1]), pending + left) | self.first_gathering(pending + left)
+        before = self.before(pending + left)
+        found |= {**self.gathering(sum(kept[:-1]), before), **self.first_gathering(before)}
         last = len(self.blocks) - 1
         for place in self.places():
             name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
@@ -120,15 +121,25 @@ class _Rank(RankSizes):
             terms["gradients"] += unit / shards * width * (not shared_out)
         return terms
 
-    def gathering(self, kept: float, gradients: float) -> dict[str, Terms]:
+    def before(self, gradients: float) -> Terms:
+        """What the micro-batch before has left while the next one runs forward.
+
+        Its output, and where the last block has no backward pass its weights, which were gathered ahead for one.
+        """
+        several, last = self.plan.batch.micro_batches > 1, self.blocks[-1][1]
+        ahead = several and self.engine and self.plan.reshards and not (self.goes_back(last) or self.is_one_unit)
+        sent = self.params(last) * self.width * (ahead and self.division.shards > 1)
+        return {"gradients": gradients, "logits": self.logit() * self.width * several, "gathered ahead": sent}
+
+    def gathering(self, kept: float, before: Terms) -> dict[str, Terms]:
         """When the last block's weights have come in the forward pass: as sent, and cut up; those before as sent."""
         if not self.engine or self.division.shards == 1 or len(self.blocks) < 2:
             return {}
-        last, before = (self.params(block) * self.width for _, block in (self.blocks[-1], self.blocks[-2]))
-        gathered = self.gathered(0) + last + before
+        last, other = (self.params(block) * self.width for _, block in (self.blocks[-1], self.blocks[-2]))
+        gathered = self.gathered(0) + last + other
         if not self.plan.reshards:  # they come once, before the first gradients
             return {"gathering": {**self.base, "gathered": gathered, "activations": kept}}
-        return {"gathering": {**self.base, "gathered": gathered + last, "activations": kept, "gradients": gradients}}
+        return {"gathering": {**self.base, "gathered": gathered + last, "activations": kept, **before}}
 
     def as_sent(self, terms: Terms, last: Block) -> Terms:
         """The same moment of a forward pass in which the last block's weights came, which are there as sent too.
@@ -138,16 +149,17 @@ class _Rank(RankSizes):
         if not self.engine or self.division.shards == 1 or (self.plan.reshards and not self.is_one_unit):
             return terms
         gathered = self.gathered(0) + self.params(last) * self.width
-        return {**terms, "gathered": gathered, "gradients": terms["gradients"] * self.plan.reshards}
+        first = dict.fromkeys(self.before(0.0), 0.0) if not self.plan.reshards else {}
+        return {**terms, "gathered": gathered, **first}
 
-    def first_gathering(self, gradients: float) -> dict[str, Terms]:
+    def first_gathering(self, before: Terms) -> dict[str, Terms]:
         """When the first block's weights come, of the next micro-batch too: as sent and cut up, as those outside."""
         index, block = self.blocks[0]
         if not self.engine or self.division.shards == 1:
             return {}
         came = 2 * (self.outside + self.params(block))
         terms = {"gathered": came * self.width, "activations": self.kept_ahead(block)}
-        return {"first gathering": {**self.base, **terms, "gradients": gradients * self.plan.reshards}}
+        return {"first gathering": {**self.base, **terms, **(before if self.plan.reshards else {})}}
 
     def last_reduced(self) -> float:
         """Parameters whose gradients are reduced last: those outside, or of a block that is apart.
@@ -168,10 +180,15 @@ class _Rank(RankSizes):
         (index, last), head = self.blocks[-1], self.division.profile.head
         found: dict[str, Terms] = {}
         fixed = {**self.base, "gradients": pending + left}
-        if (course := course_of(last, self.local)) and not is_recomputed(index, self.plan):
+        passes = not (is_recomputed(index, self.plan) and self.goes_back(last))
+        if (course := course_of(last, self.local)) and passes:
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
-            outside = self.embedding() * self.width * self.casts  # the table is there as long as forward runs
-            terms = {**fixed, "activations": sum(kept[:-1]) + most, "gathered": self.gathered(2) + outside}
+            table = self.outside - self.params(self.division.profile.head)
+            outside = table * self.width * self.casts  # it is there as long as forward runs
+            if self.casts and not self.goes_back(last):
+                outside += self.used(last) * self.width
+            terms = {**fixed, **self.before(pending + left), "activations": sum(kept[:-1]) + most}
+            terms["gathered"] = self.gathered(2) + outside
             found["forward"] = larger(terms, self.as_sent(terms, last))
         if course := course_of(head, self.local):
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)

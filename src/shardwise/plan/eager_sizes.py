@@ -155,11 +155,20 @@ class RankSizes:
         A recomputed block casts its own again. `place`: the block at work in the backward pass; None: none is yet.
         """
         if place is None:
-            kept = [block for index, block in self.blocks if not is_recomputed(index, self.plan)]
+            kept = [block for index, block in self.blocks if self.keeps_cast(index, block)]
             return (sum(map(self.used, kept)) + self.used(self.division.profile.head)) * self.width
-        ahead = [block for index, block in self.blocks[: place + 1] if not is_recomputed(index, self.plan)]
+        ahead = [block for index, block in self.blocks[: place + 1] if self.keeps_cast(index, block)]
         here = [block for index, block in self.blocks[place : place + 1] if is_recomputed(index, self.plan)]
         return sum(map(self.used, (*ahead, *here))) * self.width
+
+    def keeps_cast(self, index: int, block: Block) -> bool:
+        """Whether a block's cast weights are kept for its backward pass: it has one, and does not cast them again."""
+        return not is_recomputed(index, self.plan) and self.goes_back(block)
+
+    def goes_back(self, block: Block) -> bool:
+        """Whether a block has a backward pass: one that is frozen, and fed what has no gradient, has none."""
+        course = course_of(block, self.local)
+        return bool(course.backward) if course else self.kept_whole(block) > 0
 
     def stream(self, block: Block) -> float:
         """Bytes of a block's input."""
@@ -205,7 +214,9 @@ class RankSizes:
         return sorted({0, len(blocks) - 1} | found | {i + 1 for i in found}) if blocks else []
 
     def held_in(self, index: int, block: Block, course: Course) -> tuple[Held, ...]:
-        """The moments of a block's backward pass, and of the forward pass that it runs again before it."""
+        """The moments of a block's backward pass, if it has one, and of the forward pass that it runs again."""
+        if not course.backward:
+            return ()
         if not is_recomputed(index, self.plan) or self.plan.recompute.mode == "ops":
             return course.backward
         out = (block.width + block.beside) * self.width  # the last operation of each stream is not run again

@@ -281,8 +281,11 @@ def compared(division: Division, stages: tuple[Stage, ...], stack: Stack) -> flo
     axes = division.plan.axes
     if axes.tp > 1 or axes.data * axes.cp == division.shards:
         return 0.0
-    tables = (block.params for stage in stages for block in stage.blocks if not any(block.matmuls))
-    whole, part = max(largest_part(division, stages), *tables, 0.0), COMPARED[stack.eager]
+    blocks = {block for stage in stages for block in stage.blocks}
+    sizes = [block.params for block in blocks if not any(block.matmuls)]  # a table's
+    sizes += [op.params for block in blocks for op in block.matmuls if not op.trained]
+    sizes += [division.profile.frozen * any(stage.first for stage in stages)]
+    whole, part = max(largest_part(division, stages), *sizes), COMPARED[stack.eager]
     return 16.0 * min(part, whole) + 8.0 * min(part, max(0.0, whole - part))
 
 
