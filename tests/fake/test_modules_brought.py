@@ -358,6 +358,48 @@ def test_a_head_alone_is_trained(base: type[Words], plan: str) -> None:
     near_the_trace(probe, plan, 64 if base is Words else 16, 8, within=0.015)
 
 
+class Normed(nn.Module):
+    """Batch norms before an activation, and before the sum with the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        narrow, wide = nn.Conv2d(32, 8, 1, bias=False), nn.Conv2d(8, 32, 3, padding=1, bias=False)
+        self.inner = nn.Sequential(narrow, nn.BatchNorm2d(8), nn.ReLU(), wide, nn.BatchNorm2d(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.inner(x))
+
+
+class Bottlenecks(nn.Module):
+    """As ResNet-50 is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 32, 3, padding=1), nn.Linear(32, 10)
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
+        self.example_input_array = torch.zeros(2, 3, 16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize(
+    ("made", "plan"),
+    [
+        (Bottlenecks, "dp2"),
+        (Bottlenecks, "fsdp2 / mb2"),
+        (Bottlenecks, "pp2 dp2 / 1f1b mb2"),
+        (factory("residual"), "fsdp2 / bf16"),  # which has its sums outside of blocks
+    ],
+)
+def test_batch_norms_over_data_ranks(made: Callable[[], nn.Module], plan: str) -> None:
+    near_the_trace(made, plan, 3, 16, within=0.01)
+
+
 class OneUnit(nn.Module):
     """No repeated blocks, and no labels for each feature that it is given."""
 
