@@ -10,7 +10,8 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.model.describe import describe
-from shardwise.model.profile import Attention, Block, Matmul, Pointwise, Profile, profile_of
+from shardwise.model.ops import Attention, Matmul, Pointwise
+from shardwise.model.profile import Block, Profile, profile_of
 from shardwise.model.spec import ModelSpec
 from shardwise.models.hf import hf_config, hf_factory
 from shardwise.models.presets import build

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.diagnose.read_module import example_length, example_of, read_module
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.describe import describe
-from shardwise.model.profile import Attention, Block, Matmul, Profile
+from shardwise.model.ops import Attention, Matmul
+from shardwise.model.profile import Block, Profile
 from shardwise.model.tracer import meta_copy, tensors_in
 from shardwise.plan.division import divide
 from shardwise.plan.memory import states_of

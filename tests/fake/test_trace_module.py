@@ -115,7 +115,6 @@ FAST_OWN = [
     ("rows", "fsdp2 / zero1 / bf16"),
 ]
 FURTHER = [
-    ("rows", "fsdp4 / mb2"),  # its last block is called twice
     ("mixer", "dp1 / mb2 / recompute=blocks"),  # what draws need again
 ]
 """Off by more; see docs/planner.md."""

@@ -23,7 +23,8 @@ from shardwise.cli.plan import plan
 from shardwise.cli.planning import count_of, question
 from shardwise.errors import ExitCode, ShardwiseError, UsageError
 from shardwise.hardware.cluster import load_cluster
-from shardwise.model.profile import Attention, profile_of
+from shardwise.model.ops import Attention
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.advice import advise
 from shardwise.plan.band import band_of_kind, likeness

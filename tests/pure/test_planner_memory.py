@@ -9,7 +9,8 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import load_cluster
-from shardwise.model.profile import Matmul, profile_of
+from shardwise.model.ops import Matmul
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan import eager_rank
 from shardwise.plan.activations import saved_bytes, saving_of

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from shardwise.hardware.cluster import Link, Rates, load_cluster
-from shardwise.model.profile import Attention, profile_of
+from shardwise.model.ops import Attention
+from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.blocktime import _passes, crossing

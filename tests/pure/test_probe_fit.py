@@ -20,7 +20,7 @@ from shardwise.hardware.fit import (
     least,
     nearest_preset,
 )
-from shardwise.model.profile import Attention
+from shardwise.model.ops import Attention
 from shardwise.plan.kernels import attention_time, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.stack import load_stack

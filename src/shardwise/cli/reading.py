@@ -20,10 +20,5 @@ def how_read(profile: Profile) -> Iterator[str]:
         )
     if profile.again:
         yield "its blocks are called more than once in a forward: memory is rough, the most under recompute (--trace)"
-    if profile.apart:
-        yield (
-            "several of its blocks are fed what has no gradient: under fsdp they stay whole, with their gradients, "
-            "until the backward pass is over: memory is rough, up to 40 % too low (--trace counts it)"
-        )
     if profile.unseen:
         yield f"no step of it runs without values ({profile.unseen}): what it holds is put together from its operators"

@@ -13,7 +13,7 @@ from math import exp, log
 from statistics import median
 
 from shardwise.hardware.cluster import Cluster, Curve, Device, Link, Rates, device_names, load_cluster
-from shardwise.model.profile import Attention
+from shardwise.model.ops import Attention
 from shardwise.plan.kernels import TAIL, attention_time, matmul_time, misaligned
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.stack import Stack

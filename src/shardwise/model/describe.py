@@ -29,7 +29,8 @@ from shardwise.model.known import Known
 from shardwise.model.lifetimes import with_courses
 from shardwise.model.nested import put
 from shardwise.model.operators import chain_of
-from shardwise.model.profile import Attention, Profile
+from shardwise.model.ops import Attention
+from shardwise.model.profile import Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
 from shardwise.model.seen import added_to_loss, cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
 from shardwise.model.standin import Attended, drop
@@ -113,12 +114,15 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
             raise
         except (Exception, SystemExit) as error:
             raise _untraceable(module, watch, error, device) from error
-    recording.frozen |= recording.shapes.keys() - recording.used.keys()  # what is never used has no gradient
+    recording.unused = frozenset(recording.shapes.keys() - recording.used.keys() - recording.frozen)
+    recording.frozen |= recording.unused
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    given = sum(tensor.nbytes for _, tensor in tensors_in(sample)) // tokens_of(sample)[1]
+    tensors = [tensor for _, tensor in tensors_in(sample)]
+    given = sum(tensor.nbytes for tensor in tensors) // tokens_of(sample)[1]
+    labels = 0 if tensors[0].is_floating_point() else 8
     profile = chain_of(recording, module, names, name or type(module).__name__)
     one_number = values is not None and not values.dim() and others > 1
-    profile = replace(profile, buffers=buffers, given=given, wide=dtype is torch.float32)
+    profile = replace(profile, buffers=buffers, given=given, labels=labels, wide=dtype is torch.float32)
     profile = replace(profile, one_number=one_number, added=added)
     seen: dict[float, Mapping[int, Course]] = {}
     why = ""

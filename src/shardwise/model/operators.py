@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise, Profile, Split
+from shardwise.model.ops import Attention, Matmul, Op, Pointwise, Split
+from shardwise.model.profile import Block, Profile
 from shardwise.model.recording import AFTER, BEFORE, Node, Recording
 
 NORMS = ("rsqrt", "native_layer_norm", "_fused_rms_norm", "native_group_norm")
@@ -26,8 +27,9 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
     for index in range(len(names)):
         found = [] if index else [replace(op, split="none") for op in _operators(recording, BEFORE, ())]
         own = [name for name, owner in owners.items() if owner == index]
-        block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index])
-        sizes = block.small, block.width, block.beside, block.ahead, block.frozen, block.buffers
+        apart = index in recording.fed_apart
+        block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index], apart=apart)
+        sizes = block.small, block.width, block.beside, block.ahead, block.frozen, block.unused, apart, block.buffers
         chain.append(alike.setdefault((block.name, block.ops, sizes), block))
     head, tied = _head(recording, owners)
     products = [op for op in head.ops if isinstance(op, Matmul)]
@@ -35,7 +37,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
     vocab, dim = (products[-1].outs, products[-1].ins) if tied else (outputs, ceil(chain[-1].width))
     total = sum(map(math.prod, recording.shapes.values()))
     rest = sum(block.params for block in chain) + head.params - (vocab * dim if tied else 0)
-    frozen = sum(math.prod(recording.shapes[name]) for name in recording.frozen if owners[name] == BEFORE)
+    before = {name: math.prod(shape) for name, shape in recording.shapes.items() if owners[name] == BEFORE}
     attentions = [op for block in chain for op in block.ops if isinstance(op, Attention)]
     experts = [op for block in chain for op in block.matmuls if op.experts]
     return Profile(
@@ -50,10 +52,10 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         kv_heads=attentions[0].kv_heads if attentions else 0,
         experts=experts[0].experts if experts else 0,
         chosen=experts[0].chosen if experts else 0,
-        frozen=frozen,
+        frozen=sum(before[name] for name in recording.frozen & before.keys()),
+        unused=sum(before[name] for name in recording.unused & before.keys()),
         outputs=recording.given_out / recording.tokens,
         again=recording.again,
-        apart=len(recording.fed_apart) > 1,
     )
 
 
@@ -95,10 +97,10 @@ def _block(recording: Recording, phase: int, own: Sequence[str], found: tuple[Op
     first = next((op.takes for op in products), 0)
     width = recording.entered[phase] / recording.tokens if phase in recording.entered else first
     sizes = {name: math.prod(recording.shapes[name]) for name in own}
-    frozen = sum(size for name, size in sizes.items() if name in recording.frozen)
+    frozen, unused = (sum(sizes.get(n, 0) for n in some) for some in (recording.frozen, recording.unused))
     small = sum(sizes.values()) - sum(op.params for op in products)
     beside = recording.beside(phase) / recording.tokens
-    return Block(kind, (*found, *ops), small, width, beside, len(found), frozen)
+    return Block(kind, (*found, *ops), small, width, beside, len(found), frozen, unused)
 
 
 class Kept(NamedTuple):

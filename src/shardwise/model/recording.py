@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.model.nested import Path
-from shardwise.model.profile import Attention
+from shardwise.model.ops import Attention
 
 BEFORE, AFTER = -1, 1 << 30
 """Phases of a forward that are no block's; a block's phase is its number."""
@@ -67,6 +67,8 @@ class Recording:
     """Parameters without a gradient."""
     width: int
     """Bytes of an element of what is computed with."""
+    unused: frozenset[str] = frozenset()
+    """Those of `frozen` that nobody froze: forward does not use them."""
     nodes: list[Node] = field(default_factory=list)
     saved: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     """Phase -> storage -> a tensor in it that autograd keeps."""

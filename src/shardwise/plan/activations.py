@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.model.ops import Attention, Matmul, Op, Pointwise
+from shardwise.model.profile import Block
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan

@@ -9,7 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from shardwise.model.profile import Attention, Profile
+from shardwise.model.ops import Attention
+from shardwise.model.profile import Profile
 from shardwise.plan.plan import Plan
 
 FEW = 10

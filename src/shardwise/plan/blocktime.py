@@ -7,7 +7,8 @@ from functools import lru_cache
 from math import ceil
 
 from shardwise.hardware.cluster import Cluster
-from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.model.ops import Attention, Matmul, Op, Pointwise
+from shardwise.model.profile import Block
 from shardwise.plan.kernels import (
     BYTES,
     TAIL,

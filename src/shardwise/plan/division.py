@@ -170,14 +170,27 @@ class Division:
         """Share of the parameters of some stages that get a gradient."""
         frozen = self.frozen_outside(stages)
         frozen += sum(block.frozen * count for stage in stages for block, count in stage.counts)
-        if not frozen:
-            return 1.0
+        return 1 - frozen / self._all_params(stages) if frozen else 1.0
+
+    def unused_outside(self, stages: Sequence[Stage]) -> int:
+        """Those of `frozen_outside` that nobody froze."""
+        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+        return self.profile.unused * first + self.profile.head.unused * last
+
+    def reduced_share(self, stages: Sequence[Stage]) -> float:
+        """Share of the parameters of some stages that ranks reduce gradients of: zeros, of those that nobody uses."""
+        unused = self.unused_outside(stages)
+        unused += sum(block.unused * count for stage in stages for block, count in stage.counts)
+        return self.trained_share(stages) + (unused / self._all_params(stages) if unused else 0.0)
+
+    def _all_params(self, stages: Sequence[Stage]) -> float:
+        """All parameters of some stages, of a module that nothing but stages and data ranks divides."""
         whole = sum(block.params * count for stage in stages for block, count in stage.counts)
         outside = self.embedding * any(stage.first for stage in stages)
         if any(stage.last for stage in stages):
             tied = self.profile.tied and any(stage.first for stage in stages)
             outside += self.profile.head.params - (self.embedding_table if tied else 0.0)
-        return 1 - frozen / (whole + outside)
+        return whole + outside
 
     def second_table(self, stages: Sequence[Stage]) -> float:
         """Elements of a tied table that a rank has twice, in its first stage and in its last: the copy has no state."""

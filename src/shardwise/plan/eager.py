@@ -10,8 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.model.course import Course, Courses
-from shardwise.model.profile import Attention, Block, Matmul, Op, Pointwise
+from shardwise.model.course import Course, Courses, Held
+from shardwise.model.ops import Attention, Matmul, Op, Pointwise
+from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
 from shardwise.plan.plan import ContextKind, Plan
 
@@ -39,18 +40,40 @@ def local_of(plan: Plan) -> Local:
 
 def course_of(block: Block, local: Local) -> Course | None:
     """What a step of a block was seen to hold; None: none was run, or none in which it is divided as here."""
-    return _seen(block.courses, block, local)
+    course = _seen(block.courses, local)
+    return _over_ranks(course, block, local) if course and local.synchronised and spread_of(block) else course
 
 
 def course_ahead(block: Block, local: Local) -> Course | None:
     """The same of what runs before the first block."""
-    return _seen(block.courses_ahead, block, local)
+    return _seen(block.courses_ahead, local)
 
 
-def _seen(courses: Courses, block: Block, local: Local) -> Course | None:
-    if local.tp > 1 or local.ep > 1 or local.divided or (local.synchronised and spread_of(block)):
-        return None
-    return dict(courses).get(local.width)
+def _seen(courses: Courses, local: Local) -> Course | None:
+    return None if local.tp > 1 or local.ep > 1 or local.divided else dict(courses).get(local.width)
+
+
+@lru_cache(maxsize=4096)
+def _over_ranks(course: Course, block: Block, local: Local) -> Course:
+    """The same where its batch norms are Shardwise's own: they keep as much, and need more to go backward."""
+    found, used_up, done = [], 0.0, 0.0
+    for op in reversed(block.ops[block.ahead :]):
+        if isinstance(op, Pointwise) and op.spread:  # an activation in the same chain is behind it
+            behind = used_up + kept_op(op, local) - op.spread * local.width
+            here = course.kept.per_token - behind + _norm_needs(op, block, local)
+            found.append(Held(here, course.kept.once, gradients=done))
+        used_up += kept_op(op, local)
+        done += op.params if isinstance(op, Matmul) and op.trained else 0.0
+    return course._replace(backward=(*course.backward, *found)) if course.backward else course
+
+
+def _norm_needs(op: Pointwise, block: Block, local: Local) -> float:
+    """Bytes per token in which a batch norm over ranks goes backward: its gradient, both centred, and its input's.
+
+    And the gradient of the stream, which is its own where the stream is added to what it gives.
+    """
+    stream = 0.0 if "batch_norm+add" in op.name else block.width * local.width
+    return op.spread * (3 * max(local.width, 4.0) + local.width) + stream
 
 
 @lru_cache(maxsize=4096)
@@ -115,8 +138,8 @@ def working_in(block: Block, local: Local) -> float:
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
     tp, sequence, _, width, _, synchronised = local
-    if synchronised and (spread := spread_of(block)):
-        return spread * (3 * max(width, 4.0) + width)  # the gradient, what is centred of both, their product
+    if synchronised and spread_of(block):
+        return _behind_norms(block, local)
     hidden, last = _before_last_product(block)
     if hidden is None or last is None:
         return max((op.takes + op.gives for op in block.matmuls), default=2 * block.width) * width
@@ -124,6 +147,19 @@ def working_in(block: Block, local: Local) -> float:
     inner = (hidden.saves * max(hidden.per_choice, 1) or 2 * last.takes) / tp
     stream = 0.0 if hidden.per_choice else (2 + 2 / tp) * block.width if sequence else block.width
     return (inner + stream) * width
+
+
+def _behind_norms(block: Block, local: Local) -> float:
+    """The same while one of its batch norms over the ranks goes backward, the one that needs most.
+
+    What operators behind it kept is used up.
+    """
+    worst = used_up = 0.0
+    for op in reversed(block.ops):
+        if isinstance(op, Pointwise) and op.spread:
+            worst = max(worst, _norm_needs(op, block, local) - used_up)
+        used_up += kept_op(op, local)
+    return worst
 
 
 class Exchanged(NamedTuple):

@@ -37,6 +37,8 @@ class _Sizes(NamedTuple):
     fresh_at_once: float
     unit: float
     """Parameters of the largest unit whose gradients are reduced together."""
+    zeros: float
+    """Those of them that nobody uses."""
 
 
 class PipeRank(RankSizes):
@@ -57,7 +59,8 @@ class PipeRank(RankSizes):
             if self.engine and moment.ends:
                 kept, gradients = parts[moment.turn]
                 stage, unit = self.stages[moment.turn], sizes[moment.turn].unit
-                terms = self.reduction(begun - gradients, unit, self.last_tensor(stage))
+                zeros = sizes[moment.turn].zeros
+                terms = self.reduction(begun - gradients, unit, self.last_tensor(stage), zeros)
                 terms["gradients"] += sizes[moment.turn].gradients + sizes[moment.turn].gradients_at_once
                 whole = self.gathered_in(moment, len(stage.blocks)) - unit * self.width  # its weights are given back
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
@@ -102,6 +105,7 @@ class PipeRank(RankSizes):
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
         later = trained[0] - inside_at_once
+        unit_params, zeros = self.largest_unit(stage)
         return _Sizes(
             kept=kept,
             kept_at_once=at_once,
@@ -110,7 +114,8 @@ class PipeRank(RankSizes):
             gradients_at_once=inside_at_once * unit,
             fresh=later * self.width,
             fresh_at_once=inside_at_once * self.width,
-            unit=max(self.ends_of(stage), *(self.trained(block) for block in stage.blocks)),
+            unit=unit_params,
+            zeros=zeros,
         )
 
     def at_once(self, index: int, block: Block) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwise.model.course import Held
+from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division
 from shardwise.plan.eager import attention_in, course_ahead, course_of, working_in
 from shardwise.plan.eager_pipe import PipeRank
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
+from shardwise.plan.engines import is_replicated
 from shardwise.plan.moments import moments_of
 from shardwise.plan.stages import Stage
 
@@ -50,17 +52,24 @@ class _Rank(RankSizes):
     def moments(self) -> Mapping[str, Terms]:
         """In the forward pass, at the loss, behind, in and before the blocks, and at the update."""
         pending = self.gradients if self.accumulates else 0.0
-        waits = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
-        left = self.last_reduced() * self.reduced_width if waits else 0.0  # of the micro-batch before it is still held
+        several = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
+        left = (
+            self.last_reduced() * self.reduced_width if several else 0.0
+        )  # of the micro-batch before it is still held
         kept = [self.kept(index, block) for index, block in self.blocks]
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
         found |= self.ends(kept, pending, left)
-        found |= self.gathering(sum(kept[:-1]), pending + left)
+        before = self.before(pending + left)
+        found |= {**self.gathering(sum(kept[:-1]), before), **self.first_gathering(before)}
         last = len(self.blocks) - 1
         for place in self.places():
             name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
-            held_back, block = left if place == last else 0.0, self.blocks[place][1]
+            waits, block = (
+                len(self.apart_behind(place)) == last - place,
+                self.blocks[place][1],
+            )  # nothing is reduced yet
+            held_back = left if waits else 0.0
             around = {name: self.at_block(place, held_back)}
             if self.local_experts(block) and course_of(block, self.local) is None:
                 around[f"experts of the {name}"] = self.behind_experts(place, held_back)
@@ -75,26 +84,92 @@ class _Rank(RankSizes):
         if self.casts:
             found["widening"] = self.widened_outside(pending)
         if self.engine:
-            reduced = self.reduction(self.kept_gradients, self.moving)
-            found["reduction"] = {**reduced, "logits": self.logit() * self.width}
+            found["reduction"] = self.last_reductions()
         return found
 
-    def gathering(self, kept: float, gradients: float) -> dict[str, Terms]:
+    def last_reductions(self) -> Terms:
+        """When what is outside of blocks is reduced, behind all of them, or then a block that is apart."""
+        apart, worst = [block for _, block in self.blocks if block.apart], Terms()
+        lasts = (self.last_of(self.division.profile.head), *map(self.last_of, apart))
+        for place, unit in enumerate((self.summed_outside, *map(self.summed, apart))):
+            terms = self.at_end(unit, apart[place:])
+            if self.division.shards > 1:  # torch holds the last tensor of them until they are over shards
+                terms["gradients"] += lasts[place] * (self.reduced_width if self.sums_first else self.width)
+            worst = larger(worst, terms)
+        return worst
+
+    def at_end(self, unit: float, waiting: Sequence[Block]) -> Terms:
+        """When the gradients of a unit are reduced at the end; those of others wait, whole, and their weights too.
+
+        Micro-batches that are reduced one by one add the last one's to the sums. Where weights stay gathered, they are
+        given back in the last micro-batch alone.
+        """
+        each = self.reduced_width * self.sums_first + self.width * (not self.adds_up)  # sums, and what is new
+        waits = sum(map(self.trained, waiting)) * each
+        terms = {**self.reduction(self.kept_gradients + waits, unit), "logits": self.logit() * self.width}
+        terms["gathered"] = sum(map(self.params, waiting)) * self.width
+        several = self.plan.batch.micro_batches * (not self.sums_first)
+        shards = self.division.shards if self.plan.zero else 1
+        if several < 2:  # they have no shards yet
+            terms["gradients"] -= sum(map(self.summed, waiting)) / shards * self.own_width
+            return terms
+        if not self.plan.reshards:
+            terms["gathered"] = self.gathered(0)
+        if self.plan.reshards or several > 2:
+            width = self.reduced_width - (self.own_width if self.own_width < self.reduced_width else 0.0)
+            shared_out = self.own_width < self.reduced_width and self.plan.axes.dp_replicate == 1  # which are counted
+            terms["gradients"] += unit / shards * width * (not shared_out)
+        return terms
+
+    def before(self, gradients: float) -> Terms:
+        """What the micro-batch before has left while the next one runs forward.
+
+        Its output, and where the last block has no backward pass its weights, which were gathered ahead for one.
+        """
+        several, last = self.plan.batch.micro_batches > 1, self.blocks[-1][1]
+        ahead = several and self.engine and self.plan.reshards and not (self.goes_back(last) or self.is_one_unit)
+        sent = self.params(last) * self.width * (ahead and self.division.shards > 1)
+        return {"gradients": gradients, "logits": self.logit() * self.width * several, "gathered ahead": sent}
+
+    def gathering(self, kept: float, before: Terms) -> dict[str, Terms]:
         """When the last block's weights have come in the forward pass: as sent, and cut up; those before as sent."""
         if not self.engine or self.division.shards == 1 or len(self.blocks) < 2:
             return {}
-        last, before = (self.params(block) * self.width for _, block in (self.blocks[-1], self.blocks[-2]))
-        gathered = self.gathered(0) + last + before
+        last, other = (self.params(block) * self.width for _, block in (self.blocks[-1], self.blocks[-2]))
+        gathered = self.gathered(0) + last + other
         if not self.plan.reshards:  # they come once, before the first gradients
             return {"gathering": {**self.base, "gathered": gathered, "activations": kept}}
-        return {"gathering": {**self.base, "gathered": gathered + last, "activations": kept, "gradients": gradients}}
+        return {"gathering": {**self.base, "gathered": gathered + last, "activations": kept, **before}}
+
+    def as_sent(self, terms: Terms, last: Block) -> Terms:
+        """The same moment of a forward pass in which the last block's weights came, which are there as sent too.
+
+        They stay from the first micro-batch on where they are not given back; then there are no gradients.
+        """
+        if not self.engine or self.division.shards == 1 or (self.plan.reshards and not self.is_one_unit):
+            return terms
+        gathered = self.gathered(0) + self.params(last) * self.width
+        first = dict.fromkeys(self.before(0.0), 0.0) if not self.plan.reshards else {}
+        return {**terms, "gathered": gathered, **first}
+
+    def first_gathering(self, before: Terms) -> dict[str, Terms]:
+        """When the first block's weights come, of the next micro-batch too: as sent and cut up, as those outside."""
+        index, block = self.blocks[0]
+        if not self.engine or self.division.shards == 1:
+            return {}
+        came = 2 * (self.outside + self.params(block))
+        terms = {"gathered": came * self.width, "activations": self.kept_ahead(block)}
+        return {"first gathering": {**self.base, **terms, **(before if self.plan.reshards else {})}}
 
     def last_reduced(self) -> float:
-        """Parameters whose gradients are reduced last: those outside, or of a block whose input needs no gradient."""
-        if self.division.profile.embedding > self.division.profile.frozen:
-            return self.moving
-        first = next((block for _, block in self.blocks if self.trained(block)), None)
-        return max(self.moving, self.trained(first)) if first else self.moving
+        """Parameters whose gradients are reduced last: those outside, or of a block that is apart.
+
+        Frozen blocks that are fed what has no gradient come behind as well, with nothing.
+        """
+        profile, first = self.division.profile, self.blocks[0][1]
+        if any(block.apart for _, block in self.blocks):
+            return self.summed([block for _, block in self.blocks if block.apart][-1])
+        return self.summed_outside if self.trained(first) or profile.embedding > profile.frozen else 0.0
 
     def places(self) -> list[int]:
         """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks."""
@@ -105,10 +180,16 @@ class _Rank(RankSizes):
         (index, last), head = self.blocks[-1], self.division.profile.head
         found: dict[str, Terms] = {}
         fixed = {**self.base, "gradients": pending + left}
-        if (course := course_of(last, self.local)) and not is_recomputed(index, self.plan):
+        passes = not (is_recomputed(index, self.plan) and self.goes_back(last))
+        if (course := course_of(last, self.local)) and passes:
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
-            outside = self.embedding() * self.width * self.casts  # the table is there as long as forward runs
-            found["forward"] = {**fixed, "gathered": self.gathered(2) + outside, "activations": sum(kept[:-1]) + most}
+            table = self.outside - self.params(self.division.profile.head)
+            outside = table * self.width * self.casts  # it is there as long as forward runs
+            if self.casts and not self.goes_back(last):
+                outside += self.used(last) * self.width
+            terms = {**fixed, **self.before(pending + left), "activations": sum(kept[:-1]) + most}
+            terms["gathered"] = self.gathered(2) + outside
+            found["forward"] = larger(terms, self.as_sent(terms, last))
         if course := course_of(head, self.local):
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
             found["head"] = {**fixed, "gathered": self.gathered(0), "activations": sum(kept) + most}
@@ -151,7 +232,7 @@ class _Rank(RankSizes):
         for held in moments:
             terms = self.gradients_at(place, left, held)
             terms |= {
-                "gathered": self.gathered(1 + (place > 0), place),
+                "gathered": self.gathered(1 + (place > 0), place) - self.used_up(held),
                 "working": held.size(self.tokens) - less + again,
             }
             worst = larger(worst, terms)
@@ -160,16 +241,20 @@ class _Rank(RankSizes):
         ends = self.widened(place) if self.casts else self.reduced(place)
         return larger(worst, ends) if ends else worst
 
+    def used_up(self, held: Held) -> float:
+        """Bytes of the cast weights of a block that has gone backward behind them."""
+        return (held.gradients - held.fresh) * self.width * self.casts
+
     def reduced(self, place: int) -> Terms:
         """When a block's gradients are summed over replicas: whole in fp32, before and after."""
-        if not self.engine or self.sums_first or (self.accumulates and not self.plan.zero):
-            return {}
         index, block = self.blocks[place]
-        own = self.trained(block)
+        if not self.engine or self.sums_first or (self.accumulates and not self.plan.zero) or block.apart:
+            return {}
+        own = self.summed(block)
         if self.plan.zero:
             return self.scattered(place, own)
         terms = self.gradients_at(place, 0.0, Held(gradients=own))
-        behind = self.trained(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
+        behind = self.summed(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
         terms["gradients"] += (2 * own - behind) * self.reduced_width  # that of the block behind is given back
         return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept(index, block)}
 
@@ -179,7 +264,7 @@ class _Rank(RankSizes):
         Those that autograd gave are freed, and the weights of the block before it have come in the place of its own.
         """
         index, block = self.blocks[place]
-        behind = self.trained(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
+        behind = self.summed(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
         terms = self.gradients_at(place, 0.0, Held())
         terms["gradients"] += (2 * own - behind) * self.reduced_width + own / self.division.shards * self.reduced_width
         working = self.stream(block) - self.kept(index, block)
@@ -213,14 +298,21 @@ class _Rank(RankSizes):
         if self.engine:
             new = (held.fresh if self.adds_up else head + held.gradients) * self.width + left
             if not self.accumulates:
-                new += done * self.own_width / (self.division.shards if self.plan.zero else 1)
+                reduced = sum(self.summed(b) for _, b in self.blocks[place + 1 :] if not b.apart)
+                new += reduced * self.own_width / (self.division.shards if self.plan.zero else 1)
+            if not self.adds_up:
+                new += sum(map(self.trained, self.apart_behind(place))) * self.width
             given_back = self.sums_first and self.plan.zero  # what was summed, as it is reduced
-            behind = self.trained(self.blocks[place + 1][1]) if done and not given_back else 0.0
+            next_one = self.blocks[place + 1][1] if done and not given_back else None
+            behind = self.summed(next_one) if next_one and not next_one.apart else 0.0
             new += behind * self.reduced_width  # its reduction is held
         elif self.casts:
             new = (head + held.gradients) * self.width + (0.0 if self.accumulates else done * self.own_width)
         elif not self.accumulates:
             new += done * self.width
+        elif is_replicated(self.plan) and self.plan.batch.micro_batches == 2 and self.plan.communication.bucket_view:
+            there = done + head + held.gradients - held.fresh  # the first one's are not, or lie in the buckets again
+            new -= min(there * self.width, self.gradients / 2 - there * self.width)
         new += self.tied(place < 0) * self.width
         return {"gradients": new, "logits": self.logit() * self.width}
 

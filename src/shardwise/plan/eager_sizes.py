@@ -27,7 +27,7 @@ def larger(one: Terms | None, other: Terms) -> Terms:
 
 def inputs_of(division: Division) -> float:
     """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
-    cp, both = division.plan.axes.cp, division.profile.given + 8.0
+    cp, both = division.plan.axes.cp, division.profile.given + division.profile.labels
     return both * cp + 8.0 if cp > 1 else both
 
 
@@ -61,7 +61,11 @@ class RankSizes:
         """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""
         self.adds_later = self.sums_first and not self.adds_up and self.plan.schedule.kind in ZERO_BUBBLE
         """Whether what a backward pass to the weights gives waits for the next one to the inputs."""
-        self.gradients, self.kept_gradients = self.sums(whole * trained, division.owned(stages) * trained, at_once)
+        self.fills = self.plan.axes.data * self.plan.axes.cp > 1
+        """Whether what nobody uses is reduced: as zeros."""
+        reduced = division.reduced_share(stages) if self.fills else trained
+        counts = (whole * trained, whole * reduced, division.owned(stages) * reduced)
+        self.gradients, self.kept_gradients = self.sums(*counts, at_once)
         """Bytes of gradients between micro-batches, and what is left of them when they are reduced."""
         self.masters = division.owned(stages) * trained * 4.0 * pure
         """Bytes of the gradients that masters take."""
@@ -70,18 +74,26 @@ class RankSizes:
         self.inner = sum(sizes[block] for _, block in self.blocks)
         self.largest = max(sizes.values(), default=0.0)
         self.outside = whole - sum(division.dense(block) + division.experts(block) for _, block in self.blocks)
+        self.is_one_unit = self.largest == self.inner + self.outside
         self.moving = self.outside - division.frozen_outside(stages)
+        """Trained parameters outside of blocks."""
+        self.summed_outside = self.moving + division.unused_outside(stages) * self.fills
+        """Those whose gradients are reduced together."""
         self.is_last = any(stage.last for stage in stages)
         self.base = {**states, "inputs": self.inputs(), "buffers": self.buffers()}
 
-    def sums(self, whole: float, owned: float, at_once: bool) -> tuple[float, float]:
-        """Bytes of gradients between micro-batches and at the end, of so many parameters here and in this rank's shard.
+    def sums(self, made: float, whole: float, owned: float, at_once: bool) -> tuple[float, float]:
+        """Bytes of gradients between micro-batches and at the end.
 
-        `at_once`: they are reduced behind each micro-batch, or there is one.
+        Args:
+            made: parameters that autograd gives one.
+            whole: those that have one behind a reduction.
+            owned: of these in this rank's shard.
+            at_once: they are reduced behind each micro-batch, or there is one.
         """
         several, zero = self.plan.batch.micro_batches > 1, self.plan.zero
         if self.sums_first:
-            return whole * self.reduced_width, (owned if zero else whole) * self.own_width
+            return made * self.reduced_width, (owned if zero else whole) * self.own_width
         if self.engine and zero and (at_once or zero >= 2):
             summed = several and self.plan.axes.dp_replicate > 1  # over the shards; over replicas at the end
             return owned * (self.reduced_width if summed else self.own_width), owned * self.own_width
@@ -96,6 +108,15 @@ class RankSizes:
     def trained(self, block: Block) -> float:
         """Those of `params` that get a gradient."""
         return self.params(block) * (1 - block.frozen / block.params) if block.frozen else self.params(block)
+
+    def summed(self, block: Block) -> float:
+        """Those of `params` whose gradients are reduced."""
+        unused = block.unused / block.params if block.unused and self.fills else 0.0
+        return self.trained(block) + self.params(block) * unused
+
+    def used(self, block: Block) -> float:
+        """Those of `params` that forward takes."""
+        return self.params(block) * (1 - block.unused / block.params) if block.unused else self.params(block)
 
     def inputs(self) -> float:
         """What is given and labels of the whole step."""
@@ -115,14 +136,18 @@ class RankSizes:
             return self.cast(place)
         if not self.engine:
             return 0.0
-        if not self.plan.reshards or self.largest == self.inner + self.outside:  # of one unit, the root stays
-            several = self.plan.batch.micro_batches > 2  # they are needed again, beside all gradients
+        if not self.plan.reshards or self.is_one_unit:  # the root stays
+            several = self.plan.batch.micro_batches > 2 and not self.plan.reshards  # they stay, beside all gradients
             behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
             return (self.inner + self.outside - behind) * self.width
         if place is None:
             return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
-        here = self.blocks[max(0, place + 1 - ahead) : place + 1]
-        return (self.outside + sum(self.params(block) for _, block in here)) * self.width
+        here = [block for _, block in self.blocks[max(0, place + 1 - ahead) : place + 1]]
+        return (self.outside + sum(map(self.params, (*here, *self.apart_behind(place))))) * self.width
+
+    def apart_behind(self, place: int) -> list[Block]:
+        """Blocks behind a place whose gradients wait for the end of the backward pass, and their weights with them."""
+        return [block for _, block in self.blocks[place + 1 :] if block.apart]
 
     def cast(self, place: int | None) -> float:
         """Bytes of weights in the compute type where one process casts them: what backward passes will need.
@@ -130,11 +155,20 @@ class RankSizes:
         A recomputed block casts its own again. `place`: the block at work in the backward pass; None: none is yet.
         """
         if place is None:
-            kept = [block for index, block in self.blocks if not is_recomputed(index, self.plan)]
-            return (sum(map(self.params, kept)) + self.params(self.division.profile.head)) * self.width
-        ahead = [block for index, block in self.blocks[: place + 1] if not is_recomputed(index, self.plan)]
+            kept = [block for index, block in self.blocks if self.keeps_cast(index, block)]
+            return (sum(map(self.used, kept)) + self.used(self.division.profile.head)) * self.width
+        ahead = [block for index, block in self.blocks[: place + 1] if self.keeps_cast(index, block)]
         here = [block for index, block in self.blocks[place : place + 1] if is_recomputed(index, self.plan)]
-        return sum(map(self.params, (*ahead, *here))) * self.width
+        return sum(map(self.used, (*ahead, *here))) * self.width
+
+    def keeps_cast(self, index: int, block: Block) -> bool:
+        """Whether a block's cast weights are kept for its backward pass: it has one, and does not cast them again."""
+        return not is_recomputed(index, self.plan) and self.goes_back(block)
+
+    def goes_back(self, block: Block) -> bool:
+        """Whether a block has a backward pass: one that is frozen, and fed what has no gradient, has none."""
+        course = course_of(block, self.local)
+        return bool(course.backward) if course else self.kept_whole(block) > 0
 
     def stream(self, block: Block) -> float:
         """Bytes of a block's input."""
@@ -180,7 +214,9 @@ class RankSizes:
         return sorted({0, len(blocks) - 1} | found | {i + 1 for i in found}) if blocks else []
 
     def held_in(self, index: int, block: Block, course: Course) -> tuple[Held, ...]:
-        """The moments of a block's backward pass, and of the forward pass that it runs again before it."""
+        """The moments of a block's backward pass, if it has one, and of the forward pass that it runs again."""
+        if not course.backward:
+            return ()
         if not is_recomputed(index, self.plan) or self.plan.recompute.mode == "ops":
             return course.backward
         out = (block.width + block.beside) * self.width  # the last operation of each stream is not run again
@@ -202,8 +238,13 @@ class RankSizes:
         return self.tokens * (profile.outputs or profile.vocab) / (self.plan.axes.tp if self.plan.tensor.loss else 1)
 
     def logits(self) -> float:
-        """At the loss: logits and their logarithm, the gradients of both."""
+        """At the loss: logits and their logarithm, the gradients of both; or values in fp32, twice in their square's.
+
+        Of what has no labels it is the mean square.
+        """
         wide = max(self.width, 4.0)
+        if not self.division.profile.labels and self.width < wide:
+            return self.logit() * (self.width + 4 * wide)
         if self.plan.tensor.loss and self.plan.axes.tp > 1:
             return self.logit() * (self.width + 2 * wide)
         return self.logit() * (self.width + 3 * wide)
@@ -230,36 +271,47 @@ class RankSizes:
         kept_apart = self.adds_up or (self.accumulates and not self.engine and not self.casts)
         return division.embedding_table * (kept_apart + 2 * all_there)
 
-    def ends_of(self, stage: Stage) -> float:
-        """Trained parameters of a stage outside its blocks, which are reduced together."""
+    def ends_of(self, stage: Stage) -> tuple[float, float]:
+        """Parameters of a stage outside its blocks whose gradients are reduced together; and zeros among these."""
+        zeros = self.division.unused_outside((stage,)) * self.fills
         if stage.first and stage.last:
-            return self.moving
+            return self.summed_outside, zeros
         head = self.trained(self.division.profile.head)
-        return self.embedding() * stage.first + head * stage.last
+        return self.embedding() * stage.first + head * stage.last + zeros, zeros
+
+    def largest_unit(self, stage: Stage) -> tuple[float, float]:
+        """The same of the ends or the block of which it is most."""
+        return max(self.ends_of(stage), *((self.summed(b), self.summed(b) - self.trained(b)) for b in stage.blocks))
 
     def last_tensor(self, stage: Stage) -> float:
         """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
-        block = max(stage.blocks, key=self.trained)
-        if self.trained(block) >= self.ends_of(stage):
-            own = [op for op in block.matmuls if op.trained and not op.experts]
-            return 0.0 if own and own[-1].biased else self.row(block)  # a bias is small
-        if stage.last:
-            return self.row(self.division.profile.head)
+        block = max(stage.blocks, key=self.summed)
+        ends = self.summed(block) < self.ends_of(stage)[0]
+        block = self.division.profile.head if ends and stage.last else block
+        if stage.last or not ends:
+            return self.last_of(block)
         return (self.embedding() - self.division.embedding_table) or self.embedding()
 
-    def reduction(self, gradients: float, unit: float, last: float | None = None) -> Terms:
+    def last_of(self, block: Block) -> float:
+        """Elements of a block's last parameter; of one without products, as a table is, of its only one."""
+        own = [op for op in block.matmuls if op.trained and not op.experts]
+        if not own:
+            return self.trained(block)
+        return 0.0 if own[-1].biased else self.row(block)  # a bias is small
+
+    def reduction(self, gradients: float, unit: float, last: float | None = None, zeros: float = 0.0) -> Terms:
         """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
 
         Those that autograd gave are freed; where they are sharded, gloo sums them in a copy.
         `last`: elements of the last tensor of them, which torch holds until they are over shards, where `gradients` are
-        those before any is reduced.
+        those before any is reduced. `zeros`: of what nobody uses, which are not among these.
         """
         given = unit / (self.division.shards if self.plan.zero else 1)
         narrow = self.own_width < self.reduced_width and not self.sums_first
         if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
             given = self.kept_gradients / self.own_width
         elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
-            given = 0.0 if last is None else last + given - unit
+            given = 0.0 if last is None else last + given - (unit - zeros)
         copied = unit if self.division.shards > 1 else 0.0
         return {**self.base, "gradients": gradients + (unit + given + copied) * self.reduced_width}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from shardwise.model.profile import Block, Matmul, Op, Pointwise, Profile
+from shardwise.model.ops import Matmul, Op, Pointwise
+from shardwise.model.profile import Block, Profile
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import ceil
 
 from shardwise.hardware.cluster import Device
-from shardwise.model.profile import Attention, attention_flops
+from shardwise.model.ops import Attention, attention_flops
 from shardwise.plan.stack import AttentionKernel, Stack
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}

@@ -33,7 +33,7 @@ from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stages import Stage
 from shardwise.plan.stalls import held_ahead
-from shardwise.plan.updating import OWN, state_bytes, update_spike
+from shardwise.plan.updating import OWN, compared, state_bytes, update_spike
 from shardwise.plan.workload import Workload
 
 STATES = ("weights", "master", "gradients", "optimizer")
@@ -221,7 +221,7 @@ def _rank_memory(
     plan, stages, states = division.plan, division.ranks[rank], dict(kept)
     if division.profile.buffers:
         states["constants"] = division.buffers(stages) * (2.0 if stack.name in OWN else 1.0)  # as they were before it
-    spike = update_spike(division, stages) if stack.name in OWN else 0.0
+    spike = max(update_spike(division, stages), compared(division, stages, stack)) if stack.name in OWN else 0.0
     if stack.eager:
         moments = dict(eager_rank(division, rank, stages, states))
         moments["update"] = {**moments["update"], "temporary": spike}
@@ -318,8 +318,12 @@ def _spares(plan: Plan, stack: Stack) -> bool:
 
 
 def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Parameters in the compute dtype beside the weights: all, or a block, those ahead of it, and its gradient."""
+    """Parameters in the compute dtype beside the weights: all, or a block, those ahead of it, and its gradient.
+
+    Blocks that are apart wait for the end of the backward pass, with their gradients.
+    """
     plan = division.plan
+    apart = sum(division.dense(block) for stage in stages for block in stage.blocks if block.apart)
     width = compute_width(plan)
     sharded = plan.zero > 0 and (plan.zero == 3 or stack.keeps_shards) and division.shards > 1
     if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
@@ -328,13 +332,13 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         return cast_whole(division, stages, stack)
     if not plan.reshards:
         gathered = plan.zero == 3 or sharded
-        return division.whole(stages) * width if width < 4 or gathered else 0.0
+        return (division.whole(stages) + apart * gathered) * width if width < 4 or gathered else 0.0
     counts = [(division.dense(block) + division.filled(block), n) for stage in stages for block, n in stage.counts]
     most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
     gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
-    return (min(most * (1 + plan.communication.prefetch), every) + gradient + ends) * width
+    return (max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart) + ends) * width
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

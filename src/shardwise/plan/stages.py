@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from shardwise.errors import PlanError
-from shardwise.model.profile import Attention, Block, Matmul, Profile
+from shardwise.model.ops import Attention, Matmul
+from shardwise.model.profile import Block, Profile
 from shardwise.plan.plan import V_SHAPED, Schedule
 
 

@@ -13,7 +13,8 @@ from math import ceil
 from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster, Device
-from shardwise.model.profile import Attention, Block, Matmul, Pointwise
+from shardwise.model.ops import Attention, Matmul, Pointwise
+from shardwise.model.profile import Block
 from shardwise.plan.division import Division
 from shardwise.plan.kernels import TAIL, matmul_time, pointwise_time
 from shardwise.plan.links import Group, collective_time, group_of, messages_time
@@ -32,6 +33,8 @@ RULES = ("muon", "adafactor", "lamb")
 """Optimizers whose rule is not element-wise: ranks that share a parameter exchange parts or sums of it."""
 TEMPORARIES = {"adamw-bf16": 3, "lion": 1, "lamb": 1, "adafactor": 1}
 """Tensors of the size of a parameter's local part that a rule makes and drops again, where it is not one kernel."""
+COMPARED = {True: 1 << 16, False: 1 << 18}
+"""Elements of a tensor that are compared at once, on a CPU and on others."""
 ITERATIONS = 5
 """Of Newton-Schulz, per matrix and step."""
 KERNELS = 9 * ITERATIONS + 12
@@ -268,6 +271,22 @@ def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
     if optimizer == "adafactor" and parts > 1:
         spike += local * parts
     return spike * width
+
+
+def compared(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes in which the first update compares replicas: a part of a tensor, its factors and the next, of 8 bytes each.
+
+    As `train.replicas.checksum` does it; ranks of `tp` are not compared.
+    """
+    axes = division.plan.axes
+    if axes.tp > 1 or axes.data * axes.cp == division.shards:
+        return 0.0
+    blocks = {block for stage in stages for block in stage.blocks}
+    sizes = [block.params for block in blocks if not any(block.matmuls)]  # a table's
+    sizes += [op.params for block in blocks for op in block.matmuls if not op.trained]
+    sizes += [division.profile.frozen * any(stage.first for stage in stages)]
+    whole, part = max(largest_part(division, stages), *sizes), COMPARED[stack.eager]
+    return 16.0 * min(part, whole) + 8.0 * min(part, max(0.0, whole - part))
 
 
 def largest_part(division: Division, stages: tuple[Stage, ...]) -> float:
