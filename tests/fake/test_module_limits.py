@@ -67,7 +67,7 @@ def parted_tie() -> tuple[Any, str, dict[str, Any]]:
 
 
 def adapted() -> nn.Module:
-    return test_lora.model()
+    return test_lora.model("decoder")
 
 
 def rows_with_capacity() -> nn.Module:
