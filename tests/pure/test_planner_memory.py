@@ -13,11 +13,11 @@ from shardwise.model.ops import Matmul
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan import eager_rank
-from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.activations import again_in, kept_in, saved_bytes, saving_of
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import host_lack, on_host
 from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, states_of
-from shardwise.plan.plan import Axes, Plan, Schedule
+from shardwise.plan.plan import Axes, Offload, Plan, Schedule
 from shardwise.plan.reasons import decisions
 from shardwise.plan.search import find_plan
 from shardwise.plan.stack import load_stack, stack_of
@@ -150,6 +150,17 @@ def test_recompute_keeps_inputs_and_one_block() -> None:
     )
     assert none["activations"] == 8 * block
     assert blocks["activations"] == 8 * 64 * 2 * 128 * 8 + block
+
+
+def test_a_large_block_is_computed_again_when_those_behind_it_have_given_back() -> None:
+    (small, *_), (large, *_) = (profile_of(preset(name)).blocks for name in ("llama-1b", "llama-8b"))
+    plan = Plan.parse("bf16 / recompute=blocks")
+    how = saving_of(plan, stack_of(plan), 2048)
+    chains = {each: Stage(each, 0, True, True) for each in ((large, small), (large, *[small] * 64), (small, large))}
+    found = [again_in(stage, plan, how) for stage in chains.values()]
+    behind = kept_in(Stage((small,), 1, False, True), plan, how)
+    assert found == [saved_bytes(large, how) - behind, saved_bytes(small, how), saved_bytes(large, how)]
+    assert again_in(chains[large, small], plan.with_(offload=Offload(activations=True)), how) == found[2]
 
 
 def test_offload_leaves_no_states_on_the_device() -> None:

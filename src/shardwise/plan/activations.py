@@ -188,6 +188,20 @@ def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:
     return total
 
 
+def again_in(stage: Stage, plan: Plan, how: Saving) -> float:
+    """Bytes per token of a block that is computed again, beyond what the stage has kept.
+
+    Those behind it have given back what they kept; of activations on the host that took no room.
+    """
+    if len(stage.counts) < 2 or plan.offload.activations:
+        return max((saved_bytes(block, how) for block, _ in stage.counts), default=0.0)
+    most = behind = 0.0
+    for n, block in reversed([*enumerate(stage.blocks, start=stage.start)]):
+        most = max(most, saved_bytes(block, how) - behind)
+        behind += kept_bytes(block, n, plan, how)
+    return most
+
+
 def recomputed_in(stage: Stage, plan: Plan) -> Iterator[tuple[Block, int, int]]:
     """Distinct blocks of a stage, how many there are of each, and how many of them the plan recomputes."""
     if plan.recompute.mode in ("every", "ratio"):

@@ -167,7 +167,8 @@ class SizeBounds:
             size += count * (upto[end] - upto[start])
         if offload:
             size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
-        return size + (block if policy else 0.0), block
+        last = max([steps[0][end - 1] for start, end in stages if end > start], default=0.0)  # and no more is sure
+        return size + (last if policy else 0.0), block
 
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""

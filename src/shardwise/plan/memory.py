@@ -14,6 +14,7 @@ from operator import mul
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
 from shardwise.plan.activations import (
+    again_in,
     compute_width,
     is_gathered,
     kept_bytes,
@@ -345,8 +346,8 @@ def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack
     """Bytes that all micro-batches in flight on a rank have kept, and one recomputed block in full."""
     plan = division.plan
     how = saving_of(plan, stack, division.workload.seq_len, division.compute)
-    block = _block_bytes(division, stages, stack)
-    again = block if plan.recompute.mode != "none" else 0.0
+    recomputes = plan.recompute.mode != "none"
+    again = max(again_in(stage, plan, how) for stage in stages) * division.tokens if recomputes else 0.0
     kept = [kept_in(stage, plan, how) for stage in stages]
     moments: Sequence[tuple[int, ...]] = [(1,)]
     if plan.axes.pp > 1:
