@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -103,6 +104,36 @@ def test_vectors_of_a_spectral_norm_move_once(world: Any) -> None:
         world(1, run, text, Spectral) for text in ("dp1", "recompute=blocks")
     )  # fmt: skip
     assert numbers == expected and all(torch.equal(found[name], state[name]) for name in state)
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+class Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("plan", "calls"), [("recompute=blocks", 8), ("recompute=ops", 4)])
+def test_results_of_convolutions_are_kept_where_operators_are_chosen(plan: str, calls: int) -> None:
+    with sw.open_mesh(sw.Plan.parse(plan)) as mesh:
+        placed = sw.apply(Pictures, sw.Plan.parse(plan), mesh)
+        with _Calls() as mode:
+            placed.module(torch.ones(1, 2, 4, 4)).sum().backward()
+    assert mode.number == calls
 
 
 def test_a_buffer_that_is_written_late_is_refused(world: Any) -> None:
