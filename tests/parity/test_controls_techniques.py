@@ -157,7 +157,7 @@ def family_truth(world: Any) -> dict[str, Any]:
     return world(1, hf_models.references, {name: hf_models.config(name) for name in FAMILIES})[0]
 
 
-lora = test_lora.test_adapters_train_as_in_one_process
+lora = functools.partial(test_lora.test_adapters_train_as_in_one_process, kind="decoder")
 groups = test_groups.test_groups_average_and_frozen
 low = test_low_bits.test_every_layout_makes_the_update_of_one_process
 stochastic = test_rounding.test_a_sharded_parameter_is_rounded_as_the_whole_one

@@ -43,9 +43,13 @@ def decisions(candidate: Candidate, space: Space, goal: Goal = "time") -> tuple[
         for label, plan in others:
             if outcome := _outcome(plan, candidate, space, goal):
                 best[label] = min(best.get(label, outcome), outcome, key=lambda each: each.rank)
-        texts = [f"{label}{_batch_said(name, each.plan, candidate.plan)}: {each.text}" for label, each in best.items()]
+        texts = [f"{label}{_batch_said(name, each, candidate.plan)}: {each.text}" for label, each in best.items()]
         found.append(Decision(name, value, "; ".join(texts) or "nothing else is"))
     return tuple(found)
+
+
+REFUSED = 4
+"""Rank of a neighbour that no batch makes possible."""
 
 
 class _Outcome(NamedTuple):
@@ -56,10 +60,11 @@ class _Outcome(NamedTuple):
     plan: Plan
 
 
-def _batch_said(name: str, plan: Plan, best: Plan) -> str:
-    """The micro-batches of a neighbour in another field, where they are not those of the plan."""
-    count = plan.batch.micro_batches
-    return f" mb{count}" if name.startswith("axes.") and count != best.batch.micro_batches else ""
+def _batch_said(name: str, outcome: _Outcome, best: Plan) -> str:
+    """The micro-batches of a neighbour in another field that is not refused, where they are not those of the plan."""
+    count, (kind, _) = outcome.plan.batch.micro_batches, outcome.rank
+    is_said = name.startswith("axes.") and kind < REFUSED and count != best.batch.micro_batches
+    return f" mb{count}" if is_said else ""
 
 
 def _neighbours(plan: Plan, space: Space) -> Iterator[tuple[str, str, list[tuple[str, Plan]]]]:
@@ -140,10 +145,10 @@ def _outcome(plan: Plan, best: Candidate, space: Space, goal: Goal) -> _Outcome 
         return None
     without = used(plan, space.left_out)
     if without:
-        return _Outcome((4, 0.0), f"left out ({next(iter(without.values()))})", plan)
+        return _Outcome((REFUSED, 0.0), f"left out ({next(iter(without.values()))})", plan)
     row = space.broken(plan)
     if row:
-        return _Outcome((4, 0.0), f"refused ({row})", plan)
+        return _Outcome((REFUSED, 0.0), f"refused ({row})", plan)
     device = space.cluster.device
     try:
         workload = space.workload
