@@ -234,7 +234,7 @@ def test_what_a_stage_received_is_not_given_to_a_forward_with_gradients_off() ->
     names = ("layers.0", "layers.1", "layers.2")
     cut = Cut(stage=1, num_stages=2, first=1, last=2, blocks=names, elsewhere=frozenset())
     received = torch.zeros(2, 3, 4, requires_grad=True)
-    stands_in = PassThrough(Block(), 0, cut, Wiring(trace(straight), (received,)))
+    stands_in = PassThrough(Block(), 0, cut, Wiring(trace(straight), (received,), is_running=True))
     assert stands_in(received) is received
     with torch.no_grad(), pytest.raises(ModelError, match="layers.0 with gradients off"):
         stands_in(received)

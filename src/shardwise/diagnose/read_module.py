@@ -44,6 +44,8 @@ PATIENCE_S = 8.0
 """Seconds of a forward on meta after which it is asked whether its length is why."""
 LOOP = 0.5
 """Calls by one module itself for each token of a sample: so many are a loop over tokens."""
+MANY = 1000
+"""Calls by one module of which fewer are read at once, whatever they are."""
 ALIKE = 0.03
 """How far what two lengths give per token may differ."""
 ONE_BLOCK = ("pp", "cp", "recompute", "offload-activations", "compile")
@@ -230,7 +232,7 @@ def read_planned(
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
     is_recurrent = long and _is_recurrent(factory)  # made before the clock runs: what it imports takes seconds once
     try:
-        with _Patience(PATIENCE_S, LOOP * seq_len) if long else nullcontext():
+        with _Patience(PATIENCE_S, max(MANY, LOOP * seq_len)) if long else nullcontext():
             if not is_recurrent:
                 return read(seq_len=seq_len), ()
     except _TooLong:

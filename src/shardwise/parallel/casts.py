@@ -113,12 +113,13 @@ def _each_to(dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tens
 
 
 def _all_to(dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The small ones of fp32 together."""
+    """The small ones of fp32 together, those that are trained and the others apart: all results are alike in that."""
     small = [i for i, each in enumerate(tensors) if each.dtype == torch.float32 and each.numel() <= SMALL]
-    if len(small) < 2:
-        return _each_to(dtype, tensors)
     apply: Any = _Together.apply  # torch does not annotate it
-    found = dict(zip(small, apply(dtype, *(tensors[i] for i in small)), strict=True))
+    found: dict[int, torch.Tensor] = {}
+    for trained in (True, False):
+        if len(some := [i for i in small if tensors[i].requires_grad is trained]) > 1:
+            found |= zip(some, apply(dtype, *(tensors[i] for i in some)), strict=True)
     return [found[i] if i in found else _to(dtype, each) for i, each in enumerate(tensors)]
 
 
