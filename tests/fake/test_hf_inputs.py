@@ -254,8 +254,9 @@ def test_a_forward_that_takes_long_is_read_at_fewer_tokens_where_it_is_per_token
 ) -> None:
     whole, notes = read_planned("loops", _planned(Loops), 192, "meta")
     assert notes == ()
-    for name, value in (("LOOP", 0.2), ("PATIENCE_S", 0.0)):  # it makes a call for each four tokens
-        monkeypatch.setattr(reading, name, value)
+    for changes in ({"LOOP": 0.2, "MANY": 1}, {"PATIENCE_S": 0.0}):  # it makes a call for each four tokens
+        for name, value in changes.items():
+            monkeypatch.setattr(reading, name, value)
         profile, notes = read_planned("loops", _planned(Loops), 192, "meta")
         assert profile.num_params == whole.num_params
         assert reading._per_token(profile) == pytest.approx(reading._per_token(whole), rel=0.03)
