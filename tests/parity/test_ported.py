@@ -108,7 +108,8 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), Around(WIDTH, momentum=None)  # type: ignore[arg-type]  # torch's stub
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), Around(WIDTH)
+        self.norm.momentum = None
         self.register_full_backward_hook(lambda module, to_input, to_output: tuple(0.5 * each for each in to_input))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -232,7 +232,7 @@ def read_planned(
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
     is_recurrent = long and _is_recurrent(factory)  # made before the clock runs: what it imports takes seconds once
     try:
-        with _Patience(PATIENCE_S, max(MANY, LOOP * seq_len)) if long else nullcontext():
+        with _Patience(PATIENCE_S, max(MANY, LOOP * seq_len)).kept() if long else nullcontext():
             if not is_recurrent:
                 return read(seq_len=seq_len), ()
     except _TooLong:
@@ -287,22 +287,20 @@ class _Patience(TorchFunctionMode):
         self.end, self.most = time.process_time() + seconds, most
         self.calls: list[int] = []
         """Those of each module that is entered, the innermost last, by itself."""
-        self._hooks = ExitStack()
 
-    def __enter__(self) -> _Patience:
+    @contextmanager
+    def kept(self) -> Iterator[None]:
         """Watch every module."""
-        for hook in (
+        hooks = (
             register_module_forward_pre_hook(self._in),
             register_module_forward_hook(self._out, always_call=True),
-        ):
-            self._hooks.callback(hook.remove)
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        """Watch none any more."""
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch has no types here
-        self._hooks.close()
+        )
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a call, and make it."""
@@ -313,9 +311,9 @@ class _Patience(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _in(self, *args: object) -> None:
+        self.calls.append(0)  # first: `_out` is called whatever is raised
         if time.process_time() > self.end:
             raise _TooLong
-        self.calls.append(0)
 
     def _out(self, *args: object) -> None:
         self.calls.pop()

@@ -53,9 +53,7 @@ class _Rank(RankSizes):
         """In the forward pass, at the loss, behind, in and before the blocks, and at the update."""
         pending = self.gradients if self.accumulates else 0.0
         several = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
-        left = (
-            self.last_reduced() * self.reduced_width if several else 0.0
-        )  # of the micro-batch before it is still held
+        left = self.last_reduced() * self.reduced_width if several else 0.0  # held of the micro-batch before
         kept = [self.kept(index, block) for index, block in self.blocks]
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
@@ -65,11 +63,8 @@ class _Rank(RankSizes):
         last = len(self.blocks) - 1
         for place in self.places():
             name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
-            waits, block = (
-                len(self.apart_behind(place)) == last - place,
-                self.blocks[place][1],
-            )  # nothing is reduced yet
-            held_back = left if waits else 0.0
+            block = self.blocks[place][1]
+            held_back = left if len(self.apart_behind(place)) == last - place else 0.0  # nothing is reduced yet
             around = {name: self.at_block(place, held_back)}
             if self.local_experts(block) and course_of(block, self.local) is None:
                 around[f"experts of the {name}"] = self.behind_experts(place, held_back)
