@@ -13,7 +13,7 @@ from math import inf, log2
 
 from shardwise.plan.activations import GATHERED
 from shardwise.plan.bounds_sizes import SizeBounds, cut_as
-from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works
+from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works, stage_costs
 from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
@@ -22,7 +22,7 @@ from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
 from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule, Zero
 from shardwise.plan.rows_pipeline import micro_batches_fit
-from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time
+from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time, schedule_time
 from shardwise.plan.updating import (
     HOST_UPDATE,
     OWN,
@@ -61,14 +61,13 @@ class Bounds(SizeBounds):
         """
         groups = core.world // (core.tp * core.cp)
         passes = self.space.workload.global_batch / core.samples
-        seconds = self._alone(core) * passes / groups + self._orthogonal / core.world
+        seconds = self._alone(core, self.work(core)) * passes / groups + self._orthogonal / core.world
         return max(
             (seconds + more + fixed_time(core.world, self.space.stack)) * self.stragglers, self._loading(core, groups)
         )
 
-    def _alone(self, core: Core) -> float:
+    def _alone(self, core: Core, work: Work) -> float:
         """Below a micro-batch through blocks and head on one pipeline rank, without recompute and loss."""
-        work = self.work(core)
         return work.busy[-1] + work.head - min(work.lag, work.head + 2 * self._loss(core))
 
     def fitting_time(self, core: Core, limit: float) -> float:
@@ -130,13 +129,14 @@ class Bounds(SizeBounds):
         """What a step takes with the slowest nodes, over what it takes with equal ones."""
         return 1 + STRAGGLERS * log2(self.space.cluster.nodes)
 
-    def flow_time(self, flow: Flow) -> tuple[float, float, float]:
+    def flow_time(self, flow: Flow, *, simulates: bool = False) -> tuple[float, float, float]:
         """(step without data axes and stragglers; most forward, most backward seconds of a rank and micro-batch).
 
         The rank at place r starts when a micro-batch has passed the first stages of the ranks before it, and ends that
-        long before the step does, where a backward pass is not split; where it is, forwards count alone.
+        long before the step does, where a backward pass is not split; where it is, forwards count alone. `simulates`:
+        and there no less than the schedule's own table takes.
         """
-        pipe, work, stack = flow.pipe, self.work(flow.pipe.core), self.space.stack
+        pipe, work, stack = flow.pipe, self._work(flow), self.space.stack
         again, count, loss = work.again[flow.policy], pipe.micro_batches, self._loss(pipe.core)
         step = fixed_time(pipe.core.world, stack) + stack.fill_host * (pipe.pp - 1)
         step += self._offloaded(flow) if flow.offload else 0.0
@@ -144,17 +144,18 @@ class Bounds(SizeBounds):
         step += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
         if pipe.pp == 1:
             one = work.busy[-1] + work.head
-            step -= (one - self._alone(pipe.core)) * count
+            step -= (one - self._alone(pipe.core, work)) * count
             forward, backward = one * work.most + loss, one * (1 - work.least) + again + loss
             return (one + 2 * loss + again) * count + step, forward, backward
-        path = before = total = forward = backward = 0.0
+        path = before = total = forward = backward = slowest = 0.0
         split, send = flow.schedule.kind in ZERO_BUBBLE, self._send(flow)
         cut = self.cut(pipe.pp, flow.schedule)
-        for rank, (_, last, _) in zip(self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy), cut, strict=True):
+        for rank, (_, last, _) in zip(self._ranks(flow), cut, strict=True):
             own = loss if last else 0.0
             path = max(path, (rank.busy + rank.again + 2 * own) * count + before)
             before += rank.first_forward if split else rank.first + rank.first_again
             before += send if split else 2 * send
+            slowest = max(slowest, rank.busy + rank.again + 2 * own)
             total += rank.busy + rank.again + 2 * own
             forward = max(forward, rank.busy * work.most + own)
             backward = max(backward, rank.busy * (1 - work.least) + rank.again + own)
@@ -165,8 +166,22 @@ class Bounds(SizeBounds):
             total -= work.weights[-1] + work.head_weight
             end -= work.weights[-1] - work.weights[start] + work.head_weight
         hops = pipe.pp * flow.schedule.stages - 1 - (flow.schedule.kind in V_SHAPED)  # where a V turns, nothing is sent
-        path = max(path, total + (count - 1) * end + 2 * hops * send) + step
-        return path, forward, backward
+        path = max(path, total + (count - 1) * end + 2 * hops * send)
+        if simulates and split:
+            path = max(path, self._simulated(flow, slowest, send))
+        return path + step, forward, backward
+
+    def _simulated(self, flow: Flow, slowest: float, send: float) -> float:
+        """Seconds of all micro-batches by the schedule's own table, as the estimate runs it; 0: it has another rule."""
+        pipe, kind, turns = flow.pipe, flow.schedule.kind, flow.schedule.stages
+        pp, count = pipe.pp, pipe.micro_batches
+        if not micro_batches_fit(kind, pp, count):
+            return 0.0
+        work, loss = self._work(flow), self._loss(pipe.core)
+        costs = stage_costs(
+            work, self._again(work, flow.policy), self._marks[flow.policy], self.cut(pp, flow.schedule), loss
+        )
+        return schedule_time(kind, (pp, turns, count), costs, slowest, send)
 
     def _send(self, flow: Flow) -> float:
         """Seconds of what a stage gives the next one for a micro-batch, and compute does not hide."""
@@ -184,8 +199,7 @@ class Bounds(SizeBounds):
 
     def _offloaded(self, flow: Flow) -> float:
         """Seconds of saved tensors on their way to the host and back that compute cannot hide."""
-        pipe, stack, work = flow.pipe, self.space.stack, self.work(flow.pipe.core)
-        ranks = self._ranks(pipe.core, pipe.pp, flow.schedule, flow.policy)
+        pipe, stack, work, ranks = flow.pipe, self.space.stack, self._work(flow), self._ranks(flow)
         upto, most, hides = self._kept(pipe.core)[0][flow.policy], 0.0, stack.hides_copies
         for rank, (stages, last, _) in zip(ranks, self.cut(pipe.pp, flow.schedule), strict=True):
             own = self._loss(pipe.core) if last else 0.0
@@ -251,12 +265,15 @@ class Bounds(SizeBounds):
             return (traffic / HOST_UPDATE + sent) / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
-    def _ranks(self, core: Core, pp: int, schedule: Schedule, policy: int) -> list[RankWork]:
+    def _work(self, flow: Flow) -> Work:
+        return self.work(flow.pipe.core, compiled=self.space.compiles_flow(flow))
+
+    def _ranks(self, flow: Flow) -> list[RankWork]:
         """What a micro-batch takes of each rank of the pipeline."""
-        work = self.work(core)
-        key = (work, pp, *cut_as(schedule), policy)
+        work, policy = self._work(flow), flow.policy
+        key = (work, flow.pipe.pp, *cut_as(flow.schedule), policy)
         if key not in self._rank_works:
-            self._rank_works[key] = rank_works(work, self._again(work, policy), self.cut(pp, schedule))
+            self._rank_works[key] = rank_works(work, self._again(work, policy), self.cut(flow.pipe.pp, flow.schedule))
         return self._rank_works[key]
 
     def _again(self, work: Work, policy: int) -> Upto:

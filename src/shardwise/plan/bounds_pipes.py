@@ -133,4 +133,4 @@ def _sizes_of(core: Core) -> tuple[object, ...]:
 def _grounds_as(pipe: Pipe) -> tuple[object, ...]:
     """What of a pipe decides on states."""
     core = pipe.core
-    return pipe.pp, pipe.data, pipe.offloaded, pipe.micro_batches, core.tp, core.cp, core.ep, core.precision
+    return pipe.pp, pipe.data, pipe.offloaded, pipe.micro_batches > 1, core.tp, core.cp, core.ep, core.precision

@@ -45,7 +45,7 @@ class SizeBounds:
     space: Space
     host: float = math.inf
     """Bytes of host memory per device."""
-    _works: dict[Core, Work] = field(default_factory=dict)
+    _works: dict[tuple[Core, bool], Work] = field(default_factory=dict)
     _saved: dict[Core, KeptBytes] = field(default_factory=dict)
     _cuts: dict[tuple[int, int, bool], list[Cut]] = field(default_factory=dict)
     _states: dict[tuple[object, ...], tuple[float, float, float]] = field(default_factory=dict)
@@ -61,20 +61,18 @@ class SizeBounds:
     _telling: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
     _spread_states: dict[tuple[object, ...], list[tuple[float, float, float]]] = field(default_factory=dict)
 
-    def work(self, core: Core) -> Work:
-        """What a core's kernels, and the communication inside of blocks, take."""
-        found = self._works.get(core)
+    def work(self, core: Core, *, compiled: bool = True) -> Work:
+        """What a core's kernels, and the communication inside of blocks, take: of its plans that compile, if any do."""
+        found = self._works.get((core, compiled))
         if found is None:
-            context = core.context if core.cp > 1 else ""
-            key = (core.tp, core.cp, core.ep, core.samples, core.sequence, context, core.precision, core.float8)
+            context, stack = core.context if core.cp > 1 else "", self.space.stack_for(core, compiled=compiled)
+            sizes = (core.tp, core.cp, core.ep, core.samples, core.sequence, core.precision, core.float8)
+            key = (*sizes, context, stack.fused)
             found = self._shared.get(key)
             if found is None:
-                found = self._shared[key] = self._work(core)
-            self._works[core] = found
+                found = self._shared[key] = work_of(core, stack, self.space, self._blocks, self._recomputed)
+            self._works[core, compiled] = found
         return found
-
-    def _work(self, core: Core) -> Work:
-        return work_of(core, self.space, self._blocks, self._recomputed)
 
     @cached_property
     def _blocks(self) -> list[tuple[Block, int]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from shardwise.model.profile import Block
@@ -13,7 +13,9 @@ from shardwise.plan.activations import GATHERED
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.families import Core
 from shardwise.plan.imbalance import busiest_block, factor_of
+from shardwise.plan.simulate import Costs
 from shardwise.plan.space import Space
+from shardwise.plan.stack import Stack
 
 Upto = tuple[float, ...]
 """A sum over the blocks before each block, and over all of them."""
@@ -32,6 +34,7 @@ class Work:
     forwards: Upto
     """Those of forward passes."""
     head: float
+    head_forward: float
     lag: float
     """Those by which hosts are behind devices in all blocks' backward passes: at most so many hide behind the head."""
     least: float
@@ -57,10 +60,13 @@ class RankWork(NamedTuple):
     first_forward: float
 
 
-def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recomputed: list[Counter[int]]) -> Work:
+def work_of(
+    core: Core, stack: Stack, space: Space, blocks: list[tuple[Block, int]], recomputed: list[Counter[int]]
+) -> Work:
     """What a core's kernels, and the communication inside of blocks, take.
 
-    `blocks`: distinct ones, with how many there are; `recomputed`: for each policy, how often it recomputes each.
+    `stack`: as it runs them; `blocks`: distinct ones, with how many there are; `recomputed`: for each policy, how often
+    it recomputes each.
     """
     plain = "bf16" if core.precision == "bf16-pure" else core.precision
     dtype = space.workload.compute or ("fp8" if core.float8 != "none" else plain)
@@ -71,11 +77,11 @@ def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recompute
         space.workload.trained < 1,
         core.precision in GATHERED and core.world > 1,
     )
-    setting = Setting(space.cluster, space.stack_for(core), core.axes, *seen)
+    setting = Setting(space.cluster, stack, core.axes, *seen)
     shape = (core.samples, space.workload.seq_len)
     factor = factor_of(space.workload, core.ep)
     times = {id(block): block_time(busiest_block(block, factor), shape, setting) for block, _ in blocks}
-    one = {key: time.forward + time.backward for key, time in times.items()}
+    chain = [times[id(block)] for block in space.profile.blocks]
     end = block_time(space.profile.head, shape, setting)
     again = tuple(
         sum(count * times[key].again(recompute.mode) for key, count in counts.items())
@@ -83,13 +89,14 @@ def work_of(core: Core, space: Space, blocks: list[tuple[Block, int]], recompute
     )
     shares = [time.forward / (time.forward + time.backward) for time in (*times.values(), end) if time.forward]
     return Work(
-        busy=tuple(accumulate((one[id(block)] for block in space.profile.blocks), initial=0.0)),
-        forwards=tuple(accumulate((times[id(block)].forward for block in space.profile.blocks), initial=0.0)),
+        busy=tuple(accumulate([time.forward + time.backward for time in chain], initial=0.0)),
+        forwards=tuple(accumulate([time.forward for time in chain], initial=0.0)),
         head=end.forward + end.backward,
-        lag=sum(times[id(block)].lag for block in space.profile.blocks),
+        head_forward=end.forward,
+        lag=sum([time.lag for time in chain]),
         least=min(shares),
         most=max(shares),
-        weights=tuple(accumulate((times[id(block)].weight for block in space.profile.blocks), initial=0.0)),
+        weights=tuple(accumulate([time.weight for time in chain], initial=0.0)),
         head_weight=end.weight,
         again=again,
         repeats=({key: time.whole for key, time in times.items()}, {key: time.light for key, time in times.items()}),
@@ -111,3 +118,25 @@ def rank_works(work: Work, again: Upto, cut: Iterable[Cut]) -> list[RankWork]:
             )
         )
     return found
+
+
+def stage_costs(work: Work, again: Upto, marks: Sequence[bool], cut: Iterable[Cut], loss: float) -> Costs:
+    """What a micro-batch takes of each stage of a pipeline.
+
+    `again`: as in `rank_works`; `marks`: which blocks are recomputed, whose gradients of weights come with those of
+    their inputs; `loss`: seconds of the cross entropy, each way.
+    """
+    weights = accumulate(
+        (0.0 if on else after - before for on, (before, after) in zip(marks, pairwise(work.weights), strict=True)),
+        initial=0.0,
+    )
+    grads, (*places,) = tuple(weights), sorted(each for stages, *_ in cut for each in stages)
+
+    def of_stages(upto: Upto, more: float) -> list[float]:
+        sums = [upto[end] - upto[start] for start, end in places]
+        return [*sums[:-1], sums[-1] + more]
+
+    forward, both = of_stages(work.forwards, work.head_forward + loss), of_stages(work.busy, work.head + 2 * loss)
+    repeated, lazy = of_stages(again, 0.0), of_stages(grads, work.head_weight)
+    rows = zip(forward, both, repeated, lazy, strict=True)
+    return Costs.of_stages(forward, [max(0.0, all_ + more - ahead - late) for ahead, all_, more, late in rows], lazy)

@@ -37,6 +37,7 @@ from shardwise.plan.plan import (
     PrecisionKind,
     Recompute,
     Schedule,
+    ScheduleKind,
     Tensor,
     Zero,
 )
@@ -93,8 +94,8 @@ class Space:
     left_out: tuple[tuple[str, str], ...] = ()
     """What the model itself cannot have, words as those of `forbid`, and why."""
     _refused: dict[tuple[object, ...], str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _compiles: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _stacks: dict[tuple[bool, Float8Kind], Stack] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _compiled: dict[tuple[object, ...], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stacks: dict[tuple[object, ...], Stack] = field(default_factory=dict, init=False, repr=False, compare=False)
     _savings: dict[tuple[object, ...], Saving] = field(default_factory=dict, init=False, repr=False, compare=False)
     _schedules: dict[int, list[Schedule]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -178,20 +179,31 @@ class Space:
 
     def compiles(self, plan: Plan) -> bool:
         """Whether the blocks of a plan are compiled: wherever the stack does that, and no row refuses it."""
+        axes = plan.axes
+        return self._compiles(axes.cp > 1, axes.pp > 1, plan.schedule.kind, plan.recompute, plan.float8.recipe)
+
+    def compiles_flow(self, flow: Flow) -> bool:
+        """The same of all plans of a flow."""
+        core, recompute = flow.pipe.core, self.recomputes[flow.policy]
+        return self._compiles(core.cp > 1, flow.pipe.pp > 1, flow.schedule.kind, recompute, core.float8)
+
+    def _compiles(self, cp: bool, pp: bool, kind: ScheduleKind, recompute: Recompute, recipe: Float8Kind) -> bool:
+        asked = (cp, pp, kind, recompute.mode, recipe)
         if not self.stack.compiles or not self.has("compile"):
             return False
-        asked = (plan.axes.cp > 1, plan.axes.pp > 1, plan.schedule.kind, plan.recompute.mode, plan.float8.recipe)
-        if asked not in self._compiles:
+        if asked not in self._compiled:
+            axes, float8 = Axes(cp=1 + cp, pp=1 + pp), Float8(recipe=recipe)
+            plan = Plan(axes=axes, schedule=Schedule(kind=kind), recompute=recompute, float8=float8)
             without = set(self._refusals(plan.with_(compile=False)))
-            self._compiles[asked] = without.issuperset(self._refusals(plan.with_(compile=True)))
-        return self._compiles[asked]
+            self._compiled[asked] = without.issuperset(self._refusals(plan.with_(compile=True)))
+        return self._compiled[asked]
 
-    def stack_for(self, core: Core) -> Stack:
-        """The stack as it runs the blocks of a core: no plan of that core is faster."""
-        key = (core.cp > 1, core.float8)
+    def stack_for(self, core: Core, *, compiled: bool = True) -> Stack:
+        """The stack as it runs the blocks of a core, as fast as any of its plans; or as those that do not compile."""
+        key = (core.cp > 1, core.float8, compiled)
         if key not in self._stacks:
             plan = Plan(axes=Axes(cp=core.cp), float8=Float8(recipe=core.float8))
-            self._stacks[key] = stack_of(plan.with_(compile=self.compiles(plan)), self.stack)
+            self._stacks[key] = stack_of(plan.with_(compile=compiled and self.compiles(plan)), self.stack)
         return self._stacks[key]
 
     def saving(self, core: Core) -> Saving:

@@ -266,13 +266,22 @@ def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stac
         [rank.backward[turn] - rank.weight[turn] for rank, turn in chain],
         [rank.weight[turn] for rank, turn in chain],
     )
+    return schedule_time(kind, (pp, turns, count), costs, max(rank.busy for rank in ranks), exposed)
+
+
+def schedule_time(kind: str, shape: tuple[int, int, int], costs: Costs, slowest: float, exposed: float) -> float:
+    """Seconds of all micro-batches through a schedule's own table.
+
+    `shape`: ranks, stages of each, micro-batches; `slowest`: seconds of one on the busiest rank; `exposed`: of a send.
+    """
+    pp, turns, count = shape
     few = min(count, 8 * pp)  # beyond the first rounds, each micro-batch adds the same
     few += (count - few) % pp
-    time, before = (
-        pipeline_time(kind, pp, costs, number, stages_per_rank=turns, transfer=exposed)
-        for number in (few, few - pp * (count > few))
-    )
-    slowest = max(rank.busy for rank in ranks) + (2 * exposed if kind == "1f1b" else 0.0)
+    time = pipeline_time(kind, pp, costs, few, stages_per_rank=turns, transfer=exposed)
+    if few == count:
+        return time
+    before = pipeline_time(kind, pp, costs, few - pp, stages_per_rank=turns, transfer=exposed)
+    slowest += 2 * exposed if kind == "1f1b" else 0.0
     return time + (count - few) * max((time - before) / pp, slowest)
 
 

@@ -311,7 +311,7 @@ class Walk:
             self.pruned["bound on memory"] += 1
             return
         spreads = self._spreads_of(pipe)
-        family = self.bounds.flow_time(flow) if self.goal != "memory" else None
+        family = self.bounds.flow_time(flow, simulates=True) if self.goal != "memory" else None
         for spread, size in zip(spreads, self.bounds.plan_sizes(flow, spreads, kept), strict=True):
             leaf, row = Leaf(flow, spread), self.space.refuses(flow, spread.zero)
             if row:
