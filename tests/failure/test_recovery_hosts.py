@@ -258,7 +258,8 @@ def test_the_train_verb_recovers_over_hosts(tmp_path: Path) -> None:
     assert event["rank"] == 1 and event["step"] >= 3
 
 
-def test_hosts_that_do_not_run_the_same_refuse(tmp_path: Path) -> None:
+@pytest.mark.soak  # in every run: the one below
+def test_hosts_that_do_not_run_the_same_end_with_its_code(tmp_path: Path) -> None:
     port = free_port()
     hosts = [
         start_host(host, port, "run", "--recover", str(SCRIPT), "dp2", "--", str(tmp_path), steps)
@@ -281,6 +282,23 @@ def test_what_cannot_be_divided_over_hosts_is_refused() -> None:
 
 def job_of(host: int) -> Job:
     return Job(target=str(SCRIPT), args=("dp4",), nproc=2, nodes=Nodes(index=host, count=HOSTS, init="tcp://x:1"))
+
+
+def test_hosts_that_do_not_run_the_same_refuse() -> None:
+    store, other = HashStore(), replace(job_of(1), args=("dp4", "6"))
+    refused: list[str] = []
+
+    def join() -> None:
+        with pytest.raises(LaunchError, match="the same command") as caught:
+            meeting.join(other, store, Stopping())
+        refused.append(str(caught.value))
+
+    joins = threading.Thread(target=join)
+    joins.start()
+    with pytest.raises(LaunchError, match=r"node 1 .*'6'\], needed \['dp4'\].*the same command"):
+        meeting.gather(job_of(0), store, Stopping())
+    joins.join()
+    assert "'6'], needed ['dp4']" in refused[0]
 
 
 def test_hosts_meet_though_the_store_has_the_place_of_a_start_before() -> None:

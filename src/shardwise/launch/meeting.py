@@ -84,6 +84,7 @@ def _admit(job: Job, listener: socket.socket, word: str, stopping: Stopping) -> 
     index, problem = int(said["node"]), _differs(job, said)
     if problem:
         line.send({"refused": problem})
+        connection.close()
         raise LaunchError(_unlike(f"node {index} ({address[0]})", problem))
     line.send({"welcome": True})
     return There(index, address[0], line, range(index * job.nproc, (index + 1) * job.nproc), stopping)
@@ -158,6 +159,7 @@ def _introduce(job: Job, said: dict[str, Any]) -> Line:
         line.socket.close()
         raise
     if "refused" in answer:
+        line.socket.close()
         raise LaunchError(_unlike(f"node {job.nodes.index}", answer["refused"]))
     line.socket.settimeout(SILENT_S)
     return line
