@@ -270,13 +270,14 @@ def test_the_positions_of_a_config_bound_the_assumed_length(
 
 def test_tp_and_ep_where_apply_accepts_them(tmp_path: Path) -> None:
     """Sizes are the configuration's, the profile is the model's own: under tp it is that of the preset."""
-    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32}
-    text |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
-    (tmp_path / "config.json").write_text(json.dumps(text | {"max_position_embeddings": 8192}))
-    names = (f"hf:{tmp_path / 'config.json'}", "llama-8b")
+    text = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16}
+    text |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256}
+    text |= {"tie_word_embeddings": True, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    names = (f"hf:{tmp_path / 'config.json'}", "llama-1b")
     asked = [question(name, "h100:8", seq=4096, batch=8, tokens=None) for name in names]
     assert asked[0].refused == ("ep",) and asked[0].limits is not None and asked[0].limits.num_kv_heads == 8
-    plan = Plan.parse("tp8 / gbs8 / bf16 / seq loss-parallel compile")  # whose element-wise chains are as fused
+    plan = Plan.parse("dp2 tp4 / gbs8 / bf16 / seq loss-parallel compile")  # whose element-wise chains are as fused
     (memory, step), (known, known_step) = (estimates(plan, each, load_stack("shardwise")) for each in asked)
     assert memory.allocated == pytest.approx(known.allocated, rel=0.03)
     assert step.total == pytest.approx(known_step.total, rel=0.05)
