@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Any, Protocol
@@ -108,6 +109,8 @@ class Mirror:
         self.recovered_step: int | None = None
         """The step that this process went on from; None: it began, or loaded a checkpoint."""
         self._count = 0
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="shardwise-seal")
+        self._sealed: Future[None] | None = None
         self._slots = place.memory.pair(place.rank)
         self._shapes: list[tuple[Any, ...]] = []
         """Of the tensors that are here, when it was found out who keeps what."""
@@ -189,7 +192,10 @@ class Mirror:
         rest = json.dumps({"scalars": state.scalars()})
         text = f'{self._description}, "random": {self._random_numbers()}, {rest[1:]}'
         self._count += 1
-        slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
+        header = slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
+        if self._sealed is not None:
+            self._sealed.result()
+        self._sealed = self._sealer.submit(slot.seal, header)  # while the next step computes
 
     def _lay_out(self, state: State, local: Mapping[str, Tensor]) -> None:
         """Find who keeps what; every rank calls it. The two slots may then hold different layouts: each has its own."""
