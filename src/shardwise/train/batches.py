@@ -7,22 +7,21 @@ union is the same on 1 and on 1,024 ranks, with any number of workers, before an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, UsageError
 from shardwise.plan.plan import Batch
 from shardwise.train.loader_options import LoaderKeywords
 from shardwise.train.loader_options import LoaderOptions as LoaderOptions
 from shardwise.train.order import SampleOrder
-from shardwise.train.samples import CheckedCollate, SampleWindows, own_generator
-from shardwise.train.streams import StreamReader, stream_windows
+from shardwise.train.samples import SampleWindows
+from shardwise.train.streams import StreamWindows
 from shardwise.train.windows import DataMesh, WindowSpec
 from shardwise.train.windows import Window as Window
 
@@ -101,10 +100,10 @@ class Batches:
         Raises:
             DataError: nothing is left to feed.
         """
-        if isinstance(self._source, SampleWindows):
+        if isinstance(self._source, SampleWindows):  # a stream goes on where it is: what is to come is looked at then
             self._source.exclude(self._source.take(np.arange(start, stop, dtype=np.int64)))
+            self._windows = None
         self.quarantined.append((start, stop))
-        self._windows = None
 
     def keep_in_quarantine(self, known: Sequence[tuple[int, int]]) -> None:
         """Have what was quarantined before, in that order, and then what this run has quarantined itself.
@@ -128,6 +127,18 @@ class Batches:
     def _is_quarantined(self, window: Window) -> bool:
         begin, end = self._position, self._position + window.num_rows
         return any(start < end and begin < stop for start, stop in self.quarantined)
+
+    def check_reads_again(self, what: str) -> None:
+        """Refuse what goes back in the data, where these can be read once only.
+
+        Raises:
+            UsageError: a generator, an open file or the like; `what` begins the message.
+        """
+        if isinstance(self._source, StreamWindows) and self._source.is_read_once:
+            raise UsageError(
+                f"{what} reads samples again: found {self._source.name}, which can be read once only; needed: an "
+                "object whose __iter__ starts anew (an IterableDataset, a list), or workers=1"
+            )
 
     @property
     def num_steps(self) -> int | None:
@@ -231,19 +242,6 @@ _REASONS = {
     "sharded": "how the ranks share the stream differs",
     "ranks": "a stream that each rank holds a share of cannot be resumed by another number of ranks",
 }
-
-
-class StreamWindows:
-    """The windows of an iterable data set; moving to a position reads the stream again from its start."""
-
-    def __init__(self, dataset: Iterable[Any], spec: WindowSpec, mesh: DataMesh, options: LoaderOptions) -> None:
-        self._dataset, self._spec, self._mesh, self._options = dataset, spec, mesh, options
-        self._collate = CheckedCollate(options.collate, options.pin_memory and torch.accelerator.is_available())
-
-    def windows(self, step: int, position: int) -> Iterator[Window]:
-        """The windows from a step on; see `stream_windows`."""
-        reader = StreamReader(self._dataset, self._spec, self._options, (step, position))
-        return stream_windows(reader, self._mesh, self._collate, own_generator(self._options.seed))
 
 
 def loader(

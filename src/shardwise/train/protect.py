@@ -200,6 +200,8 @@ class Protection:
     def _check_way_back(self, batch: Any) -> None:
         """Batches that cannot leave samples out would give the bad ones again, and those of the kept step never."""
         batches = self._state.batches
+        if isinstance(batches, Batches):
+            batches.check_reads_again("Protect: policy='rewind'")
         if batches is None or (isinstance(batches, Batches) and self._window is not None):
             return
         found = f"a batch of type {type(batch).__name__} of the script's own"
