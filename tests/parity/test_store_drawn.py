@@ -91,3 +91,25 @@ def test_a_state_without_batches_is_told_that_nobody_knows_where_its_data_is(tmp
         batches.state_dict, batches.load_state_dict = dict, lambda _: None
         with pytest.raises(UsageError, match="batches of type DataLoader, which is no iterator"):
             next(sw.steps(sw.TrainState(placed, sw.adamw(placed, lr=0.1), batches), noisy, until=1))
+
+
+def test_windows_that_a_loop_has_read_ahead_are_read_again(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh)
+
+        def trained(until: int, ahead: int = 0) -> list[Any]:
+            state = sw.TrainState(placed, sw.adamw(placed, lr=0.1), data := sw.loader(ROWS, 4, mesh, seed=2))
+            store, step, found = sw.Store(tmp_path), sw.make_step(state, noisy), []
+            store.load_latest(state)
+            waiting = [next(data) for _ in range(ahead)]
+            while state.step < until:
+                waiting.append(next(data))
+                step(waiting[0])
+                found.append(waiting.pop(0).indices)
+            store.save(state)
+            step(torch.stack(ROWS))  # no window: what was trained on is not known, and all that were taken count
+            assert data.state_dict()["step"] == until + ahead
+            return found
+
+        seen = trained(3, ahead=2) + trained(5, ahead=1) + trained(7)
+        assert seen == [window.indices for window, _ in zip(sw.loader(ROWS, 4, mesh, seed=2), range(7), strict=False)]

@@ -22,7 +22,7 @@ from shardwise.train.loader_options import LoaderOptions as LoaderOptions
 from shardwise.train.order import SampleOrder
 from shardwise.train.samples import SampleWindows
 from shardwise.train.streams import StreamWindows
-from shardwise.train.windows import DataMesh, WindowSpec
+from shardwise.train.windows import DataMesh, ReadAhead, WindowSpec
 from shardwise.train.windows import Window as Window
 
 
@@ -59,8 +59,8 @@ class Batches:
         self._origin = (0, 0)
         self._position = 0
         self._windows: Iterator[Window] | None = None
-        self.last_rows = (0, 0)
-        """Positions of the window that was handed out last, over all ranks: its first, and after its last."""
+        self.ahead = ReadAhead()
+        """Windows that were handed out: a loop may train on them later."""
         self.quarantined: list[tuple[int, int]] = []
         """Positions whose samples are not fed again, in the order in which they were left out; see `quarantine`."""
         self.accept: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ class Batches:
             self._position += window.num_rows
             window = next(self._windows)
         self.step = window.step + 1
-        self.last_rows = (self._position, self._position + window.num_rows)
+        self.ahead.add(window, self._position)
         self._position += window.num_rows
         return window
 
@@ -120,9 +120,11 @@ class Batches:
         for rows in (*known, *(rows for rows in own if rows not in known)):
             self.quarantine(*rows)
 
-    def state_before(self) -> dict[str, Any]:
-        """What `state_dict` gave before the last window was handed out."""
-        return self.state_dict() | {"step": self.step - 1, "position": self.last_rows[0]}
+    def state_before(self, window: Window) -> dict[str, Any]:
+        """What `state_dict` gave before a window was trained on."""
+        rows = self.ahead.rows_of(window)
+        assert rows is not None
+        return self._state(window.step, rows[0])
 
     def _is_quarantined(self, window: Window) -> bool:
         begin, end = self._position, self._position + window.num_rows
@@ -150,13 +152,16 @@ class Batches:
         return step + self._source.num_windows(position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, as plain JSON values; the same on every rank."""
+        """Where the run is, as plain JSON values, the same on every rank: after the window that was trained on last."""
+        return self._state(*(self.ahead.trained or (self.step, self._position)))
+
+    def _state(self, step: int, position: int) -> dict[str, Any]:
         return (
             self._identity()
             | {
-                "step": self.step,
-                "position": self._position,
-                "epoch": self.order.epoch_of(self._position) if self.order is not None else None,
+                "step": step,
+                "position": position,
+                "epoch": self.order.epoch_of(position) if self.order is not None else None,
                 "global_size": self.spec.global_size,
             }
             | ({"quarantine": [list(rows) for rows in self.quarantined]} if self.quarantined else {})
@@ -195,6 +200,7 @@ class Batches:
                 f"{state['global_size']}: how much each rank had read is not known; use {state['global_size']}"
             )
         self.step, self._position = int(state["step"]), int(state["position"])
+        self.ahead = ReadAhead()
         regular = self._position == self.step * self.spec.global_size
         self._origin = (0, 0) if regular else (self.step, self._position)
         self._windows = None

@@ -314,6 +314,11 @@ class TrainState:
         self.load_scalars(scalars)
         self._taken_back = scalars
 
+    def trains(self, batch: object) -> None:
+        """A step trains on this batch: the position in the data is behind it, whatever the loop has read ahead."""
+        if isinstance(self.batches, Batches):
+            self.batches.ahead.trains(batch)
+
     def begin_step(self) -> None:
         """Undo what the body of the loop did after a step that was taken back."""
         if self._taken_back is not None:
