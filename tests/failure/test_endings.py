@@ -478,3 +478,18 @@ def test_a_script_that_ends_by_an_error_does_not_wait_for_its_pool(tmp_path: Pat
     script.write_text("from shardwise.testing.world import World\nworld = World(2)\nraise SystemError('here')\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and done.stderr.endswith("SystemError: here\n")
+
+
+def test_who_stands_by_for_a_copy_that_is_none_any_more_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has made room for a copy, in place of what its script had loaded: it cannot begin from a checkpoint."""
+    supervisor, team = elastic_supervisor(tmp_path)
+    fresh, ordered = World(3, team, {}, False), list[tuple[World, Copy | None]]()
+    monkeypatch.setattr(Worlds, "order", lambda _, world, copy: ordered.append((world, copy)))
+    monkeypatch.setattr(Worlds, "signal", lambda *_: None)
+    monkeypatch.setattr(Worlds, "start", lambda *_, **__: fresh)
+    for newest in (Copy(count=4, ranks=2, step=4), None):
+        supervisor._standby = standby = World(2, team, {0: tmp_path}, True)
+        supervisor._go_on(Change(since_ns=1, rank=1, cause="killed", before=team), team, newest)
+        assert ordered.pop() == (standby if newest else fresh, newest) and standby.is_dropped == (newest is None)

@@ -228,6 +228,29 @@ def test_ddp_on_four_ranks_goes_on_from_a_checkpoint_to_the_same_bits(world: Wor
     assert world(4, trained, str(tmp_path / "cut"), 6) == whole
 
 
+FLIPS = """                if m.step == 7 and mesh.rank == 0 and not (folder / "flipped").exists():
+                    (folder / "flipped").touch()
+                    for slot in state.mirror.place.memory.pair(1):
+                        os.pwrite(slot.file, bytes([os.pread(slot.file, 1, 4099)[0] ^ 64]), 4099)
+                    os.kill(os.getpid(), 9)
+                drawn ="""
+
+
+@pytest.mark.soak
+def test_copies_that_are_damaged_in_memory_are_named_and_the_checkpoint_taken(world: World, tmp_path: Path) -> None:
+    script = tmp_path / "flips.py"
+    script.write_text(SCRIPT.read_text().replace("                drawn =", FLIPS))
+    folders = {name: tmp_path / name for name in ("here", "there")}
+    for folder in folders.values():
+        folder.mkdir()
+    code, err = finish(start(tmp_path, script, "dp2", "--", str(folders["there"]), "9", PACE_S="0.1"))
+    assert code == ExitCode.OK and "what rank 1 had copied after step 6 was damaged in memory, and is not used" in err
+    assert [line.split()[0] for line in log_of(folders["there"])] == ["1", "2", "3", "4", "5", "6", "6", "7", "8", "9"]
+    world(2, recovering.main, "dp2", str(folders["here"]), 9)
+    digests = [[(folder / f"digest-{rank}").read_text() for rank in (0, 1)] for folder in folders.values()]
+    assert digests[0] == digests[1]
+
+
 RAISES = """                if m.step == 3 and mesh.rank == 1:
                     raise ValueError("tide")
                 drawn ="""

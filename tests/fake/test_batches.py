@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shardwise.errors import ConfigError, DataError, ModelError, PlanError
+from shardwise.errors import ConfigError, DataError, ModelError, PlanError, UsageError
 from shardwise.parallel.inputs import Signature, model_inputs, num_rows, split_rows
 from shardwise.plan.plan import Batch
 from shardwise.train.batches import Batches, LoaderOptions, Window, eval_batches, loader
@@ -438,6 +438,33 @@ def test_a_generator_is_one_pass() -> None:
     short.load_state_dict(short.state_dict() | {"step": 1, "position": 4})
     with pytest.raises(DataError, match="skip 4 samples of the stream, it ended after 3"):
         next(short)
+    once = loader((torch.tensor(i) for i in range(20)), 4, FakeMesh())
+    beginning = once.state_dict()
+    next(once)
+    once.quarantine(0, 8)  # goes on where it is
+    assert next(once).micro_batches[0].tolist() == [8, 9, 10, 11]
+    once.load_state_dict(beginning)  # whoever rewinds, or rehearses a step, would get what comes now for the first ones
+    with pytest.raises(DataError, match="going to step 0 reads the stream again.*a generator, which can be read once"):
+        next(once)
+    with pytest.raises(UsageError, match="--recover reads samples again: found a generator"):
+        once.check_reads_again("--recover")
+    for fine in (Counting(20), [1, 2], Restarted()):
+        loader(fine, 4, FakeMesh()).check_reads_again("--recover")
+    loader((i for i in range(20)), 4, FakeMesh(), workers=1).check_reads_again("--recover")
+
+
+class Restarted(Counting):
+    """An iterator of itself, which begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def __iter__(self) -> Any:
+        self.at = iter(range(3))
+        return self
+
+    def __next__(self) -> int:
+        return next(self.at)
 
 
 # ---------------------------------------------------------------- misuse

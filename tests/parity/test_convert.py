@@ -607,6 +607,11 @@ def test_dcp_of_several_optimizers(tmp_path: Path) -> None:
         done = convert(save_dcp(tmp_path / name, tree), tmp_path / f"{name}.out", Options(in_order=True))
         same(held(done.path), under_model(weights))
         assert "2 optimizers (optim_0, optim_1), one can be taken over" in done.notes[0]
+    flat = {f"state.{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    top = weights | flat | {"param_groups.a.lr": 0.1}  # flattened, beside the weights
+    same(held(convert(save_dcp(tmp_path / "top", top), tmp_path / "top.out", Options()).path), named(weights, states))
+    strange = {"model": weights, "adam": {"state": {"a": states["a"]}}}
+    assert convert(save_dcp(tmp_path / "adam", strange), tmp_path / "adam.out", Options()).step == 0
     one = {"model": weights, "optim_0": {"state": states}, "optim_1": {"param_groups": [{"lr": 0.1}]}}
     same(held(convert(save_dcp(tmp_path / "one", one), tmp_path / "one.out", Options()).path), named(weights, states))
 

@@ -428,6 +428,24 @@ def test_files_that_are_missing_are_named_with_the_index(tmp_path: Path) -> None
         convert(tmp_path / "hf", tmp_path / "a", Options())
 
 
+def test_files_of_weights_that_are_not_read_are_told(tmp_path: Path) -> None:
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name, tensor in zip(names, "ab", strict=True):
+        save_file({tensor: torch.ones(2)}, tmp_path / name)
+    save_file({"layers.a": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+    done = convert(tmp_path, tmp_path.with_suffix(".out"), Options())
+    assert done.num_weights == 2 and done.notes == (
+        "other files of weights: consolidated.safetensors, pytorch_model.bin",
+    )
+    index.write_text(json.dumps({"weight_map": {"a": names[0]}}))
+    said = r"index.json: lists 1 files, and not model-00002-of-00002.safetensors, by the name part of the same model"
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path, tmp_path.with_suffix(".half"), Options())
+
+
 def test_torchscript_is_told(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:  # as torch.jit.save packs it
         for name in ("x/data.pkl", "x/code/__torch__.py", "x/constants.pkl"):

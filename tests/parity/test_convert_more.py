@@ -436,3 +436,14 @@ def test_a_kind_of_tensor_that_nobody_reads_is_no_reason_to_run_code(tmp_path: P
     ) as told:
         convert(tmp_path / "file.pt", tmp_path / "out", Options())
     assert "--unsafe-pickle" not in str(told.value)
+    torch.save({"w": PartOfOne()}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=r"one rank's part of it \(DTensor\), or quantized; needed whole") as told:
+        convert(tmp_path / "file.pt", tmp_path / "out", Options())
+    assert "--unsafe-pickle" not in str(told.value)
+
+
+class PartOfOne:
+    """Asks for what a DTensor asks for."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_wrapper_subclass, (1,)

@@ -237,9 +237,10 @@ class Stream:
 def streamed(text: str) -> list[list[int]]:
     with sw.open_mesh(sw.Plan.parse(text)) as mesh:
         data = sw.loader(Stream(), 8, mesh, options=LoaderOptions())
-        first = next(data).micro_batches[0].tolist()
-        data.quarantine(*data.last_rows)
-        data.load_state_dict(data.state_before())
+        window = next(data)
+        first = window.micro_batches[0].tolist()
+        data.quarantine(*(data.ahead.rows_of(window) or ()))
+        data.load_state_dict(data.state_before(window))
         return [first, *(next(data).micro_batches[0].tolist() for _ in range(2))]
 
 

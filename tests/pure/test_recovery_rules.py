@@ -44,6 +44,22 @@ def test_the_newest_copy_is_that_which_all_ranks_have(memory: Memory) -> None:
     assert [Slot(file).header().count for pair in memory.slots for file in pair] == [2, 0, 2, 0]
 
 
+@pytest.mark.parametrize("at", [DATA + 3, DATA + 9, 17], ids=["tensors", "description", "header"])
+def test_a_copy_that_is_not_what_was_written_is_named_and_passed_over(memory: Memory, at: int) -> None:
+    for rank, count in ((0, 1), (1, 1), (0, 2), (1, 2)):
+        copy(memory, rank, count)
+        slot = memory.pair(rank)[count % 2]
+        slot.seal(slot.header())
+    copy(memory, 0, 3)  # its rank was killed before it had sealed this one, which is no reason to call it damaged
+    assert memory.check() == []
+    file = memory.slots[1][0]
+    os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 64]), at)
+    assert memory.check() == ["what rank 1 had copied after step 20 was damaged in memory"]
+    assert newest(memory.made()) is None  # rank 0 has begun to overwrite the one before
+    copy(memory, 0, 1)
+    assert newest(memory.made()) == Copy(count=1, ranks=2, step=10)
+
+
 def test_one_rank_without_a_copy_means_none(memory: Memory) -> None:
     copy(memory, 0, 1)
     assert newest(memory.made()) is None

@@ -50,6 +50,8 @@ def _changed(manifest: Manifest, now: Mapping[str, Any], state: Saveable) -> Ite
         goes_on = _GOES_ON if key == "seed" or (key == "base_lr" and _is_set_since(then, state)) else ""
         if not (is_cut and _holds_the_same(key, before, here)):
             yield from (line + goes_on for line in _differing(key, before, here))
+    if "data" in then and (then["data"] is None) != (now.get("data") is None):
+        yield f"data: {_POSITIONS[then['data'] is None]} -> {_POSITIONS[now.get('data') is None]}"
     yield from _members(manifest, then.get(MEMBERS) or [], now.get(MEMBERS) or [])
     yield from _schedules(then, state)
     yield from _functions(then, state)
@@ -59,6 +61,7 @@ def _changed(manifest: Manifest, now: Mapping[str, Any], state: Saveable) -> Ite
     yield from _objects(*(each.get("stateful_made") or {} for each in (then, now)))
 
 
+_POSITIONS = ("a loader, at its position", "batches of the script's own, at no position")
 _PAIRS = ".shardwise.pairs"
 """Of a dict whose keys are no texts, as it is stored."""
 _GOES_ON = " (the first goes on: it is part of the state)"

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from shardwise.parallel.generators import Drawn
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 
@@ -69,6 +70,13 @@ class Grouping(Protocol):
     def factors(self, at: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[tuple[int, list[float]]]]:
         """What the functions of schedulers that are kept give at some steps, by name."""
         ...
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """A state that knows which generators the script has drawn from since it was made."""
+
+    generators: Drawn
 
 
 class Prober(Protocol):

@@ -16,6 +16,7 @@ from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
+from shardwise.checkpoint.drawn import digests, gathered, go_on, moved, stored
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import Held, Holder
@@ -40,6 +41,7 @@ from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable
 from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, members_of, number_of
 from shardwise.checkpoint.snapshot import HostCopy
+from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
 from shardwise.parallel.mesh import Mesh
@@ -231,7 +233,7 @@ class Store:
                     except DamagedError as error:
                         failed[manifest.save] = Skipped(path, str(error))
                     else:
-                        _tell_skipped(peers, loaded)
+                        tell_skipped(peers, path, loaded.skipped)
                         return loaded
                 skipped.append(failed[manifest.save])
             found, before = peers.on_first(doing, directory.listing), found
@@ -293,10 +295,13 @@ class Store:
         files = files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
+        drawn = peers.together(doing, lambda: stored(manifest.scalars, peers.rank, path))
         changes = () if weights_only else changed(peers, manifest, state, converts=convert_state)
         kept, converted, arrived = self._take_over(state, path, manifest, weights_only, convert_state)
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
+        if not weights_only:
+            peers.together(doing, lambda: go_on(drawn, path))
         if self.probe is not None and manifest.probe is not None:
             used, found = processors(peers.gather(processor())), probed(self.probe, state, manifest)
             proof = check_probe(proof, manifest, found, state.placed, used)
@@ -304,8 +309,10 @@ class Store:
             self._run = manifest.run
         if not weights_only and hasattr(state, "run_id") and "imported" not in manifest.scalars:
             state.run_id = manifest.run
-        if changes and not self._config:  # who gives a configuration compares by that
-            peers.warn(f"{path}: changed since it was saved: {'; '.join(changes)}")
+        if not self._config:  # who gives a configuration compares by that
+            tell_changes(peers, path, changes)
+        if not weights_only:
+            tell_no_position(peers, path, manifest.scalars, state.scalars())
         return Loaded(
             path=path, step=manifest.step, manifest=manifest, skipped=skipped, proof=proof, changes=changes,
             seconds=time.perf_counter() - start,
@@ -355,17 +362,18 @@ class Store:
         scalars, tensors = state.scalars() | members_of(state), state.tensors()
         doing = f"saving step {scalars['step']} to {self.path}"
         self._directory.check_shared(peers.world)
-        own = dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")
+        own, generators = (dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")), moved(state)
         with late_told(doing, peers):
-            mine = (own, self._copy.fits(tensors), processor(), self._holder.take(state.mesh))
+            lock, fits = self._holder.take(state.mesh), self._copy.fits(tensors)
             apart = self._peers_apart(state.mesh)
-            told = apart.meet(mine)
+            told = apart.meet((own, fits, processor(), lock, digests(generators)))
         self._findings += told[0][3].check()
         forgotten = state.forgets() if isinstance(state, Forgetful) else ""
         if forgotten not in ("", self._forgotten):
             self._forgotten = forgotten
             peers.warn(f"{self.path}: {forgotten}")
         scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))
+        scalars |= gathered(apart, generators, [each[4] for each in told])
         if not all(each[1] for each in told):
             self._copy.lay_out(apart, tensors, doing)
         probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None
@@ -390,10 +398,3 @@ class Store:
         except (RuntimeError, MemoryError, OSError) as error:  # of one rank: told to all where they meet next
             job.failure = f"copying to host memory: {error}".splitlines()[0]
         return job
-
-
-def _tell_skipped(peers: Peers, loaded: Loaded) -> None:
-    if loaded.skipped:
-        reasons = "; ".join(item.reason for item in loaded.skipped)
-        names = ", ".join(item.path.name for item in loaded.skipped)
-        peers.warn(f"{loaded.path}: loaded in place of {names}: {reasons}")

@@ -101,6 +101,10 @@ class Node(Protocol):
         """What was asked for; None: there is no answer yet."""
         ...
 
+    def damaged(self) -> list[str]:
+        """Which copies were left out of that answer, as they are not what was written."""
+        ...
+
     def keep(self, copy: Copy | None) -> None:
         """Forget all other copies. No rank may be running."""
         ...
@@ -119,6 +123,7 @@ class Here:
         self.memory, self.ranks = memory, memory.ranks
         self._forks, self._board = Forks(server), Board(memory.board)
         self.socket = self._forks.line.socket
+        self._damaged: list[str] = []
 
     def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
         """See `Node`."""
@@ -161,10 +166,15 @@ class Here:
 
     def ask(self) -> None:
         """See `Node`."""
+        self._damaged = self.memory.check()
 
     def made(self) -> Mapping[int, list[Copy]]:
         """See `Node`."""
         return self.memory.made()
+
+    def damaged(self) -> list[str]:
+        """See `Node`."""
+        return self._damaged
 
     def keep(self, copy: Copy | None) -> None:
         """See `Node`."""

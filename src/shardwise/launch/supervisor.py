@@ -109,7 +109,7 @@ class Supervisor:
             else:
                 self._stand_by(active)
                 continue
-            change.ended_ns = time.monotonic_ns()
+            change.ended_ns, change.cause = time.monotonic_ns(), change.cause + self.worlds.damaged
             if newest is not None and not (_has_saved(active) or self._is_late or self.fleet.team()):
                 active, newest = self._save_by_few(active, newest)
             if not any(active.codes.values()):  # they were at the end
@@ -281,7 +281,7 @@ class Supervisor:
         """Let a new world take over the newest copy: the one that stands by, if it is of this team."""
         change.chosen_ns = time.monotonic_ns()
         world, self._standby = self._standby, None
-        if world is not None and (world.codes or world.team.size != team.size):
+        if world is not None and (newest is None or world.codes or world.team.size != team.size):  # it waits for a copy
             self.worlds.drop(world)
             world = None
         change.standby = world is not None

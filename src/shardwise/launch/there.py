@@ -6,7 +6,7 @@ The first host decides; the others do what `Node` says and tell what happens, a 
     {"do": "signal", "world": 1, "signal": 9}      {"do": "made"}      {"do": "keep", "copy": null}
     {"do": "end", "code": 0, "why": ""}            {"do": "alive"}     # nothing else to say
 
-    {"ended": [world, rank, exit code, error]}     {"made": {rank: [[count, ranks, step]]}}
+    {"ended": [world, rank, exit code, error]}     {"made": {rank: [[count, ranks, step]]}, "damaged": ["what"]}
     {"board": {rank: [joined, trains]}, "count": 3}     {"asked": [signal, how often]}     {"lost": "why"}
 
 Commands and files are each host's own: nothing that comes over the network is run or opened. Whoever hears nothing of
@@ -58,6 +58,7 @@ class There:
         self._board: dict[int, tuple[int, int, int]] = {}
         self._count = 0
         self._made: dict[int, list[Copy]] | None = None
+        self._damaged: list[str] = []
         self._heard = self._spoke = time.monotonic()
 
     def start(self, number: int, job: Job, told: Start, files: Mapping[int, Path]) -> None:
@@ -118,6 +119,10 @@ class There:
         """See `Node`."""
         return self._made
 
+    def damaged(self) -> list[str]:
+        """See `Node`."""
+        return self._damaged
+
     def keep(self, copy: Copy | None) -> None:
         """See `Node`."""
         self._count = copy.count if copy is not None else 0
@@ -141,6 +146,7 @@ class There:
             self._count = int(message["count"])
         elif "made" in message:
             self._made = {int(rank): [Copy(*copy) for copy in copies] for rank, copies in message["made"].items()}
+            self._damaged = [str(text) for text in message["damaged"]]
         elif "asked" in message:
             self.stopping.hear(signal.Signals(message["asked"][0]), int(message["asked"][1]))
         elif "lost" in message:
@@ -190,7 +196,9 @@ class _Following:
         elif kind == "signal":
             here.signal(int(message["world"]), signal.Signals(message["signal"]))
         elif kind == "made":
-            self.say(made={rank: [astuple(copy) for copy in copies] for rank, copies in here.made().items()})
+            here.ask()
+            made = {rank: [astuple(copy) for copy in copies] for rank, copies in here.made().items()}
+            self.say(made=made, damaged=here.damaged())
         elif kind == "keep":
             here.keep(copy)
         elif kind == "end":

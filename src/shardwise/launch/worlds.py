@@ -63,6 +63,8 @@ class Worlds:
         """See the class."""
         self.nodes, self.folder = nodes, folder
         self.id = uuid.uuid4().hex
+        self.damaged = ""
+        """Of the world that was buried last the copies that are not what was written; begins as the rest of a cause."""
         self._worlds: dict[int, World] = {}
         self._started = 0
 
@@ -134,6 +136,7 @@ class Worlds:
             node.ask()
         while any(node.made() is None for node in self.nodes):
             self.poll()
+        self.damaged = "".join(f"; {what}, and is not used" for node in self.nodes for what in node.damaged())
         copy = newest({rank: copies for node in self.nodes for rank, copies in (node.made() or {}).items()})
         for node in self.nodes:
             node.keep(copy)

@@ -7,23 +7,22 @@ union is the same on 1 and on 1,024 ranks, with any number of workers, before an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, UsageError
 from shardwise.plan.plan import Batch
 from shardwise.train.loader_options import LoaderKeywords
 from shardwise.train.loader_options import LoaderOptions as LoaderOptions
 from shardwise.train.order import SampleOrder
-from shardwise.train.samples import CheckedCollate, SampleWindows, own_generator
-from shardwise.train.streams import StreamReader, stream_windows
-from shardwise.train.windows import DataMesh, WindowSpec
+from shardwise.train.samples import SampleWindows
+from shardwise.train.streams import StreamWindows
+from shardwise.train.windows import DataMesh, ReadAhead, WindowSpec
 from shardwise.train.windows import Window as Window
 
 
@@ -60,8 +59,8 @@ class Batches:
         self._origin = (0, 0)
         self._position = 0
         self._windows: Iterator[Window] | None = None
-        self.last_rows = (0, 0)
-        """Positions of the window that was handed out last, over all ranks: its first, and after its last."""
+        self.ahead = ReadAhead()
+        """Windows that were handed out: a loop may train on them later."""
         self.quarantined: list[tuple[int, int]] = []
         """Positions whose samples are not fed again, in the order in which they were left out; see `quarantine`."""
         self.accept: frozenset[str] = frozenset()
@@ -87,7 +86,7 @@ class Batches:
             self._position += window.num_rows
             window = next(self._windows)
         self.step = window.step + 1
-        self.last_rows = (self._position, self._position + window.num_rows)
+        self.ahead.add(window, self._position)
         self._position += window.num_rows
         return window
 
@@ -101,10 +100,10 @@ class Batches:
         Raises:
             DataError: nothing is left to feed.
         """
-        if isinstance(self._source, SampleWindows):
+        if isinstance(self._source, SampleWindows):  # a stream goes on where it is: what is to come is looked at then
             self._source.exclude(self._source.take(np.arange(start, stop, dtype=np.int64)))
+            self._windows = None
         self.quarantined.append((start, stop))
-        self._windows = None
 
     def keep_in_quarantine(self, known: Sequence[tuple[int, int]]) -> None:
         """Have what was quarantined before, in that order, and then what this run has quarantined itself.
@@ -121,13 +120,27 @@ class Batches:
         for rows in (*known, *(rows for rows in own if rows not in known)):
             self.quarantine(*rows)
 
-    def state_before(self) -> dict[str, Any]:
-        """What `state_dict` gave before the last window was handed out."""
-        return self.state_dict() | {"step": self.step - 1, "position": self.last_rows[0]}
+    def state_before(self, window: Window) -> dict[str, Any]:
+        """What `state_dict` gave before a window was trained on."""
+        rows = self.ahead.rows_of(window)
+        assert rows is not None
+        return self._state(window.step, rows[0])
 
     def _is_quarantined(self, window: Window) -> bool:
         begin, end = self._position, self._position + window.num_rows
         return any(start < end and begin < stop for start, stop in self.quarantined)
+
+    def check_reads_again(self, what: str) -> None:
+        """Refuse what goes back in the data, where these can be read once only.
+
+        Raises:
+            UsageError: a generator, an open file or the like; `what` begins the message.
+        """
+        if isinstance(self._source, StreamWindows) and self._source.is_read_once:
+            raise UsageError(
+                f"{what} reads samples again: found {self._source.name}, which can be read once only; needed: an "
+                "object whose __iter__ starts anew (an IterableDataset, a list), or workers=1"
+            )
 
     @property
     def num_steps(self) -> int | None:
@@ -139,13 +152,16 @@ class Batches:
         return step + self._source.num_windows(position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, as plain JSON values; the same on every rank."""
+        """Where the run is, as plain JSON values, the same on every rank: after the window that was trained on last."""
+        return self._state(*(self.ahead.trained or (self.step, self._position)))
+
+    def _state(self, step: int, position: int) -> dict[str, Any]:
         return (
             self._identity()
             | {
-                "step": self.step,
-                "position": self._position,
-                "epoch": self.order.epoch_of(self._position) if self.order is not None else None,
+                "step": step,
+                "position": position,
+                "epoch": self.order.epoch_of(position) if self.order is not None else None,
                 "global_size": self.spec.global_size,
             }
             | ({"quarantine": [list(rows) for rows in self.quarantined]} if self.quarantined else {})
@@ -184,6 +200,7 @@ class Batches:
                 f"{state['global_size']}: how much each rank had read is not known; use {state['global_size']}"
             )
         self.step, self._position = int(state["step"]), int(state["position"])
+        self.ahead = ReadAhead()
         regular = self._position == self.step * self.spec.global_size
         self._origin = (0, 0) if regular else (self.step, self._position)
         self._windows = None
@@ -231,19 +248,6 @@ _REASONS = {
     "sharded": "how the ranks share the stream differs",
     "ranks": "a stream that each rank holds a share of cannot be resumed by another number of ranks",
 }
-
-
-class StreamWindows:
-    """The windows of an iterable data set; moving to a position reads the stream again from its start."""
-
-    def __init__(self, dataset: Iterable[Any], spec: WindowSpec, mesh: DataMesh, options: LoaderOptions) -> None:
-        self._dataset, self._spec, self._mesh, self._options = dataset, spec, mesh, options
-        self._collate = CheckedCollate(options.collate, options.pin_memory and torch.accelerator.is_available())
-
-    def windows(self, step: int, position: int) -> Iterator[Window]:
-        """The windows from a step on; see `stream_windows`."""
-        reader = StreamReader(self._dataset, self._spec, self._options, (step, position))
-        return stream_windows(reader, self._mesh, self._collate, own_generator(self._options.seed))
 
 
 def loader(

@@ -51,7 +51,7 @@ def steps(
         store: where to save when a signal asks to stop.
 
     Raises:
-        UsageError: the state has no batches.
+        UsageError: the state has no batches, or they are no iterator.
         NonFiniteError: under `on_nonfinite="raise"`.
         SystemExit: after a signal, when the step is finished and the state saved; and code 5 under
             `on_nonfinite="stop"`.
@@ -61,6 +61,12 @@ def steps(
     """
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
+    if not hasattr(state.batches, "__next__"):
+        raise UsageError(
+            f"steps(): found batches of type {type(state.batches).__name__}, which is no iterator (no __next__); "
+            "needed: shardwise.loader(dataset, ...), or an object with __next__, state_dict and load_state_dict; or "
+            "call make_step yourself in a loop over it"
+        )
     state.mesh.check_open("steps()")
     step = TrainStep(state, loss_fn, options_with(clip, options))
     mirror = rejoin(step)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
 import warnings
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +27,7 @@ from shardwise.checkpoint.layout import Held, held_by, signature
 from shardwise.errors import CheckpointError, OutOfMemoryError, UsageError
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
+from shardwise.parallel import generators
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.outliving import DATA, Board, Header, Place, call_process
 from shardwise.train.torch_private import copy_all
@@ -109,6 +109,8 @@ class Mirror:
         self.recovered_step: int | None = None
         """The step that this process went on from; None: it began, or loaded a checkpoint."""
         self._count = 0
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="shardwise-seal")
+        self._sealed: Future[None] | None = None
         self._slots = place.memory.pair(place.rank)
         self._shapes: list[tuple[Any, ...]] = []
         """Of the tensors that are here, when it was found out who keeps what."""
@@ -119,7 +121,7 @@ class Mirror:
         """Of each slot the parts as they lie in it."""
         self._end = DATA
         self._description = ""
-        self._random: tuple[Any, str] = (None, "")
+        self._random: tuple[Mapping[str, bytes] | None, str] = (None, "")
         self._template: tuple[Any, list[Held]] = (None, [])
         """What decides how a template is laid out, and how it is."""
 
@@ -190,7 +192,10 @@ class Mirror:
         rest = json.dumps({"scalars": state.scalars()})
         text = f'{self._description}, "random": {self._random_numbers()}, {rest[1:]}'
         self._count += 1
-        slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
+        header = slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
+        if self._sealed is not None:
+            self._sealed.result()
+        self._sealed = self._sealer.submit(slot.seal, header)  # while the next step computes
 
     def _lay_out(self, state: State, local: Mapping[str, Tensor]) -> None:
         """Find who keeps what; every rank calls it. The two slots may then hold different layouts: each has its own."""
@@ -222,13 +227,8 @@ class Mirror:
 
     def _random_numbers(self) -> str:
         """Where the generators that a script may use are, as JSON; that is long, and they rarely move."""
-        python, (name, keys, *rest) = random.getstate(), cast(Any, np.random.get_state())
-        now = (python, torch.get_rng_state().numpy().tobytes(), name, keys.tobytes(), rest)
-        device = _device_module().get_rng_state().numpy().tobytes() if torch.accelerator.is_available() else None
-        if (*now, device) != self._random[0]:
-            found = {"python": [python[0], list(python[1]), python[2]], "torch": now[1].hex()}
-            found |= {"numpy": [name, now[3].hex(), *rest]} | ({"device": device.hex()} if device is not None else {})
-            self._random = ((*now, device), json.dumps(found))
+        if (now := generators.states()) != self._random[0]:
+            self._random = (now, json.dumps({kind: state.hex() for kind, state in now.items()}))
         return self._random[1]
 
     def _load(self, state: State, count: int, ranks: int) -> None:
@@ -257,7 +257,7 @@ class Mirror:
             warnings.warn(other, stacklevel=2)
         state.load_scalars(own["scalars"])
         state.load_tensors(template)
-        _set_random_numbers(own["random"])
+        generators.restore({kind: bytes.fromhex(state) for kind, state in own["random"].items()})
         agreed = torch.tensor(int(_shapes(state.local_tensors()) == self._shapes), device=state.mesh.device)
         state.mesh.all_reduce_sum(agreed)
         if int(agreed) != state.mesh.world:  # some rank has tensors that it did not stand by with: all find out anew
@@ -342,17 +342,3 @@ def _read_line(file: int) -> dict[str, Any]:
             raise SystemExit(1)
         text += piece
     return dict(json.loads(text))
-
-
-def _set_random_numbers(kept: Mapping[str, Any]) -> None:
-    version, numbers, gauss = kept["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = kept["numpy"]
-    np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(kept["torch"]), dtype=torch.uint8))
-    if "device" in kept:
-        _device_module().set_rng_state(torch.frombuffer(bytearray.fromhex(kept["device"]), dtype=torch.uint8))
-
-
-def _device_module() -> Any:
-    return torch.get_device_module(torch.accelerator.current_accelerator())

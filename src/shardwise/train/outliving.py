@@ -11,12 +11,17 @@ import mmap
 import os
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any
+
+import xxhash
 
 DATA = 4096
 """Where a slot's tensors begin: a page, so that they are aligned."""
 _HEADER = struct.Struct("@QQQQQ")
+_SEAL = struct.Struct("@QQ")
 _WORDS = struct.Struct("@QQQ")
 _RANK_BYTES = 64
 
@@ -57,11 +62,33 @@ class Slot:
         """From now on nothing lies here."""
         os.pwrite(self.file, _HEADER.pack(0, 0, 0, 0, 0), 0)
 
-    def commit(self, header: Header, description: str) -> None:
-        """Say that the tensors up to `header.end` are a copy; its `length` is that of the description."""
+    def commit(self, header: Header, description: str) -> Header:
+        """Say that the tensors up to `header.end` are a copy, and return its header: `length` is the description's."""
         text = description.encode()
         os.pwrite(self.file, text, header.end)
-        os.pwrite(self.file, _HEADER.pack(header.count, header.step, header.end, len(text), header.ranks), 0)
+        header = replace(header, length=len(text))
+        os.pwrite(self.file, _HEADER.pack(header.count, header.step, header.end, header.length, header.ranks), 0)
+        return header
+
+    def seal(self, header: Header) -> None:
+        """Keep a digest of the copy that was committed, behind its header; whoever wrote it calls it, once."""
+        os.pwrite(self.file, _SEAL.pack(header.count, self._digest(header)), _HEADER.size)
+
+    def is_damaged(self) -> bool:
+        """Whether the copy that lies here is another one than was sealed; False too of one that was not, or of none."""
+        header, found = self.header(), os.pread(self.file, _SEAL.size, _HEADER.size)
+        count, digest = _SEAL.unpack(found) if len(found) == _SEAL.size else (0, 0)
+        if not header.count or header.count != count:  # it ended before it was sealed
+            return False
+        is_there = header.end >= DATA and header.end + header.length <= os.fstat(self.file).st_size
+        return not is_there or self._digest(header) != digest
+
+    def _digest(self, header: Header) -> int:
+        found = xxhash.xxh3_64(_HEADER.pack(header.count, header.step, header.end, header.length, header.ranks))
+        with memoryview(self.data(header.end)) as memory, memory[DATA : header.end] as tensors:
+            found.update(tensors)  # without the lock of the interpreter: beside the next step
+        found.update(os.pread(self.file, header.length, header.end))
+        return found.intdigest()
 
     def text(self, header: Header) -> str:
         """The description that was committed with a copy."""
@@ -170,6 +197,17 @@ class Memory:
         """
         found = {rank: [slot.header() for slot in self.pair(rank)] for rank in self.ranks}
         return {rank: [Copy(h.count, h.ranks, h.step) for h in pair if h.count] for rank, pair in found.items()}
+
+    def check(self) -> list[str]:
+        """Clear what is no longer what its rank has written, and say what that was. No rank may be running."""
+        slots = [(rank, slot) for rank in self.ranks for slot in self.pair(rank)]
+        with ThreadPoolExecutor(8) as pool:
+            damaged = list(pool.map(Slot.is_damaged, (slot for _, slot in slots)))
+        found = []
+        for rank, slot in compress(slots, damaged):
+            found.append(f"what rank {rank} had copied after step {slot.header().step} was damaged in memory")
+            slot.clear()
+        return found
 
     def keep(self, copy: Copy | None) -> None:
         """Clear every slot that is not part of a copy. No rank may be running."""

@@ -195,12 +195,14 @@ class Protection:
             self._kept = Kept(self._state)
             if self._window is not None and isinstance(self._state.batches, Batches):
                 # the window of this step is handed out already
-                self._kept._scalars["data"] = self._state.batches.state_before()
+                self._kept._scalars["data"] = self._state.batches.state_before(self._window)
 
     def _check_way_back(self, batch: Any) -> None:
         """Batches that cannot leave samples out would give the bad ones again, and those of the kept step never."""
         batches = self._state.batches
-        if batches is None or (isinstance(batches, Batches) and self._window is not None):
+        if isinstance(batches, Batches):
+            batches.check_reads_again("Protect: policy='rewind'")
+        if batches is None or (isinstance(batches, Batches) and self._window and batches.ahead.rows_of(self._window)):
             return
         found = f"a batch of type {type(batch).__name__} of the script's own"
         if not isinstance(batches, Batches):
@@ -269,6 +271,8 @@ class Protection:
         """Never feed the window's samples again: their positions, first and after the last; how many there are now."""
         if self._window is None or not isinstance(self._state.batches, Batches):
             return None, 0
-        start, stop = self._state.batches.last_rows
+        if (rows := self._state.batches.ahead.rows_of(self._window)) is None:  # of another loader
+            return None, 0
+        start, stop = rows
         self._state.batches.quarantine(start, stop)
         return [start, stop], len(self._state.batches.quarantined)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.variables import variables
+from shardwise.train.batches import Batches
 from shardwise.train.mirror import Mirror
 from shardwise.train.outliving import Place
 from shardwise.train.step import TrainStep
@@ -23,6 +24,8 @@ def rejoin(step: TrainStep) -> Mirror | None:
     text = recovery_place(variables())
     if state.is_joined or text is None:
         return state.mirror
+    if isinstance(state.batches, Batches):
+        state.batches.check_reads_again("--recover")
     place = Place.parse(text)
     mirror = Mirror(place)
     state.halvings = max(state.halvings, place.halvings)

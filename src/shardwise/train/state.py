@@ -5,13 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.batchnorm import BatchNorm
+from shardwise.parallel.generators import Drawn
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
@@ -127,8 +128,18 @@ class TrainState:
         """What its steps do to gradients, as `StepOptions.of_the_maths` says it; None: none was made."""
         self.saved_with: Mapping[str, Any] | None = None
         """The same of the checkpoint that was loaded, until a first step has been compared with it."""
+        self.generators = Drawn()
+        """Those of Python, NumPy and torch: checkpoints hold where they are if the script draws from them."""
         self._factor = 1.0
         self._ema_updates = 0
+
+    def __getstate__(self) -> NoReturn:
+        """`copy.deepcopy` and `pickle` ask for it: process groups cannot be copied, and shards are no whole model."""
+        raise UsageError(
+            "TrainState: it cannot be copied or pickled, as its parts belong to this process and its mesh; to come "
+            "back to it, save it: store = shardwise.Store(directory); path = store.save(state).path; "
+            "store.load(state, path)"
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -302,6 +313,11 @@ class TrainState:
         """Be what `scalars()` gave, whatever the loop's body does for the step that is taken back."""
         self.load_scalars(scalars)
         self._taken_back = scalars
+
+    def trains(self, batch: object) -> None:
+        """A step trains on this batch: the position in the data is behind it, whatever the loop has read ahead."""
+        if isinstance(self.batches, Batches):
+            self.batches.ahead.trains(batch)
 
     def begin_step(self) -> None:
         """Undo what the body of the loop did after a step that was taken back."""

@@ -110,6 +110,7 @@ class TrainStep:
         else:
             passes = self._passes(self._prepared(batch))
         grads, joined, sums = self._reduced(*passes)
+        self.state.trains(batch)
         with torch.no_grad():
             return self._update(grads, joined, sums, start)
 
@@ -314,8 +315,7 @@ class TrainStep:
             follow(makes_update)
         if state.loss_scale is not None and weight:
             state.loss_scale.update(finite)
-        stopping = stop_name(sums.stop)
-        number = state.step
+        stopping, number = stop_name(sums.stop), state.step
         if cause is not None and self._protection is not None:
             done = self._protection.act(cause)
             stopping, self._events = done.stopping or stopping, [*self._events, *done.events]

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from shardwise.parallel.mesh import DATA_AXES
 from shardwise.train.exchange import digest
 from shardwise.train.keyed import OwnGenerators, same_generators, seed_generators
 from shardwise.train.loader_options import Collate, LoaderOptions
+from shardwise.train.samples import CheckedCollate, own_generator
 from shardwise.train.windows import DataMesh, Window, WindowSpec, divide, shares
 
 
@@ -90,6 +92,38 @@ def _word(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biuf":
         return str(leaf.dtype), leaf.shape, hashlib.blake2b(leaf.tobytes()).hexdigest()
     return leaf if isinstance(leaf, str | bytes | int | float) else type(leaf).__name__
+
+
+class StreamWindows:
+    """The windows of an iterable data set; moving to a position reads the stream again from its start."""
+
+    def __init__(self, dataset: Iterable[Any], spec: WindowSpec, mesh: DataMesh, options: LoaderOptions) -> None:
+        self._dataset, self._spec, self._mesh, self._options = dataset, spec, mesh, options
+        self._collate = CheckedCollate(options.collate, options.pin_memory and torch.accelerator.is_available())
+        self.name = f"a {type(dataset).__name__}"
+        self.is_read_once = not options.workers and iter(dataset) is dataset and not _is_restarted(dataset)
+        """Another pass would go on where the last one ended; a worker has a copy of its own for each."""
+        self._is_begun = False
+
+    def windows(self, step: int, position: int) -> Iterator[Window]:
+        """The windows from a step on; see `stream_windows`.
+
+        Raises:
+            DataError: the stream was read already, and can be read once only.
+        """
+        if self.is_read_once and self._is_begun:
+            raise DataError(
+                f"loader: going to step {step} reads the stream again from its start: found {self.name}, which can be "
+                "read once only; needed: an object whose __iter__ starts anew (an IterableDataset, a list)"
+            )
+        self._is_begun = True
+        reader = StreamReader(self._dataset, self._spec, self._options, (step, position))
+        return stream_windows(reader, self._mesh, self._collate, own_generator(self._options.seed))
+
+
+def _is_restarted(dataset: Iterable[Any]) -> bool:
+    """Whether an iterator may begin anew when it is asked for one: a class with an `__iter__` of its own."""
+    return isinstance(getattr(type(dataset), "__iter__", None), FunctionType)
 
 
 def stream_windows(

@@ -214,3 +214,38 @@ def _equal_part(own: int, count: int, cap: int) -> int:
         if own % part == 0:
             return part
     return 0
+
+
+class ReadAhead:
+    """Windows that a loader has handed out, and which of them was trained on last.
+
+    A loop of a script's own may take windows before it trains on them, as one that moves the next batch to the device
+    meanwhile. Who goes on has to read them again.
+    """
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._rows: dict[int, tuple[int, int]] = {}
+        self.trained: tuple[int, int] | None = None
+        """Step and position after the window that was trained on last; None: nobody says which it was."""
+
+    def add(self, window: Window, position: int) -> None:
+        """This one was handed out; its rows begin at a position."""
+        self._rows[window.step] = (position, position + window.num_rows)
+        if len(self._rows) > _MOST_AHEAD:
+            del self._rows[next(iter(self._rows))]
+
+    def rows_of(self, window: Window) -> tuple[int, int] | None:
+        """Positions of a window over all ranks, its first, and after its last; None: it was not handed out here."""
+        return self._rows.get(window.step)
+
+    def trains(self, batch: object) -> None:
+        """A step trains on this. Where it is no window, it is not known what was trained on."""
+        self.trained = None
+        if isinstance(batch, Window) and (rows := self.rows_of(batch)) is not None:
+            self.trained = (batch.step + 1, rows[1])
+            self._rows = {step: kept for step, kept in self._rows.items() if step >= batch.step}
+
+
+_MOST_AHEAD = 1024
+"""Of those that were handed out before, it is not known any more where they stood."""

@@ -22,7 +22,7 @@ _GROUPS = "param_groups"
 _PARTS = ("state", _GROUPS)
 """Of an optimizer's state_dict."""
 _FLAT = "_flat_param"
-_OPTIMIZER = re.compile(r"(optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
+_OPTIMIZER = re.compile(r"(opt|optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
 Path_ = tuple[Any, ...]
 
 
@@ -146,10 +146,20 @@ def _paths(where: Path, planner: Any, names: Sequence[str]) -> dict[str, Path_]:
         if not isinstance(parts, list) or not parts or not all(isinstance(part, str | int) for part in parts):
             parts = [name]
         paths[name] = tuple(parts)
+    if any(_is_flat(path, _GROUPS) for path in paths.values()):  # an optimizer's, beside the weights: on top, too
+        paths = {
+            n: ("optim", *str(path[0]).split(".", 1)) if _is_flat(path, *_PARTS) else path for n, path in paths.items()
+        }
+    for name in paths:
         other = first.setdefault(_joined(paths[name]), name)
         if other != name:
             raise _wrong(where, f"{other} and {name}, both at {_joined(paths[name])}", "one entry at each place")
     return paths
+
+
+def _is_flat(path: Path_, *parts: str) -> bool:
+    """Whether an entry has one name, as `state.<parameter>.exp_avg` of an optimizer's flattened state_dict."""
+    return len(path) == 1 and str(path[0]).startswith(tuple(f"{part}." for part in parts))
 
 
 def _items(path: Path, where: Path, metadata: Instance) -> dict[str, list[_Item]]:
@@ -287,7 +297,12 @@ def _sorted(
             states.setdefault(_joined(at), {})[_joined(path[len(at) :])] = value
         elif places.get(name) == model:
             weights[_joined(path[len(model) :])] = sources[name]
-        elif path[-1] in STEP_KEYS and not places.get(name) and (said := step_of(value)) is not None:
+        elif (
+            path[-1] in STEP_KEYS
+            and "state" not in path[:-2]
+            and not places.get(name)
+            and (said := step_of(value)) is not None
+        ):
             step = max(step, said)
         else:
             others.append(name)

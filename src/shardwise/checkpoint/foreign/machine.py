@@ -186,6 +186,12 @@ class Machine:
                 "dense numbers of a type that Shardwise stores",
                 "save it in another type, or without it",
             )
+        if found not in self.calls and found.module.startswith("torch") and name in _WRAPPERS:
+            raise RefusedError(
+                f"a tensor that is made of others ({str(found)[:160]}): one rank's part of it (DTensor), or quantized",
+                "whole tensors of dense numbers",
+                "save whole ones (`t.full_tensor()`), or the parts of all ranks with torch.distributed.checkpoint",
+            )
         if found not in self.calls:
             raise RefusedError(
                 f"a pickle that asks for {str(found)[:160]}",
@@ -271,6 +277,8 @@ def key_of(key: Any) -> Any:
 _SCALARS = (str, bytes, int, float, bool, type(None))
 _TENSORS = ("_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_nested_tensor", "per_tensor_affine", "sparse_coo")
 """What torch makes of tensors that are not dense numbers."""
+_WRAPPERS = ("_rebuild_wrapper_subclass", "DTensor", "ShardedTensor")
+"""What torch makes of tensors that hold others."""
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _LITERALS = {

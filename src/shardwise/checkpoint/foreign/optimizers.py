@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.beside import aside, is_dcp, states_in, steps_done
+from shardwise.checkpoint.foreign.beside import ASIDE, aside, is_dcp, is_weights_file, states_in, steps_done
 from shardwise.checkpoint.foreign.dcp import read_dcp_state
 from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.safetensors import SUFFIX
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown
 from shardwise.checkpoint.foreign.torch_files import OPTIMIZER_KEYS
+from shardwise.checkpoint.foreign.views import View
 from shardwise.errors import CheckpointError
 
 
@@ -43,7 +45,7 @@ def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> Non
         with suppress(CheckpointError):  # it was not asked for: a directory that may not be listed is no error
             _tell(found, [state for state in states_in(files, path.parent) if state != path], path.parent)
         return
-    found.notes += aside(files, path)
+    found.notes += aside(files, path) + _others(files, path, found)
     found.step = found.step or steps_done(files, path) or 0
     states = states_in(files, path)
     names = shown([state.name for state in states])
@@ -60,6 +62,16 @@ def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> Non
     else:
         found.optimizer, reason = _state(files, states[0], found, how)
         found.notes += [f"{reason} (in {names})"] if reason else []
+
+
+def _others(files: OpenFiles, path: Path, found: Foreign) -> list[str]:
+    """A note of files that by their names hold weights, and were not read: other forms of them, or of another model."""
+    if found.kind not in ("safetensors", "torch"):
+        return []
+    read = {source.path.name for source in found.weights.values() if isinstance(source, View)}
+    of_weights = (n for n in files.names(path) if is_weights_file(n) or n.endswith(SUFFIX))
+    names = [name for name in of_weights if name not in read and not name.startswith(ASIDE)]
+    return [f"other files of weights: {shown(names)}"] if names else []
 
 
 def _tell(found: Foreign, states: list[Path], directory: Path) -> None:

@@ -24,7 +24,7 @@ STEP = "shardwise_step"
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _SHARDING = "DCP_SHARDING_INFO"
 _PART = re.compile(r"shard-\d+-model-\d+-of-\d+\.")
-_IS_PART = re.compile(r"-\d+-of-(?!0*1\.)\d+\.")
+_IS_PART = re.compile(r"-\d+-of-((?!0*1\.)\d+)\.")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -136,6 +136,14 @@ def shards_of(files: OpenFiles, path: Path, suffix: str) -> tuple[list[Path], di
                     f"in {suffix}; copy the index again"
                 )
         files.need(path, listed.values(), path / indexes[0])
+        families = {tuple(_IS_PART.split(name)) for name in listed.values() if _IS_PART.search(name)}
+        if left := [
+            name for name in singles if name not in listed.values() and tuple(_IS_PART.split(name)) in families
+        ]:
+            raise CheckpointError(
+                f"{path / indexes[0]}: lists {len({*listed.values()})} files, and not {shown(left)}, by the name part "
+                "of the same model; needed the index that lists them all: copy it again, or take out what is of another"
+            )
         return [path / name for name in sorted(set(listed.values()))], listed
     if suffix == SUFFIX and not indexes and (parts := [name for name in singles if _PART.match(name)]):
         raise sliced(path / parts[0])
