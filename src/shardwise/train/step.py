@@ -21,12 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.direct import watched_loss
-from shardwise.parallel.inputs import Signature, distinct, divide_rows, model_inputs, num_rows, to_device
+from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
 from shardwise.train.agreement import check_agreement, go_on
-from shardwise.train.batches import Window
 from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
@@ -46,6 +45,7 @@ from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
+from shardwise.train.windows import Window, micro_batches_of
 from shardwise.train.witness import Witness, open_witness
 
 LossFn = Callable[[Any, Any], Any] | Losses
@@ -192,12 +192,7 @@ class TrainStep:
 
     def _micro_batches(self, batch: Any) -> tuple[list[Any], tuple[bool, ...]]:
         device = self.state.mesh.device
-        if isinstance(batch, Window):
-            micro, zero = list(batch.micro_batches), tuple(batch.weights_zero)
-        elif isinstance(batch, list) and not isinstance(batch[0], torch.Tensor):
-            micro, zero = batch, (False,) * len(batch)
-        else:
-            micro, zero = divide_rows(batch, self.state.placed.plan.batch.micro_batches)
+        micro, zero = micro_batches_of(batch, self.state.placed.plan.batch.micro_batches)
         if not self._needs_padding:  # nobody waits for this rank in a collective
             micro, zero = [m for m, z in zip(micro, zero, strict=True) if not z], (False,) * zero.count(False)
         micro = [to_device(m, device) for m in micro]
