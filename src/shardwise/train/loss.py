@@ -263,9 +263,11 @@ def _scalar(value: Any, what: str) -> torch.Tensor:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole if whole.dim() == 0 else whole.sum()  # no view: pipelines detach their outputs in place
     found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    unlabelled = "; a model is not given `labels`, so that `output.loss` of one of transformers is None: take "
+    unlabelled += '`output.logits` and `batch["labels"]`'
     raise UsageError(
         f"the loss function returned as its {what} {found}, needed a floating tensor of one element; return a scalar "
-        "mean, or Loss(sum, weight), as token_cross_entropy and mean_over do"
+        f"mean, or Loss(sum, weight), as token_cross_entropy and mean_over do{unlabelled if value is None else ''}"
     )
 
 
