@@ -1314,7 +1314,7 @@ def test_near_miss_gives_no_alarm(rule: str, text: str) -> None:
 
 
 def test_a_models_own_mean_is_told_by_what_is_divided() -> None:
-    loop = "for i, x in enumerate(loader):\n    {}; loss = loss / accum; loss.backward()\n    if i % accum == 0: opt.step()"
+    loop = "for i, x in enumerate(data):\n    {}; loss = loss / n_acc; loss.backward()\n    if i % n_acc == 0: o.step()"
     found = [lint_text(HEAD + loop.format(f"loss = {made}")) for made in ("model(x).loss", "model(x).square().sum()")]
     assert [[f.finding.severity for f in each] for each in found] == [["warning"], ["note"]]
 
