@@ -51,7 +51,7 @@ def steps(
         store: where to save when a signal asks to stop.
 
     Raises:
-        UsageError: the state has no batches.
+        UsageError: the state has no batches, or `until` is no number.
         NonFiniteError: under `on_nonfinite="raise"`.
         SystemExit: after a signal, when the step is finished and the state saved; and code 5 under
             `on_nonfinite="stop"`.
@@ -61,6 +61,11 @@ def steps(
     """
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
+    if not isinstance(until, int) or isinstance(until, bool):
+        raise UsageError(
+            f"steps(): until: found {until!r}; needed a number of steps (a loader's `num_steps` is one where it is "
+            "given `epochs=`, and its data set has a length)"
+        )
     state.mesh.check_open("steps()")
     step = TrainStep(state, loss_fn, options_with(clip, options))
     mirror = rejoin(step)

@@ -258,6 +258,21 @@ def as_loss(result: Any, rows: int) -> Loss:
     return Loss(mean * rows if rows else mean.nan_to_num() * 0, rows)  # the mean of no rows is not a number
 
 
+def differentiable(loss: Loss) -> Loss:
+    """The loss, that a backward pass can begin from.
+
+    Raises:
+        UsageError: it depends on no parameter, by autograd.
+    """
+    if isinstance(loss.sum, torch.Tensor) and loss.sum.requires_grad:
+        return loss
+    raise UsageError(
+        "the loss has no gradient: found one from which autograd does not lead back to a parameter (made under "
+        "no_grad or of detached outputs, of whole numbers as argmax gives them, or of the batch alone); needed what "
+        "training shall make smaller; measures belong into evaluate()"
+    )
+
+
 def _scalar(value: Any, what: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1:
         whole = value.full_tensor() if isinstance(value, DTensor) else value

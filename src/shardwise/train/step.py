@@ -29,7 +29,7 @@ from shardwise.train.agreement import check_agreement, go_on
 from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
-from shardwise.train.loss import Loss, as_loss, refuse_mean
+from shardwise.train.loss import Loss, as_loss, differentiable, refuse_mean
 from shardwise.train.losses import Losses, with_function
 from shardwise.train.losses import Window as LossWindow
 from shardwise.train.mirror import refuse_own_loop
@@ -98,6 +98,8 @@ class TrainStep:
             SpikeError, OutOfMemoryError, ReplicaError: at the limits of the options' policies, on all ranks alike.
         """
         start = time.perf_counter()
+        if torch.is_autocast_enabled(self.state.mesh.device.type):
+            torch.clear_autocast_cache()  # a script's context around its loop holds casts from before the update
         self._check_trained()
         if not self._is_begun:
             self._begin(batch)
@@ -244,7 +246,7 @@ class TrainStep:
                 if last and self._sums.overlaps:
                     self._sums.start(self._own(losses, micro, zero))
                 backward = self._sums.backward if last else torch.autograd.backward
-                backward(self._seeded(loss))
+                backward(self._seeded(differentiable(loss)))
         return losses
 
     def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.parallel.inputs import divide_rows
+from shardwise.parallel.inputs import as_dict, divide_rows
 
 
 class DataRank(Protocol):
@@ -148,8 +148,8 @@ def micro_batches_of(batch: Any, count: int) -> tuple[list[Any], tuple[bool, ...
     if isinstance(batch, list) and not batch:
         raise UsageError("a step was given an empty list; needed: a batch with rows, or at least one micro-batch")
     if isinstance(batch, list) and not isinstance(batch[0], torch.Tensor):
-        return batch, (False,) * len(batch)
-    return divide_rows(batch, count)
+        return [as_dict(micro) for micro in batch], (False,) * len(batch)
+    return divide_rows(as_dict(batch), count)
 
 
 def shares(total: int, parts: int) -> tuple[int, ...]:
