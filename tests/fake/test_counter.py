@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardwise.parallel.counter import Elements, Numbers, Stream, mixed, signed
+from shardwise.parallel.counter import Elements, Numbers, Stream, mixed, signed, strides
 from shardwise.parallel.draws import DRAWS, SKIP, UNKEYED
 
 CPU = torch.device("cpu")
@@ -32,6 +32,13 @@ def test_a_part_of_a_tensor_has_the_bits_of_the_whole() -> None:
     rows, columns = torch.arange(2, 5) * 80, torch.arange(4, 8)
     part = Elements((3, 10, 4), (rows, torch.arange(10) * 8, columns))
     assert torch.equal(Numbers(Stream.of("part"), part, CPU).uniform(torch.float64), whole[2:5, :, 4:])
+
+
+def test_no_two_places_of_a_tensor_share_an_index() -> None:
+    shape = (32, 4, 64, 48)
+    along = [torch.arange(size) * stride for size, stride in zip(reversed(shape), strides(4), strict=True)]
+    index = (along[3][:, None, None, None] + along[2][:, None, None]) + (along[1][:, None] + along[0])
+    assert len(index.unique()) == math.prod(shape)
 
 
 def test_masks_do_not_depend_on_the_type_of_what_they_mask() -> None:

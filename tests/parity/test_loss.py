@@ -153,7 +153,7 @@ def test_as_loss_takes_three_forms() -> None:
         (torch.ones(3), r"torch.float32 of shape \(3,\), needed a floating tensor of one element"),
         (2.0, "as its result float"),
         (torch.tensor(1), "torch.int64"),
-        (None, "NoneType"),
+        (None, "NoneType, needed.*a model is not given `labels`"),
         ((torch.tensor(1.0),), "tuple of 1"),
         ((torch.tensor(1.0), -1), "weight -1.0"),
         ((torch.tensor(1.0), torch.tensor(math.nan)), "weight nan"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
+from shardwise.errors import UsageError
 from shardwise.parallel.init import init_model
 from tests.parity import grid, points
 
@@ -177,6 +178,14 @@ def test_parameter_that_forward_does_not_use(world, plan: str) -> None:
 HELD_OUT = 13
 
 
+def own_batches(mesh: sw.Mesh) -> list[Any]:
+    """The held-out rows as a script's own batches: one that is cut into micro-batches, and a list of one of a row."""
+    data = points.Points(HELD_OUT)
+    mine = slice(mesh.batch.rank, 12, mesh.batch.size)
+    last = data[12:] if mesh.batch.rank == 0 else data[:0]
+    return [data[mine], [last]]
+
+
 def evaluated(text: str, during: bool) -> tuple[list[tuple[float, float]], Params]:
     """Two steps with an evaluation around each, or without any."""
     case, sums = points.Case(steps=2), []
@@ -186,6 +195,10 @@ def evaluated(text: str, during: bool) -> tuple[list[tuple[float, float]], Param
             if during:
                 total = sw.evaluate(state.placed, points.weighted, state.batches.evaluation(points.Points(HELD_OUT)))
                 sums.append((float(total.sum), float(total.weight)))
+                own = sw.evaluate(state.placed, points.weighted, own_batches(state.mesh))
+                torch.testing.assert_close((float(own.sum), float(own.weight)), sums[-1], rtol=1e-12, atol=0)
+                with pytest.raises(UsageError, match=r"one batch \(tuple\)"):
+                    sw.evaluate(state.placed, points.weighted, points.Points(1)[:1])
             next(loop)
         assert all(part.run.training for part in state.placed.parts)
         return sums, {n: grid.whole(p) for n, p in state.placed.named_parameters().items()}

@@ -200,19 +200,22 @@ def test_a_resumed_run_draws_the_masks_of_the_run_that_was_saved(world, tmp_path
         assert torch.equal(whole(ranks, name, 1), mask), name
 
 
-def masks_by_hand(text: str, ends: list[int]) -> dict[str, list[torch.Tensor]]:
-    """A loop of the user's own: rank r gets rows from `ends[r - 1]` to `ends[r]`."""
+def masks_by_hand(text: str, ends: list[int], tokens: int = SEQ) -> dict[str, list[torch.Tensor]]:
+    """A loop of the user's own: rank r gets rows from `ends[r - 1]` to `ends[r]`, those of rank 0 cut to `tokens`."""
     with sw.open_mesh(plan := sw.Plan.parse(text)) as mesh:
         state, rank = start(plan, mesh), mesh.batch.rank
-        ids = Rows().ids[[0, *ends][rank] : ends[rank]]
+        ids = Rows().ids[[0, *ends][rank] : ends[rank], : SEQ + 1 if rank else tokens + 1]
         sw.make_step(state, loss_fn)({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
         return kept(state)
 
 
-def test_rows_that_the_user_divides_unevenly_keep_their_masks(world) -> None:
-    one, two = world(1, masks_by_hand, "dp1", [8]), world(2, masks_by_hand, "dp2 / mb2", [5, 8])
+def test_rows_that_the_user_divides_and_pads_unevenly_keep_their_masks(world) -> None:
+    own = SEQ - 3  # rank 0's rows are padded to the longest of them alone
+    one, (first, second) = world(1, masks_by_hand, "dp1", [8]), world(2, masks_by_hand, "dp2 / mb2", [5, 8], own)
     for name in one[0]:
-        assert torch.equal(whole(one, name, 1), whole(two, name, 1))
+        truth = whole(one, name, 1)
+        assert torch.equal(torch.cat(first[name]), truth[:5, :, :own, :own])
+        assert torch.equal(torch.cat(second[name]), truth[5:])
 
 
 def losses_unkeyed(text: str) -> list[float]:

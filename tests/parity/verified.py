@@ -46,6 +46,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind = kind
         self.norm, self.mlp = nn.LayerNorm(DIM), Mlp()
+        self.drop = nn.Dropout(0.3) if kind == "clip" else nn.Identity()
         if kind == "positions":
             self.pos = nn.Embedding(SEQ, DIM)
 
@@ -58,7 +59,7 @@ class Block(nn.Module):
             x = x - x.mean(0)
         if self.kind == "rowgrad":
             x = Normed.apply(x)
-        return x + self.mlp(self.norm(x))
+        return x + self.drop(self.mlp(self.norm(x)))
 
 
 class Normed(torch.autograd.Function):
@@ -172,14 +173,25 @@ def loss_for(plan: sw.Plan) -> Any:
     return loss_fn
 
 
-def windows(plan: sw.Plan, mesh: sw.Mesh) -> Any:
+def to_the_longest(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch padded to its longest row: another one beside other rows."""
+    batch = torch.utils.data.default_collate(samples)
+    longest = int((batch["labels"] >= 0).sum(1).max())
+    is_own = batch["labels"] >= 0
+    ids = torch.where(is_own, batch["input_ids"], 0)
+    return {"input_ids": ids[:, :longest], "labels": batch["labels"][:, :longest]}
+
+
+def windows(plan: sw.Plan, mesh: sw.Mesh, kind: str) -> Any:
     size = BATCH * (plan.world if FAULT == "global-batch" else 1)
     seed = 3 + (mesh.rank if FAULT == "other-data" else 0)
     if FAULT == "same-data":
         mesh = replace(mesh, batch=replace(mesh.batch, rank=0))
     if FAULT == "whole-data":
         mesh = replace(mesh, batch=replace(mesh.batch, rank=0, size=1))
-    return sw.loader(Rows(), sw.Batch(global_size=size, micro_batches=plan.batch.micro_batches), mesh, seed=seed)
+    options = {"collate": to_the_longest} if kind == "clip" else {}
+    batch = sw.Batch(global_size=size, micro_batches=plan.batch.micro_batches)
+    return sw.loader(Rows(), batch, mesh, seed=seed, **options)
 
 
 def main(plan: sw.Plan, kind: str) -> None:
@@ -203,7 +215,7 @@ def main(plan: sw.Plan, kind: str) -> None:
         if factor:
             for parameter in placed.parameters():
                 parameter.register_hook(lambda grad: grad * factor)
-        state = sw.TrainState(placed, optimizer, windows(plan, mesh))
+        state = sw.TrainState(placed, optimizer, windows(plan, mesh, kind))
         clip = 0.5 if FAULT == "clipping-per-shard" or kind == "clip" else None
         for m in sw.steps(state, loss_for(plan), until=10, clip=clip):
             print(f"step {m.step} loss {m.loss}")

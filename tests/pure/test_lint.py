@@ -482,6 +482,23 @@ WRONG = {
                     model(batch).sum().backward()  # !
             optimizer.step()
         """,
+        """
+        model = DDP(net)
+        with model.no_sync():
+            loss = model(batch).mean()  # !
+        loss.backward()  # DDP has looked in forward
+        optimizer.step()
+        @torch.no_grad()
+        def validate():
+            return model(held_out)
+        """,
+        """
+        model = FSDP(net)
+        loss = model(batch).mean()
+        with model.no_sync():
+            loss.backward()  # !
+        optimizer.step()
+        """,
         ACCELERATE
         + """
 accelerator = Accelerator(gradient_accumulation_steps=4)
@@ -491,6 +508,34 @@ for batch in loader:
         accelerator.backward(model(batch).mean())  # !
     optimizer.step()
 """,
+    ],
+    "seed.by-rank": [
+        """
+        import shardwise as sw
+        import torch
+        def main(plan):
+            with sw.open_mesh(plan) as mesh:
+                torch.manual_seed(17 + mesh.rank)  # !
+                placed = sw.apply(Net(), plan, mesh)
+        """,
+        """
+        import shardwise as sw
+        with sw.open_mesh(plan) as mesh:
+            placed = sw.apply(Net, plan, mesh, seed=mesh.rank)  # !
+            offset = mesh.batch.rank
+            data = sw.loader(rows, 8, mesh, seed=1 + offset)  # !
+        """,
+        """
+        rank = dist.get_rank(); seed_all(1234 + rank)  # !
+        net = Net()
+        parallelize_module(net, mesh, rules)
+        """,
+        """
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "fsdp"))
+        torch.manual_seed(args.seed + int(os.environ["RANK"]))  # !
+        model = Net()
+        fully_shard(model, mesh=mesh)
+        """,
     ],
     "accumulate.division": [
         """
@@ -1040,6 +1085,47 @@ RIGHT = {
             loss.backward()
         optimizer.step()
         """,
+        """
+        model = FSDP(net)
+        with model.no_sync():
+            loss = model(batch).mean()
+        loss.backward()  # what FSDP looks at
+        optimizer.step()
+        """,
+    ],
+    "seed.by-rank": [
+        """
+        torch.manual_seed(1234 + dist.get_rank())
+        model = DDP(Net())  # takes rank 0's weights
+        """,
+        """
+        import shardwise as sw
+        import torch
+        with sw.open_mesh(plan) as mesh:
+            torch.manual_seed(17)
+            net = Net()
+            torch.manual_seed(17 + mesh.rank)
+            placed = sw.apply(net, plan, mesh)
+            data = sw.loader(rows, 8, mesh, seed=1)
+        """,
+        """
+        import shardwise as sw
+        import torch
+        with sw.open_mesh(plan) as mesh:
+            torch.manual_seed(17 + mesh.rank)
+            placed = sw.apply(Net, plan, mesh, seed=17)
+        """,
+        """
+        torch.manual_seed(1234 + dist.get_rank())
+        model = Net()
+        fully_shard(model)
+        """,
+        """
+        torch.manual_seed(1234 + dist.get_rank())
+        model = Net()
+        model.load_state_dict(torch.load("start.pt"))
+        parallelize_module(model, mesh, rules)
+        """,
     ],
     "accumulate.division": [
         """
@@ -1166,6 +1252,15 @@ RIGHT = {
     ],
     "eval.padding": [
         """
+        def evaluate(model, data_loader):
+            with torch.inference_mode():
+                for x in data_loader:
+                    model(x)
+        train_sampler = DistributedSampler(dataset)  # the evaluation's loader has this one's name inside a function
+        data_loader = DataLoader(dataset, sampler=train_sampler)
+        evaluate(model, test_loader)
+        """,
+        """
         train_sampler = DistributedSampler(train_set)
         latest = DistributedSampler(attested)
         """,
@@ -1216,6 +1311,38 @@ def test_mistake_is_found_on_its_line(rule: str, text: str) -> None:
 @pytest.mark.parametrize(("rule", "text"), cases(RIGHT))
 def test_near_miss_gives_no_alarm(rule: str, text: str) -> None:
     assert [str(f) for f in lint_text(script(text)) if f.finding.id == rule] == []
+
+
+def test_a_models_own_mean_is_told_by_what_is_divided() -> None:
+    loop = "for i, x in enumerate(data):\n    {}; loss = loss / n_acc; loss.backward()\n    if i % n_acc == 0: o.step()"
+    found = [lint_text(HEAD + loop.format(f"loss = {made}")) for made in ("model(x).loss", "model(x).square().sum()")]
+    assert [[f.finding.severity for f in each] for each in found] == [["warning"], ["note"]]
+
+
+def joined(text: str) -> str:
+    """Statements that follow one another on one line, as far as Python allows it."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        simple = not line.endswith(":") and not line.lstrip().startswith("@")
+        before = lines[-1] if lines else "@"
+        follows = len(before) - len(before.lstrip()) == indent and not before.lstrip().startswith("@")
+        if simple and follows and not before.endswith(":"):
+            lines[-1] += f"; {line.strip()}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_several_statements_of_a_line_are_read_in_their_order(rule: str) -> None:
+    for text in (*WRONG[rule], *RIGHT[rule]):
+        plain = ast.unparse(ast.parse(script(text)))
+        together = [f.finding.id for f in lint_text(joined(plain))]
+        assert sorted(together) == sorted(f.finding.id for f in lint_text(plain)), text
+    assert [
+        (f.line, f.finding.id) for f in lint_text(HEAD + "m = N(); o = torch.optim.SGD(m.parameters()); m = FSDP(m)")
+    ][-1:] == [(HEAD.count("\n") + 1, "optimizer.before-sharding")]
 
 
 def repository_scripts() -> list[tuple[str, str]]:

@@ -15,12 +15,13 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner, Result
 
+from shardwise.cli.counts import count_of, length_of
 from shardwise.cli.estimate import estimate
 from shardwise.cli.explain import explain
 from shardwise.cli.made_for import load_made_for, save_plan
 from shardwise.cli.main import _command, main
 from shardwise.cli.plan import plan
-from shardwise.cli.planning import count_of, question
+from shardwise.cli.planning import question
 from shardwise.errors import ExitCode, ShardwiseError, UsageError
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.ops import Attention
@@ -115,8 +116,14 @@ def test_nothing_fits_exits_1_and_writes_nothing(here: Path) -> None:
     assert not (here / "plan.toml").exists()
 
 
-def test_tokens() -> None:
-    assert count_of("4M") == count_of("4e6") == 4e6
+def test_tokens(here: Path) -> None:
+    assert count_of("4M") == count_of("4e6") == count_of("4_000_000") == 4e6
+    assert [length_of(text) for text in ("8192", "8_192", "8k", "1.5K", "1M")] == [8192, 8192, 8192, 1536, 1 << 20]
+    for text in ("8,192", "0", "-8", "8kb", "1e3", "0.3k", "many", ""):
+        with pytest.raises(UsageError, match=r"needed tokens per sample such as 8192, or 8k"):
+            length_of(text)
+    code, text, _ = invoke(plan, "llama-1b", "h100:8", "--seq", "4k", "--global-batch", "64", "--json")
+    assert (code, json.loads(text)["seq_len"]) == (ExitCode.OK, 4096)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from shardwise.errors import UsageError
 from shardwise.parallel.generators import Drawn
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
@@ -48,6 +49,23 @@ class Saveable(Protocol):
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Take over what `scalars` gave at the save."""
         ...
+
+
+_NEEDED = ("placed", "mesh", "tensors", "scalars", "template", "load_tensors", "load_scalars")
+
+
+def mesh_of(state: Saveable) -> Mesh:
+    """All ranks that take part in a save or a load.
+
+    Raises:
+        UsageError: a module, an optimizer or what `apply` gave in place of a state.
+    """
+    if not all(hasattr(state, name) for name in _NEEDED):
+        raise UsageError(
+            f"a store saves and loads a TrainState: found {type(state).__name__}; needed TrainState(placed, optimizer, "
+            "...), which holds all that goes on after a resume"
+        )
+    return state.mesh
 
 
 @runtime_checkable

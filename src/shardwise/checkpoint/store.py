@@ -38,7 +38,7 @@ from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
-from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable
+from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
 from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, members_of, number_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
@@ -202,7 +202,7 @@ class Store:
             LockedError: another run holds the store.
         """
         self.wait()
-        peers = Peers.of(state.mesh)
+        peers = Peers.of(mesh_of(state))
         doing = f"loading from {self.path}"
         with late_told(doing, peers):
             held, mended = peers.on_first(doing, lambda: self._begin(state))
@@ -276,7 +276,7 @@ class Store:
         place = located(path)
         directory = directory_of(place, files_for(place, self._directory.files))
         how = {"weights_only": weights_only, "convert_state": convert_state}
-        peers, doing = Peers.of(state.mesh), f"loading {place}"
+        peers, doing = Peers.of(mesh_of(state)), f"loading {place}"
         with late_told(doing, peers):
             is_store = peers.on_first(doing, directory.is_store)
         loaded = self._load_newest(state, directory, **how) if is_store else None
@@ -291,7 +291,7 @@ class Store:
         weights_only: bool = False,
         convert_state: bool = False,
     ) -> Loaded:
-        start, peers, doing = time.perf_counter(), Peers.of(state.mesh), f"loading {path}"
+        start, peers, doing = time.perf_counter(), Peers.of(mesh_of(state)), f"loading {path}"
         files = files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
@@ -355,7 +355,7 @@ class Store:
 
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
-        start, peers = time.perf_counter(), Peers.of(state.mesh)
+        start, peers = time.perf_counter(), Peers.of(mesh_of(state))
         self._tell(peers)
         self.wait()
         waited = time.perf_counter() - start

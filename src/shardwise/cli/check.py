@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shardwise.cli.counts import LENGTH_HELP, length_of
 from shardwise.errors import ExitCode, PlanError
 from shardwise.extras import optional_module
 from shardwise.findings import Finding, errors_in
@@ -24,7 +25,7 @@ def check(
     ] = None,
     world: Annotated[int | None, typer.Option(min=1, help="Number of ranks that will run.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Samples per step, if the plan names none.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
+    seq: Annotated[int | None, typer.Option(parser=length_of, help=LENGTH_HELP)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check a plan against every constraint: exit 0 when it is legal, 1 when it is refused, 2 on a usage error."""

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.counts import LENGTH_HELP, length_of
 from shardwise.cli.reading import how_read
 from shardwise.cli.tokens import batch_of
-from shardwise.cli.tokens import count_of as count_of
 from shardwise.errors import ConfigError, UsageError
 from shardwise.extras import optional_module
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
@@ -55,7 +55,7 @@ MOST = 2**20
 
 ModelOption = Annotated[str, typer.Option(help="A preset, a .toml file of sizes, hf:NAME, or pkg.mod:factory.")]
 ClusterOption = Annotated[str, typer.Option(help="device:per-nodexnodes (h100:8x16), or a .toml file.")]
-SeqOption = Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")]
+SeqOption = Annotated[int | None, typer.Option(parser=length_of, help=LENGTH_HELP)]
 TokensOption = Annotated[str | None, typer.Option(help="Tokens per step: 4M, 16M.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Samples per step; default: the plan's, if any.")]
 OptimizerOption = Annotated[str, typer.Option(help="adamw, sgd, lion, muon, adafactor, ...")]

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 
+from shardwise.cli.counts import MOST, UNITS, count_of
 from shardwise.errors import UsageError
 from shardwise.plan.search import near_batches
 
-UNITS = {"k": 10, "m": 20, "b": 30, "g": 30, "t": 40}
-MOST = 10**15
-"""Tokens or samples of a step: far beyond any, and still exact as a float."""
 NEAR = 0.05
 """How far the tokens of a step may be from a round number that was asked, for a batch that the devices divide."""
-
-
-def count_of(text: str) -> float:
-    """`300000`, `4M`, `1.5B`.
-
-    Raises:
-        UsageError: no number, an unknown unit, or more than `MOST`.
-    """
-    match = re.fullmatch(r"([\d.]+(?:[eE]\d+)?)\s*([a-zA-Z]?)", text.strip())
-    unit = match.group(2).lower() if match else ""
-    try:
-        if match is None or (unit and unit not in UNITS):
-            raise ValueError(text)
-        count = float(match.group(1)) * float(1000 ** (UNITS[unit] // 10 if unit else 0))
-    except ValueError:
-        raise UsageError(f"tokens {text!r}: needed a count such as 300000, 4M or 1.5B (units: k, M, B, T)") from None
-    if count > MOST:
-        raise UsageError(f"tokens {text!r}: needed at most {MOST:,} in a step")
-    return count
 
 
 def batch_of(batch: int | None, tokens: str | None, seq: int, world: int) -> tuple[int, list[str]]:

@@ -25,6 +25,7 @@ from shardwise.cli.config import (
     read_configuration,
     read_count,
 )
+from shardwise.cli.counts import LENGTH_HELP, length_of
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
@@ -79,7 +80,7 @@ def train(
     max_seq_len: _Int = None,
     data: Annotated[list[str] | None, typer.Option(help="stdlib, or text, .jsonl, .parquet files and globs.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bytes, or a tokenizers JSON file.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sample.")] = None,
+    seq: Annotated[int | None, typer.Option(parser=length_of, help=LENGTH_HELP)] = None,
     plan: Annotated[str | None, typer.Option(help="Shorthand (`fsdp4 tp2 / bf16`) or file.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, adafactor, lion, muon, lamb.")] = None,
     lr: Annotated[float | None, typer.Option(help="Base learning rate.")] = None,

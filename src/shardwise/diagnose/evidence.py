@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from shardwise.diagnose.faults import Evidence
 from shardwise.diagnose.parity import Difference, factor_of, first_module_that_differs, relative
 from shardwise.diagnose.trace import Trace
 from shardwise.plan.plan import Plan
+from shardwise.train.fingerprints import same_but_padding
 
 LOCATE = {"fp64": 1e-9, "fp32": 1e-4}
 """When an output counts as another one: only to say where a difference begins, never whether there is one."""
@@ -110,13 +111,36 @@ def _rows(traces: tuple[Trace, Trace], step: int) -> dict[str, int]:
     by_rank = mine.rows(step)
     if not all(by_rank) or not theirs:  # under cp each rank has a part of every row
         return {"rows_missing": 0, "rows_extra": 0, "rows_repeated": 0}
-    ours = sum((Counter(rows) for rows in by_rank), Counter[str]())
+    ours = _as_known(
+        sum((Counter(rows) for rows in by_rank), Counter[str]()), theirs, mine.forms(step), truth.forms(step)
+    )
     more = ours - theirs
     return {
         "rows_missing": (theirs - ours).total(),
         "rows_extra": sum(count for name, count in more.items() if name not in theirs),
         "rows_repeated": sum(count for name, count in more.items() if name in theirs),
     }
+
+
+def _as_known(
+    ours: Counter[str], theirs: Counter[str], forms: Mapping[str, list[str]], known: Mapping[str, list[str]]
+) -> Counter[str]:
+    """Our rows, those that one process has with other padding by its name."""
+    missing, renamed = theirs - ours, Counter[str]()
+    columns = list(zip(*known.values(), strict=False))
+    told = max(range(len(columns)), key=lambda i: len(set(columns[i])), default=0)  # the tensor that tells rows apart
+    index: dict[str, set[str]] = {}
+    for name, own in known.items():
+        for part in own[told].split(".") if columns else ():
+            index.setdefault(part, set()).add(name)
+    for name, count in ours.items():
+        parts = forms[name][told].split(".") if name not in theirs and len(forms[name]) == len(columns) else []
+        near = sorted(set().union(*(index.get(part, ()) for part in parts)))
+        same = [n for n in near if same_but_padding(forms[name], known[n])]
+        best = max(same, key=lambda n: missing[n], default=name)
+        renamed[best] += count
+        missing[best] -= count
+    return renamed
 
 
 def _ratio(mine: float, truth: float) -> float | None:

@@ -1,8 +1,8 @@
 """`lint`: static checks for the classic mistakes of distributed training scripts.
 
-One table of rules, in three files by subject: `lint_ranks.py`, `lint_loops.py`, `lint_shards.py`. A script is parsed,
-never run or imported; torch is not needed. To add a rule, write a predicate below the others of its subject, then run
-`python -m shardwise.diagnose.lint > docs/lint.md`.
+One table of rules, in files by subject: `lint_ranks.py`, `lint_shards.py`, `lint_loops.py` and more. A script is
+parsed, never run or imported; torch is not needed. To add a rule, write a predicate below the others of its subject,
+then run `python -m shardwise.diagnose.lint > docs/lint.md`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.diagnose.lint_loops import LOOPS
+from shardwise.diagnose.lint_names import end_of, line_of
+from shardwise.diagnose.lint_random import RANDOM
 from shardwise.diagnose.lint_ranks import RANKS
 from shardwise.diagnose.lint_script import Script
 from shardwise.diagnose.lint_shards import SHARDS
@@ -29,7 +31,7 @@ from shardwise.findings import Finding, Severity, nearest
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     "What only some ranks reach": RANKS,
     "Sharded models": SHARDS,
-    "Loops and data": {**LOOPS, **SUMS},
+    "Loops and data": {**LOOPS, **SUMS, **RANDOM},
 }
 """The table by section."""
 
@@ -163,13 +165,13 @@ def _unknown_ignores(ignored: Mapping[int, tuple[str, ...]], file: str) -> Itera
 
 
 def _lines_of(hit: Hit) -> range:
-    return range(hit.node.lineno, (hit.node.end_lineno or hit.node.lineno) + 1)
+    return range(line_of(hit.node), end_of(hit.node) + 1)
 
 
 def _located(rule_id: str, hit: Hit, file: str) -> Located:
     severity: Severity = hit.severity
     finding = Finding(id=rule_id, severity=severity, what=hit.what, evidence=hit.found, fix=hit.fix)
-    return Located(finding=finding, file=file, line=hit.node.lineno)
+    return Located(finding=finding, file=file, line=line_of(hit.node))
 
 
 def docs_text() -> str:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from shardwise.diagnose.lint_names import Scope, constant, dotted, last, own_nodes
+from shardwise.diagnose.lint_names import Scope, constant, dotted, last, line_of, own_nodes
 from shardwise.diagnose.lint_ranks import collective, who
 from shardwise.diagnose.lint_samplers import SAMPLERS
 from shardwise.diagnose.lint_script import Guard, Loop, Site, functions_below, is_modulo_test
@@ -23,7 +23,7 @@ _OPTIMIZER_NAME = re.compile(r"optim|^opt(_|$)|_opt$|^scaler$|_scaler$", re.IGNO
 _UNEQUAL = ("ignore_index", "attention_mask", "pad_token_id", "padding=", "collate_fn", "loss_mask")
 
 
-def _is_step(facts: Facts, site: Site) -> bool:
+def is_step(facts: Facts, site: Site) -> bool:
     """True of `optimizer.step()`, `scaler.step(optimizer)`."""
     function = site.node.func
     if not isinstance(function, ast.Attribute) or function.attr != "step":
@@ -38,7 +38,7 @@ def _backwards(facts: Facts) -> list[Site]:
 
 def _accumulating(facts: Facts) -> dict[int, tuple[Loop, ast.AST]]:
     """Backward calls that add up over micro-batches: id of the call -> its loop, and what says how often."""
-    steps = [site for site in facts.script.sites if _is_step(facts, site)]
+    steps = [site for site in facts.script.sites if is_step(facts, site)]
     found: dict[int, tuple[Loop, ast.AST]] = {}
     for site in _backwards(facts):
         if not site.loops:
@@ -86,7 +86,7 @@ def _item(facts: Facts) -> Iterator[Hit]:
         yield Hit(
             node=site.node,
             what=f"`{source(site.node)}` waits for the device on every micro-batch",
-            found=f"it stands in the loop of line {site.loops[-1].lineno}, which accumulates gradients",
+            found=f"it stands in the loop of line {line_of(site.loops[-1])}, which accumulates gradients",
             fix="add up `loss.detach()` on the device and read it once per update",
             severity="warning",
         )
@@ -123,7 +123,7 @@ def _division(facts: Facts) -> Iterator[Hit]:
             if node.lineno in seen or not (loop_and_count or framework):
                 continue
             seen.add(node.lineno)
-            yield _divided(facts, node, framework)
+            yield _divided(facts, node, framework, site.scope)
     yield from _divided_losses(facts)
 
 
@@ -216,11 +216,13 @@ def _framework(facts: Facts, site: Site) -> str:
     return ""
 
 
-def _divided(facts: Facts, node: ast.expr | ast.stmt, framework: str) -> Hit:
+def _divided(facts: Facts, node: ast.expr | ast.stmt, framework: str, scope: Scope) -> Hit:
     severity: Severity = "note"
     fix = "weigh by what counts: sum the losses and divide once by the number of tokens or samples of the whole step"
     evidence = [word for word in _UNEQUAL if word in facts.script.text]
-    model_loss = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(node))
+    divided = node.left if isinstance(node, ast.BinOp) else node.target if isinstance(node, ast.AugAssign) else None
+    behind = expressions_behind(divided, scope, 1) if divided is not None else ()
+    model_loss = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n, _ in behind)
     if framework:
         severity, what = "error", f"the loss is divided here and again by {framework}: gradients are too small"
         fix = "hand over the loss as it is"
@@ -244,104 +246,7 @@ def _divided_losses(facts: Facts) -> Iterator[Hit]:
             continue
         for node in ast.walk(scope.node):
             if isinstance(node, ast.BinOp) and _is_share(node, None) and not isinstance(node.left, ast.Constant):
-                yield _divided(facts, node, owner)
-
-
-# ---------------------------------------------------------------- randomness
-
-_DRAWS = {
-    "random": re.compile(r"^random\.(random|randint|randrange|choice|choices|uniform|gauss|getrandbits|sample)$"),
-    "numpy": re.compile(r"^numpy\.random\.(rand|randn|randint|random|random_sample|choice|uniform|binomial|normal)$"),
-    "torch": re.compile(r"^torch\.(rand|randn|randint|bernoulli|randperm|multinomial)$"),
-}
-_SEEDS = {
-    "random": {"random.seed"},
-    "numpy": {"numpy.random.seed"},
-    "torch": {"torch.manual_seed", "torch.random.manual_seed"},
-}
-_SEED_ALL = re.compile(r"(^|_)(set_|fix_|setup_|init_)?(all_)?seeds?(_everything|_all)?$|^seed_\w+$|^set_\w*seed\w*$")
-
-
-@_rule(
-    "random.control-flow",
-    "A branch or a number of iterations that each rank draws for itself, around a backward, an update, a layer or a "
-    "collective: ranks go different ways, and hang or train different models. Seeds that differ by rank are no better.",
-)
-def _random(facts: Facts) -> Iterator[Hit]:
-    if not facts.script.is_distributed:
-        return
-    drawn: dict[int, tuple[ast.expr, str]] = {}
-    for site in facts.script.sites:
-        iterations = (loop.test if isinstance(loop, ast.While) else loop.iter for loop in site.loops)
-        for test in (*site.tests, *iterations):
-            draw = _draw(facts, test, site.scope) if id(test) not in drawn and _matters(facts, site) else ""
-            if draw:
-                drawn[id(test)] = (test, draw)
-    for scope in facts.script.scopes:
-        for node in own_nodes(scope.node):
-            if isinstance(node, ast.If) and id(node.test) not in drawn and _skips(facts, node, scope):
-                draw = _draw(facts, node.test, scope)
-                if draw:
-                    drawn[id(node.test)] = (node.test, draw)
-    for test, draw in drawn.values():
-        yield Hit(
-            node=test,
-            what="each rank draws for itself which way it goes",
-            found=f"`{draw}`, {_seeded(facts, draw) or 'with no seed set in this script'}",
-            fix="draw from a generator that is seeded alike on every rank: `rng = random.Random(seed)`, `rng.random()`",
-            severity="warning",
-        )
-
-
-def _draw(facts: Facts, test: ast.expr, scope: Scope) -> str:
-    """The random draw that a test depends on; "" where there is none, or the seed is the same everywhere."""
-    for node, _ in expressions_behind(test, scope, 1):
-        if not isinstance(node, ast.Call) or any(k.arg == "generator" for k in node.keywords):
-            continue
-        name = facts.script.full_name(node.func)
-        for pattern in _DRAWS.values():
-            if pattern.match(name) and _seeded(facts, name) != "same":
-                return name
-    return ""
-
-
-def _seeded(facts: Facts, draw: str) -> str:
-    """`"same"` where its library is seeded alike on all ranks, a sentence where by rank, "" where not at all."""
-    library = next(library for library, pattern in _DRAWS.items() if pattern.match(draw))
-    state = ""
-    for site in facts.script.sites:
-        if site.name in _SEEDS[library] or _SEED_ALL.search(last(site.name)):
-            if site.name in {n for names in _SEEDS.values() for n in names} - _SEEDS[library]:
-                continue
-            given = [*site.node.args, *(k.value for k in site.node.keywords)]
-            by_rank = any(facts.script.ranks.kind(n, site.scope) for g in given for n, _ in
-                          expressions_behind(g, site.scope, 1))  # fmt: skip
-            specific = any(k.arg == "device_specific" for k in site.node.keywords)
-            if not (by_rank or specific):
-                return "same"
-            state = f"which line {site.line} seeds by rank"
-    return state
-
-
-def _matters(facts: Facts, site: Site) -> bool:
-    """True of a call that all ranks have to make, or a layer in a `forward`."""
-    word = last(site.name)
-    if word == "backward" or _is_step(facts, site) or collective(facts, site):
-        return True
-    if site.scope.name != "forward":
-        return False
-    name = dotted(site.node.func)
-    if name.startswith("self.") and name.count(".") == 1:
-        return site.scope.find_function(name) is None
-    layers = [n for loop in site.loops if not isinstance(loop, ast.While) for n in ast.walk(loop.target)]
-    return bool(name) and name in {dotted(n) for n in layers}
-
-
-def _skips(facts: Facts, node: ast.If, scope: Scope) -> bool:
-    """True where a branch leaves a loop or a function in which something that matters follows."""
-    if not isinstance(node.body[-1], ast.Continue | ast.Break | ast.Return):
-        return False
-    return any(_matters(facts, site) for site in facts.script.sites if site.scope is scope and site.line > node.lineno)
+                yield _divided(facts, node, owner, scope)
 
 
 # ---------------------------------------------------------------- ends of loops
@@ -366,7 +271,7 @@ def _left_by_some(facts: Facts) -> Iterator[Hit]:
                 if ends and not _ends(node.orelse):
                     yield Hit(
                         node=ends[0],
-                        what=f"the loop of line {loop.lineno} trains, and only some ranks leave it here",
+                        what=f"the loop of line {line_of(loop)} trains, and only some ranks leave it here",
                         found=who(Guard(node.test, side)),
                         fix="decide on one rank, broadcast the decision (or sum it over the ranks), and leave on all "
                         "of them after the same step",
@@ -392,7 +297,7 @@ def _trains(facts: Facts, loop: ast.For | ast.AsyncFor | ast.While) -> bool:
     called = {function for site in here if (function := script.function_of(site))}
     below = called.union(*(functions_below(script, function) for function in called))
     sites = [*here, *(site for site in script.sites if site.scope in below)]
-    return any(last(s.name) == "backward" or _is_step(facts, s) or collective(facts, s) for s in sites)
+    return any(last(s.name) == "backward" or is_step(facts, s) or collective(facts, s) for s in sites)
 
 
 LOOPS = {**_OWN, **SAMPLERS}

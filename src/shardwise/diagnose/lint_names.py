@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -55,6 +56,32 @@ def dotted(node: ast.AST | None) -> str:
     return f"{inner}.{node.attr}" if isinstance(node, ast.Attribute) and inner else ""
 
 
+def spread(tree: ast.AST) -> None:
+    """Give each statement of a line (`a(); b()`) a line of its own: rules tell by lines what comes first.
+
+    `line_of` and `end_of` are the lines in the file.
+    """
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    starts = sorted((node.lineno, node.col_offset) for node in statements)
+    later = [after for before, after in zip(starts, starts[1:], strict=False) if before[0] == after[0]]
+    for node in ast.walk(tree) if later else ():
+        if isinstance(node, ast.stmt | ast.expr | ast.arg | ast.keyword | ast.excepthandler | ast.alias):
+            node.__dict__["line"], node.__dict__["end"] = node.lineno, node.end_lineno
+            node.lineno += bisect_right(later, (node.lineno, node.col_offset))
+            if node.end_lineno is not None and node.end_col_offset is not None:
+                node.end_lineno += bisect_left(later, (node.end_lineno, node.end_col_offset))
+
+
+def line_of(node: ast.AST) -> int:
+    """The line of the file in which a node begins."""
+    return int(getattr(node, "line", getattr(node, "lineno", 0)))
+
+
+def end_of(node: ast.AST) -> int:
+    """The line of the file in which a node ends."""
+    return int(getattr(node, "end", getattr(node, "end_lineno", None)) or line_of(node))
+
+
 def last(name: str) -> str:
     """The last word of a dotted name."""
     return name.rpartition(".")[2]
@@ -92,7 +119,7 @@ def aliases(tree: ast.AST) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """One assignment: the value, the scope and line of it, the tests it stands under."""
+    """One assignment: the value, its scope, the line from which it holds, the tests it stands under."""
 
     line: int
     value: ast.expr | None

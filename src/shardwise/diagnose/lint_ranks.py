@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from functools import partial
 
-from shardwise.diagnose.lint_names import OPPOSITE, Scope, dotted, last
+from shardwise.diagnose.lint_names import OPPOSITE, Scope, dotted, last, line_of
 from shardwise.diagnose.lint_script import Guard, Script, Site, functions_below
 from shardwise.diagnose.lint_table import Facts, Hit, rules, source
 
@@ -156,7 +156,7 @@ def _apart(a: Guard, b: Guard) -> bool:
 
 def who(guard: Guard) -> str:
     """Which ranks pass a test, as a sentence."""
-    text = f"`{source(guard.test)}` (line {getattr(guard.test, 'lineno', 0)})"
+    text = f"`{source(guard.test)}` (line {line_of(guard.test)})"
     return {
         "first": f"rank 0 alone passes {text}",
         "others": f"rank 0 is left out by {text}",
@@ -191,7 +191,9 @@ def _is_global(facts: Facts, site: Site, guard: Guard) -> bool:
 
 
 def _collective(site: Site, name: str, inner: list[Site]) -> Hit:
-    reached = f"{dotted(site.node.func)}() reaches {name} (line {inner[0].line})" if inner else f"{name} is called"
+    reached = (
+        f"{dotted(site.node.func)}() reaches {name} (line {line_of(inner[0].node)})" if inner else f"{name} is called"
+    )
     return Hit(
         node=site.node,
         what=f"{reached}, and not by every rank",
@@ -201,7 +203,9 @@ def _collective(site: Site, name: str, inner: list[Site]) -> Hit:
 
 
 def _save(site: Site, name: str, inner: list[Site]) -> Hit:
-    reached = f"{dotted(site.node.func)}() reaches {name} (line {inner[0].line})" if inner else f"{name} is called"
+    reached = (
+        f"{dotted(site.node.func)}() reaches {name} (line {line_of(inner[0].node)})" if inner else f"{name} is called"
+    )
     verb = "reads" if last(name) in _READS else "gathers or writes"
     return Hit(
         node=site.node,

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardwise.diagnose.lint_names import Scope, constant, dotted, last, own_nodes
+from shardwise.diagnose.lint_names import Scope, constant, dotted, last, line_of, own_nodes
 from shardwise.diagnose.lint_script import Site
 from shardwise.diagnose.lint_table import Facts, Hit, rules, source
 
@@ -72,7 +72,7 @@ def _evaluated(facts: Facts) -> set[str]:
         for loop in site.loops if without else ():
             if not isinstance(loop, ast.While):
                 for name in {dotted(n) for n in ast.walk(loop.iter)} - {""}:
-                    found |= {name} | _handed_over(site.scope, name)
+                    found |= _handed_over(site.scope, name) or {name}  # a parameter's name may be another one outside
     return found
 
 
@@ -170,12 +170,12 @@ def _epoch_loop(facts: Facts, site: Site, loaders: set[str]) -> int | None:
             if isinstance(loop, ast.While) or not _runs_over(call, loop, names):
                 continue
             if depth:
-                return call.loops[0].lineno
+                return line_of(call.loops[0])
             callers = [c for c in facts.script.sites if facts.script.function_of(c) is call.scope and c.loops]
             if callers:
-                return callers[0].loops[0].lineno
+                return line_of(callers[0].loops[0])
         if call.loops and last(call.name) == "iter" and any(dotted(arg) in names for arg in call.node.args):
-            return call.loops[0].lineno
+            return line_of(call.loops[0])
     return None
 
 
@@ -225,7 +225,7 @@ def _gathered(facts: Facts) -> Iterator[Hit]:
             yield Hit(
                 node=site.node,
                 what="the last batch of the evaluation set is padded with repeated samples, and gathered with them",
-                found=f"`{source(site.node)}` in the loop of line {site.loops[-1].lineno}",
+                found=f"`{source(site.node)}` in the loop of line {line_of(site.loops[-1])}",
                 fix="use `accelerator.gather_for_metrics`",
                 severity="warning",
             )

@@ -20,6 +20,7 @@ from shardwise.diagnose.lint_names import (
     dotted,
     last,
     own_nodes,
+    spread,
 )
 
 Loop = ast.For | ast.AsyncFor | ast.While
@@ -64,7 +65,7 @@ class Site:
 
     @property
     def line(self) -> int:
-        """The first line of the call."""
+        """The first line of the call, as `spread` counts."""
         return self.node.lineno
 
     def argument(self, index: int, name: str) -> ast.expr | None:
@@ -95,6 +96,7 @@ class Script:
 
     def __init__(self, tree: ast.Module, text: str) -> None:
         self.tree, self.text = tree, text
+        spread(tree)
         self.aliases = aliases(tree)
         self.ranks = Ranks(self.aliases)
         self.root = Scope(tree)
@@ -157,19 +159,22 @@ class Script:
     def _bind(self, node: ast.AST, scope: Scope, tests: tuple[ast.expr, ...]) -> None:
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                self._bind_target(target, node.value, scope, tests)
+                self._bind_target(target, node.value, scope, tests, is_statement=True)
         elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            self._bind_target(node.target, node.value, scope, tests)
+            is_statement = isinstance(node, ast.AnnAssign)
+            self._bind_target(node.target, node.value, scope, tests, is_statement=is_statement)
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            self._bind_target(node.optional_vars, node.context_expr, scope, tests)
+            self._bind_target(node.optional_vars, node.context_expr, scope, tests, is_statement=False)
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             line = node.iter.lineno
             for name in {dotted(n) for n in ast.walk(node.target)} - {""}:
                 bound = Binding(line=line, value=node.iter, scope=scope, index=ELEMENT, tests=tests)
                 scope.bindings.setdefault(name, []).append(bound)
 
-    def _bind_target(self, target: ast.expr, value: ast.expr, scope: Scope, tests: tuple[ast.expr, ...]) -> None:
-        line = value.end_lineno or target.lineno
+    def _bind_target(
+        self, target: ast.expr, value: ast.expr, scope: Scope, tests: tuple[ast.expr, ...], *, is_statement: bool
+    ) -> None:
+        line = (value.end_lineno or target.lineno) + is_statement  # in `x = f(x)` the second x is the one before
         if isinstance(target, ast.Tuple | ast.List):
             same = isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts)
             for index, element in enumerate(target.elts):

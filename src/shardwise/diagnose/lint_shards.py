@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from shardwise.diagnose.lint_kinds import SHARDED
-from shardwise.diagnose.lint_names import Scope, constant, dotted, last
+from shardwise.diagnose.lint_names import Scope, constant, dotted, last, line_of
 from shardwise.diagnose.lint_script import Site
 from shardwise.diagnose.lint_table import Facts, Hit, rules, source
 
@@ -133,7 +133,7 @@ def _optimizer(facts: Facts) -> Iterator[Hit]:
             yield Hit(
                 node=site.node,
                 what=f"{dotted(site.node.func)} is built before `{name}` is sharded",
-                found=f"{dotted(sharding.node.func)}({name}, ...) comes later, in line {sharding.line}",
+                found=f"{dotted(sharding.node.func)}({name}, ...) comes later, in line {line_of(sharding.node)}",
                 fix="shard the module first and build the optimizer from the sharded module's parameters",
             )
             break
@@ -273,7 +273,7 @@ def _one_device(facts: Facts, site: Site, device: ast.expr) -> Iterator[Hit]:
 
 def _is_on_cpu(module: ast.expr, site: Site) -> bool:
     """True where what the module was last bound to ends in `.cpu()` or `.to("cpu")`."""
-    bound = [b.value for b in site.scope.find(dotted(module), site.line - 1) if b.value]
+    bound = [b.value for b in site.scope.find(dotted(module), site.line) if b.value]
     for node in [module, *bound] if len(bound) <= 1 else [module]:
         function = node.func if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Call) and isinstance(function, ast.Attribute):

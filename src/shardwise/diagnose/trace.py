@@ -111,9 +111,17 @@ class Trace:
 
     def rows(self, step: int) -> list[list[str]]:
         """Names of the rows of each data rank in a step (from 1)."""
-        seen: dict[int, list[str]] = {}
+        return [list(numbers["rows"]) for numbers in self._by_data_rank(step)]
+
+    def forms(self, step: int) -> dict[str, list[str]]:
+        """Name of a row of a step -> its forms, see `row_forms`."""
+        numbers = self._by_data_rank(step)
+        return {name: forms for each in numbers for name, forms in zip(each["rows"], each["forms"], strict=True)}
+
+    def _by_data_rank(self, step: int) -> list[dict[str, Any]]:
+        seen: dict[int, dict[str, Any]] = {}
         for rank in self.ranks:
-            seen.setdefault(rank.data_index, list(rank.steps[step - 1]["rows"]))
+            seen.setdefault(rank.data_index, rank.steps[step - 1])
         return [seen[index] for index in sorted(seen)]
 
     def prints(self, name: str, step: int) -> dict[tuple[int, ...], torch.Tensor]:

@@ -23,6 +23,8 @@ import torch
 
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
+MULTIPLIER = 0xD1342543DE82EF95
+"""Its powers have no short integer relations (Steele, Vigna: arXiv 2001.05304): no two places of a tensor meet."""
 CPU_CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
 """Elements hashed at once: two buffers of 8 bytes each stay in a core's cache, or take 256 MiB of a GPU."""
 
@@ -33,6 +35,15 @@ def signed(bits: int) -> int:
     """64 bits as the signed integer that torch's int64 holds them in."""
     bits &= (1 << 64) - 1
     return bits - (1 << 64) if bits >> 63 else bits
+
+
+def strides(count: int) -> list[int]:
+    """Strides of dims, the last dim's first, for an index that does not depend on the sizes of the dims.
+
+    >>> strides(1)
+    [1]
+    """
+    return [signed(pow(MULTIPLIER, power, 1 << 64)) for power in range(count)]
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,11 @@ def _check_rows(batch: Mapping[Any, Any], takes: Mapping[Any, Any]) -> None:
         )
 
 
+def as_dict(batch: Any) -> Any:
+    """A batch that is a mapping of another class, as those of `transformers` are, as a dict; anything else as it is."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
 def num_rows(batch: Any) -> int:
     """Samples in a micro-batch: the first dim of the first tensor in it that has dims.
 

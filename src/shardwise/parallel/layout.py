@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.parallel.counter import Elements
+from shardwise.parallel.counter import Elements, strides
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.sites import Site
 from shardwise.plan.plan import Plan
@@ -90,9 +90,10 @@ def samples_of(counts: list[int], samples: Sequence[int]) -> list[int]:
 def elements_of(
     site: Site | None, local: tuple[int, ...], rows: Rows, shares: Shares | None, device: torch.device
 ) -> Elements:
-    """The logical index of each element of a local tensor.
+    """Where the numbers of each element of a local tensor are: by its row and its places along the other dims.
 
-    The index counts rows first, then the other dims in their order: row-major where the rows are dim 0.
+    Each dim has a stride of its own, whatever the sizes of the others: where batches are padded to their longest row,
+    a row's own tokens have the same numbers in any company.
 
     Args:
         site: the draw in one process; None: it is not known.
@@ -122,15 +123,12 @@ def elements_of(
             )
     if shares is None or shares.whole:  # a later batch may have other sizes than the one that was traced
         along = [torch.arange(size, device=device) for size in here]
-        whole = here
     else:
         along = _places(whole, here, shares, rows.tokens if site.row_dim is not None else None, device)
-    stride = 1
-    for dim in reversed(range(len(along))):
-        along[dim] = along[dim] * stride
-        stride *= whole[dim]
+    *others, of_rows = strides(len(along) + 1)
+    along = [places * stride for places, stride in zip(along, reversed(others), strict=True)]
     if site.row_dim is not None:
-        numbers = torch.tensor(list(rows.numbers), device=device) * stride
+        numbers = torch.tensor(list(rows.numbers), dtype=torch.int64, device=device) * of_rows
         along[site.row_dim] = (numbers[:, None] + along[site.row_dim]).flatten()
     return Elements(local, tuple(along))
 

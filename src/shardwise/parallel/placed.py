@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import Plan
 
@@ -234,3 +234,17 @@ class Placed:
     def with_(self, **changes: Any) -> Placed:
         """A copy with some fields replaced: what a pass returns."""
         return replace(self, **changes)
+
+
+def named_in(placed: Placed) -> dict[str, nn.Parameter]:
+    """The parameters of what an optimizer is given, by their original names.
+
+    Raises:
+        UsageError: a module or its parameters, as torch's optimizers take them.
+    """
+    if not isinstance(placed, Placed):
+        raise UsageError(
+            f"an optimizer of Shardwise takes what apply() gave: found {type(placed).__name__}, needed "
+            "`adamw(placed, lr=...)`; one of torch takes `placed.parameters()`"
+        )
+    return placed.named_parameters()

@@ -2,9 +2,9 @@
 
     bits = f(seed, step, module name, call, draw, logical index of the element)
 
-The logical index is that of the tensor that one process would have, which ran the whole batch of the step at once:
-rows by their place in the data, tokens, heads and features by this rank's share of them. So the micro-batch is in
-the row, a recomputed block draws the same mask, and nothing is saved but the seed and the step.
+The logical index is that of the tensor that one process would have, which ran the whole batch of the step at once: rows
+by their place in the data, tokens, heads and features by this rank's share of them, whatever the padding. So the
+micro-batch is in the row, a recomputed block draws the same mask, and nothing is saved but the seed and the step.
 
     meta copy --find_sites--> Sites;  a module that draws: forward -> `_Draws` -> counter.Numbers
 """

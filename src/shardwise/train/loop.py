@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.placed import Placed
-from shardwise.train.batches import Window
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
+from shardwise.train.windows import Window, micro_batches_of
 
 
 class Saver(Protocol):
@@ -51,7 +51,7 @@ def steps(
         store: where to save when a signal asks to stop.
 
     Raises:
-        UsageError: the state has no batches, or they are no iterator.
+        UsageError: the state has no batches, or they are no iterator; or `until` is no number.
         NonFiniteError: under `on_nonfinite="raise"`.
         SystemExit: after a signal, when the step is finished and the state saved; and code 5 under
             `on_nonfinite="stop"`.
@@ -59,14 +59,7 @@ def steps(
     >>> for m in steps(state, loss_fn, until=1000, clip=1.0):  # doctest: +SKIP
     ...     print(m.step, m.loss)
     """
-    if state.batches is None:
-        raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
-    if not hasattr(state.batches, "__next__"):
-        raise UsageError(
-            f"steps(): found batches of type {type(state.batches).__name__}, which is no iterator (no __next__); "
-            "needed: shardwise.loader(dataset, ...), or an object with __next__, state_dict and load_state_dict; or "
-            "call make_step yourself in a loop over it"
-        )
+    _check(state, until)
     state.mesh.check_open("steps()")
     step = TrainStep(state, loss_fn, options_with(clip, options))
     mirror = rejoin(step)
@@ -90,13 +83,30 @@ def steps(
                 mirror.keep(state)
 
 
-def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss:
+def _check(state: TrainState, until: object) -> None:
+    if state.batches is None:
+        raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
+    if not hasattr(state.batches, "__next__"):
+        raise UsageError(
+            f"steps(): found batches of type {type(state.batches).__name__}, which is no iterator (no __next__); "
+            "needed: shardwise.loader(dataset, ...), or an object with __next__, state_dict and load_state_dict; or "
+            "call make_step yourself in a loop over it"
+        )
+    if not isinstance(until, int) or isinstance(until, bool):
+        raise UsageError(
+            f"steps(): until: found {until!r}; needed a number of steps (a loader's `num_steps` is one where it is "
+            "given `epochs=`, and its data set has a length)"
+        )
+
+
+def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     """Sum of the loss and its weight over one exact pass; nothing dropped, nothing counted twice.
 
     Args:
         placed: the training mesh's module, as it is.
         loss_fn: as in training.
-        windows: from `eval_batches`; every rank must get the same number of them.
+        windows: from `eval_batches`; or batches of a script's own, each what a step takes: this rank's rows of it.
+            Every rank must get the same number of them.
 
     Returns:
         `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`. Of several losses
@@ -104,8 +114,12 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
 
     Cost: forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
 
+    Raises:
+        UsageError: one batch in place of several.
+
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
+    _check_several(windows)
     device = placed.mesh.device
     signature = Signature.of(placed.parts[0].root)
     counts_here = placed.mesh.index("tp") == 0
@@ -125,11 +139,12 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
     try:
         with torch.no_grad():
             for window in windows:
-                micro = [placed.share(to_device(m, device)) for m in window.micro_batches]
+                cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
+                micro = [placed.share(to_device(m, device)) for m in cut]
                 if placed.pipeline is not None:
-                    _pipelined(placed, micro, tuple(window.weights_zero), loss_fn, add)
+                    _pipelined(placed, micro, zero, loss_fn, add)
                     continue
-                for batch, is_zero in zip(micro, window.weights_zero, strict=True):
+                for batch, is_zero in zip(micro, zero, strict=True):
                     args, kwargs = model_inputs(batch, signature)
                     add(loss_fn(placed.parts[0].run(*args, **kwargs), batch), batch, is_zero)
     finally:
@@ -139,6 +154,16 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Window]) -> Loss
     placed.mesh.all_reduce_sum(summed := totals.to(device))
     sums = [Loss(*row) for row in summed]
     return several.total(dict(zip(several.weights, sums, strict=True))) if several else sums[0]
+
+
+def _check_several(windows: Iterable[Any]) -> None:
+    """Refuse one batch: going through it gives rows, or the names of a dict, which would be taken for batches."""
+    is_row_of_parts = isinstance(windows, tuple) and any(isinstance(part, torch.Tensor) for part in windows)
+    if isinstance(windows, torch.Tensor | Mapping | Window) or is_row_of_parts:
+        raise UsageError(
+            f"evaluate(): found one batch ({type(windows).__name__}); needed: windows of eval_batches, or several "
+            "batches; give a list of it: [batch]"
+        )
 
 
 def _pipelined(

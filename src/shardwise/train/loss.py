@@ -258,14 +258,31 @@ def as_loss(result: Any, rows: int) -> Loss:
     return Loss(mean * rows if rows else mean.nan_to_num() * 0, rows)  # the mean of no rows is not a number
 
 
+def differentiable(loss: Loss) -> Loss:
+    """The loss, that a backward pass can begin from.
+
+    Raises:
+        UsageError: it depends on no parameter, by autograd.
+    """
+    if isinstance(loss.sum, torch.Tensor) and loss.sum.requires_grad:
+        return loss
+    raise UsageError(
+        "the loss has no gradient: found one from which autograd does not lead back to a parameter (made under "
+        "no_grad or of detached outputs, of whole numbers as argmax gives them, or of the batch alone); needed what "
+        "training shall make smaller; measures belong into evaluate()"
+    )
+
+
 def _scalar(value: Any, what: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole if whole.dim() == 0 else whole.sum()  # no view: pipelines detach their outputs in place
     found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    unlabelled = "; a model is not given `labels`, so that `output.loss` of one of transformers is None: take "
+    unlabelled += '`output.logits` and `batch["labels"]`'
     raise UsageError(
         f"the loss function returned as its {what} {found}, needed a floating tensor of one element; return a scalar "
-        "mean, or Loss(sum, weight), as token_cross_entropy and mean_over do"
+        f"mean, or Loss(sum, weight), as token_cross_entropy and mean_over do{unlabelled if value is None else ''}"
     )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.memory import STATE_ROOM, fitting
-from shardwise.parallel.placed import Placed
+from shardwise.parallel.placed import Placed, named_in
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.assigned import assigning
 from shardwise.train.torch_private import local_of, shard_like, step_unseen
@@ -297,7 +297,7 @@ def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Pl
 def _trainable(placed: Placed) -> dict[str, nn.Parameter]:
     """Trainable parameters of this rank, each object once (tied ones under their first name)."""
     first: dict[int, str] = {}
-    parameters = placed.named_parameters()
+    parameters = named_in(placed)
     for name, parameter in parameters.items():
         if parameter.requires_grad and (placed.trains is None or name in placed.trains):
             first.setdefault(id(parameter), name)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, default_collate
 
 from shardwise.errors import ConfigError, DataError
+from shardwise.parallel.inputs import as_dict
 from shardwise.train.keyed import Key, KeyedDataset, WorkerInit
 from shardwise.train.loader_options import Collate, LoaderOptions
 from shardwise.train.order import SampleOrder
@@ -59,7 +60,7 @@ class CheckedCollate:
         Raises:
             ConfigError: the micro-batch is not a tensor, a dict with string keys, a tuple or a list.
         """
-        batch = self.collate(samples)
+        batch = as_dict(self.collate(samples))
         named = not isinstance(batch, dict) or all(isinstance(key, str) for key in batch)
         if not isinstance(batch, MICRO_BATCH_TYPES) or not named:
             raise ConfigError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.batchnorm import BatchNorm
@@ -79,7 +81,7 @@ class TrainState:
         seed: kept in checkpoints, so that a resumed run goes on with the same randomness; None: that of `apply`.
 
     Raises:
-        UsageError: batches of another number of micro-batches than the plan's, or an `ema` that is none.
+        UsageError: batches of another number of micro-batches than the plan's, a `schedule` or an `ema` that is none.
 
     >>> state = TrainState(placed, adamw(placed, lr=3e-4), batches)  # doctest: +SKIP
     """
@@ -96,6 +98,7 @@ class TrainState:
     ) -> None:
         """See the class."""
         _check_micro_batches(placed, batches)
+        _check_schedule(schedule)
         if ema is not None and not isinstance(ema, Ema):
             raise UsageError(f"TrainState: ema: found {ema!r}; needed an average: shardwise.Ema(placed, decay=0.999)")
         self.placed = placed
@@ -363,14 +366,27 @@ class TrainState:
 
 _SAVED = ("step", "skipped", "weight", "seed", "data", "loss_scale")
 """Scalars that every save of a `TrainState` has."""
+_POSITION = ("state_dict", "load_state_dict")
+
+
+def _check_schedule(schedule: object) -> None:
+    """A scheduler of torch sets rates itself, when it is stepped."""
+    if schedule is not None and not callable(schedule):
+        raise UsageError(
+            f"TrainState: schedule: found {type(schedule).__name__}; needed a function from the step to a factor of "
+            "the rate, as warmup_cosine(100, 1000); a scheduler of torch is stepped in the loop, and kept by "
+            "state.keep(scheduler=scheduler)"
+        )
 
 
 def _check_micro_batches(placed: Placed, batches: object) -> None:
     """A loader that was given a number in place of the plan's batch knows nothing of its micro-batches."""
-    if batches is not None and not all(hasattr(batches, name) for name in ("state_dict", "load_state_dict")):
+    is_scheduler = isinstance(batches, LRScheduler)
+    if batches is not None and (is_scheduler or not all(map(partial(hasattr, batches), _POSITION))):
         raise UsageError(
             f"TrainState: found batches of type {type(batches).__name__}, which cannot say where it is; "
             "needed: shardwise.loader(dataset, ...), or None, with make_step fed by hand"
+            + ("; keep a scheduler of torch by state.keep(scheduler=scheduler)" if is_scheduler else "")
         )
     if not isinstance(batches, Batches):
         return

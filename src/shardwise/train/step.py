@@ -21,16 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.direct import watched_loss
-from shardwise.parallel.inputs import Signature, distinct, divide_rows, model_inputs, num_rows, to_device
+from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
 from shardwise.train.agreement import check_agreement, go_on
-from shardwise.train.batches import Window
 from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
-from shardwise.train.loss import Loss, as_loss, refuse_mean
+from shardwise.train.loss import Loss, as_loss, differentiable, refuse_mean
 from shardwise.train.losses import Losses, with_function
 from shardwise.train.losses import Window as LossWindow
 from shardwise.train.mirror import refuse_own_loop
@@ -46,6 +45,7 @@ from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
+from shardwise.train.windows import Window, micro_batches_of
 from shardwise.train.witness import Witness, open_witness
 
 LossFn = Callable[[Any, Any], Any] | Losses
@@ -98,6 +98,8 @@ class TrainStep:
             SpikeError, OutOfMemoryError, ReplicaError: at the limits of the options' policies, on all ranks alike.
         """
         start = time.perf_counter()
+        if torch.is_autocast_enabled(self.state.mesh.device.type):
+            torch.clear_autocast_cache()  # a script's context around its loop holds casts from before the update
         self._check_trained()
         if not self._is_begun:
             self._begin(batch)
@@ -193,12 +195,7 @@ class TrainStep:
 
     def _micro_batches(self, batch: Any) -> tuple[list[Any], tuple[bool, ...]]:
         device = self.state.mesh.device
-        if isinstance(batch, Window):
-            micro, zero = list(batch.micro_batches), tuple(batch.weights_zero)
-        elif isinstance(batch, list) and not isinstance(batch[0], torch.Tensor):
-            micro, zero = batch, (False,) * len(batch)
-        else:
-            micro, zero = divide_rows(batch, self.state.placed.plan.batch.micro_batches)
+        micro, zero = micro_batches_of(batch, self.state.placed.plan.batch.micro_batches)
         if not self._needs_padding:  # nobody waits for this rank in a collective
             micro, zero = [m for m, z in zip(micro, zero, strict=True) if not z], (False,) * zero.count(False)
         micro = [to_device(m, device) for m in micro]
@@ -250,7 +247,7 @@ class TrainStep:
                 if last and self._sums.overlaps:
                     self._sums.start(self._own(losses, micro, zero))
                 backward = self._sums.backward if last else torch.autograd.backward
-                backward(self._seeded(loss))
+                backward(self._seeded(differentiable(loss)))
         return losses
 
     def _reduction(self, part: Part, *, first: bool, last: bool) -> AbstractContextManager[Any]:

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.errors import UsageError
+from shardwise.parallel.inputs import as_dict, divide_rows
+
 
 class DataRank(Protocol):
     """Rank and size of the data axes."""
@@ -127,6 +130,26 @@ class Window:
     def sample_ids(self) -> tuple[tuple[int, int], ...]:
         """(position, sample index) of each of this rank's rows, in order; padding is not among them."""
         return tuple(zip(self.positions, self.indices, strict=True))
+
+
+def micro_batches_of(batch: Any, count: int) -> tuple[list[Any], tuple[bool, ...]]:
+    """What a step or an evaluation is given, as micro-batches, and which of them are padding.
+
+    Args:
+        batch: a window, a list of micro-batches, or one batch of rows: a tensor, a dict, a tuple, or a list of tensors.
+        count: how many one batch of rows is cut into.
+
+    Raises:
+        UsageError: an empty list.
+        ModelError: see `divide_rows`.
+    """
+    if isinstance(batch, Window):
+        return list(batch.micro_batches), tuple(batch.weights_zero)
+    if isinstance(batch, list) and not batch:
+        raise UsageError("a step was given an empty list; needed: a batch with rows, or at least one micro-batch")
+    if isinstance(batch, list) and not isinstance(batch[0], torch.Tensor):
+        return [as_dict(micro) for micro in batch], (False,) * len(batch)
+    return divide_rows(as_dict(batch), count)
 
 
 def shares(total: int, parts: int) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.stage import PassThrough
 from shardwise.plan.plan import AXES
-from shardwise.train.fingerprints import Fingerprints, row_names
+from shardwise.train.fingerprints import Fingerprints, row_forms, row_names
 from shardwise.train.norm import is_counted_here
 from shardwise.train.optim import PREFIX
 from shardwise.train.state import TrainState
@@ -112,7 +112,8 @@ class Witness:
             zero = (False,) * len(micro)
         share = self._placed.mesh.size("cp") > 1  # each rank has a part of every row
         rows = [] if share else [row_names(m) for m, z in zip(micro, zero, strict=True) if not z]
-        self._now = {"rows": [name for names in rows for name in names], "sizes": [len(names) for names in rows]}
+        forms = [] if share else [form for m, z in zip(micro, zero, strict=True) if not z for form in row_forms(m)]
+        self._now = {"rows": [name for names in rows for name in names], "sizes": list(map(len, rows)), "forms": forms}
         self._generators = _generators()
         self._prints.start()
         return micro, zero
