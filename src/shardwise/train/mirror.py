@@ -30,6 +30,7 @@ from shardwise.launch.variables import variables
 from shardwise.parallel import generators
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.outliving import DATA, Board, Header, Place, call_process
+from shardwise.train.stateful import own_place
 from shardwise.train.torch_private import copy_all
 
 Key = tuple[str, Box]
@@ -234,13 +235,17 @@ class Mirror:
     def _load(self, state: State, count: int, ranks: int) -> None:
         found: dict[str, list[tuple[Part, mmap]]] = {}
         own: dict[str, Any] = {}
+        places: list[Any] = []
         for rank in (rank for rank in self.place.memory.ranks if rank < ranks):
             slot = next(slot for slot in self.place.memory.pair(rank) if slot.header().count == count)
             header = slot.header()
             description, memory = json.loads(slot.text(header)), slot.data(header.end)
+            places.append(description["scalars"].get("data"))
             for part in map(Part.from_json, description["parts"]):
                 found.setdefault(part.key[0], []).append((part, memory))
             own = description if rank == self.place.rank % ranks else own
+        if ranks != state.mesh.world and any(place != places[0] for place in places):
+            own_place(None, range(ranks), state.mesh)  # of other ranks
         template = state.template(found, late=found)
         layout, boxes = self._template
         with torch.no_grad():

@@ -24,7 +24,7 @@ from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
-from shardwise.train.stateful import StatefulObjects, told
+from shardwise.train.stateful import StatefulObjects, own_place, told
 from shardwise.train.torch_private import local_of
 from shardwise.train.values import from_json, like
 
@@ -353,7 +353,8 @@ class TrainState:
         self.seed = int(scalars["seed"])
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
-            self.batches.load_state_dict(like(self.batches.state_dict(), from_json(scalars["data"])))
+            place = own_place(scalars["data"], scalars.get("data_by_rank"), self.mesh)
+            self.batches.load_state_dict(like(self.batches.state_dict(), from_json(place)))
         self.saved_with = scalars.get("stepped_with")
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less
