@@ -75,6 +75,19 @@ def test_generators_that_do_not_move_are_not_stored_and_those_of_other_numbers_o
             stored({"generators": wrong}, 0, Path("step-00000001"))
 
 
+def test_a_probe_of_a_loss_that_draws_is_compared_under_its_own_plan_alone(tmp_path: Path) -> None:
+    said = []
+    for words in ("dp1", "dp1 / mb2", "dp1"):
+        with sw.open_mesh(plan := sw.Plan.parse(words)) as mesh:
+            placed = sw.apply(lambda: nn.Linear(4, 4), plan, mesh, seed=1)
+            state = sw.TrainState(placed, sw.adamw(placed, lr=0.01))
+            store = sw.Store(tmp_path, probe=sw.Probe(ROWS[:2], noisy))
+            torch.rand(7)
+            loaded = store.load_latest(state)
+            said += [loaded.proof.line.partition("ok, ")[2]] if loaded else [store.save(state).path.name]
+    assert said[1] == "probe not compared: its rows are not those of the save" and said[2].startswith("probe loss ")
+
+
 def test_a_state_without_batches_is_told_that_nobody_knows_where_its_data_is(tmp_path: Path) -> None:
     with sw.open_mesh(sw.Plan()) as mesh:
         placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh)
