@@ -302,7 +302,7 @@ class Store:
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
         if not weights_only:
-            peers.together(doing, lambda: go_on(drawn, path))
+            peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))
         if self.probe is not None and manifest.probe is not None:
             used, found = processors(peers.gather(processor())), probed(self.probe, state, manifest)
             proof = check_probe(proof, manifest, found, state.placed, used)

@@ -66,9 +66,9 @@ class Probe:
         batch = Batch(global_size=len(self.rows), micro_batches=placed.plan.batch.micro_batches)
         window = next(loader(self.rows, batch, placed.mesh, shuffle=False))
         with untraced(placed):
-            before = generators.states()
+            before = generators.states(placed.mesh.device)
             loss, norm = self._step.measure(window)
-            draws = torch.tensor(float(generators.states() != before), device=placed.mesh.device)
+            draws = torch.tensor(float(generators.states(placed.mesh.device) != before), device=placed.mesh.device)
         rows = self._digest
         if float(placed.mesh.all_reduce_max(draws)):  # by the rank and the micro-batch: other plans draw otherwise
             rows = hashlib.sha256(f"{rows} {placed.plan}".encode()).hexdigest()

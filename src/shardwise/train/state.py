@@ -128,7 +128,7 @@ class TrainState:
         """What its steps do to gradients, as `StepOptions.of_the_maths` says it; None: none was made."""
         self.saved_with: Mapping[str, Any] | None = None
         """The same of the checkpoint that was loaded, until a first step has been compared with it."""
-        self.generators = Drawn()
+        self.generators = Drawn(placed.mesh.device)
         """Those of Python, NumPy and torch: checkpoints hold where they are if the script draws from them."""
         self._factor = 1.0
         self._ema_updates = 0
