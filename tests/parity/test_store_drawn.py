@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.agreeing import agreed
 from shardwise.checkpoint.drawn import gathered, stored
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.testing import World
@@ -74,6 +75,19 @@ def test_generators_that_do_not_move_are_not_stored_and_those_of_other_numbers_o
             stored({"generators": wrong}, 0, Path("step-00000001"))
 
 
+def test_a_probe_of_a_loss_that_draws_is_compared_under_its_own_plan_alone(tmp_path: Path) -> None:
+    said = []
+    for words in ("dp1", "dp1 / mb2", "dp1"):
+        with sw.open_mesh(plan := sw.Plan.parse(words)) as mesh:
+            placed = sw.apply(lambda: nn.Linear(4, 4), plan, mesh, seed=1)
+            state = sw.TrainState(placed, sw.adamw(placed, lr=0.01))
+            store = sw.Store(tmp_path, probe=sw.Probe(ROWS[:2], noisy))
+            torch.rand(7)
+            loaded = store.load_latest(state)
+            said += [loaded.proof.line.partition("ok, ")[2]] if loaded else [store.save(state).path.name]
+    assert said[1] == "probe not compared: its rows are not those of the save" and said[2].startswith("probe loss ")
+
+
 def test_a_state_without_batches_is_told_that_nobody_knows_where_its_data_is(tmp_path: Path) -> None:
     with sw.open_mesh(sw.Plan()) as mesh:
         placed = sw.apply(lambda: nn.Linear(4, 4), sw.Plan(), mesh)
@@ -113,3 +127,43 @@ def test_windows_that_a_loop_has_read_ahead_are_read_again(tmp_path: Path) -> No
 
         seen = trained(3, ahead=2) + trained(5, ahead=1) + trained(7)
         assert seen == [window.indices for window, _ in zip(sw.loader(ROWS, 4, mesh, seed=2), range(7), strict=False)]
+
+
+class OfRank:
+    """Batches of a script's own, which are at another place on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def __next__(self) -> torch.Tensor:
+        return torch.rand(4, 4, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+def with_own(path: str, words: str, *stops: int) -> list[float]:
+    plan, found = sw.Plan.parse(words), []
+    with sw.open_mesh(plan) as mesh:
+        for until in stops:
+            placed = sw.apply(lambda: nn.Linear(4, 4), plan, mesh, seed=1)
+            state = sw.TrainState(placed, sw.adamw(placed, lr=0.01), OfRank(mesh.rank))
+            store = sw.Store(path)
+            store.load_latest(state)
+            found += [m.loss for m in sw.steps(state, lambda y, x: sw.mean_over((y - x).square()), until=until)]
+            store.save(state)
+    return found
+
+
+def test_batches_of_a_scripts_own_may_be_elsewhere_on_each_rank(world: World, tmp_path: Path) -> None:
+    straight, stopped = (world(2, with_own, str(tmp_path / str(n)), "dp2", *range(n, 7, n))[0] for n in (6, 3))
+    assert stopped == straight
+    with pytest.raises(CheckpointError, match="found 2 places in the data, one for each rank that .*, and 1 ranks"):
+        with_own(str(tmp_path / "6"), "dp1", 9)
+    loader = {"step": 1, "data": {"kind": "map", "global_size": 8, "position": 8}}
+    with pytest.raises(CheckpointError, match="ranks disagree on 'data': .*'position': 8") as told:
+        agreed([loader, loader | {"data": {**loader["data"], "position": 0, "long": "x" * 9999}}], [0, 0])
+    assert len(str(told.value)) < 600

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.testing.world import World
 from tests.parity import grid
 
@@ -21,6 +24,22 @@ def imported_by_a_run(text: str) -> set[str]:
 def test_a_worker_imports_nothing_of_ours(world) -> None:
     """Each import would be paid by every rank of every call."""
     assert world(2, imported_by_a_run, "fsdp2 / fp64") == [set(), set()]
+
+
+def again(plan: str) -> list[bool]:
+    found = []
+    for _ in range(3):
+        with sw.open_mesh(sw.Plan.parse(plan)) as mesh:
+            mesh.all_reduce_sum(torch.ones(1))
+            place = Path(os.environ["SHARDWISE_INIT"].removeprefix("file://"))
+            found.append([(place.parent / f"{place.name}{end}").exists() for end in ("", "-1", "-2")][len(found)])
+            mesh.all_reduce_sum(torch.ones(1))
+    return found
+
+
+def test_meshes_in_a_row_meet_in_files_of_their_own(world: World) -> None:
+    """The last rank to leave one removes it: where the first was back already, they waited for each other for ever."""
+    assert world(2, again, "dp2") == [[True] * 3] * 2
 
 
 def ended_by_ctrl_c() -> None:

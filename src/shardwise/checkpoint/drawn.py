@@ -13,6 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.saveable import Drawing
@@ -75,13 +77,13 @@ def stored(scalars: Mapping[str, Any], rank: int, where: Path) -> dict[str, byte
     return found
 
 
-def go_on(states: States, where: Path) -> None:
+def go_on(states: States, where: Path, device: torch.device) -> None:
     """Draw what would have been drawn next at the save.
 
     Raises:
         DamagedError: they are the states of no generators.
     """
     try:
-        restore(states)
+        restore(states, device)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DamagedError(f"{where}: scalars.{KEY}: {error}, needed states of generators; it is damaged") from error

@@ -19,9 +19,8 @@ import torch
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK
 from shardwise.checkpoint.directory import Retention, StoreDirectory
-from shardwise.checkpoint.format import Piece, json_of, same
+from shardwise.checkpoint.format import Piece, json_of
 from shardwise.checkpoint.manifest import Manifest, ProbeResult, TensorEntry
-from shardwise.checkpoint.saveable import Grouping, Saveable
 from shardwise.checkpoint.shardfile import (
     FileEntry,
     Identity,
@@ -207,58 +206,6 @@ class SaveJob:
             file.check_all()
 
 
-MEMBERS = "members"
-OF_STAGE = ("base_lr", "optimizer", MEMBERS)
-"""Scalars of which a rank holds what its stages of the model need: groups of the optimizer."""
-
-
-def members_of(state: Saveable) -> dict[str, Any]:
-    """The parameters in each group of the optimizer, by name: many, so one rank of each stage says it."""
-    if not isinstance(state, Grouping):
-        return {}
-    is_first = all(state.mesh.index(axis) == 0 for axis in AXES if axis != "pp")
-    return {MEMBERS: state.members() if is_first else []}
-
-
-def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]:
-    """What a save says of a state: the same on all ranks, and of the optimizer's groups those of all stages.
-
-    Args:
-        everyones: what each rank says.
-        stages: its rank along pp.
-
-    Raises:
-        CheckpointError: ranks differ; naming the key and both values.
-
-    >>> agreed([{"step": 1, "base_lr": [0.1, 0.2]}, {"step": 1, "base_lr": [0.2]}], [0, 1])
-    {'step': 1, 'base_lr': [0.1, 0.2]}
-    """
-    for rank, theirs in enumerate(everyones):
-        same_stage = stages.index(stages[rank])
-        for key in {**everyones[0], **theirs}:
-            first = same_stage if key in OF_STAGE else 0
-            if key != MEMBERS and repr(theirs.get(key)) != repr(everyones[first].get(key)):
-                raise CheckpointError(
-                    f"saving step {everyones[0].get('step')}: ranks disagree on {key!r}: {everyones[first].get(key)!r} "
-                    f"on rank {first}, {theirs.get(key)!r} on rank {rank}; all ranks must save at the same step with "
-                    "the same settings"
-                )
-    return everyones[0] | united(everyones)
-
-
-def united(everyones: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the optimizer's groups what the stages of all ranks have.
-
-    Raises:
-        CheckpointError: they have different values where there can be one.
-    """
-    return {
-        key: _union(key, [theirs[key] for theirs in everyones if key in theirs])
-        for key in OF_STAGE
-        if key in everyones[0]
-    }
-
-
 def number_of(metric: Any) -> float | None:
     """A metric as the manifest holds it; a tensor or a number of NumPy's may be given.
 
@@ -289,28 +236,6 @@ def as_json(config: Mapping[str, Any] | None) -> dict[str, Any]:
             f"config: found what JSON cannot hold ({error}); give strings, numbers, lists, dicts"
         ) from None
     return dict(config or {})
-
-
-def _union(key: str, values: list[Any]) -> Any:
-    """Values of one key on all ranks, as one: of lists, and of names joined by `+`, what any holds, each once."""
-    first = values[0]
-    if all(same(value, first) for value in values):
-        return first
-    if all(isinstance(value, dict) for value in values):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: _union(f"{key}.{name}", [value[name] for value in values if name in value]) for name in names}
-    if all(isinstance(value, str) for value in values):
-        return "+".join(dict.fromkeys(name for value in values for name in value.split("+")))
-    if not all(isinstance(value, list) for value in values):
-        raise CheckpointError(
-            f"saving: stages of the pipeline disagree on {key!r}: found {values[:4]}, needed one value, or a list of "
-            "what each holds; give them the same settings"
-        )
-    found: list[Any] = []
-    for item in (item for value in values for item in value):
-        if not any(same(item, known) for known in found):
-            found.append(item)
-    return found
 
 
 def left_over(save: Save) -> Finding:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.agree import Peers, late_told
+from shardwise.checkpoint.agreeing import agreed, members_of
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
@@ -39,7 +40,7 @@ from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, agreed, as_json, left_over, members_of, number_of
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
 from shardwise.errors import CheckpointError
@@ -301,7 +302,7 @@ class Store:
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
         if not weights_only:
-            peers.together(doing, lambda: go_on(drawn, path))
+            peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))
         if self.probe is not None and manifest.probe is not None:
             used, found = processors(peers.gather(processor())), probed(self.probe, state, manifest)
             proof = check_probe(proof, manifest, found, state.placed, used)
@@ -309,8 +310,7 @@ class Store:
             self._run = manifest.run
         if not weights_only and hasattr(state, "run_id") and "imported" not in manifest.scalars:
             state.run_id = manifest.run
-        if not self._config:  # who gives a configuration compares by that
-            tell_changes(peers, path, changes)
+        tell_changes(peers, path, () if self._config else changes)  # who gives a configuration compares by that
         if not weights_only:
             tell_no_position(peers, path, manifest.scalars, state.scalars())
         return Loaded(

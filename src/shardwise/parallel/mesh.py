@@ -336,7 +336,10 @@ def _join(launch: Launch, backend: str, init: str | Store | None, timeout_s: flo
             where: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world, "timeout": timeout}
             number = _OPENED[method]
             _OPENED[method] += 1
-            if number:  # what the ranks left there before is of groups that are gone
+            if number and str(method).startswith("file://"):  # who leaves last removes a file, others may be back
+                path, mark, query = str(method).partition("?")
+                dist.init_process_group(backend, init_method=f"{path}-{number}{mark}{query}", **where)
+            elif number:  # what the ranks left there before is of groups that are gone
                 store = PrefixStore(f"opened {number}", next(rendezvous(method, **where))[0])
                 dist.init_process_group(backend, store=store, **where)
             else:

@@ -30,6 +30,7 @@ from shardwise.launch.variables import variables
 from shardwise.parallel import generators
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.outliving import DATA, Board, Header, Place, call_process
+from shardwise.train.stateful import own_place
 from shardwise.train.torch_private import copy_all
 
 Key = tuple[str, Box]
@@ -190,7 +191,7 @@ class Mirror:
         if state.mesh.device.type != "cpu":
             torch.accelerator.synchronize()
         rest = json.dumps({"scalars": state.scalars()})
-        text = f'{self._description}, "random": {self._random_numbers()}, {rest[1:]}'
+        text = f'{self._description}, "random": {self._random_numbers(state.mesh.device)}, {rest[1:]}'
         self._count += 1
         header = slot.commit(Header(self._count, state.step, self._end, 0, state.mesh.world), text)
         if self._sealed is not None:
@@ -225,22 +226,26 @@ class Mirror:
         self._targets = [[part.of(memory) for part in self._parts] for memory in memories]
         self._description = f'{{"parts": {json.dumps([part.to_json() for part in self._parts])}'
 
-    def _random_numbers(self) -> str:
+    def _random_numbers(self, device: torch.device) -> str:
         """Where the generators that a script may use are, as JSON; that is long, and they rarely move."""
-        if (now := generators.states()) != self._random[0]:
+        if (now := generators.states(device)) != self._random[0]:
             self._random = (now, json.dumps({kind: state.hex() for kind, state in now.items()}))
         return self._random[1]
 
     def _load(self, state: State, count: int, ranks: int) -> None:
         found: dict[str, list[tuple[Part, mmap]]] = {}
         own: dict[str, Any] = {}
+        places: list[Any] = []
         for rank in (rank for rank in self.place.memory.ranks if rank < ranks):
             slot = next(slot for slot in self.place.memory.pair(rank) if slot.header().count == count)
             header = slot.header()
             description, memory = json.loads(slot.text(header)), slot.data(header.end)
+            places.append(description["scalars"].get("data"))
             for part in map(Part.from_json, description["parts"]):
                 found.setdefault(part.key[0], []).append((part, memory))
             own = description if rank == self.place.rank % ranks else own
+        if ranks != state.mesh.world and any(place != places[0] for place in places):
+            own_place(None, range(ranks), state.mesh)  # of other ranks
         template = state.template(found, late=found)
         layout, boxes = self._template
         with torch.no_grad():
@@ -257,7 +262,7 @@ class Mirror:
             warnings.warn(other, stacklevel=2)
         state.load_scalars(own["scalars"])
         state.load_tensors(template)
-        generators.restore({kind: bytes.fromhex(state) for kind, state in own["random"].items()})
+        generators.restore({kind: bytes.fromhex(state) for kind, state in own["random"].items()}, state.mesh.device)
         agreed = torch.tensor(int(_shapes(state.local_tensors()) == self._shapes), device=state.mesh.device)
         state.mesh.all_reduce_sum(agreed)
         if int(agreed) != state.mesh.world:  # some rank has tensors that it did not stand by with: all find out anew

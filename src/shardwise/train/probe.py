@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import UsageError
+from shardwise.parallel import generators
 from shardwise.plan.plan import Batch
 from shardwise.train.batches import loader
 from shardwise.train.state import TrainState
@@ -25,7 +26,7 @@ class Measured(NamedTuple):
     grad_norm: float
     """L2 norm of the mean gradient."""
     rows: str
-    """SHA-256 of the rows, hexadecimal."""
+    """SHA-256 of the rows, hexadecimal; and of the plan, where the loss draws at random."""
 
 
 class Probe:
@@ -36,7 +37,8 @@ class Probe:
 
     Args:
         rows: samples, as the data set gives them; the same ones on every rank. A few.
-        loss_fn: as in training.
+        loss_fn: as in training. What it draws at random under another plan is something else, so that its numbers are
+            compared under the plan of the save only.
 
     Raises:
         UsageError: no rows.
@@ -64,8 +66,13 @@ class Probe:
         batch = Batch(global_size=len(self.rows), micro_batches=placed.plan.batch.micro_batches)
         window = next(loader(self.rows, batch, placed.mesh, shuffle=False))
         with untraced(placed):
+            before = generators.states(placed.mesh.device)
             loss, norm = self._step.measure(window)
-        return Measured(loss, norm, self._digest)
+            draws = torch.tensor(float(generators.states(placed.mesh.device) != before), device=placed.mesh.device)
+        rows = self._digest
+        if float(placed.mesh.all_reduce_max(draws)):  # by the rank and the micro-batch: other plans draw otherwise
+            rows = hashlib.sha256(f"{rows} {placed.plan}".encode()).hexdigest()
+        return Measured(loss, norm, rows)
 
 
 def _feed(digest: Any, value: Any) -> None:

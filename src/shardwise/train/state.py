@@ -26,7 +26,7 @@ from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.protect import Guard
-from shardwise.train.stateful import StatefulObjects, told
+from shardwise.train.stateful import StatefulObjects, own_place, told
 from shardwise.train.torch_private import local_of
 from shardwise.train.values import from_json, like
 
@@ -131,7 +131,7 @@ class TrainState:
         """What its steps do to gradients, as `StepOptions.of_the_maths` says it; None: none was made."""
         self.saved_with: Mapping[str, Any] | None = None
         """The same of the checkpoint that was loaded, until a first step has been compared with it."""
-        self.generators = Drawn()
+        self.generators = Drawn(placed.mesh.device)
         """Those of Python, NumPy and torch: checkpoints hold where they are if the script draws from them."""
         self._factor = 1.0
         self._ema_updates = 0
@@ -356,7 +356,8 @@ class TrainState:
         self.seed = int(scalars["seed"])
         self._ema_updates = int(scalars.get("ema_updates") or 0)
         if self.batches is not None and scalars["data"] is not None:
-            self.batches.load_state_dict(like(self.batches.state_dict(), from_json(scalars["data"])))
+            place = own_place(scalars["data"], scalars.get("data_by_rank"), self.mesh)
+            self.batches.load_state_dict(like(self.batches.state_dict(), from_json(place)))
         self.saved_with = scalars.get("stepped_with")
         self.guard.load(scalars.get("guard") or Guard().to_json())
         self.halvings = max(self.halvings, int(scalars.get("halvings", 0)))  # a state that is rewound needs no less

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.errors import CheckpointError, ModelError, UsageError
+from shardwise.parallel.mesh import Mesh
 from shardwise.train.values import from_json, like, plain, to_json
 
 MOST_BYTES = 1 << 18
@@ -122,6 +123,28 @@ def told(what: str, held: Any) -> Any:
             f"{what}: a checkpoint cannot hold its state{_where(state)}: {error}; needed: numbers, texts, "
             "lists, dicts, arrays and tensors; leave the rest out of its state_dict"
         ) from None
+
+
+def own_place(place: Any, by_rank: Sequence[Any] | None, mesh: Mesh) -> Any:
+    """This rank's place in the data: batches of a script's own may have another one on each rank.
+
+    Args:
+        place: of all ranks, where it is one.
+        by_rank: of each rank of those that trained; None: it is one.
+        mesh: the ranks that go on.
+
+    Raises:
+        CheckpointError: those are other ranks.
+    """
+    if by_rank is None:
+        return place
+    if len(by_rank) != mesh.world:
+        raise CheckpointError(
+            f"batches: found {len(by_rank)} places in the data, one for each rank that trained, and {mesh.world} "
+            "ranks; needed as many as there were, for batches of a script's own that say where their rank is "
+            "(shardwise.loader goes on under any plan); or begin with the weights alone (weights_only=True)"
+        )
+    return by_rank[mesh.rank]
 
 
 def _kept(name: str, held: Any) -> Any:
