@@ -563,6 +563,29 @@ for batch in loader:
         step = sw.make_step(state, loss_fn)
         """,
     ],
+    "init.after-apply": [
+        """
+        import shardwise as sw
+        with sw.open_mesh(plan) as mesh:
+            placed = sw.apply(Net, plan, mesh)
+            placed.module.apply(init_weights)  # !
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        def main(plan, mesh):
+            placed = sw.apply(Net, plan, mesh)
+            for name, p in placed.named_parameters().items():
+                if p.dim() > 1:
+                    nn.init.xavier_uniform_(p)  # !
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        with torch.no_grad():
+            placed.module.head.weight.normal_(std=0.02)  # !
+        """,
+    ],
     "accumulate.division": [
         """
         for i, batch in enumerate(loader):
@@ -1173,6 +1196,32 @@ RIGHT = {
         import shardwise as sw
         step = sw.make_step(state, lambda output, batch: output.mean())
         penalty(model).backward()
+        """,
+    ],
+    "init.after-apply": [
+        """
+        import shardwise as sw
+        from torch import nn
+        class Net(nn.Module):
+            def __init__(self):
+                self.head = nn.Linear(4, 4)
+                nn.init.xavier_uniform_(self.head.weight)
+                self.apply(init_weights)
+        placed = sw.apply(Net, plan, mesh, init=init_weights)
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        placed = sw.apply(Net, plan, mesh)
+        nn.init.zeros_(placed.module.head.bias)
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        net = Net()
+        net.apply(init_weights)
+        placed = sw.apply(net, plan, mesh)
+        noise = torch.empty(4).normal_()
         """,
     ],
     "accumulate.division": [
