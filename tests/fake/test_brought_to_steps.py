@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import ModelError, UsageError
+from shardwise.testing import fake_world
 
 PLAN, ROWS = sw.Plan(), 8
 
@@ -68,11 +69,21 @@ def a_module_that_is_loaded(mesh: sw.Mesh) -> None:
     sw.Store("nothing").load_latest(placed_on(mesh))  # type: ignore[arg-type]
 
 
+def two_that_set_rates(mesh: sw.Mesh) -> None:
+    placed, optimizer, scheduler = torchs(mesh)
+    step = sw.make_step(sw.TrainState(placed, optimizer, schedule=sw.warmup_cosine(2, 8)), loss_fn)
+    for _ in range(2):
+        step(torch.ones(2, 4))
+        scheduler.step()
+
+
 REFUSED: dict[str, tuple[Callable[[sw.Mesh], Any], str]] = {
     "parameters": (lambda mesh: sw.adamw(placed_on(mesh).parameters(), 0.1), "what apply.. gave: found .*iterator"),  # type: ignore[arg-type]
     "module": (lambda mesh: sw.lion(placed_on(mesh).module, 0.1), "found Linear, needed `adamw.placed, lr="),  # type: ignore[arg-type]
     "batches": (a_scheduler_as_batches, "batches of type StepLR.*state.keep.scheduler=scheduler"),
     "schedule": (a_scheduler_as_schedule, "schedule: found StepLR; needed a function from the step"),
+    "both": (two_that_set_rates, "found the learning rate 0.*needed 0.05, which the schedule had set"),
+    "factors": (lambda mesh: sw.Losses(loss_fn, weights={"main": 0.5}), "weights of 'main': found 0.5.*factors="),  # type: ignore[arg-type]
     "until": (steps_without_epochs, "until: found None.*where it is given `epochs=`"),
     "save": (
         lambda mesh: sw.Store("nothing").save(placed_on(mesh).module),
@@ -125,3 +136,32 @@ def test_autocast_around_a_loop_sees_each_update() -> None:
 
     assert losses(around=True) == losses(around=False)
     assert losses(around=True)[2] < losses(around=True)[1] < losses(around=True)[0]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("fsdp2", "found a whole tensor for 0.0.weight, of which each rank has a part"),
+        ("pp2 / 1f1b mb2 / blocks=*", "found 1.0.bias, of another stage"),
+        ("dp1", ""),
+    ],
+)
+def test_weights_that_are_loaded_after_apply(plan: str, said: str) -> None:
+    parsed, whole = sw.Plan.parse(plan), net().state_dict()
+    with fake_world(parsed.world), sw.open_mesh(parsed, device="cpu") as mesh:
+        placed = sw.apply(net, parsed, mesh)
+        if said:
+            with pytest.raises(
+                ModelError, match=rf"\[module.loaded\] load_state_dict after apply: {said}.*load before it"
+            ):
+                placed.module.load_state_dict(whole)
+        else:
+            placed.module.load_state_dict(whole)
+            assert torch.equal(placed.module[1][0].weight, whole["1.0.weight"])
+        placed.module.load_state_dict(placed.module.state_dict())  # its own
+        with pytest.raises(ModelError, match="assign=True, which puts other parameters in place"):
+            placed.module.load_state_dict(placed.module.state_dict(), assign=True)

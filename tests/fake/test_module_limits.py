@@ -154,9 +154,10 @@ ELSEWHERE = {
     "module.written-late",
     "module.copied",
     "module.called-by-parts",
+    "module.loaded",
 }
 """What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py, test_reruns.py; or a
-forward under `seq`: tests/fake/test_mixing.py."""
+forward under `seq`: tests/fake/test_mixing.py; or what a script does after `apply`: test_brought_to_steps.py."""
 
 
 def test_the_ids_that_the_package_raises_are_those_of_the_table_and_of_the_examples() -> None:

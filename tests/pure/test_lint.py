@@ -537,6 +537,55 @@ for batch in loader:
         fully_shard(model, mesh=mesh)
         """,
     ],
+    "loss.backward": [
+        """
+        import shardwise as sw
+        def loss_fn(output, batch):
+            loss = output.mean()
+            loss.backward()  # !
+            return loss
+        for m in sw.steps(state, loss_fn, until=3):
+            pass
+        """,
+        """
+        from shardwise import make_step
+        def main(state):
+            def objective(output, batch):
+                (output.mean() / 2).backward(retain_graph=True)  # !
+                return output.mean()
+            step = make_step(state, loss_fn=objective)
+        """,
+        """
+        import shardwise as sw
+        def loss_fn(output, batch):
+            accelerator.backward(output.loss)  # !
+            return output.loss
+        step = sw.make_step(state, loss_fn)
+        """,
+    ],
+    "init.after-apply": [
+        """
+        import shardwise as sw
+        with sw.open_mesh(plan) as mesh:
+            placed = sw.apply(Net, plan, mesh)
+            placed.module.apply(init_weights)  # !
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        def main(plan, mesh):
+            placed = sw.apply(Net, plan, mesh)
+            for name, p in placed.named_parameters().items():
+                if p.dim() > 1:
+                    nn.init.xavier_uniform_(p)  # !
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        with torch.no_grad():
+            placed.module.head.weight.normal_(std=0.02)  # !
+        """,
+    ],
     "accumulate.division": [
         """
         for i, batch in enumerate(loader):
@@ -1127,6 +1176,54 @@ RIGHT = {
         parallelize_module(model, mesh, rules)
         """,
     ],
+    "loss.backward": [
+        """
+        import shardwise as sw
+        def loss_fn(output, batch):
+            return output.mean()
+        def saliency(output):
+            output.sum().backward()
+        for m in sw.steps(state, loss_fn, until=3):
+            saliency(placed.module(x))
+        """,
+        """
+        def loss_fn(output, batch):
+            loss = output.mean()
+            loss.backward()
+            return loss
+        """,
+        """
+        import shardwise as sw
+        step = sw.make_step(state, lambda output, batch: output.mean())
+        penalty(model).backward()
+        """,
+    ],
+    "init.after-apply": [
+        """
+        import shardwise as sw
+        from torch import nn
+        class Net(nn.Module):
+            def __init__(self):
+                self.head = nn.Linear(4, 4)
+                nn.init.xavier_uniform_(self.head.weight)
+                self.apply(init_weights)
+        placed = sw.apply(Net, plan, mesh, init=init_weights)
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        placed = sw.apply(Net, plan, mesh)
+        nn.init.zeros_(placed.module.head.bias)
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        net = Net()
+        net.apply(init_weights)
+        placed = sw.apply(net, plan, mesh)
+        noise = torch.empty(4).normal_()
+        """,
+    ],
     "accumulate.division": [
         """
         for batch in loader:
@@ -1314,7 +1411,7 @@ def test_near_miss_gives_no_alarm(rule: str, text: str) -> None:
 
 
 def test_a_models_own_mean_is_told_by_what_is_divided() -> None:
-    loop = "for i, x in enumerate(data):\n    {}; loss = loss / n_acc; loss.backward()\n    if i % n_acc == 0: o.step()"
+    loop = "for i, x in enumerate(d):\n    {}; loss = loss / accum; loss.backward()\n    if i % accum == 0: opt.step()"
     found = [lint_text(HEAD + loop.format(f"loss = {made}")) for made in ("model(x).loss", "model(x).square().sum()")]
     assert [[f.finding.severity for f in each] for each in found] == [["warning"], ["note"]]
 

@@ -249,6 +249,24 @@ def _divided_losses(facts: Facts) -> Iterator[Hit]:
                 yield _divided(facts, node, owner, scope)
 
 
+@_rule(
+    "loss.backward",
+    "A `backward()` in a loss function that `shardwise.steps` or `make_step` is given: the step makes the backward "
+    "pass itself, and gradients of both would be added.",
+)
+def _own_backward(facts: Facts) -> Iterator[Hit]:
+    given = [s for s in facts.script.sites if s.name in ("shardwise.steps", "shardwise.make_step")]
+    functions = {s.scope.find_function(dotted(s.argument(1, "loss_fn"))) for s in given} - {None}
+    for site in _backwards(facts):
+        if site.scope in functions:
+            yield Hit(
+                node=site.node,
+                what=f"{site.scope.name}() makes a backward pass, and the step makes one from what it returns",
+                found=f"`{source(site.node)}` in a loss function",
+                fix="return the loss, as Loss(sum, weight) or a mean, and leave the backward pass to the step",
+            )
+
+
 # ---------------------------------------------------------------- ends of loops
 
 

@@ -176,3 +176,33 @@ def _over_replicas(site: Site) -> bool:
     calls = [b.value for b in site.scope.find(dotted(mesh), site.line)] if dotted(mesh) else []
     shapes = [c.args[1] for c in calls if isinstance(c, ast.Call) and len(c.args) > 1]
     return any(isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) > 1 for shape in shapes)
+
+
+_RANDOM_FILLS = re.compile(r"^(normal_|uniform_|(xavier|kaiming)_\w+_|trunc_normal_|orthogonal_|sparse_|exponential_)$")
+
+
+@_rule(
+    "init.after-apply",
+    "Weights that are drawn after `shardwise.apply`: each rank draws for the part that it has, so every plan starts "
+    "from other weights. In the constructor, or as `apply(..., init=)`, they are the same under all.",
+)
+def _after_apply(facts: Facts) -> Iterator[Hit]:
+    for site in facts.script.sites:
+        fills, word = bool(_RANDOM_FILLS.match(last(site.name))), last(site.name)
+        if not fills and word != "apply":
+            continue
+        receiver = site.node.func.value if isinstance(site.node.func, ast.Attribute) else None
+        loops = [loop.iter for loop in site.loops if not isinstance(loop, ast.While)] if fills else []
+        given = [*site.node.args[:1], receiver, *loops] if fills else [receiver]
+        names = {dotted(n) for value in given if value is not None for n in ast.walk(value) if isinstance(n, ast.Name)}
+        placed = [
+            b for name in names for b in site.scope.find(name, site.line) if "placed" in facts.kinds.of_binding(b)
+        ]
+        if placed and site.name != "shardwise.apply":
+            yield Hit(
+                node=site.node,
+                what=f"`{source(site.node)}` draws weights after apply: each rank for its own part",
+                found="weights of what shardwise.apply gave, of which a rank may have parts",
+                fix="draw in the module's constructor, or give apply(..., init=fn), which calls fn(submodule)",
+                severity="warning",
+            )

@@ -1,4 +1,4 @@
-"""What a script does with a placed module by itself: copies of it, and calls of its parts; wrong ones are refused.
+"""What a script does with a placed module by itself: copies, loads, and calls of its parts; wrong ones are refused.
 
 Torch itself ends deep inside, or (a copy whose forward is a function around that of the first) computes with the
 weights of the first.
@@ -43,6 +43,38 @@ def _refuse_copy(plan: str, memo: Any) -> NoReturn:
         "TrainState(..., ema=sw.Ema(placed)); for a model that stays as it is (a teacher, a reference) a second "
         "sw.apply of the same factory and seed, or copy.deepcopy in the constructor of the model",
         row="module.copied",
+    )
+
+
+def refuse_copies_and_loads(placed: Placed) -> None:
+    """Let copies of a placed module be refused, and loads of what is not its own."""
+    refuse_copies(placed)
+    for part in placed.parts:
+        check = partial(_check_loaded, placed.pipeline is not None)
+        part.root.register_load_state_dict_pre_hook(check)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _check_loaded(is_stage: bool, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    own = {f"{prefix}{name}": p for name, p in module.named_parameters(remove_duplicate=False)}
+    plain = [k for k, value in state.items() if isinstance(own.get(k), DTensor) and not isinstance(value, DTensor)]
+    others = sorted(state.keys() - module.state_dict(prefix=prefix).keys()) if is_stage else []
+    assigned = bool(rest[0].get("assign_to_params_buffers"))
+    if not (plain or others or assigned):
+        return
+    found = (
+        "assign=True, which puts other parameters in place of those that apply has placed"
+        if assigned
+        else (
+            f"a whole tensor for {plain[0]}, of which each rank has a part"
+            if plain
+            else f"{others[0]}, of another stage"
+        )
+    )
+    raise ModelError(
+        f"load_state_dict after apply: found {found}; needed: load before it, and give apply the module that has the "
+        "weights (`net = Net(); net.load_state_dict(...); sw.apply(net, plan, mesh)`, on every rank), or, where a rank "
+        "cannot hold them, `shardwise ckpt convert` and store.load(state, path, weights_only=True), or sw.load_hf",
+        row="module.loaded",
     )
 
 

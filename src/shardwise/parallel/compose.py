@@ -15,7 +15,7 @@ from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
 from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
-from shardwise.parallel.alone import refuse_copies, watch_calls
+from shardwise.parallel.alone import refuse_copies_and_loads, watch_calls
 from shardwise.parallel.batchnorm import prepare_sync_norms
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks
 from shardwise.parallel.blueprint import Blueprint, Init
@@ -118,7 +118,7 @@ def apply(
             watch_weights(part.run)
             if is_first_order(placed):
                 watch_forwards(part.run)
-        refuse_copies(placed)
+        refuse_copies_and_loads(placed)
         APPLIED.update(part.root for part in placed.parts)
         sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
         return replicate_data(placed.with_(wrappers=sharded), plan, mesh)

@@ -29,6 +29,8 @@ MODULES: Mapping[str, str] = {
     "output (a penalty on them); a rank has parts of them.",
     "module.copied": "sharded parameters, 16-bit types, pp, cp, tp, recompute, batch norm over ranks: a copy of the "
     "module after `apply` (`copy.deepcopy`, `AveragedModel`).",
+    "module.loaded": "every plan: `load_state_dict(..., assign=True)` after `apply`; sharded parameters, pp: whole "
+    "tensors that it is given.",
     "module.called-by-parts": "sharded parameters, pp: parts of the module that a script calls by themselves, as a "
     "method other than forward does.",
     "module.unused": "dp without `find-unused`: parameters that forward does not use in a step; DDP waits for all.",

@@ -65,6 +65,11 @@ class Losses:
                 + (f" and a factor for {unknown[0]!r}; {nearest(unknown[0], list(self.weights))}" if unknown else "")
                 + "; give every loss a weight: weights={'tokens': lambda batch: (batch['labels'] != -100).sum(), ...}"
             )
+        if fixed := [name for name, weight in self.weights.items() if not callable(weight)]:
+            raise UsageError(
+                f"Losses: weights of {fixed[0]!r}: found {self.weights[fixed[0]]!r}; needed a function of the micro-"
+                "batch that gives what the loss is divided by; what its mean is multiplied with stands in factors="
+            )
         self.factors = {name: float((factors or {}).get(name, 1.0)) for name in self.weights}
 
     def __call__(self, output: Any, micro: Any) -> dict[str, Loss]:

@@ -150,9 +150,20 @@ class TrainState:
         return self.placed.mesh
 
     def set_lr(self) -> float:
-        """Give the optimizer this step's learning rate; returns that of its first group."""
+        """Give the optimizer this step's learning rate; returns that of its first group.
+
+        Raises:
+            UsageError: something else has set rates, which this would undo.
+        """
         factor = self.schedule(self.step) if self.schedule is not None else 1.0
         if factor != self._factor:
+            for group, base in zip(self.optimizer.param_groups, self.optimizer.base_lrs, strict=False):
+                if not isinstance(group["lr"], torch.Tensor) and group["lr"] != base * self._factor:
+                    raise UsageError(
+                        f"TrainState: schedule: found the learning rate {group['lr']:g}, which the script or a "
+                        f"scheduler of torch has set, needed {base * self._factor:g}, which the schedule had set and "
+                        "goes on from; keep one of them: leave schedule= out, or what sets rates beside it"
+                    )
             self.optimizer.scale_lr(factor)
             self._factor = factor
         return float(self.optimizer.param_groups[0]["lr"])
