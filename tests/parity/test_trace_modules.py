@@ -15,6 +15,7 @@ from shardwise.diagnose.trace_module import training_of_module
 from shardwise.diagnose.trace_step import StepTrace, measure_step, trace_step
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
+from tests.brought import Unused
 from tests.modules import factory, hugging_face
 from tests.parity.test_trace_memory import check_close, check_equal
 
@@ -26,11 +27,16 @@ SOAK = [
     ("llama", "pp2 / 1f1b mb2"),
     ("qwen3_moe", "dp2 / bf16"),
     ("qwen3_moe", "fsdp2"),
+    ("unused", "dp2 / find-unused"),
+    ("unused", "dp2 / static-graph"),
+    ("unused", "dp2 / find-unused / mb2"),
 ]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def made(model: str) -> Any:
+    if model == "unused":
+        return Unused
     return hugging_face(model, **EXPERTS) if model == "qwen3_moe" else factory(model)
 
 

@@ -18,7 +18,7 @@ def how_read(profile: Profile) -> Iterator[str]:
             f"a step goes backward from its logits (or first output) and from {profile.added} number(s) beside them, "
             "as a router's loss is added; a number that is the whole loss is to be called `loss`"
         )
-    if profile.again:
+    if profile.calls and profile.unseen:
         yield "its blocks are called more than once in a forward: memory is rough, the most under recompute (--trace)"
     if profile.unseen:
         yield f"no step of it runs without values ({profile.unseen}): what it holds is put together from its operators"

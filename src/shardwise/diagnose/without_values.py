@@ -75,6 +75,8 @@ class Training:
     """See `apply`."""
 
 
+MAKES = (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default)
+"""How DDP makes tensors of its own."""
 GROUPED = "aten._grouped_mm.default"
 """Products of rows and matrices by group, as experts have them."""
 
@@ -87,15 +89,23 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
         self.replicas: list[DistributedDataParallel] = []
         self.num_experts: frozenset[int] = frozenset()
         """Numbers of experts that the model's modules have."""
-        self._rebuilding = False
+        self._lists_integers = False
 
     def begin(self) -> None:
-        """A step starts. DDP orders its buckets first, by lists of integers that it must be able to read."""
-        self._rebuilding = True
-        for module in self.replicas:
-            rebuild_buckets(module)
-        self._rebuilding = False
+        """A step starts. DDP orders its buckets first."""
+        with self.lists_of_integers():
+            for module in self.replicas:
+                rebuild_buckets(module)
         super().begin()
+
+    @contextmanager
+    def lists_of_integers(self) -> Iterator[None]:
+        """Within it DDP's lists of integers have values: the order of its buckets, and which parameters were used."""
+        self._lists_integers = True
+        try:
+            yield
+        finally:
+            self._lists_integers = False
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on shapes alone; on values, where all that it takes has them."""
@@ -105,7 +115,7 @@ class Pretending(Ledger):  # type: ignore[no-untyped-call]  # torch has no types
                 args[0].copy_(args[1])  # counts of tokens: every rank sends what this one does
             with real_tensors():
                 return func(*args, **kwargs)
-        if self._rebuilding and func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32:
+        if self._lists_integers and func in MAKES and kwargs.get("dtype") is torch.int32:
             with real_tensors():
                 return func(*args, **kwargs)
         if func is REDUCE_SCATTER:  # gloo sums in a copy of what it is given
@@ -190,7 +200,8 @@ def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretendin
             if part.run is not part.root:
                 resync_fully_sharded(part.run)
             _allocate_attributes(part.root, blueprint.attributes, device)
-        placed = replicate_data(bind_scalars(bind_stages(placed)), plan, mesh)
+        with ledger.lists_of_integers():
+            placed = replicate_data(bind_scalars(bind_stages(placed)), plan, mesh)
         ledger.replicas = [part.run for part in placed.parts if isinstance(part.run, DistributedDataParallel)]
         for module in ledger.replicas:
             group = mesh.group(*GRADIENT_AXES)

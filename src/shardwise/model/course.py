@@ -42,6 +42,10 @@ class Course(NamedTuple):
     """Moments of its forward pass of which one is the largest, whatever the batch. Less what was kept before it."""
     backward: tuple[Held, ...]
     """Those of its backward pass."""
+    left: Held = Held()
+    """The same where blocks are recomputed: what others are given, and what is kept outside of them."""
+    again: tuple[Held, ...] = ()
+    """Moments of a forward pass that a recomputed block runs again: those within it, but for its last operation."""
 
 
 Courses = tuple[tuple[float, Course], ...]

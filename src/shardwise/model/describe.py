@@ -236,12 +236,12 @@ class _Watch:
 
     def enter(self, index: int, block: nn.Module, *given: object) -> None:
         self.phase = index
+        self.recording.calls.append(index)
         floating = [(path, tensor) for path, tensor in tensors_in(given) if tensor.is_floating_point()]
         if not any(tensor.requires_grad for _, tensor in floating) and any(p.requires_grad for p in block.parameters()):
             self.recording.fed_apart.add(index)
         if floating:
             first = floating[0][1]
-            self.recording.again |= index in self.recording.entered
             self.recording.entered.setdefault(index, first.numel())
             self.recording.streams.setdefault(index, dict(floating[1:]))
             self.asked &= index > 0 or first.requires_grad

@@ -38,8 +38,16 @@ class Lifetimes(TorchDispatchMode):
         """Bytes of each storage."""
         self.drawn: set[int] = set()
         """Places of those that hold random bits."""
-        self.events: list[tuple[str, int, int, bool]] = []
-        """`made`, `ended` or `added` (to its parameter, as a gradient), the storage's place, and the phase."""
+        self.events: list[tuple[str, int, int, bool, bool]] = []
+        """`made`, `ended` or `added` (to its parameter, as a gradient), the storage's place, the phase, whether it is
+        one of the backward pass, and whether a block runs."""
+        self.calls: list[int] = []
+        """Blocks in the order in which forward calls them: the number of a call is its phase."""
+        self.inside = False
+        self.taken: set[int] = set()
+        """Places of what blocks are given, which is kept if they are recomputed."""
+        self.apart: set[int] = set()
+        """Places of what is kept outside of blocks."""
         self._outside = [*module.parameters(), *module.buffers(), *given]
         self._known = {key_of(tensor): -1 for tensor in self._outside}
         self._refs: list[Any] = []
@@ -72,15 +80,18 @@ class Lifetimes(TorchDispatchMode):
             if tensor.dtype is BITS:
                 self.drawn.add(place)
             self._refs.append(weakref.ref(storage, partial(self._end, key)))
-            self.events.append(("made", place, self.phase, self.backward))
+            self._note("made", place)
+
+    def _note(self, kind: str, place: int) -> None:
+        self.events.append((kind, place, self.phase, self.backward, self.inside))
 
     def _end(self, key: int, ref: object) -> None:
-        self.events.append(("ended", self._known.pop(key), self.phase, self.backward))
+        self._note("ended", self._known.pop(key))
 
     def add(self, parameter: torch.Tensor) -> None:
         """A parameter has its gradient."""
         if parameter.grad is not None and (place := self.place_of(parameter.grad)) >= 0:
-            self.events.append(("added", place, self.phase, self.backward))
+            self._note("added", place)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """That of a tensor's storage; -1: it was not made here."""
@@ -89,6 +100,32 @@ class Lifetimes(TorchDispatchMode):
     def enter(self, phase: int, *args: object) -> None:
         """Forward or backward comes to a phase."""
         self.phase = phase
+
+    def call(self, block: int, given: Iterable[torch.Tensor]) -> None:
+        """A block is called with some tensors; in a backward pass again, by a checkpoint around it."""
+        if self.backward:
+            self.phase = max(place for place, each in enumerate(self.calls) if each == block)
+            return
+        if self.phase == AFTER:  # again: what was behind all calls is behind the last one
+            last = len(self.calls) - 1
+            self.events = [(*event[:2], last, *event[3:]) if event[2] == AFTER else event for event in self.events]
+        self.calls.append(block)
+        self.phase, self.inside = len(self.calls) - 1, True
+        self.taken.update(map(self.place_of, given))
+
+    def leave(self, is_last: bool, gave: Iterable[torch.Tensor]) -> None:
+        """A block has run; `is_last`: in the order of blocks."""
+        if self.backward:
+            return
+        call, self.inside = self.phase, False
+        self.phase = AFTER if is_last else call
+        self.watch(call, gave)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd keeps a tensor."""
+        if not self.inside:
+            self.apart.add(self.place_of(tensor))
+        return tensor.detach()  # itself would be a cycle
 
     def watch(self, phase: int, tensors: Iterable[torch.Tensor]) -> None:
         """A phase of the backward pass begins where one of these has its gradient."""
@@ -101,27 +138,34 @@ class Lifetimes(TorchDispatchMode):
         self.phase, self.backward = AFTER, True
 
 
-def courses_of(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, out: int) -> dict[int, Course]:
-    """Phase -> what it holds, from three runs of a step.
+def courses_of(
+    runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, out: int, trained: Mapping[int, int]
+) -> dict[int, Course]:
+    """Block, or what is before or behind all of them -> what it holds, from three runs of a step.
+
+    Of a block that is called several times: in one call.
 
     Args:
         runs: of few rows, and of more; what grows between them is per row, or per pair of rows.
         rows: their numbers.
         tokens: of a row.
         out: place of what a loss takes, which is counted with the loss.
+        trained: bytes of each block's trained parameters. Gradients of one that is called several times wait until all
+            calls have gone backward, and are left out.
     """
     first = runs[0]
     sizes = _sizes(runs, rows, tokens)
     added = {place for kind, place, *_ in first.events if kind == "added"}
-    kept = _kept(first, sizes, out)
-    found: dict[tuple[int, bool], list[Held]] = {}
+    kept, left = _kept(first, sizes, out)
+    found: dict[tuple[int, bool, bool], list[Held]] = {}
     before, total = {}, Held()
     for phase in sorted(kept):
         before[phase], total = total, _sum(total, kept[phase])
+    waiting = {phase: _waiting(first.calls, phase, trained) for phase in kept}
     live, gradients, fresh = Held(), dict.fromkeys(kept, 0.0), set[int]()
     made: dict[int, int] = {}
     """Place of each storage that the backward pass has made -> phase."""
-    for kind, place, phase, backward in first.events:
+    for kind, place, phase, backward, inside in first.events:
         if kind == "added":
             fresh.discard(place)
         elif kind == "made" and place in added and backward:
@@ -135,16 +179,38 @@ def courses_of(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, ou
                 made.pop(place, None)
         if kind == "made":
             held = _sum(live, before[phase], -1)
+            held = held._replace(once=held.once - waiting[phase] * backward)
             waits = sum(first.sizes[each] for each in fresh) / first.width
             if backward and out >= 0:
                 held = _sum(held, sizes[out], -1)
             given = sum(sizes[each].per_token for each, maker in made.items() if maker != phase)
             held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn, given=given)
-            found.setdefault((phase, backward), []).append(held)
-    return {
-        phase: Course(kept[phase], largest(found.get((phase, False), [])), largest(found.get((phase, True), [])))
-        for phase in kept
-    }
+            found.setdefault((phase, backward, inside), []).append(held)
+    courses: dict[int, list[Course]] = {}
+    for phase in kept:
+        within, behind = (found.get((phase, False, inside), []) for inside in (True, False))
+        backward_pass = largest(found.get((phase, True, False), []))
+        course = Course(kept[phase], largest([*within, *behind]), backward_pass, left[phase], largest(within[:-1]))
+        courses.setdefault(first.calls[phase] if 0 <= phase < AFTER else phase, []).append(course)
+    return {phase: _average(each) for phase, each in courses.items()}
+
+
+def _waiting(calls: Sequence[int], phase: int, trained: Mapping[int, int]) -> int:
+    """Bytes of gradients of blocks that have gone backward in some calls, and not in all, when a call does."""
+    return sum(trained[block] for block in set(calls[phase + 1 :]) & set(calls[: phase + 1])) if phase >= 0 else 0
+
+
+def _average(courses: Sequence[Course]) -> Course:
+    """What is kept on average, and the moments of all."""
+    kept, left = (
+        Held(*(sum(sizes) / len(courses) for sizes in zip(*each, strict=True)))
+        for each in ([course.kept for course in courses], [course.left for course in courses])
+    )
+    forward, backward, again = (
+        largest(held for moments in each for held in moments)
+        for each in ([c.forward for c in courses], [c.backward for c in courses], [c.again for c in courses])
+    )
+    return Course(kept, forward, backward, left, again)
 
 
 def _sum(one: Held, other: Held, times: int = 1) -> Held:
@@ -170,21 +236,19 @@ def _sizes(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float) -> lis
     return found
 
 
-def _kept(run: Lifetimes, sizes: list[Held], out: int) -> dict[int, Held]:
-    """Phase -> what it made and what lives when forward ends."""
-    made: dict[int, int] = {}
-    kept = {phase: Held() for *_, phase, _ in run.events}
-    for kind, place, phase, backward in run.events:
-        if backward:
-            break
-        if kind == "made":
-            made[place] = phase
-        else:
-            made.pop(place, None)
+def _kept(run: Lifetimes, sizes: list[Held], out: int) -> tuple[dict[int, Held], dict[int, Held]]:
+    """Phase -> what it made and what lives when forward ends; and what of it does if blocks are recomputed."""
+    made = {place: phase for kind, place, phase, backward, _ in run.events if kind == "made" and not backward}
+    ended = {place for kind, place, _, backward, _ in run.events if kind == "ended" and not backward}
+    kept = {phase: Held() for _, _, phase, *_ in run.events}
+    left = dict(kept)
     for place, phase in made.items():
-        if place != out:
-            kept[phase] = _sum(kept[phase], sizes[place]._replace(drawn=0.0))
-    return kept
+        size, lives = sizes[place]._replace(drawn=0.0), place not in ended and place != out
+        if lives:
+            kept[phase] = _sum(kept[phase], size)
+        if place in run.taken or (lives and (phase == BEFORE or place in run.apart)):
+            left[phase] = _sum(left[phase], size)
+    return kept, left
 
 
 def largest(moments: Iterable[Held]) -> tuple[Held, ...]:
@@ -235,8 +299,9 @@ def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]
     """The profile with what a step was seen to hold: bytes of an element -> phase -> its course.
 
     Blocks that are alike have one course: what they keep on average, and the moments of all that were seen. But the
-    last of them has its own where it keeps something else: nobody keeps the output of a convolution behind which the
-    mean is taken, and the block behind it keeps that of all others.
+    last of them has its own where it keeps something else (nobody keeps the output of a convolution behind which the
+    mean is taken, and the block behind it keeps that of all others), or needs something else (gradients of what all
+    blocks are given, as of a text that latents look at, are added up from the last but one on).
     """
     alike: dict[Block, list[int]] = {}
     for index, block in enumerate(profile.blocks):
@@ -244,7 +309,7 @@ def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]
     new = list(profile.blocks)
     for block, indices in alike.items():
         *rest, last = [n for n in indices if any(n in seen for seen in courses.values())] or [indices[-1]]
-        apart = bool(rest) and not _keep_as_much(courses, rest[-1], last)
+        apart = bool(rest) and not _hold_as_much(courses, rest[-1], last)
         joint = replace(block, courses=_joint(courses, rest if apart else [*rest, last]))
         for index in indices:
             new[index] = joint
@@ -256,9 +321,16 @@ def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]
     return replace(profile, blocks=tuple(new), head=head)
 
 
-def _keep_as_much(courses: Mapping[float, Mapping[int, Course]], one: int, other: int) -> bool:
-    pairs = [(seen[one].kept, seen[other].kept) for seen in courses.values() if one in seen and other in seen]
-    return all(abs(a.per_token - b.per_token) <= 0.01 * a.per_token for a, b in pairs)
+def _hold_as_much(courses: Mapping[float, Mapping[int, Course]], one: int, other: int) -> bool:
+    pairs = [(seen[one], seen[other]) for seen in courses.values() if one in seen and other in seen]
+    sizes = [(a.kept.per_token, b.kept.per_token) for a, b in pairs]
+    sizes += [(_most(a), _most(b)) for a, b in pairs]
+    return all(abs(a - b) <= 0.01 * a for a, b in sizes)
+
+
+def _most(course: Course) -> float:
+    """Bytes per token at the largest moment of a backward pass."""
+    return max((held.per_token for held in course.backward), default=0.0)
 
 
 def _joint(courses: Mapping[float, Mapping[int, Course]], phases: Sequence[int]) -> Courses:
@@ -266,8 +338,5 @@ def _joint(courses: Mapping[float, Mapping[int, Course]], phases: Sequence[int])
     for width, by_phase in courses.items():
         found = [by_phase[phase] for phase in phases if phase in by_phase]
         if found:
-            kept = Held(*(sum(sizes) / len(found) for sizes in zip(*(each.kept for each in found), strict=True)))
-            forward = largest(held for each in found for held in each.forward)
-            backward = largest(held for each in found for held in each.backward)
-            joint.append((width, Course(kept, forward, backward)))
+            joint.append((width, _average(found)))
     return tuple(joint)

@@ -27,10 +27,9 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
     for index in range(len(names)):
         found = [] if index else [replace(op, split="none") for op in _operators(recording, BEFORE, ())]
         own = [name for name, owner in owners.items() if owner == index]
-        apart = index in recording.fed_apart
-        block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index], apart=apart)
-        sizes = block.small, block.width, block.beside, block.ahead, block.frozen, block.unused, apart, block.buffers
-        chain.append(alike.setdefault((block.name, block.ops, sizes), block))
+        apart, calls = index in recording.fed_apart, max(1, recording.calls.count(index))
+        block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index], apart=apart, calls=calls)
+        chain.append(alike.setdefault(tuple(vars(block).values()), block))
     head, tied = _head(recording, owners)
     products = [op for op in head.ops if isinstance(op, Matmul)]
     outputs = ceil(recording.given_out / recording.tokens)
@@ -55,7 +54,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         frozen=sum(before[name] for name in recording.frozen & before.keys()),
         unused=sum(before[name] for name in recording.unused & before.keys()),
         outputs=recording.given_out / recording.tokens,
-        again=recording.again,
+        calls=tuple(recording.calls) if len(recording.calls) > len(names) else (),
     )
 
 
@@ -256,7 +255,7 @@ def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
     rows = sum(node.rows * node.sizes[0] * node.sizes[1] for node in nodes) / (ins * outs)
     chosen = max(1, round(rows / recording.tokens)) if experts else 0
     split: Split = "row" if found.split[members[0]] else "column"
-    taken = sum(node.taken for node in nodes)
+    taken, given = sum(node.taken for node in nodes), sum(sum(node.outs.values()) for node in nodes)
     return Matmul(
         _short(name),
         ins,
@@ -268,6 +267,7 @@ def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
         trained=name not in recording.frozen,
         rows=rows / (recording.tokens * max(chosen, 1)),
         overlap=rows * ins / taken if nodes[0].name == "convolution" else 1.0,
+        covers=max(1.0, rows * outs / given),
         own=own,
         biased=nodes[0].name == "addmm",
     )
@@ -332,6 +332,7 @@ def _written_out(found: _Phase, scores: Node, mixed: Node) -> Attention:
         kept=kept,
         rows=scores.rows / scores.batch * samples / recording.tokens,
         reach=scores.sizes[1] * recording.samples / recording.tokens,
+        scores=found.per_token(sum(scores.outs.values())),
     )
 
 

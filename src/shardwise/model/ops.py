@@ -32,6 +32,8 @@ class Matmul:
     that is used several times more."""
     overlap: float = 1.0
     """How often it reads an element of its input: windows of a convolution overlap."""
+    covers: float = 1.0
+    """How often it adds to an element of its output: windows of a transposed convolution overlap."""
     own: bool = True
     """False: its weight is counted elsewhere, or is computed."""
     biased: bool = False
@@ -50,6 +52,11 @@ class Matmul:
     @property
     def gives(self) -> float:
         """Elements of its output per token."""
+        return self.made / self.covers
+
+    @property
+    def made(self) -> float:
+        """Sums of `ins` products per token, of which its output is made."""
         return self.outs * self.rows * max(self.chosen, 1)
 
 
@@ -72,6 +79,8 @@ class Attention:
     """Queries per token."""
     reach: float = 1.0
     """Keys per token of the sequence: of windows less, of an encoder's output other than one."""
+    scores: float = 0
+    """Elements per token of the scores of one that is written out in products; 0: no fused kernel has them."""
 
     @property
     def saves(self) -> float:

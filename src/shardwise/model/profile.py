@@ -49,6 +49,8 @@ class Block:
     """It as its input has a gradient, which a later stage of a pipeline asks for; None: that changes nothing."""
     buffers: int = 0
     """Bytes of buffers that no other part of the model has: only its own stage of a pipeline has them."""
+    calls: int = 1
+    """Times that a forward calls it: its operators are those of all calls, and `courses` those of one."""
 
     @cached_property
     def params(self) -> int:
@@ -118,8 +120,8 @@ class Profile:
     """Numbers that forward returns beside what a loss takes, and a step adds to it."""
     wide: bool = False
     """Its forward was read in fp32, since it does not run in 16 bits: the copies that it would make are not known."""
-    again: bool = False
-    """Its blocks are called more than once in a forward."""
+    calls: tuple[int, ...] = ()
+    """Numbers of its blocks in the order in which a forward calls them; empty: each once, in the order of the chain."""
     even: Profile | None = None
     """The same with as many rows for every expert, by which pipelines are cut; None: this one is."""
     unseen: str = ""
@@ -159,7 +161,7 @@ def block_flops(block: Block, seq_len: int) -> float:
     total = 0.0
     for op in block.ops:
         if isinstance(op, Matmul):
-            total += 2.0 * op.ins * op.gives
+            total += 2.0 * op.ins * op.made
         elif isinstance(op, Attention):
             total += op.rows * attention_flops(op, seq_len * op.reach)
     return total

@@ -87,8 +87,8 @@ class Recording:
     """Block -> elements of its input."""
     streams: dict[int, dict[Path, torch.Tensor]] = field(default_factory=dict)
     """Block -> its floating inputs but for the first, in its first call."""
-    again: bool = False
-    """A block was called more than once."""
+    calls: list[int] = field(default_factory=list)
+    """Blocks in the order in which they are called."""
     fed_apart: set[int] = field(default_factory=set)
     """Blocks that are trained and whose inputs have no gradient."""
     given_out: int = 0

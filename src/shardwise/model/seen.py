@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -81,7 +82,9 @@ def _of_blocks(
             tokens = tokens_of(batch)[1] / rows[-1]
             lifetimes, out = _step(copied, chosen, batch, dtype)
             runs.append(lifetimes)
-    found = courses_of(runs, rows, tokens, out)
+        blocks = enumerate(map(copied.get_submodule, chosen))
+        trained = {i: sum(p.nbytes for p in block.parameters() if p.requires_grad) for i, block in blocks}
+    found = courses_of(runs, rows, tokens, out, trained)
     return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
 
 
@@ -99,7 +102,8 @@ def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dt
         with ExitStack() as stack:
             for hook in _hooks(module, names, lifetimes, dtype):
                 stack.callback(hook.remove)
-            for context in (torch.enable_grad(), _Draws(), lifetimes):
+            keep = saved_tensors_hooks(lifetimes.keep, lambda kept: kept)
+            for context in (torch.enable_grad(), keep, _Draws(), lifetimes):
                 stack.enter_context(context)
             args, kwargs = inputs_of(module, batch, dtype)  # what is cast here is the step's
             output = module(*args, **kwargs)
@@ -117,13 +121,13 @@ def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dt
 
 def _hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetimes, dtype: torch.dtype) -> Iterator[Any]:
     def enter(index: int, block: nn.Module, *given: object) -> None:
-        lifetimes.enter(index)
-        if index == 0:
-            lifetimes.watch(BEFORE, [tensor for _, tensor in tensors_in(given)])
+        taken = [tensor for _, tensor in tensors_in(given)]
+        if not lifetimes.calls:
+            lifetimes.watch(BEFORE, taken)
+        lifetimes.call(index, taken)
 
     def leave(index: int, block: nn.Module, given: object, output: object) -> None:
-        lifetimes.enter(AFTER if index == len(names) - 1 else index)
-        lifetimes.watch(index, [tensor for _, tensor in tensors_in(output)])
+        lifetimes.leave(index == len(names) - 1, [tensor for _, tensor in tensors_in(output)])
 
     for index, name in enumerate(names):
         block = module.get_submodule(name)

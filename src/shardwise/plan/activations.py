@@ -143,7 +143,7 @@ def _shard(op: Pointwise, how: Saving) -> float:
 @lru_cache(maxsize=4096)
 def kept_outputs(block: Block, how: Saving) -> float:
     """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input."""
-    total = (block.width + block.beside) * how.residual / (how.tp if how.sequence else 1)
+    total = _kept_inputs(block, how)
     for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
@@ -176,7 +176,12 @@ def _kept(block: Block, mode: str, how: Saving) -> float:
         return ahead + saved_bytes(block, how)
     if mode == "ops":
         return ahead + kept_outputs(block, how)
-    return ahead + (block.width + block.beside) * how.residual / (how.tp if how.sequence else 1)
+    return ahead + _kept_inputs(block, how)
+
+
+def _kept_inputs(block: Block, how: Saving) -> float:
+    """Bytes per token of what all calls of a block are given."""
+    return (block.width + block.beside) * block.calls * how.residual / (how.tp if how.sequence else 1)
 
 
 def kept_in(stage: Stage, plan: Plan, how: Saving) -> float:
@@ -194,10 +199,10 @@ def again_in(stage: Stage, plan: Plan, how: Saving) -> float:
     Those behind it have given back what they kept; of activations on the host that took no room.
     """
     if len(stage.counts) < 2 or plan.offload.activations:
-        return max((saved_bytes(block, how) for block, _ in stage.counts), default=0.0)
+        return max((saved_bytes(block, how) / block.calls for block, _ in stage.counts), default=0.0)
     most = behind = 0.0
     for n, block in reversed([*enumerate(stage.blocks, start=stage.start)]):
-        most = max(most, saved_bytes(block, how) - behind)
+        most = max(most, saved_bytes(block, how) / block.calls - behind)
         behind += kept_bytes(block, n, plan, how)
     return most
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division
-from shardwise.plan.engines import is_replicated
+from shardwise.plan.engines import is_replicated, uses_fully_shard
 from shardwise.plan.links import group_of, messages_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import reductions_of
@@ -92,9 +92,11 @@ class Wire:
 def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, stack: Stack) -> Wire:
     """Of the stages of a rank; experts that `ep` does not divide go with the rest of their block."""
     counts = [pair for stage in stages for pair in stage.counts]
-    inner = sum(division.dense(block) * count for block, count in counts)
     experts = sum(division.stage_experts(stage) for stage in stages)
-    ends = sum(division.stage_dense(stage) for stage in stages) - inner
+    ends = sum(division.stage_dense(stage) for stage in stages) - sum(division.dense(b) * n for b, n in counts)
+    if uses_fully_shard(division.plan):  # each call gathers and reduces
+        counts = [(block, count * block.calls) for block, count in counts]
+    inner = sum(division.dense(block) * count for block, count in counts)
     products = sum(len(tuple(block.matmuls)) * count for block, count in counts)
     blocks, routed = sum(count for _, count in counts), sum(count for block, count in counts if block.expert_params)
     apart = division.plan.axes.ep > 1

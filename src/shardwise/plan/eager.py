@@ -84,8 +84,8 @@ def spread_of(block: Block) -> float:
 
 @lru_cache(maxsize=4096)
 def kept_by(block: Block, local: Local) -> float:
-    """Bytes per token that a block keeps for its backward pass."""
-    return sum(kept_op(op, local) for op in block.ops[block.ahead :])
+    """Bytes per token that a block keeps for its backward pass, of one call."""
+    return sum(kept_op(op, local) for op in block.ops[block.ahead :]) / block.calls
 
 
 @lru_cache(maxsize=4096)
@@ -219,22 +219,23 @@ def _before_last_product(block: Block) -> tuple[Pointwise | None, Matmul | None]
 
 @lru_cache(maxsize=4096)
 def outputs_of(block: Block, local: Local) -> tuple[float, float]:
-    """Per-operator recompute: bytes per token kept, and those of them that backward has twice or has used up."""
+    """Per-operator recompute: bytes per token kept besides the stream, of one call.
+
+    And those of them that backward has twice or has used up.
+    """
     tp, sequence, _, width, *_ = local
-    stream = block.width * width / (tp if sequence else 1)
-    kept = used = stream
-    kept += block.beside * width
+    kept = used = 0.0
     for op in block.ops[block.ahead :]:
         if isinstance(op, Attention):
             share = (op.heads * op.v_dim * width + 4 * op.heads) * op.rows / tp
-            kept, used = kept + share, used + share
+            kept, used = kept + share + op.scores * width / tp, used + share
         elif isinstance(op, Matmul):
             share = op.gives * width / (tp if op.split == "column" else 1)
             kept += share
             used += share if op.name != "down" else 0.0
             if sequence and op.split == "row" and not op.experts:  # what is summed up and cut is kept besides
                 kept += share / tp
-    return kept, used
+    return kept / block.calls, used / block.calls
 
 
 @lru_cache(maxsize=4096)

@@ -270,7 +270,7 @@ class PipeRank(RankSizes):
         block, num_blocks = stage.blocks[-1], len(stage.blocks)
         head = self.trained(self.division.profile.head) * stage.last
         found: list[tuple[str, Terms]] = []
-        if stage.last:
+        if stage.last and not course_of(self.division.profile.head, self.local):  # else see `in_head`
             logits = self.logit() * (self.width - max(self.width, 4.0))
             found.append(("head", {**last, "gradients": head * self.width, "working": logits}))
         seen = course_of(block, self.local) or self.local_experts(block)

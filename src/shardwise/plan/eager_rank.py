@@ -54,17 +54,19 @@ class _Rank(RankSizes):
         pending = self.gradients if self.accumulates else 0.0
         several = self.engine and self.plan.zero >= 2 and self.plan.batch.micro_batches > 1
         left = self.last_reduced() * self.reduced_width if several else 0.0  # held of the micro-batch before
-        kept = [self.kept(index, block) for index, block in self.blocks]
+        kept = [self.kept_at(place) for place in range(len(self.chain))]
         fixed = {**self.base, "gathered": self.gathered(0), "gradients": pending + left}
         found = {"loss": {**fixed, "activations": sum(kept) + self.head(), "logits": self.logits()}}
         found |= self.ends(kept, pending, left)
         before = self.before(pending + left)
         found |= {**self.gathering(sum(kept[:-1]), before), **self.first_gathering(before)}
-        last = len(self.blocks) - 1
+        last = len(self.chain) - 1
         for place in self.places():
             name = "last block" if place == last else "first block" if place == 0 else "middle blocks"
-            block = self.blocks[place][1]
-            held_back = left if len(self.apart_behind(place)) == last - place else 0.0  # nothing is reduced yet
+            block = self.chain[place][1]
+            held_back = (
+                left if len(self.apart_behind(place)) == len(self.behind(place)) else 0.0
+            )  # nothing is reduced yet
             around = {name: self.at_block(place, held_back)}
             if self.local_experts(block) and course_of(block, self.local) is None:
                 around[f"experts of the {name}"] = self.behind_experts(place, held_back)
@@ -121,16 +123,16 @@ class _Rank(RankSizes):
 
         Its output, and where the last block has no backward pass its weights, which were gathered ahead for one.
         """
-        several, last = self.plan.batch.micro_batches > 1, self.blocks[-1][1]
+        several, last = self.plan.batch.micro_batches > 1, self.chain[-1][1]
         ahead = several and self.engine and self.plan.reshards and not (self.goes_back(last) or self.is_one_unit)
         sent = self.params(last) * self.width * (ahead and self.division.shards > 1)
         return {"gradients": gradients, "logits": self.logit() * self.width * several, "gathered ahead": sent}
 
     def gathering(self, kept: float, before: Terms) -> dict[str, Terms]:
         """When the last block's weights have come in the forward pass: as sent, and cut up; those before as sent."""
-        if not self.engine or self.division.shards == 1 or len(self.blocks) < 2:
+        if not self.engine or self.division.shards == 1 or len(self.chain) < 2:
             return {}
-        last, other = (self.params(block) * self.width for _, block in (self.blocks[-1], self.blocks[-2]))
+        last, other = (self.params(block) * self.width for _, block in (self.chain[-1], self.chain[-2]))
         gathered = self.gathered(0) + last + other
         if not self.plan.reshards:  # they come once, before the first gradients
             return {"gathering": {**self.base, "gathered": gathered, "activations": kept}}
@@ -168,11 +170,11 @@ class _Rank(RankSizes):
 
     def places(self) -> list[int]:
         """Of the blocks of which one may need most: the ends of the chain, and of each run of equal blocks."""
-        return sorted({*self.edges(self.blocks), max(0, len(self.blocks) - 2)})
+        return sorted({*self.edges(self.chain), max(0, len(self.chain) - 2)})
 
     def ends(self, kept: Sequence[float], pending: float, left: float) -> Mapping[str, Terms]:
         """Moments outside the backward pass of the blocks, of a module whose step was seen."""
-        (index, last), head = self.blocks[-1], self.division.profile.head
+        (index, last), head = self.chain[-1], self.division.profile.head
         found: dict[str, Terms] = {}
         fixed = {**self.base, "gradients": pending + left}
         passes = not (is_recomputed(index, self.plan) and self.goes_back(last))
@@ -211,7 +213,7 @@ class _Rank(RankSizes):
 
     def at_block(self, place: int, left: float) -> Terms:
         """While the block at this place of the rank's runs backward; those behind it are done."""
-        index, block = self.blocks[place]
+        index, block = self.chain[place]
         again, course, worst = self.again(index, block), course_of(block, self.local), None
         row = self.row(block)
         end = AT_END * self.stream(block) - self.kept_whole(block)
@@ -242,38 +244,38 @@ class _Rank(RankSizes):
 
     def reduced(self, place: int) -> Terms:
         """When a block's gradients are summed over replicas: whole in fp32, before and after."""
-        index, block = self.blocks[place]
+        index, block = self.chain[place]
         if not self.engine or self.sums_first or (self.accumulates and not self.plan.zero) or block.apart:
             return {}
         own = self.summed(block)
         if self.plan.zero:
             return self.scattered(place, own)
         terms = self.gradients_at(place, 0.0, Held(gradients=own))
-        behind = self.summed(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
+        behind = self.summed(self.chain[place + 1][1]) if place + 1 < len(self.chain) else 0.0
         terms["gradients"] += (2 * own - behind) * self.reduced_width  # that of the block behind is given back
-        return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept(index, block)}
+        return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept_at(place)}
 
     def scattered(self, place: int, own: float) -> Terms:
         """When a block's gradients are summed and sharded: whole as they are sent, in gloo's copy, and a shard of them.
 
         Those that autograd gave are freed, and the weights of the block before it have come in the place of its own.
         """
-        index, block = self.blocks[place]
-        behind = self.summed(self.blocks[place + 1][1]) if place + 1 < len(self.blocks) else 0.0
+        index, block = self.chain[place]
+        behind = self.summed(self.chain[place + 1][1]) if place + 1 < len(self.chain) else 0.0
         terms = self.gradients_at(place, 0.0, Held())
         terms["gradients"] += (2 * own - behind) * self.reduced_width + own / self.division.shards * self.reduced_width
-        working = self.stream(block) - self.kept(index, block)
+        working = self.stream(block) - self.kept_at(place)
         return terms | {"gathered": self.gathered(int(place > 0), place - 1), "working": working}
 
     def widened(self, place: int) -> Terms:
         """When the gradients of a block that has cast its weights come back into their type, the last of them."""
-        index, block = self.blocks[place]
+        index, block = self.chain[place]
         own, first = self.trained(block), self.row(block)
         terms = self.gradients_at(place, 0.0, Held())
         wide = first if self.accumulates else own
         terms["gradients"] += wide * self.own_width + (own if self.accumulates else first) * self.width
         left = self.gathered(1, place) - self.params(block) * self.width
-        return terms | {"gathered": left, "working": self.stream(block) - self.kept(index, block)}
+        return terms | {"gathered": left, "working": self.stream(block) - self.kept_at(place)}
 
     def widened_outside(self, pending: float) -> Terms:
         """The same of what is outside of blocks, which waits for the end of the backward pass; a table is the last."""
@@ -287,18 +289,19 @@ class _Rank(RankSizes):
 
     def gradients_at(self, place: int, left: float, held: Held) -> Terms:
         """Gradients and logits while the block at a place runs backward, or (-1) what is before all of them."""
-        done = sum(self.trained(b) for _, b in self.blocks[place + 1 :])
+        gone, begun = self.behind(place), self.begun(place)
+        done = sum(map(self.trained, gone))
         head = self.trained(self.division.profile.head) if self.is_last else 0.0
         new = (held.fresh if self.accumulates else head + held.gradients) * self.width
         if self.engine:
             new = (held.fresh if self.adds_up else head + held.gradients) * self.width + left
             if not self.accumulates:
-                reduced = sum(self.summed(b) for _, b in self.blocks[place + 1 :] if not b.apart)
+                reduced = sum(self.summed(b) for b in (*gone, *begun) if not b.apart)
                 new += reduced * self.own_width / (self.division.shards if self.plan.zero else 1)
             if not self.adds_up:
                 new += sum(map(self.trained, self.apart_behind(place))) * self.width
             given_back = self.sums_first and self.plan.zero  # what was summed, as it is reduced
-            next_one = self.blocks[place + 1][1] if done and not given_back else None
+            next_one = self.chain[place + 1][1] if done and not given_back else None
             behind = self.summed(next_one) if next_one and not next_one.apart else 0.0
             new += behind * self.reduced_width  # its reduction is held
         elif self.casts:
@@ -308,7 +311,7 @@ class _Rank(RankSizes):
         elif is_replicated(self.plan) and self.plan.batch.micro_batches == 2 and self.plan.communication.bucket_view:
             there = done + head + held.gradients - held.fresh  # the first one's are not, or lie in the buckets again
             new -= min(there * self.width, self.gradients / 2 - there * self.width)
-        new += self.tied(place < 0) * self.width
+        new += (self.tied(place < 0) + sum(map(self.trained, begun))) * self.width
         return {"gradients": new, "logits": self.logit() * self.width}
 
     def entered(self, place: int) -> float:
@@ -318,12 +321,12 @@ class _Rank(RankSizes):
         """
         if self.plan.recompute.mode == "ops":
             return 0.0
-        behind = self.blocks[place + 1 :]
+        behind = self.chain[place + 1 :]
         return sum(self.stream(b) for index, b in behind if self.local_experts(b) and is_recomputed(index, self.plan))
 
     def behind_experts(self, place: int, left: float) -> Terms:
         """When all experts of the block at this place have gone backward."""
-        index, block = self.blocks[place]
+        index, block = self.chain[place]
         row = self.row(block)
         fresh, working, used = self.in_experts(index, block)
         terms = self.gradients_at(place, left, Held(gradients=row, fresh=row))

@@ -70,6 +70,9 @@ class RankSizes:
         self.masters = division.owned(stages) * trained * 4.0 * pure
         """Bytes of the gradients that masters take."""
         self.blocks = [(stage.start + i, block) for stage in stages for i, block in enumerate(stage.blocks)]
+        calls = division.profile.calls if self.plan.axes.pp == 1 else ()
+        self.chain = [self.blocks[index] for index in calls] or self.blocks
+        """Blocks in the order of their calls: one that is called again comes again."""
         sizes = {block: self.params(block) for block in {block for _, block in self.blocks}}
         self.inner = sum(sizes[block] for _, block in self.blocks)
         self.largest = max(sizes.values(), default=0.0)
@@ -138,16 +141,30 @@ class RankSizes:
             return 0.0
         if not self.plan.reshards or self.is_one_unit:  # the root stays
             several = self.plan.batch.micro_batches > 2 and not self.plan.reshards  # they stay, beside all gradients
-            behind = 0.0 if place is None or several else sum(self.params(b) for _, b in self.blocks[place + 1 :])
+            behind = 0.0 if place is None or several else sum(map(self.params, self.behind(place)))
             return (self.inner + self.outside - behind) * self.width
         if place is None:
             return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
-        here = [block for _, block in self.blocks[max(0, place + 1 - ahead) : place + 1]]
+        here = [block for _, block in dict.fromkeys(self.chain[max(0, place + 1 - ahead) : place + 1])]
         return (self.outside + sum(map(self.params, (*here, *self.apart_behind(place))))) * self.width
 
     def apart_behind(self, place: int) -> list[Block]:
         """Blocks behind a place whose gradients wait for the end of the backward pass, and their weights with them."""
-        return [block for _, block in self.blocks[place + 1 :] if block.apart]
+        return [block for block in self.behind(place) if block.apart]
+
+    def behind(self, place: int) -> list[Block]:
+        """Blocks that have gone backward when the call at a place does: that are not called at it, or before."""
+        if self.chain is self.blocks:
+            return [block for _, block in self.blocks[place + 1 :]]
+        ahead = set(self.chain[: place + 1])
+        return [each[1] for each in self.blocks if each not in ahead]
+
+    def begun(self, place: int) -> list[Block]:
+        """Blocks of which a call is behind the place, and one is not: autograd keeps what these gave so far."""
+        if self.chain is self.blocks:
+            return []
+        ahead = set(self.chain[: place + 1])
+        return [each[1] for each in dict.fromkeys(self.chain[place + 1 :]) if each in ahead]
 
     def cast(self, place: int | None) -> float:
         """Bytes of weights in the compute type where one process casts them: what backward passes will need.
@@ -155,10 +172,10 @@ class RankSizes:
         A recomputed block casts its own again. `place`: the block at work in the backward pass; None: none is yet.
         """
         if place is None:
-            kept = [block for index, block in self.blocks if self.keeps_cast(index, block)]
+            kept = [block for index, block in self.chain if self.keeps_cast(index, block)]
             return (sum(map(self.used, kept)) + self.used(self.division.profile.head)) * self.width
-        ahead = [block for index, block in self.blocks[: place + 1] if self.keeps_cast(index, block)]
-        here = [block for index, block in self.blocks[place : place + 1] if is_recomputed(index, self.plan)]
+        ahead = [block for index, block in self.chain[: place + 1] if self.keeps_cast(index, block)]
+        here = [block for index, block in self.chain[place : place + 1] if is_recomputed(index, self.plan)]
         return sum(map(self.used, (*ahead, *here))) * self.width
 
     def keeps_cast(self, index: int, block: Block) -> bool:
@@ -175,25 +192,39 @@ class RankSizes:
         return block.width * self.width * self.tokens / (self.local.tp if self.local.sequence else 1)
 
     def kept(self, index: int, block: Block) -> float:
-        """Bytes that a block keeps of one micro-batch."""
-        ahead = self.kept_ahead(block)
+        """Bytes that a block keeps of one micro-batch, in one call, with what is kept ahead of it."""
         whole = self.kept_whole(block)
         if not whole or not is_recomputed(index, self.plan):  # nothing: it is frozen, and has no backward pass
-            return ahead + whole
-        if self.plan.recompute.mode == "ops":
-            return ahead + outputs_of(block, self.local)[0] * self.tokens
-        return ahead + self.stream(block) + block.beside * self.width * self.tokens
+            return self.kept_ahead(block) + whole
+        outputs = outputs_of(block, self.local)[0] * self.tokens if self.plan.recompute.mode == "ops" else 0.0
+        return self.kept_ahead(block, recomputed=True) + self.left(block) + outputs
+
+    def left(self, block: Block) -> float:
+        """Bytes of what a recomputed block hands on, and of what is kept behind it; if it was not seen, its inputs."""
+        if course := course_of(block, self.local):
+            return course.left.size(self.tokens)
+        return self.stream(block) + block.beside * self.width * self.tokens
+
+    def kept_at(self, place: int) -> float:
+        """The same of the call at a place of the chain: only the first keeps what runs ahead of it."""
+        index, block = self.chain[place]
+        if place == 0 or index != self.chain[0][0]:
+            return self.kept(index, block)
+        recomputed = self.kept_whole(block) > 0 and is_recomputed(index, self.plan)
+        return self.kept(index, block) - self.kept_ahead(block, recomputed)
 
     def kept_whole(self, block: Block) -> float:
         """Without recompute."""
         course = course_of(block, self.local)
         return course.kept.size(self.tokens) if course else kept_by(block, self.local) * self.tokens
 
-    def kept_ahead(self, block: Block) -> float:
-        """Of what runs before the first block."""
+    def kept_ahead(self, block: Block, recomputed: bool = False) -> float:
+        """Of what runs before the first block; where that is recomputed, what it is given too."""
         if not (block.ahead or block.courses_ahead):
             return 0.0
         course = course_ahead(block, self.local)
+        if course and recomputed:
+            return course.left.size(self.tokens)
         return course.kept.size(self.tokens) if course else kept_ahead(block, self.local) * self.tokens
 
     def again(self, index: int, block: Block) -> float:
@@ -203,9 +234,11 @@ class RankSizes:
         whole = self.kept_whole(block)
         if not whole:
             return 0.0
+        course = course_of(block, self.local)
+        there = course.left.size(self.tokens) if course else self.stream(block)
         if self.plan.recompute.mode == "ops":
-            return max(0.0, whole - outputs_of(block, self.local)[1] * self.tokens)
-        return whole - self.stream(block)
+            return max(0.0, whole - there - outputs_of(block, self.local)[1] * self.tokens)
+        return whole - there
 
     def edges(self, blocks: Sequence[tuple[int, Block]]) -> list[int]:
         """Places of the blocks of a chain that are its ends, or unlike a neighbour, or recomputed where that is not."""
@@ -219,8 +252,7 @@ class RankSizes:
             return ()
         if not is_recomputed(index, self.plan) or self.plan.recompute.mode == "ops":
             return course.backward
-        out = (block.width + block.beside) * self.width  # the last operation of each stream is not run again
-        return (*course.backward, *(held._replace(per_token=held.per_token - out) for held in course.forward))
+        return (*course.backward, *course.again)
 
     def head(self) -> float:
         """Bytes that the last norm and the head keep of one micro-batch, without logits."""

@@ -122,7 +122,7 @@ def counted_flops(block: Block, seq_len: int) -> float:
     total = 0.0
     for op in block.ops:
         if isinstance(op, Matmul):
-            total += 2.0 * op.ins * op.gives
+            total += 2.0 * op.ins * op.made
         elif isinstance(op, Attention):
             total += 2.0 * op.rows * op.heads * (op.qk_dim + op.v_dim) * seq_len * op.reach
     return total
