@@ -5,12 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.batchnorm import BatchNorm
@@ -21,6 +19,7 @@ from shardwise.parallel.torch_private import empty_as
 from shardwise.train.batches import Batches
 from shardwise.train.ema import Ema
 from shardwise.train.extra_state import ExtraState
+from shardwise.train.given import check_given
 from shardwise.train.group_values import GroupValues
 from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
@@ -97,10 +96,7 @@ class TrainState:
         seed: int | None = None,
     ) -> None:
         """See the class."""
-        _check_micro_batches(placed, batches)
-        _check_schedule(schedule)
-        if ema is not None and not isinstance(ema, Ema):
-            raise UsageError(f"TrainState: ema: found {ema!r}; needed an average: shardwise.Ema(placed, decay=0.999)")
+        check_given(placed, batches, schedule, ema)
         self.placed = placed
         self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
         self.batches = batches
@@ -378,33 +374,3 @@ class TrainState:
 
 _SAVED = ("step", "skipped", "weight", "seed", "data", "loss_scale")
 """Scalars that every save of a `TrainState` has."""
-_POSITION = ("state_dict", "load_state_dict")
-
-
-def _check_schedule(schedule: object) -> None:
-    """A scheduler of torch sets rates itself, when it is stepped."""
-    if schedule is not None and not callable(schedule):
-        raise UsageError(
-            f"TrainState: schedule: found {type(schedule).__name__}; needed a function from the step to a factor of "
-            "the rate, as warmup_cosine(100, 1000); a scheduler of torch is stepped in the loop, and kept by "
-            "state.keep(scheduler=scheduler)"
-        )
-
-
-def _check_micro_batches(placed: Placed, batches: object) -> None:
-    """A loader that was given a number in place of the plan's batch knows nothing of its micro-batches."""
-    is_scheduler = isinstance(batches, LRScheduler)
-    if batches is not None and (is_scheduler or not all(map(partial(hasattr, batches), _POSITION))):
-        raise UsageError(
-            f"TrainState: found batches of type {type(batches).__name__}, which cannot say where it is; "
-            "needed: shardwise.loader(dataset, ...), or None, with make_step fed by hand"
-            + ("; keep a scheduler of torch by state.keep(scheduler=scheduler)" if is_scheduler else "")
-        )
-    if not isinstance(batches, Batches):
-        return
-    planned, cut = placed.plan.batch.micro_batches, batches.spec.micro_batches
-    if planned != cut:
-        raise UsageError(
-            f"TrainState: the loader cuts a step into {cut} micro-batches per rank, and the plan `{placed.plan}` needs "
-            f"{planned}; give the loader the plan's own: loader(dataset, plan.batch, mesh, global_size=...)"
-        )
