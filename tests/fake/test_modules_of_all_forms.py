@@ -196,6 +196,7 @@ def test_each_call_keeps_its_inputs_and_is_gathered() -> None:
         (Generator, "dp1 / mb2 / recompute=blocks", 64),  # what a block hands on is not of its input's size
         (partial(Words, Written), "fsdp2 / recompute=ops", 64),  # scores are results of products
         (frozen_table, "dp1 / mb2 / recompute=blocks", 64),  # inputs that nothing else keeps
+        (TwoTowers, "fsdp4", 3),  # the last block's weights are there while a loss within goes backward
         (TwoTowers, "pp2 / 1f1b mb4", 3),  # gradients of a large head are not all there at its largest moment
     ],
 )

@@ -194,6 +194,8 @@ class _Rank(RankSizes):
                 terms = {**found["head"], "logits": self.logit() * self.width, "working": held.size(self.tokens)}
                 new = held.fresh if self.accumulates and not self.engine and not self.casts else held.gradients
                 terms |= {"gradients": pending + left + new * self.width, "activations": sum(kept)}
+                if self.engine:  # the last block's weights come as soon as the output has a gradient
+                    terms["gathered"] = self.gathered(1, len(self.chain) - 1)
                 found["head"] = larger(found["head"], terms)
         if course := course_ahead(self.blocks[0][1], self.local):
             for held in course.backward:
