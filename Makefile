@@ -37,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=25 tests
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=25 tests
 
 soak: $(STAMP)
 	SHARDWISE_SOAK=200 $(BIN)/python -m pytest -q tests
