@@ -196,7 +196,8 @@ def near_the_trace(made: Callable[[], nn.Module], plan: str, seq: int, batch: in
         assert abs(closed.allocated / traced.peak - 1) <= within, (rank, closed, traced)
 
 
-@pytest.mark.parametrize("plan", ["pp2 / interleaved mb4", "pp2 / looped-bfs mb4 / bf16", "dp1 / recompute=blocks"])
+@pytest.mark.share(3)
+@pytest.mark.parametrize("plan", ["pp2 / looped-bfs mb4 / bf16", "pp2 / interleaved mb4", "dp1 / recompute=blocks"])
 def test_frozen_blocks_keep_nothing_but_in_later_stages(plan: str) -> None:
     near_the_trace(HalfFrozen, plan, 64)
 
