@@ -19,7 +19,7 @@ from shardwise.testing import fake_world
 PLAN, ROWS = sw.Plan(), 8
 
 
-class Named(UserDict):  # type: ignore[type-arg]
+class Named(UserDict):
     """A batch as collators of transformers give it."""
 
 
@@ -51,22 +51,22 @@ def torchs(mesh: sw.Mesh) -> tuple[sw.Placed, torch.optim.Optimizer, StepLR]:
 
 
 def a_scheduler_as_batches(mesh: sw.Mesh) -> None:
-    sw.TrainState(*torchs(mesh))  # type: ignore[arg-type]
+    sw.TrainState(*torchs(mesh))
 
 
 def a_scheduler_as_schedule(mesh: sw.Mesh) -> None:
     placed, optimizer, scheduler = torchs(mesh)
-    sw.TrainState(placed, optimizer, schedule=scheduler)  # type: ignore[arg-type]
+    sw.TrainState(placed, optimizer, schedule=scheduler)
 
 
 def steps_without_epochs(mesh: sw.Mesh) -> None:
     placed = placed_on(mesh)
     data = sw.loader(Samples(), 4, mesh)
-    next(sw.steps(sw.TrainState(placed, sw.sgd(placed, lr=0.1), data), loss_fn, until=data.num_steps))  # type: ignore[arg-type]
+    next(sw.steps(sw.TrainState(placed, sw.sgd(placed, lr=0.1), data), loss_fn, until=data.num_steps))
 
 
 def a_module_that_is_loaded(mesh: sw.Mesh) -> None:
-    sw.Store("nothing").load_latest(placed_on(mesh))  # type: ignore[arg-type]
+    sw.Store("nothing").load_latest(placed_on(mesh))
 
 
 def two_that_set_rates(mesh: sw.Mesh) -> None:
@@ -78,17 +78,17 @@ def two_that_set_rates(mesh: sw.Mesh) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[sw.Mesh], Any], str]] = {
-    "parameters": (lambda mesh: sw.adamw(placed_on(mesh).parameters(), 0.1), "what apply.. gave: found .*iterator"),  # type: ignore[arg-type]
-    "module": (lambda mesh: sw.lion(placed_on(mesh).module, 0.1), "found Linear, needed `adamw.placed, lr="),  # type: ignore[arg-type]
+    "parameters": (lambda mesh: sw.adamw(placed_on(mesh).parameters(), 0.1), "what apply.. gave: found .*iterator"),
+    "module": (lambda mesh: sw.lion(placed_on(mesh).module, 0.1), "found Linear, needed `adamw.placed, lr="),
     "batches": (a_scheduler_as_batches, "batches of type StepLR.*state.keep.scheduler=scheduler"),
     "schedule": (a_scheduler_as_schedule, "schedule: found StepLR; needed a function from the step"),
     "both": (two_that_set_rates, "found the learning rate 0.*needed 0.05, which the schedule had set"),
-    "factors": (lambda mesh: sw.Losses(loss_fn, weights={"main": 0.5}), "weights of 'main': found 0.5.*factors="),  # type: ignore[arg-type]
+    "factors": (lambda mesh: sw.Losses(loss_fn, weights={"main": 0.5}), "weights of 'main': found 0.5.*factors="),
     "until": (steps_without_epochs, "until: found None.*where it is given `epochs=`"),
     "save": (
         lambda mesh: sw.Store("nothing").save(placed_on(mesh).module),
         "saves and loads a TrainState: found Linear",
-    ),  # type: ignore[arg-type]
+    ),
     "load": (a_module_that_is_loaded, "saves and loads a TrainState: found Placed"),
     "detached": (lambda mesh: stepped(mesh, lambda y, _: y.detach().mean()), "no gradient: found one from which"),
     "none": (lambda mesh: stepped(mesh, loss_fn, []), "was given an empty list"),

@@ -51,7 +51,8 @@ def refuse_copies_and_loads(placed: Placed) -> None:
     refuse_copies(placed)
     for part in placed.parts:
         check = partial(_check_loaded, placed.pipeline is not None)
-        part.root.register_load_state_dict_pre_hook(check)  # type: ignore[no-untyped-call]  # torch has no types here
+        root: Any = part.root  # torch has no types for this hook
+        root.register_load_state_dict_pre_hook(check)
 
 
 def _check_loaded(is_stage: bool, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
