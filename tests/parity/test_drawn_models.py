@@ -18,7 +18,7 @@ from tests.parity.drawn_models import MODELS, Case, draw, run_cases
 
 SOAK = int(os.environ.get("SHARDWISE_SOAK", "0"))
 PER_JOB = 8 if SOAK else 4
-WORLDS = (1, 2, 2, 4) * (24 if SOAK else 1)
+WORLDS = (1, 2, 2, 4) * (36 if SOAK else 1)
 """World sizes of the jobs."""
 FIRST_SEED = Random().randrange(10**6) if SOAK else 0
 TOLERANCE = 1e-11
