@@ -14,8 +14,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.agree import Peers
-from shardwise.checkpoint.agreeing import agreed
 from shardwise.checkpoint.drawn import gathered, stored
+from shardwise.checkpoint.scalars import agreed
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.testing import World
 

@@ -17,10 +17,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.agree import Peers
-from shardwise.checkpoint.agreeing import agreed
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saving import number_of
+from shardwise.checkpoint.scalars import agreed
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
 from shardwise.train.group_values import GroupValues

@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 from shardwise.checkpoint.agree import Peers
-from shardwise.checkpoint.agreeing import MEMBERS, OF_STAGE, members_of, united
 from shardwise.checkpoint.format import same
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saveable import Grouping, Saveable
+from shardwise.checkpoint.scalars import MEMBERS, OF_STAGE, members_of, united
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import MATHS, Plan
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.agree import Peers, late_told
-from shardwise.checkpoint.agreeing import agreed, members_of
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
@@ -41,6 +40,7 @@ from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
 from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of
+from shardwise.checkpoint.scalars import agreed, members_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
 from shardwise.errors import CheckpointError

@@ -126,11 +126,9 @@ def stage_costs(work: Work, again: Upto, marks: Sequence[bool], cut: Iterable[Cu
     `again`: as in `rank_works`; `marks`: which blocks are recomputed, whose gradients of weights come with those of
     their inputs; `loss`: seconds of the cross entropy, each way.
     """
-    weights = accumulate(
-        (0.0 if on else after - before for on, (before, after) in zip(marks, pairwise(work.weights), strict=True)),
-        initial=0.0,
-    )
-    grads, (*places,) = tuple(weights), sorted(each for stages, *_ in cut for each in stages)
+    weights = zip(marks, pairwise(work.weights), strict=True)
+    grads = tuple(accumulate((0.0 if on else after - before for on, (before, after) in weights), initial=0.0))
+    places = sorted(each for stages, *_ in cut for each in stages)
 
     def of_stages(upto: Upto, more: float) -> list[float]:
         sums = [upto[end] - upto[start] for start, end in places]
