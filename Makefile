@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The stamp is newer than what it was made from, or the install runs again. Nothing else triggers it.
 STAMP := $(VENV)/.installed
+# Which third of the long tests `make test` runs: the commit decides, or whoever sets 0, 1 or 2.
+SHARDWISE_TURN ?= $(shell git rev-parse --quiet --verify HEAD 2>/dev/null || echo 0)
 # Every process that a test starts would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -12,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    install, train the reference decoder for about a minute, say where the results are"
-	@echo "make test    install, run the tests that run at every change"
+	@echo "make test    install, run the tests that run at every change; of the long ones a third ([SHARDWISE_TURN=0])"
 	@echo "make check   format, lint, types, the shape of the package"
 	@echo "make bench   step time and start-up beside plain torch, pipelines beside their simulation, checkpoints beside torch's, training beside faults; rewrites docs/benchmarks.md, docs/pipeline.md, docs/checkpoints.md, docs/recovery.md"
 	@echo "make accuracy [ROWS=file.csv] [OUT=accuracy.json]   the planner against published measurements"
@@ -37,7 +39,7 @@ demo: $(STAMP)
 	$(BIN)/shardwise train
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=25 tests
+	SHARDWISE_TURN=$(SHARDWISE_TURN) $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=25 tests
 
 soak: $(STAMP)
 	SHARDWISE_SOAK=200 $(BIN)/python -m pytest -q tests

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-PURE = Path(__file__).parent / "pure"
+ROOT = Path(__file__).parent
+PURE = ROOT / "pure"
+TURNS = 3
 # Two tests run side by side on two cores: a process with a thread per core spends its time waiting for its own threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -34,12 +36,27 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make soak` runs what would take too long for every change: `soak`, and the rest of each `share`."""
+    """`make soak` runs what would take too long for every change: `soak`, and the rest of each `share`.
+
+    `make test` runs a third of the long tests, which third the commit decides; `pytest` by itself runs them all.
+    """
     if os.environ.get("SHARDWISE_SOAK"):
         return
     for item in items:
         if item.get_closest_marker("soak") or not is_in_share(item):
             item.add_marker(pytest.mark.skip(reason="`make soak` runs it"))
+    if commit := os.environ.get("SHARDWISE_TURN"):
+        wait_for_turn(items, int(commit, 16) % TURNS)
+
+
+def wait_for_turn(items: list[pytest.Item], turn: int) -> None:
+    """Leave the long tests of other turns out."""
+    lines = (ROOT / "long.txt").read_text(encoding="utf-8").splitlines()
+    turns = {line: place % TURNS for place, line in enumerate(line for line in lines if not line.startswith("#"))}
+    for item in items:
+        own = turns.get(item.nodeid.removeprefix("tests/"), turn)
+        if own != turn:
+            item.add_marker(pytest.mark.skip(reason=f"`make test SHARDWISE_TURN={own}` runs it, and `make soak`"))
 
 
 def is_in_share(item: pytest.Item) -> bool:
