@@ -31,13 +31,13 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index], apart=apart, calls=calls)
         chain.append(alike.setdefault(tuple(vars(block).values()), block))
     head, tied = _head(recording, owners)
-    products = [op for op in head.ops if isinstance(op, Matmul)]
+    products = head.matmuls
     outputs = ceil(recording.given_out / recording.tokens)
     vocab, dim = (products[-1].outs, products[-1].ins) if tied else (outputs, ceil(chain[-1].width))
     total = sum(map(math.prod, recording.shapes.values()))
     rest = sum(block.params for block in chain) + head.params - (vocab * dim if tied else 0)
     before = {name: math.prod(shape) for name, shape in recording.shapes.items() if owners[name] == BEFORE}
-    attentions = [op for block in chain for op in block.ops if isinstance(op, Attention)]
+    attentions = [op for block in chain for op in block.attentions]
     experts = [op for block in chain for op in block.matmuls if op.experts]
     return Profile(
         name=title,

@@ -57,10 +57,15 @@ class Block:
         """All parameters."""
         return self.small + sum(op.params for op in self.matmuls)
 
-    @property
-    def matmuls(self) -> Iterator[Matmul]:
+    @cached_property
+    def matmuls(self) -> tuple[Matmul, ...]:
         """Its products."""
-        return (op for op in self.ops if isinstance(op, Matmul))
+        return tuple(op for op in self.ops if isinstance(op, Matmul))
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Its attention over positions."""
+        return tuple(op for op in self.ops if isinstance(op, Attention))
 
     @cached_property
     def met_params(self) -> int:

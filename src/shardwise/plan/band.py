@@ -9,7 +9,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from shardwise.model.ops import Attention
 from shardwise.model.profile import Profile
 from shardwise.plan.plan import Plan
 
@@ -93,7 +92,7 @@ def likeness(plan: Plan, profile: Profile) -> str:
     text = f"published runs laid out as this plan is ({kind}): {'; '.join(said)}"
     others = ", ".join(f"{what} {_halves(_band(entry))}" for what, entry in _table()["elsewhere"].items())
     text += f"; of sources outside the fit but for four constants: {others}"
-    if not any(isinstance(op, Attention) for block in profile.blocks for op in block.ops):
+    if not any(block.attentions for block in profile.blocks):
         text += "; none of them is of a model without attention"
     return text
 

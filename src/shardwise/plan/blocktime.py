@@ -254,8 +254,7 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
         shards = setting.launch * _casts(block)
     picks = (setting.product_launch - setting.launch) * _products(block)
     biases = 0.0 if stack.fused else (setting.biased_launch - setting.product_launch) * _products(block, biased=True)
-    attention = [op for op in block.ops if isinstance(op, Attention)]
-    slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in attention)
+    slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in block.attentions)
     own, routed = (stack.block_host + stack.softmax_host * slow) * slower, routed * slower
     forward = setting.launch * kernels + picks + biases + own + routed + shards
     backward = setting.launch * 2 * kernels + 2 * picks + own * stack.backward_host + routed + 1.2 * shards
@@ -265,7 +264,7 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
 @lru_cache(maxsize=4096)
 def _products(block: Block, *, biased: bool = False) -> int:
     """Matrix products of its forward pass, each of one weight, or those with a bias; experts: `Stack.expert_host`."""
-    heads = next((op for op in block.ops if isinstance(op, Attention)), None)
+    heads = next(iter(block.attentions), None)
     gated = any(op.name == "swiglu" for op in block.ops)
     return sum(len(apart(op, heads, gated)) for op in block.matmuls if not op.experts and op.biased >= biased)
 
@@ -327,9 +326,7 @@ def _context(block: Block, shape: Shape, setting: Setting, idle: float) -> float
     group = group_of(setting.axes, "cp")
     tokens = shape[0] * shape[1] / cp
     total = 0.0
-    for op in block.ops:
-        if not isinstance(op, Attention):
-            continue
+    for op in block.attentions:
         share = setting.stack.network
         if setting.context == "ulysses":
             size = tokens * (op.heads + op.kv_heads) * (op.qk_dim + op.v_dim) * setting.width / setting.axes.tp

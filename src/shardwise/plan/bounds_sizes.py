@@ -55,6 +55,7 @@ class SizeBounds:
     _shared_kept: dict[tuple[object, ...], KeptBytes] = field(default_factory=dict)
     _core_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], list[Floor]] = field(default_factory=dict)
+    _floors_alike: dict[tuple[object, ...], Floor] = field(default_factory=dict)
     _hosted: dict[tuple[object, ...], float] = field(default_factory=dict)
     _around: dict[tuple[object, ...], float] = field(default_factory=dict)
     _of_batch: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class SizeBounds:
     def telling(self, pipe: Pipe, schedule: Schedule) -> tuple[int, ...]:
         """Ranks of a pipeline of which one needs most, often: the first, the one with most parameters, the last."""
         core, cut = pipe.core, cut_as(schedule)
-        key = (core.tp, core.cp, core.ep, pipe.pp, *cut)
+        key = (core.tp, core.ep, pipe.pp, *cut)
         if key not in self._telling:
             plan = Plan(axes=replace(core.axes, pp=pipe.pp), schedule=schedule)
             division = Division(self.space.profile, plan, self.space.workload, self.space.stack.cut)
@@ -238,29 +239,33 @@ class SizeBounds:
     ) -> list[Floor]:
         """Of each `zero`, the spread with most shards, which keeps least; none that the host has no room for.
 
-        And the one with fewest: a single shard is not gathered. Of them, those that no other is below.
+        And the one whose single shard is not gathered, if there is. Of them, those that no other is below.
         """
-        core, pipe, schedule = flow.pipe.core, flow.pipe, flow.schedule
-        several = pipe.micro_batches > 1
-        cut = (pipe.pp, several, schedule.stages, schedule.kind in V_SHAPED)
+        core, pipe = flow.pipe.core, flow.pipe
+        cut = (pipe.pp, pipe.micro_batches > 1, *cut_as(flow.schedule))
         key = (core.tp, core.cp, core.ep, core.precision, pipe.data, pipe.offloaded, *cut, ranks, refused)
         if key not in self._floors:
-            ends: dict[int, tuple[Spread, Spread]] = {}
-            for spread in (each for each in spreads(pipe) if each.zero not in refused):
-                few, many = ends.get(spread.zero, (spread, spread))
-                ends[spread.zero] = (
-                    min(few, spread, key=lambda each: each.dp_shard),
-                    max(many, spread, key=lambda each: each.dp_shard),
-                )
+            ends: dict[tuple[int, bool], Spread] = {}
+            for spread in spreads(pipe):
+                if spread.zero not in refused:
+                    single = spread.dp_shard * core.cp == 1
+                    most = ends.get((spread.zero, single), spread)
+                    ends[spread.zero, single] = max(most, spread, key=lambda each: each.dp_shard)
             self._floors[key] = _lowest(
                 self._floor(flow, spread, ranks)
-                for few, many in ends.values()
-                for spread in dict.fromkeys((few, many))
+                for spread in ends.values()
                 if not pipe.offloaded or self.hosted(flow, spread) <= self.host
             )
         return self._floors[key]
 
     def _floor(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> Floor:
+        core, pipe, eager = flow.pipe.core, flow.pipe, self.space.stack.eager
+        key = (states_as(flow, spread), ranks, pipe.offloaded, (core.cp, pipe.data) if eager else ())
+        if key not in self._floors_alike:
+            self._floors_alike[key] = self._floor_of(flow, spread, ranks)
+        return self._floors_alike[key]
+
+    def _floor_of(self, flow: Flow, spread: Spread, ranks: tuple[int, ...]) -> Floor:
         pipe, tables = flow.pipe, [self.states(flow, spread, rank) for rank in ranks]
         waiting = [self.of_batch(flow, spread, rank) for rank in ranks]
         tables = [(held, grads, ahead + more) for (held, grads, ahead), more in zip(tables, waiting, strict=True)]

@@ -92,7 +92,7 @@ def matrices(block: Block) -> tuple[Matrix, ...]:
     Experts are stacked along a third dim, and stepped by AdamW.
     """
     found: list[Matrix] = []
-    heads = next((op for op in block.ops if isinstance(op, Attention)), None)
+    heads = next(iter(block.attentions), None)
     gated = any(isinstance(op, Pointwise) and op.name == "swiglu" for op in block.ops)
     for op in block.matmuls:
         if op.experts or not op.own or not op.trained:

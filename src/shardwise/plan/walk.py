@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import count
 from typing import Any, Literal, get_args
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.bounds import Bounds
 from shardwise.plan.bounds_pipes import PipeSizes
+from shardwise.plan.cores import Queue, one_recipe, queues_of
 from shardwise.plan.families import (
     Core,
     Family,
@@ -30,7 +31,7 @@ from shardwise.plan.families import (
 )
 from shardwise.plan.hosting import host_share, on_host
 from shardwise.plan.memory import Memory, estimate_memory
-from shardwise.plan.plan import SCHEDULES, ZERO_BUBBLE, Axes, Float8, Float8Kind, Plan, Schedule, Zero
+from shardwise.plan.plan import ZERO_BUBBLE, Float8, Float8Kind, Plan, Schedule, Zero
 from shardwise.plan.repair import divisors
 from shardwise.plan.space import Space
 from shardwise.plan.timing import StepTime, estimate_time
@@ -38,9 +39,9 @@ from shardwise.plan.timing import StepTime, estimate_time
 Goal = Literal["time", "cost", "memory"]
 ALIKE = 0.002
 """Scores that differ by less, relatively, count as equal, and the simpler plan is preferred."""
-EXACT = 128
+EXACT = 32
 """Beyond so many devices, of blocks that are cut alike but for how context is exchanged, and for sequence and loss
-parallelism, only the fastest is followed."""
+parallelism, only the fastest is followed; and smaller micro-batches once larger ones have been."""
 ANY = -1
 """In place of a policy: a flow that still has the choice of all."""
 
@@ -108,6 +109,8 @@ class Walk:
         self._spreads: dict[Pipe, list[Spread]] = {}
         self._fitted: set[tuple[object, ...]] = set()
         self._others: dict[Core, tuple[Float8Kind, ...]] = {}
+        self._behind: dict[Core, Queue] = {}
+        """Of each core on the heap, those that are looked at when it is divided."""
         self._best: dict[tuple[int, ...], tuple[float, tuple[object, ...]]] = {}
         """Of each layout the least bucket of a candidate, and its `simplicity`; where one plan is asked for, of all."""
         self._is_for_one = False
@@ -128,6 +131,7 @@ class Walk:
                 ranked.setdefault(node.layout, node)
             elif isinstance(node, Core):
                 self._divide_core(node, set(ranked))
+                self._push_next(self._behind.pop(node))
             elif (layout := layout_of(pipe_of(node))) in ranked:
                 self.pruned["slower than its layout's best"] += 1
             elif self._best.get(self._rival(layout), (math.inf, ())) < (bucket, plain):
@@ -147,49 +151,40 @@ class Walk:
         refused: dict[str, int] = {}
         for world in worlds_of(self.space.cluster, self.goal):
             cores = list(self.space.cores(world, refused))
-            cores = self._one_recipe(cores) if self.space.has("fp8") else cores
-            for core in self._undominated(cores) if world > EXACT else filter(self._fits, cores):
-                seconds = 0.0 if self.goal == "memory" else self.bounds.fitting_time(core, self.limit)
-                self._push(core, seconds, self.bounds.core_size(core), world)
+            if self.space.has("fp8"):
+                self._others.update(found := one_recipe(self.space, cores))
+                cores = list(found)
+            queues = queues_of(cores) if world > EXACT else (iter([[core]]) for core in cores)
+            for queue in queues:
+                self._push_next(queue)
         self.pruned.update(refused)
+
+    def _push_next(self, queue: Queue) -> None:
+        """Put the next core of a queue that fits on the heap; where times decide on nothing, all of them."""
+        for alike in queue:
+            if core := self._best_of(alike):
+                seconds = 0.0 if self.goal == "memory" else self.bounds.fitting_time(core, self.limit)
+                self._push(core, seconds, self.bounds.core_size(core), core.world)
+                self._behind[core] = queue
+                if self.goal != "memory":
+                    return
+
+    def _best_of(self, alike: list[Core]) -> Core | None:
+        """Of cores that differ in what changes no size, or makes them smaller, the fastest that fits.
+
+        Of equal times the leanest; for the goal `memory` it alone, exchanging as the first kind does.
+        """
+        alike = sorted(alike, key=lambda core: (not core.sequence, not core.loss))
+        if not self._fits(alike[0]):
+            return None
+        if len(alike) > 1 and self.goal != "memory":
+            alike.sort(key=lambda core: _bucket(self.bounds.core_time(core)))
+        return next(filter(self._fits, alike))
 
     def _fits(self, core: Core) -> bool:
         fits = self.least.fits(core, self.limit)
         self.pruned["bound on memory"] += not fits
         return fits
-
-    def _one_recipe(self, cores: list[Core]) -> list[Core]:
-        """Of cores that differ in recipes of float8 that cost the same, one."""
-        groups: dict[tuple[bool, ...], list[Float8Kind]] = {}
-        for recipe in sorted({core.float8 for core in cores}):
-            groups.setdefault((recipe == "none", *self._compiled(recipe)), []).append(recipe)
-        firsts = {group[0]: tuple(group[1:]) for group in groups.values()}
-        kept = [core for core in cores if core.float8 in firsts]
-        self._others.update({core: firsts[core.float8] for core in kept if firsts[core.float8]})
-        return kept
-
-    def _compiled(self, recipe: Float8Kind) -> Iterator[bool]:
-        """Whether plans with a recipe are compiled, in all cases that decide on it."""
-        modes = {recompute.mode: recompute for recompute in self.space.recomputes}
-        for (pp, kind), cp, recompute in product([(1, "1f1b"), *product((2,), SCHEDULES)], (1, 2), modes.values()):
-            plan = Plan(axes=Axes(cp=cp, pp=pp), schedule=Schedule(kind=kind), recompute=recompute)
-            yield self.space.compiles(plan.with_(float8=Float8(recipe=recipe)))
-
-    def _undominated(self, cores: list[Core]) -> Iterator[Core]:
-        """Of cores that differ in the exchange of context, or in sequence and loss parallelism, the fastest.
-
-        The first changes no size; the second only makes sizes smaller, so that of equal times the leaner is kept.
-        """
-        alike: dict[tuple[object, ...], list[Core]] = {}
-        for core in cores:
-            alike.setdefault((core.tp, core.cp, core.ep, core.samples, core.precision, core.float8), []).append(core)
-        for group in alike.values():
-            group.sort(key=lambda core: (not core.sequence, not core.loss))
-            if not self._fits(group[0]):
-                continue
-            if self.goal != "memory":  # else times decide on nothing: the leanest, exchanging as the first kind does
-                group.sort(key=lambda core: _bucket(self.bounds.core_time(core)))
-            yield next(filter(self._fits, group))
 
     def _push(self, node: Family, seconds: float, size: float, world: int) -> None:
         """Put a node where the least that its plans can score belongs."""
