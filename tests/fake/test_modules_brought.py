@@ -19,9 +19,8 @@ from shardwise.model.course import Held
 from shardwise.model.describe import describe
 from shardwise.model.known import Known
 from shardwise.model.seen import added_to_loss, taken_by_loss
-from shardwise.model.stacks import blocks_of
+from shardwise.model.stacks import blocks_of, find_blocks
 from shardwise.model.torch_private import READ_NUMBER, fake_tensors, is_fake, with_values
-from shardwise.model.tracer import find_blocks
 from shardwise.plan.activations import kept_bytes, saved_bytes, saving_of
 from shardwise.plan.division import divide
 from shardwise.plan.memory import estimate_memory

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ModelError
-from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy, trace_chain
+from shardwise.model.stacks import find_blocks
+from shardwise.model.tracer import AFTER, BEFORE, Chain, meta_copy, trace_chain
 from shardwise.parallel.stage import Cut, PassThrough, Wiring
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
@@ -299,6 +300,22 @@ def test_tuples_between_blocks() -> None:
 
 
 # ---------------------------------------------------------------- find_blocks
+
+
+def test_unlike_layers_in_turns_are_the_blocks() -> None:
+    """Dense and sparse ones, not the experts of one, which not every rank calls; and not heads beside a body."""
+
+    def sparse() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 2))
+
+    layers = nn.ModuleList([nn.Linear(8, 8), sparse(), nn.Bilinear(8, 8, 8), sparse()])
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 8), "layers": layers, "head": nn.Linear(8, 9)})
+    assert find_blocks(model) == tuple(f"layers.{i}" for i in range(4))
+    heads = nn.ModuleList([nn.Linear(8, 2), nn.Bilinear(8, 8, 2)])
+    with pytest.raises(ModelError, match="no ModuleList of unlike ones"):
+        find_blocks(nn.ModuleDict({"body": nn.Linear(99, 99), "heads": heads}))
+    with pytest.raises(ModelError, match="no ModuleList of unlike ones"):
+        find_blocks(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(9, 9), nn.ReLU(), nn.Bilinear(9, 9, 9)])}))
 
 
 def test_find_blocks() -> None:

@@ -18,7 +18,7 @@ from shardwise.cli.hf import hf_findings
 from shardwise.diagnose.random_hf import check_name
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.model.hf_plan import DECLARED
-from shardwise.model.tracer import find_blocks
+from shardwise.model.stacks import find_blocks
 from shardwise.models.hf import hf_config, hf_factory
 from shardwise.models.hf_sizes import shrunk_config
 from shardwise.parallel.declared import declared_blocks

@@ -66,6 +66,29 @@ class Taught(nn.Module):
         return self.student(x) + self.teacher(x)
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.parts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(2, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(part(torch.tanh(self.up(x))) for part in self.parts)
+
+
+class Turns(nn.Module):
+    """Layers of two classes in turns: they are its blocks, not the equal parts of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Wide(), nn.Linear(WIDTH, WIDTH), Wide()])
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,6 +225,8 @@ def trained(
         (converted, squares, "dp2"),
         (Taught, squares, "dp2 / mb2"),
         (Chain, squares, "pp2 / 1f1b mb2"),
+        (Turns, squares, "pp2 / 1f1b mb2"),
+        (Turns, squares, "fsdp2 / recompute=blocks"),
         (counting, squares, "pp2 / gpipe mb1"),
         (Bootstrapped, squares, "fsdp2"),
         (watched, of_features, "dp2"),

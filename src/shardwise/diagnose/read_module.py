@@ -24,8 +24,8 @@ from shardwise.model.arguments import required_by
 from shardwise.model.describe import describe
 from shardwise.model.profile import Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.model.stacks import WHOLE, blocks_of
-from shardwise.model.tracer import copy_module, find_blocks, tensors_in
+from shardwise.model.stacks import WHOLE, blocks_of, find_blocks
+from shardwise.model.tracer import copy_module, tensors_in
 from shardwise.parallel.blocks import own_blocks, refuse_running_statistics
 from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place

@@ -33,9 +33,10 @@ from shardwise.model.ops import Attention
 from shardwise.model.profile import Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
 from shardwise.model.seen import added_to_loss, cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
+from shardwise.model.stacks import find_blocks
 from shardwise.model.standin import Attended, drop
 from shardwise.model.torch_private import TorchDispatchMode
-from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
+from shardwise.model.tracer import meta_copy, tensors_in
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FUSED = F.scaled_dot_product_attention

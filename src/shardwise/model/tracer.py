@@ -1,4 +1,4 @@
-"""`find_blocks` and `trace_chain`: what a module's forward does with its repeated blocks, found out and not believed.
+"""`trace_chain`: what a module's forward does with its repeated blocks, found out and not believed.
 
 A pipeline cuts a forward between two blocks. That is right only where the forward is a chain: each block once, in
 order, what one gives is what the next takes, and nothing reaches past it. `trace_chain` runs the module's own
@@ -7,7 +7,6 @@ forward once on the meta device, where tensors have shapes and no data, and foll
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ModelError
-from shardwise.findings import nearest
 from shardwise.model.copies import copy_module as copy_module
 from shardwise.model.copies import meta_copy as meta_copy
 from shardwise.model.copies import refuse_parameters as refuse_parameters
@@ -64,57 +61,6 @@ class Chain:
     def shared(self) -> dict[str, tuple[str, ...]]:
         """Parameters and buffers that more than one phase uses: tied or re-used."""
         return {name: phases for name, phases in self.phases.items() if len(phases) > 1}
-
-
-def find_blocks(module: nn.Module, pattern: str = "auto") -> tuple[str, ...]:
-    """Names of the repeated blocks of a module, in order.
-
-    Args:
-        module: on any device.
-        pattern: `layers.*`, where `*` stands for one part of a dotted name; or `auto`: the list, dict or sequence
-            of at least two modules of one class that holds the most parameters, the longest of such. Lists of lists
-            (stages of blocks) are looked into: what is never called is no block.
-
-    Raises:
-        ModelError: no module matches, or none looks repeated.
-
-    >>> find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    ('0', '1')
-    """
-    names = [name for name, _ in module.named_modules() if name]
-    if pattern != "auto":
-        expression = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-        found = tuple(name for name in names if expression.fullmatch(name))
-        if not found:
-            generic = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
-            raise ModelError(
-                f"find_blocks: blocks={pattern} matches no module of {type(module).__name__}, which has "
-                f"{len(names)} named modules; give a pattern with * for one part of a name: {nearest(pattern, generic)}"
-            )
-        return found
-    best: tuple[tuple[int, int], tuple[str, ...]] | None = None
-    for name, container in module.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            continue
-        children = list(container.named_children())
-        kinds: set[type[nn.Module]] = {type_before_parametrizations(child) for _, child in children}
-        if len(children) < 2 or len(kinds) > 1 or not all(is_called(child) for _, child in children):
-            continue
-        size = (sum(p.numel() for p in container.parameters()), len(children))
-        if size[0] and (best is None or size > best[0]):
-            best = size, tuple(f"{name}.{child}" if name else child for child, _ in children)
-    if best is None:
-        raise ModelError(
-            f"find_blocks: {type(module).__name__} has no ModuleList, ModuleDict or Sequential of two or more modules "
-            "of one class with parameters; put the repeated blocks in an nn.ModuleList, or name them: blocks=PATTERN",
-            row="module.no-blocks",
-        )
-    return best[1]
-
-
-def is_called(module: nn.Module) -> bool:
-    """Whether it has a forward, its class's or, as one that is compiled already, its own; a container has none."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: tuple[str, ...]) -> Chain:

@@ -18,7 +18,8 @@ from shardwise.errors import ModelError
 from shardwise.model.infer.groups import Model, find_groups
 from shardwise.model.infer.styles import Rule, choose
 from shardwise.model.nested import put
-from shardwise.model.tracer import find_blocks, meta_copy, tensors_in
+from shardwise.model.stacks import find_blocks
+from shardwise.model.tracer import meta_copy, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
