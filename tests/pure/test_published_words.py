@@ -39,6 +39,12 @@ def test_no_flash_attention_is_none() -> None:
     for said in ("no flash attention", "without FlashAttention", "flash attention off", "not using flash attention"):
         assert variant("core-8", **BARE | {"notes": said}).stack.attention == "unfused", said
     assert variant("core-8", **BARE | {"notes": "FlashAttention"}).stack.attention == "flash2"
+    fused = BARE | {"source": "Pax", "notes": "no flash attention"}
+    assert variant("core-8", **fused).stack.attention == "fused-softmax", "XLA fuses what is not one kernel"
+    usual = [
+        variant("core-8", **BARE | {"source": "NeMo", "date": date}).stack.attention for date in ("2024-04", "2024-09")
+    ]
+    assert usual == ["flash2", "flash3"], "kernels for Hopper are of July 2024"
 
 
 def test_a_graph_of_the_whole_step_takes_the_host_out() -> None:

@@ -25,6 +25,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ),
     (rf"bloom sizing|{_FORKS}", "megatron"),
     (r"torchtitan|torchao|pytorch/ao\b", "torchtitan"),
+    (r"automodel(?!.*(\bte\b|transformer[ -]?engine))", "fsdp2"),  # with these, its kernels are Megatron-Core's
     (r"nanotron|ultra-?scale|picotron", "nanotron"),
     (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp|fairscale|fairseq", "fsdp1"),
     (r"deepspeed|ml-engineering|colossal", "deepspeed"),
@@ -75,6 +76,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
     compiled = cells.compiled
+    if stack.attention == "unfused" and (compiled or name == "jax"):  # compilers fuse the softmax
+        stack = replace(stack, attention="fused-softmax")
     if compiled:
         stack = replace(stack, fused=True)
     elif name in ("torchtitan", "fsdp1", "eager") and (
@@ -140,6 +143,9 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
         cells.assume(f"stack {found}, as the row names a trainer only")
     if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp")):
         return megatron_era(cells)
+    if found == "fsdp2" and (cells.devices or 1) == 1:
+        cells.assume("stack eager, as nothing is sharded on one device")
+        return "eager"
     if found in ("fsdp", "fsdp2"):
         name = "torchtitan" if found == "fsdp2" else _torch_era(cells)
         cells.assume(f"stack {name}, by its date and layout")

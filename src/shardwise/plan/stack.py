@@ -67,6 +67,8 @@ class Stack:
     """fp8 and fp4 products keep their inputs in that dtype, not in the activations'."""
     keeps_products: float = 1.0
     """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
+    keeps_experts: bool = True
+    """It keeps those of experts; False: grouped products are not in its list, and run again."""
     fused_optimizer: bool = True
     """False: the update makes a temporary copy in fp32 of the parameters it updates."""
     fragmentation: float = 0.05
