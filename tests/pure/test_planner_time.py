@@ -284,7 +284,7 @@ def test_recompute_by_operator_runs_the_products_that_it_does_not_keep() -> None
         estimate_memory(experts, plan, work, stack=replace(stack, keeps_experts=keeps)).reserved
         for keeps in (False, True)
     ]
-    assert kept[0] < 0.7 * kept[1]
+    assert kept[0] < 0.8 * kept[1]
 
 
 def test_offloaded_activations_are_copied_while_nothing_computes() -> None:

@@ -277,6 +277,7 @@ def test_an_unknown_framework_shards_and_compiles_nothing_by_itself() -> None:
     [
         ({"activation_checkpoint": "✓"}, "blocks"),
         ({"activation_checkpoint": "yes (every layer)"}, "blocks"),
+        ({"activation_checkpoint": "minimal", "source": "MaxText"}, "ops"),
         ({"activation_checkpoint": "every 3 layers"}, "every"),
         ({"activation_checkpoint": "op-level SAC", "source": "torchtitan"}, "ops"),
         ({"activation_checkpoint": "selective", "source": "llm-foundry", "date": "2024-03"}, "every"),

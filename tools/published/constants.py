@@ -25,8 +25,9 @@ def tables() -> str:
         "### Devices",
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
-        "gb200, gb300 and mi300x, one value per device; h200 and gh200 compute as h100 does, b300 as gb300, being the "
-        "same silicon. Of the others they are estimates, after the nearest of these. `units` are its multiprocessors. "
+        "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
+        "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to. Of the others they "
+        "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
         "do not: llm-foundry's runs of 2,048 to 65,536 tokens.",

@@ -55,6 +55,12 @@ DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = 2.5
 """Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
+FUSED_LOSS = 6.0
+"""Bytes per logit of one kernel for the loss: logits and their gradient in 16 bits, and what is freed between them."""
+FOREACH = 2025.5
+"""Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
+TORCH = ("torchtitan", "fsdp1", "eager")
+"""Stacks whose blocks are those of PyTorch, as eager or compiled as the row says."""
 COMPILED_LOSS = 2025.4
 """Year from which torchtitan's compile takes in the loss, so that no fp32 copy of the logits is kept."""
 
@@ -80,10 +86,12 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, attention="fused-softmax")
     if compiled:
         stack = replace(stack, fused=True)
-    elif name in ("torchtitan", "fsdp1", "eager") and (
-        compiled is False or engine(cells) not in ("torchtitan", "fsdp1")
-    ):
+    elif name in TORCH and (compiled is False or engine(cells) not in ("torchtitan", "fsdp1")):
         stack = replace(stack, fused=False)
+    if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
+        stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
+    if name in TORCH and cells.year < FOREACH and cells.has(r"(hf|transformers|sft) ?trainer"):
+        stack = replace(stack, fused_optimizer=False)  # its AdamW goes over all parameters at once
     layers = offloaded_layers(cells)
     if layers is not None:
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
@@ -103,7 +111,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
 
 
 _SLICED = (
-    r"liger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|loss (works |computed )?in (\d+ )?chunks"
+    r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
+    r"loss (works |computed )?in (\d+ )?chunks"
 )
 """Words for a loss that never holds all logits."""
 GRAPHED = 1e-6
