@@ -363,3 +363,13 @@ def test_recompute_that_a_table_does_not_show_is_looked_for() -> None:
             "fsdp-1", **BARE | {"activation_checkpoint": "", "notes": f"recompute {said}"}
         ).infers_recompute, said
     assert not variant("fsdp-1", **BARE | {"activation_checkpoint": "full", "notes": "recompute"}).infers_recompute
+
+
+def test_what_a_peak_counts_and_of_which_rank() -> None:
+    def read(notes: str) -> tuple[str, str]:
+        row = variant("core-8", **ONE_NODE | {"zero_stage": "3", "notes": notes, "peak_mem_gib": "30"})
+        return row.memory_kind, row.memory_stage
+
+    assert read("peak is mem-max-allocated-bytes, logged by the last rank") == ("allocated", "last")
+    assert read("peak reserved 77.9 GB (allocated is in the memory column)") == ("allocated", "worst")
+    assert read("max reserved of rank 0") == ("reserved", "first")
