@@ -9,12 +9,13 @@ import pytest
 
 from shardwise.hardware.cluster import Link, Rates, load_cluster
 from shardwise.model.ops import Attention
-from shardwise.model.profile import profile_of
+from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.blocktime import _passes, crossing
 from shardwise.plan.kernels import TAIL, attention_kernel, attention_rate, attention_time, matmul_time, pointwise_time
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
+from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.stack import AttentionKernel, load_stack, stack_of
 from shardwise.plan.timing import estimate_time
@@ -253,6 +254,37 @@ def test_recompute_by_operator_costs_the_host_a_look_at_each() -> None:
         return estimate_time(small, one, Plan.parse(text), work).terms["recompute"]
 
     assert recompute("bf16 / recompute=ops") > 1.5 * recompute("bf16 / recompute=ops compile")
+
+
+def test_adapters_send_their_own_gradients_and_move_what_they_give() -> None:
+    plan, whole = Plan.parse("fsdp32 bf16"), Workload(seq_len=512, global_batch=32)
+    full, adapters = (estimate_time(EIGHT, SLOW, plan, w) for w in (whole, replace(whole, trained=0.002)))
+    sent = [time.terms["data"] + time.hidden["data"] for time in (full, adapters)]
+    assert sent[1] < 0.6 * sent[0], "weights are gathered twice, and reduced in fp32"
+    frozen, work = Workload(seq_len=8192, global_batch=8, trained=0.002), Plan.parse("bf16-pure")
+    compute = [
+        estimate_time(EIGHT, load_cluster("h100:1"), work, frozen, stack=replace(load_stack("eager"), fused=fused))
+        for fused in (False, True)
+    ]
+    assert compute[0].terms["compute"] > 1.1 * compute[1].terms["compute"]
+
+
+def test_recompute_by_operator_runs_the_products_that_it_does_not_keep() -> None:
+    """torchtitan's keeps every second product, and none of experts."""
+    experts, stack, work = profile_of(preset("qwen3-30b-a3b")), load_stack("torchtitan"), replace(WORK, global_batch=32)
+    plan = Plan.parse("fsdp32 bf16 / recompute=ops compile")
+
+    def recompute(profile: Profile, **other: object) -> float:
+        return estimate_time(profile, H100, plan, work, stack=replace(stack, **other)).terms["recompute"]  # type: ignore[arg-type]
+
+    compute = estimate_time(EIGHT, H100, plan, work, stack=stack).terms["compute"]
+    assert recompute(EIGHT, keeps_products=1.0) < 0.05 * compute < 0.1 * compute < recompute(EIGHT) < 0.25 * compute
+    assert recompute(experts) > 1.3 * recompute(experts, keeps_experts=True)
+    kept = [
+        estimate_memory(experts, plan, work, stack=replace(stack, keeps_experts=keeps)).reserved
+        for keeps in (False, True)
+    ]
+    assert kept[0] < 0.8 * kept[1]
 
 
 def test_offloaded_activations_are_copied_while_nothing_computes() -> None:

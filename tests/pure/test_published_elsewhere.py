@@ -1,4 +1,4 @@
-"""Runs of sources outside the fit (but for six constants), as docs/planner.md has them."""
+"""Runs of sources outside the fit (but for the constants that docs/planner.md names), as that page has them."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ import pytest
 
 from published.cells import Cells, Skip
 from published.degrees import sizes_of, stage_said
-from published.rows import row_of
+from published.rows import Row, row_of
 from published.score import predict
+from shardwise.plan.stack import load_stack
 from tests.pure.test_published import RAWS, variant
 from tests.pure.test_published_words import BARE
 
@@ -331,3 +332,44 @@ def test_what_ran_out_of_memory_is_not_made_to_fit(fits: bool) -> None:
     job |= {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "", "mfu": "", "activation_checkpoint": ""}
     row = variant("core-8", **job | ({"step_time_s": "3"} if fits else {"peak_mem_gib": "OOM"}))
     assert (row.plan.recompute.mode == "none") is not fits and row.infers_recompute is fits
+
+
+def test_kernels_of_the_loss_and_states_of_a_trainer_as_notes_say_them() -> None:
+    def read(notes: str, **cells: str) -> Row:
+        return variant(
+            "core-8", **ONE_NODE | {"zero_stage": "3", "date": "2023-10", "compile": "false", "notes": notes} | cells
+        )
+
+    tuned = "HF SFTTrainer, FSDP1"
+    plain, fused, liger = (read(tuned + said) for said in ("", "; fused kernels, without Liger's loss", "; Liger"))
+    assert [row.stack.logit_bytes for row in (plain, fused, liger)] == [load_stack("fsdp1").logit_bytes, 6.0, 0.5]
+    assert read(tuned, source="o/r refs/a100_liger.csv").stack.logit_bytes == plain.stack.logit_bytes
+    assert not plain.stack.fused_optimizer and load_stack("fsdp1").fused_optimizer
+    assert fused.stack.fused and not plain.stack.fused
+
+
+def test_weights_in_16_bits_as_notes_say_them() -> None:
+    def read(notes: str, **cells: str) -> str:
+        return variant("fsdp-1", **BARE | {"notes": notes, "precision": "fp16"} | cells).plan.precision
+
+    assert read("HF Trainer, FSDP") == "fp16"
+    assert read("HF Trainer, FSDP, trained without mixed-precision master copy") == "bf16-pure"
+    assert read("HF Trainer, FSDP", model="Llama 3.1 8B LoRA") == "bf16-pure"
+
+
+def test_recompute_that_a_table_does_not_show_is_looked_for() -> None:
+    for said in ("not stated", "not shown", "and optimizer sharding not in the table"):
+        assert variant(
+            "fsdp-1", **BARE | {"activation_checkpoint": "", "notes": f"recompute {said}"}
+        ).infers_recompute, said
+    assert not variant("fsdp-1", **BARE | {"activation_checkpoint": "full", "notes": "recompute"}).infers_recompute
+
+
+def test_what_a_peak_counts_and_of_which_rank() -> None:
+    def read(notes: str) -> tuple[str, str]:
+        row = variant("core-8", **ONE_NODE | {"zero_stage": "3", "notes": notes, "peak_mem_gib": "30"})
+        return row.memory_kind, row.memory_stage
+
+    assert read("peak is mem-max-allocated-bytes, logged by the last rank") == ("allocated", "last")
+    assert read("peak reserved 77.9 GB (allocated is in the memory column)") == ("allocated", "worst")
+    assert read("max reserved of rank 0") == ("reserved", "first")

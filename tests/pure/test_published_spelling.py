@@ -256,6 +256,9 @@ def test_what_was_measured_and_how_it_counts() -> None:
         ({"source": "lit-llama"}, "torchtitan"),
         ({"source": "t5x"}, "jax"),
         ({"source": "FairScale", "date": "2021-06"}, "fsdp1"),
+        ({"source": "NeMo AutoModel", "notes": "TE + DeepEP"}, "megatron-bridge"),
+        ({"source": "NeMo AutoModel", "notes": "LoRA"}, "torchtitan"),
+        ({"source": "NeMo AutoModel", "notes": "LoRA", "n_gpus": "1", "tp": "", "dp_replicate": ""}, "eager"),
     ],
 )
 def test_a_framework_that_no_rule_knows_gets_that_of_its_era(cells: dict[str, str], stack: str) -> None:
@@ -274,6 +277,7 @@ def test_an_unknown_framework_shards_and_compiles_nothing_by_itself() -> None:
     [
         ({"activation_checkpoint": "✓"}, "blocks"),
         ({"activation_checkpoint": "yes (every layer)"}, "blocks"),
+        ({"activation_checkpoint": "minimal", "source": "MaxText"}, "ops"),
         ({"activation_checkpoint": "every 3 layers"}, "every"),
         ({"activation_checkpoint": "op-level SAC", "source": "torchtitan"}, "ops"),
         ({"activation_checkpoint": "selective", "source": "llm-foundry", "date": "2024-03"}, "every"),
@@ -304,6 +308,18 @@ def test_pictures_are_as_long_as_their_patches() -> None:
     assert found.workload.seq_len == preset("vit-l-16").max_seq_len and found.spec.patch == 16
     with pytest.raises(Skip, match="chain"):
         row_of({**RAWS["core-8"], "model": "T5-11B"})
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "tokens"),
+    [
+        ("vit_base_patch16_224", 86.6, 197), ("deit_small_patch16_224", 22.1, 197), ("vit_tiny_patch16_224", 5.7, 197),
+        ("vit_large_patch32_384", 306.6, 145), ("ViT-B/32", 88.2, 50), ("vit_huge_patch14_224", 632.1, 257),
+    ],
+)  # fmt: skip
+def test_names_of_vision_transformers_say_patches_and_pictures(name: str, millions: float, tokens: int) -> None:
+    found = model_of(Cells({"model": name}), None)
+    assert found.num_params / 1e6 == pytest.approx(millions, rel=0.01) and found.max_seq_len == tokens
 
 
 def test_adapters_are_trained_beside_weights_in_16_bits() -> None:

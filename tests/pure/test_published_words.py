@@ -39,6 +39,12 @@ def test_no_flash_attention_is_none() -> None:
     for said in ("no flash attention", "without FlashAttention", "flash attention off", "not using flash attention"):
         assert variant("core-8", **BARE | {"notes": said}).stack.attention == "unfused", said
     assert variant("core-8", **BARE | {"notes": "FlashAttention"}).stack.attention == "flash2"
+    fused = BARE | {"source": "Pax", "notes": "no flash attention"}
+    assert variant("core-8", **fused).stack.attention == "fused-softmax", "XLA fuses what is not one kernel"
+    usual = [
+        variant("core-8", **BARE | {"source": "NeMo", "date": date}).stack.attention for date in ("2024-04", "2024-09")
+    ]
+    assert usual == ["flash2", "flash3"], "kernels for Hopper are of July 2024"
 
 
 def test_a_graph_of_the_whole_step_takes_the_host_out() -> None:
@@ -198,9 +204,12 @@ def test_cards_of_two_dies_and_links_without_nvlink() -> None:
 
 
 def test_one_silicon_computes_alike_and_one_code_takes_the_same_times() -> None:
-    for one, other in (("h200", "h100"), ("gh200", "h100"), ("b300", "gb300")):
+    for one, other in (("h200", "h100"), ("b300", "gb300")):
         a, b = (load_cluster(name).device for name in (one, other))
         assert (a.curve.best, a.curve.depth, a.low_best) == (b.curve.best, b.curve.depth, b.low_best)
+    chip, module = (load_cluster(name).device for name in ("gh200", "h100"))  # its watts are the host's too
+    assert chip.curve.best / module.curve.best == pytest.approx(0.86, abs=0.005)
+    assert chip.low_best / module.low_best == pytest.approx(0.86, abs=0.005)
     core, bridge = (load_stack(name) for name in ("megatron-core", "megatron-bridge"))
     # what the recipes of the second choose is not compared
     same = [replace(stack, name="", about="", grad_bytes=0.0, once_per_node=False) for stack in (core, bridge)]

@@ -36,6 +36,8 @@ EFFICIENT = 2023.25
 """Year from which torch's own attention keeps no scores on old devices either (CUTLASS's kernels, torch 2.0)."""
 TRITON = 2024.5
 """Year from which FSDP1's jobs run FlashAttention 2, and no kernels in Triton, by what is seen."""
+HOPPER = 2024.5
+"""Year from which stacks on Transformer Engine have kernels made for Hopper (FlashAttention 3: arXiv:2407.08608)."""
 CUDNN = 2026.0
 """Year from which torch's attention runs cuDNN's kernels."""
 SINKS = 2026.4
@@ -49,6 +51,8 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
         kernel = "fused-softmax"
     if kernel == "flash2" and cells.year >= CUDNN:
         kernel = "flash3"
+    if core and cells.year < HOPPER:
+        kernel = "flash2" if kernel == "flash3" else kernel
     if core and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):
         kernel = "flash2"
         cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")

@@ -25,8 +25,9 @@ def tables() -> str:
         "### Devices",
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
-        "gb200, gb300 and mi300x, one value per device; h200 and gh200 compute as h100 does, b300 as gb300, being the "
-        "same silicon. Of the others they are estimates, after the nearest of these. `units` are its multiprocessors. "
+        "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
+        "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to. Of the others they "
+        "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
         "do not: llm-foundry's runs of 2,048 to 65,536 tokens.",
@@ -57,8 +58,13 @@ def tables() -> str:
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
         "`fragmentation` of Megatron-Core is what five runs on 64 to 592 B200 have reserved over what they allocated. "
         "The logits of `eager` are counted: in 16 bits, a copy in fp32, and its gradient, as those of `deepspeed`.",
-        "A row's date changes five things (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
-        "has flash attention, and before July 2024 FSDP1's jobs run kernels in Triton. From 2026 torch's attention "
+        "`torchtitan`'s recompute by operator keeps every second product and none of experts, as its list says, and "
+        "runs the others again; `block_host` of `eager` and `deepspeed`, whose blocks are those of `transformers`, is "
+        "read off steps of few tokens (Qwen-1.8B to 14B on an A100, BERT-large on a V100; "
+        "`tools/published/elsewhere.csv`).",
+        "A row's date changes six things (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
+        "has flash attention, before July 2024 those on Transformer Engine have no kernels for Hopper, "
+        "and FSDP1's jobs run kernels in Triton. From 2026 torch's attention "
         "runs cuDNN's kernels. Before June 2026 attention with learned sinks "
         "runs at the rate of FlashAttention 2, and from then on half of Megatron-Bridge's exchange of tokens between "
         "experts is hidden: both are read off the rows of its releases before and after.",

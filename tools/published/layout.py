@@ -99,13 +99,21 @@ def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
     return length
 
 
+_PURE = (
+    r"bf16 params and optimizer|pure bf16|(no|without) (fp32 )?(mixed[ -]precision )?master|"
+    r"mixed[ _-]precision[ =:]+no\b"
+)
+"""How notes say that weights and states are in 16 bits."""
+
+
 def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     """(plan's precision, dtype of the products where it differs). `rates`: mixed is fp16 where bf16 has no unit."""
     text = cells["precision"].lower()
     half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
-    pure = "true" in text or "pure" in text or cells.noted(r"bf16 params and optimizer|pure bf16") is not None
-    tunes = cells.has(r"torchtune") or (stack in ("eager", "deepspeed", "fsdp1", "torchtitan") and cells.has(_ADAPTERS))
-    if tunes and "bf16" in text and "mixed" not in text:  # weights, frozen or not, and states too
+    pure = "true" in text or "pure" in text or cells.noted(_PURE) is not None
+    trainer = stack in ("eager", "deepspeed", "fsdp1", "torchtitan")
+    tunes = cells.has(r"torchtune") or (trainer and cells.has(_ADAPTERS))
+    if tunes and re.search(r"bf16|fp16", text) and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
     if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):
         return "bf16", "fp8"
@@ -122,7 +130,7 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     if "bf16" in text or "bfloat16" in text:
         return ("bf16-pure" if pure else "bf16"), ""
     if re.search(r"fp16|float16|half", text):
-        return "fp16", ""
+        return ("bf16-pure", "fp16") if pure and trainer else ("fp16", "")
     if "tf32" in text:
         return "fp32", "tf32"
     if re.search(r"(fp|float)32|single", text):

@@ -23,6 +23,10 @@ _DOUBTS = (
     r"impossible|not certain|another value|exceeds the single|ambiguous: micro"
 )
 _OOM = r"^(\[[^\]]*\] )?(oom|out of memory|cuda out of memory|ran out of memory)\b"
+_ALLOCATED = (
+    r"(max_memory_|(peak|max)[ _-]|rank-?\d+ )allocated|max_mem(ory)?_alloc|peak active|allocated \w+ printed|"
+    r"allocated is in the memory|(torch|peak) memory allocated"
+)
 _UNFIT = r"\booms?\b|out[ -]of[ -]memory|(does|did) not fit|(doesn't|didn't) fit|exceeds (the )?(device |gpu )?memory"
 
 
@@ -61,7 +65,7 @@ def memory_kind_of(cells: Cells, stack: str) -> MemoryKind:
     """allocated, reserved or device, by the words of the notes; reserved where they say nothing."""
     if cells.noted(r"nvidia-smi|rocm-smi|amd-smi|nvml|gpustat"):
         return "device"
-    if cells.noted(r"(max_memory_|peak |rank-?\d+ |max )allocated|peak active|= ?peak active|allocated \w+ printed"):
+    if cells.noted(_ALLOCATED):
         return "allocated"
     if cells.noted(r"reserved") or stack == "torchtitan":
         return "reserved"
@@ -80,7 +84,7 @@ def memory_stage_of(cells: Cells, stack: str) -> MemoryStage:
     """
     if stack == "nanotron":
         return "first"
-    if cells.noted(r"(rank is|of|on) the last pipeline stage"):
+    if cells.noted(r"(rank is|of|on) the last pipeline stage|(logged|printed) by the last (rank|stage)"):
         return "last"
     if cells.noted(r"max(imum)? over (pp |all )?ranks|worst rank|all ranks"):
         return "worst"

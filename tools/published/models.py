@@ -49,7 +49,7 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     known = _known(name, _stated_total(cells, name)) or _by_count(cells.number("n_params"))
     if re.search(_NO_ATTENTION, name) and "stands_for" not in (known or {}):
         raise Skip("model: not a chain of attention blocks")
-    sizes = _override(cells, dict(known)) if known else _from_columns(cells, name)
+    sizes = _override(cells, _pictured(name, dict(known))) if known else _from_columns(cells, name)
     sizes = _as_large(cells, name, sizes)
     if sizes.get("kind") == "gpt" and seq_len:
         sizes["max_seq_len"] = seq_len
@@ -91,6 +91,16 @@ def _known(name: str, total: float | None) -> dict[str, Any] | None:
         if re.search(pattern, name) and fits and _is_about(sizes, total):
             return sizes
     return None
+
+
+def _pictured(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of a vision transformer whose name says that of its patches (`patch16`, `B/16`) or of its pictures."""
+    if not sizes.get("patch"):
+        return sizes
+    patch = re.search(r"patch-?(\d+)|[a-z]-?/-?(\d+)\b", name)
+    side = int(next(n for n in patch.groups() if n)) if patch else sizes["patch"]
+    pixels = next((int(n) for n in re.findall(r"(?<!\d)\d{3}(?!\d)", name) if int(n) % side == 0), 224)
+    return sizes | {"patch": side, "max_seq_len": (pixels // side) ** 2 + 1}
 
 
 _ABOUT = 1.35

@@ -64,7 +64,7 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     )
     if some and int(some.group(1)) > 1:
         return Recompute(mode="every", every=int(some.group(1)))
-    if re.fullmatch(r"ops?|per[- ]op(eration)?", text):
+    if re.fullmatch(r"ops?|per[- ]op(eration)?|(remat[ _=:]*)?(minimal(_\w+)?|save_\w+)", text):  # MaxText's policies
         return Recompute(mode="ops")
     if re.search(r"selective|\bsac\b|per-op|op-level", text) or _lists(text):
         return _selective(cells, stack)

@@ -179,7 +179,10 @@ def row_of(raw: Mapping[str, str]) -> Row:
 
 
 _INFERRED = "recompute="
-_UNSAID = r"(recomput\w*|check ?pointing)( mode)?( is| was| are)? not (stated|printed|mentioned|given|said|named|known)"
+_UNSAID = (
+    r"(recomput\w*|check ?pointing)( mode)?(( and| or|,) [\w -]{2,40})?( is| was| are)? "
+    r"not (stated|printed|mentioned|given|said|named|known|shown|listed|read|counted|in the \w+)"
+)
 DOUBT = 1.1
 """An estimate that is so much larger than the device still leaves it open whether a job fits."""
 

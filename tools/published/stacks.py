@@ -25,6 +25,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ),
     (rf"bloom sizing|{_FORKS}", "megatron"),
     (r"torchtitan|torchao|pytorch/ao\b", "torchtitan"),
+    (r"automodel(?!.*(\bte\b|transformer[ -]?engine))", "fsdp2"),  # with these, its kernels are Megatron-Core's
     (r"nanotron|ultra-?scale|picotron", "nanotron"),
     (r"llm-foundry|mosaic|composer|fms-fsdp|\bfsdp1?\b.*\bibm|\bibm\b.*fsdp|fairscale|fairseq", "fsdp1"),
     (r"deepspeed|ml-engineering|colossal", "deepspeed"),
@@ -54,6 +55,12 @@ DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = 2.5
 """Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
+FUSED_LOSS = 6.0
+"""Bytes per logit of one kernel for the loss: logits and their gradient in 16 bits, and what is freed between them."""
+FOREACH = 2025.5
+"""Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
+TORCH = ("torchtitan", "fsdp1", "eager")
+"""Stacks whose blocks are those of PyTorch, as eager or compiled as the row says."""
 COMPILED_LOSS = 2025.4
 """Year from which torchtitan's compile takes in the loss, so that no fp32 copy of the logits is kept."""
 
@@ -75,12 +82,16 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
     compiled = cells.compiled
+    if stack.attention == "unfused" and (compiled or name == "jax"):  # compilers fuse the softmax
+        stack = replace(stack, attention="fused-softmax")
     if compiled:
         stack = replace(stack, fused=True)
-    elif name in ("torchtitan", "fsdp1", "eager") and (
-        compiled is False or engine(cells) not in ("torchtitan", "fsdp1")
-    ):
+    elif name in TORCH and (compiled is False or engine(cells) not in ("torchtitan", "fsdp1")):
         stack = replace(stack, fused=False)
+    if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
+        stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
+    if name in TORCH and cells.year < FOREACH and cells.has(r"(hf|transformers|sft) ?trainer"):
+        stack = replace(stack, fused_optimizer=False)  # its AdamW goes over all parameters at once
     layers = offloaded_layers(cells)
     if layers is not None:
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
@@ -100,7 +111,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
 
 
 _SLICED = (
-    r"liger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|loss (works |computed )?in (\d+ )?chunks"
+    r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
+    r"loss (works |computed )?in (\d+ )?chunks"
 )
 """Words for a loss that never holds all logits."""
 GRAPHED = 1e-6
@@ -140,6 +152,9 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
         cells.assume(f"stack {found}, as the row names a trainer only")
     if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp")):
         return megatron_era(cells)
+    if found == "fsdp2" and (cells.devices or 1) == 1:
+        cells.assume("stack eager, as nothing is sharded on one device")
+        return "eager"
     if found in ("fsdp", "fsdp2"):
         name = "torchtitan" if found == "fsdp2" else _torch_era(cells)
         cells.assume(f"stack {name}, by its date and layout")

@@ -34,6 +34,8 @@ class Saving:
     """Bytes of an element of a product's kept input; 0: as `width`."""
     products: float = 1.0
     """Share of the products' outputs that per-operator recompute keeps."""
+    experts: bool = True
+    """It keeps those of experts: `Stack.keeps_experts`."""
     gathered: bool = False
     """A column-sharded product keeps its gathered input (DTensor), not its shard of the sequence (Megatron)."""
     weighs_inside: bool = False
@@ -59,6 +61,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         keys=seq_len,
         inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
         products=stack.keeps_products,
+        experts=stack.keeps_experts,
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
     )
@@ -147,7 +150,7 @@ def kept_outputs(block: Block, how: Saving) -> float:
     for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
-            total += op.gives * how.width / shard * how.products
+            total += op.gives * how.width / shard * how.products if how.experts or not op.experts else 0.0
         elif isinstance(op, Attention):
             total += (op.heads * op.v_dim * how.width + 4 * op.heads) * op.rows / how.tp
     return min(total, saved_bytes(block, how))

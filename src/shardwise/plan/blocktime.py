@@ -10,8 +10,10 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
 from shardwise.plan.kernels import (
+    ADAPTER_KERNELS,
     BYTES,
     TAIL,
+    adapter_time,
     attention_backward,
     attention_kernel,
     attention_time,
@@ -86,7 +88,7 @@ class BlockTime:
     whole: float
     """What repeating its forward pass adds to its backward pass."""
     light: float
-    """What per-operator recompute adds: the element-wise operators once more."""
+    """What per-operator recompute adds: element-wise operators once more, and the products that it does not keep."""
 
     def again(self, mode: str) -> float:
         """Seconds that recomputing the block adds to its backward pass."""
@@ -142,14 +144,25 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
     batch = shape[0]
     for op in block.ops:
         ahead, back = _op_time(op, shape, setting)
+        if setting.frozen and isinstance(op, Matmul) and op.name != "head":
+            given = op.gives * batch * shape[1] / setting.axes.cp / (setting.axes.tp if op.split == "column" else 1)
+            added = adapter_time(given, setting.cluster.device, setting.width, fused=setting.stack.fused)
+            ahead, back = ahead + added, back + added
         forward += ahead
         if isinstance(op, Matmul) and op.trained and not setting.frozen:
             weight += back / 2
             apart += _kernels(op, batch, setting)
         backward += back
-        light += ahead if isinstance(op, Pointwise) else 0.0
+        light += ahead * _ran_again(op, setting.stack)
         kernels += _kernels(op, batch, setting)
     return forward, backward, light, weight, kernels, apart
+
+
+def _ran_again(op: Op, stack: Stack) -> float:
+    """Share of an operator that per-operator recompute runs again."""
+    if isinstance(op, Matmul):
+        return 1 - stack.keeps_products if stack.keeps_experts or not op.experts else 1.0
+    return float(isinstance(op, Pointwise))
 
 
 def _passes(
@@ -252,6 +265,8 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     shards = stack.shard_host * slower if setting.gathers else 0.0
     if setting.casts and not stack.fused:
         shards = setting.launch * _casts(block)
+    if setting.frozen and not stack.fused:
+        kernels += ADAPTER_KERNELS * _products(block)
     picks = (setting.product_launch - setting.launch) * _products(block)
     biases = 0.0 if stack.fused else (setting.biased_launch - setting.product_launch) * _products(block, biased=True)
     slow = sum(attention_kernel(op, batch, setting.axes.tp, stack) != stack.attention for op in block.attentions)

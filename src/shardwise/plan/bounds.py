@@ -358,7 +358,9 @@ class Bounds(SizeBounds):
                 Part("data", ends, 1, 1, shards, True),
                 Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep)),
             )
-            self._sends[key] = sends_of(Wire(plan, self.space.stack, self.space.cluster, parts))
+            self._sends[key] = sends_of(
+                Wire(plan, self.space.stack, self.space.cluster, parts, self.space.workload.trained)
+            )
         return self._sends[key]
 
     def _owned(self, spread: Spread) -> tuple[float, float]:

@@ -43,6 +43,8 @@ class Wire:
     stack: Stack
     cluster: Cluster
     parts: Sequence[Part]
+    trained: float = 1.0
+    """Share of the parameters whose gradients are sent: adapters, over the model."""
 
     @property
     def gradient(self) -> float:
@@ -50,12 +52,12 @@ class Wire:
         given = self.plan.communication.reduce_dtype
         return WIDTH[given] if given else self.stack.reduce_bytes or compute_width(self.plan)
 
-    def time(self, kind: str, width: float, *, again: bool = False) -> float:
+    def time(self, kind: str, width: float, *, again: bool = False, share: float = 1.0) -> float:
         """Seconds of a collective over the shards for all parameters; `again`: of those gathered for a backward pass.
 
         With `reshard=n` these come from n neighbours, with `reshard=false` they are there.
         """
-        plan, share, seconds = self.plan, self.stack.network, 0.0
+        plan, network, seconds = self.plan, self.stack.network, 0.0
         if again and not plan.reshards:
             return seconds
         dial = plan.communication.reshard_after_forward
@@ -63,15 +65,20 @@ class Wire:
             group = group_of(plan.axes, part.axis)
             if again and type(dial) is int:
                 group = replace(group, size=min(dial, group.size))
-            seconds += messages_time(kind, part.params * width, self._count(part), group, self.cluster, share)
+            size = part.params * width * share
+            seconds += messages_time(kind, size, self._count(part), group, self.cluster, network)
         return seconds
 
     def across(self) -> float:
         """Seconds of adding gradients over replicas."""
-        group, share = group_of(self.plan.axes, "dp_replicate"), self.stack.network
+        group, network, width = (
+            group_of(self.plan.axes, "dp_replicate"),
+            self.stack.network,
+            self.gradient * self.trained,
+        )
         return sum(
             messages_time(
-                "all_reduce", part.params * self.gradient / part.shards, self._count(part), group, self.cluster, share
+                "all_reduce", part.params * width / part.shards, self._count(part), group, self.cluster, network
             )
             for part in self.parts
         )
@@ -106,7 +113,8 @@ def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, sta
     ]
     if apart:
         parts.append(Part("expert_data", experts, routed, routed, division.expert_shards))
-    return Wire(division.plan, stack, cluster, [part for part in parts if part.params > 0 and part.groups])
+    parts = [part for part in parts if part.params > 0 and part.groups]
+    return Wire(division.plan, stack, cluster, parts, division.workload.trained)
 
 
 class Sends(NamedTuple):
@@ -128,7 +136,7 @@ def sends_of(wire: Wire) -> Sends:
     return Sends(
         gather=wire.time("all_gather", width) if sharded else 0.0,
         again=wire.time("all_gather", width, again=True) if sharded else 0.0,
-        reduce=wire.time("reduce_scatter" if sharded else "all_reduce", wire.gradient),
+        reduce=wire.time("reduce_scatter" if sharded else "all_reduce", wire.gradient, share=wire.trained),
         across=wire.across(),
     )
 

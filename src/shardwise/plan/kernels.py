@@ -90,6 +90,18 @@ def pointwise_time(elements: float, device: Device, width: float) -> float:
     return elements * width / (device.bandwidth * device.stream) + TAIL
 
 
+ADAPTED = {False: 6.0, True: 2.0}
+"""Times that an adapter (arXiv:2106.09685) reads or writes what its product gives, each way: its own output is written,
+scaled (2) and added (3); fused, written, and read where it is added."""
+ADAPTER_KERNELS = 4
+"""Of an adapter forward: two products, a scale, an addition."""
+
+
+def adapter_time(given: float, device: Device, width: float, *, fused: bool) -> float:
+    """Time of an adapter each way, beside the frozen product that gives so many elements: what it moves."""
+    return pointwise_time(given * ADAPTED[fused], device, width)
+
+
 def attention_kernel(op: Attention, batch: float, tp: int, stack: Stack) -> AttentionKernel:
     """The stack's own, or what it falls back to: Megatron-LM's fused softmax takes four heads at a time.
 

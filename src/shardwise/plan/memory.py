@@ -34,7 +34,7 @@ from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stages import Stage
 from shardwise.plan.stalls import held_ahead
-from shardwise.plan.updating import OWN, compared, state_bytes, update_spike
+from shardwise.plan.updating import OWN, at_once, compared, state_bytes, update_spike
 from shardwise.plan.workload import Workload
 
 STATES = ("weights", "master", "gradients", "optimizer")
@@ -239,9 +239,7 @@ def _rank_memory(
         backward["activations"] = loss["activations"]
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
-    update = {**states, "gradients": gradients, "temporary": spike}
-    if not stack.fused_optimizer:
-        update["temporary"] += division.owned(stages) * 4.0
+    update = {**states, "gradients": gradients, "temporary": spike + at_once(division, stages, stack)}
     phases = {"loss": loss, "backward": backward, "update": update}
     if plan.offload.state:
         whole = gradients if accumulates_whole(plan, stack) else 0.0

@@ -67,8 +67,10 @@ class Stack:
     """fp8 and fp4 products keep their inputs in that dtype, not in the activations'."""
     keeps_products: float = 1.0
     """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
+    keeps_experts: bool = True
+    """It keeps those of experts; False: grouped products are not in its list, and run again."""
     fused_optimizer: bool = True
-    """False: the update makes a temporary copy in fp32 of the parameters it updates."""
+    """False: the update makes a temporary of all that it updates (PyTorch's `foreach`), as wide as a state."""
     fragmentation: float = 0.05
     """Reserved by the caching allocator over allocated, as a share of what comes and goes within a step."""
     context: float = 0.0

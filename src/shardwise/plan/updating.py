@@ -273,6 +273,14 @@ def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
     return spike * width
 
 
+def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes that an update of all parameters at once makes beside their states (`Stack.fused_optimizer`)."""
+    if stack.fused_optimizer:
+        return 0.0
+    wide = 2.0 if division.plan.precision == "bf16-pure" and not stack.pure_master else 4.0
+    return division.owned(stages) * division.workload.trained * wide
+
+
 def compared(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes in which the first update compares replicas: a part of a tensor, its factors and the next, of 8 bytes each.
 
