@@ -592,6 +592,8 @@ def test_dcp_of_several_models(tmp_path: Path) -> None:
             CheckpointError, match=rf"several models: generator\.model\.w, discriminator\.model\.{second}"
         ):
             convert(save_dcp(tmp_path / second, gan), tmp_path / "a", Options())
+    with pytest.raises(CheckpointError, match="several models: actor, critic; needed those of one"):
+        convert(save_dcp(tmp_path / "two", {"actor": {"w": one}, "critic": {"v": other}}), tmp_path / "a", Options())
     tree = {"model": {"w": one}, "ema": {"model": {"w": other}}, "generator": other}
     done = convert(save_dcp(tmp_path / "ema", tree), tmp_path / "a", Options())
     same(held(done.path), {"model.w": one})

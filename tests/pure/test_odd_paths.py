@@ -20,10 +20,20 @@ from shardwise.checkpoint.remote import located
 from shardwise.errors import CheckpointError, DataError, UsageError
 from shardwise.records import write_file
 from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
+from shardwise.train.settings import TrainSettings
 from tests.checkpoints import SPLITS, write_checkpoint
 from tests.pure.test_ckpt_cli import run
 
 LONG = "a" * 300
+
+
+def test_a_home_is_where_it_is_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves `~` behind `--out=`, and Python does in any text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert located("~/runs") == tmp_path / "runs" and located("./~/a") == Path("~/a")
+    settings = TrainSettings(out="~/runs/a", checkpoints="~/b", resume="auto", weights="s3://bucket/~/c")
+    assert [settings.out, settings.checkpoints] == [f"{tmp_path}/runs/a", f"{tmp_path}/b"]
+    assert settings.resume == "auto" and settings.weights == "s3://bucket/~/c"
 
 
 @pytest.fixture

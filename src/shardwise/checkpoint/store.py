@@ -20,6 +20,7 @@ from shardwise.checkpoint.drawn import digests, gathered, go_on, moved, stored
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import Held, Holder
+from shardwise.checkpoint.layout import held_by
 from shardwise.checkpoint.loading import (
     Arrivals,
     Converted,
@@ -28,7 +29,6 @@ from shardwise.checkpoint.loading import (
     check_names,
     check_probe,
     fill,
-    probed,
     processor,
     processors,
     prove,
@@ -39,7 +39,7 @@ from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of, wait_for_others
 from shardwise.checkpoint.scalars import agreed, members_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
@@ -149,11 +149,10 @@ class Store:
         if self._waits is not state.mesh:  # after the lock, which is given back in the reverse order, behind the last
             state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
             self._waits = state.mesh
-        stalled = time.perf_counter() - job.start
         saving = Saving(
             job=job,
             waited_s=job.waited_s,
-            stalled_s=stalled,
+            stalled_s=time.perf_counter() - job.start,
             previous_s=self._last_s,
             previous_held_up_s=self._held_up_s,
         )
@@ -203,10 +202,10 @@ class Store:
             LockedError: another run holds the store.
         """
         self.wait()
-        peers = Peers.of(mesh_of(state))
-        doing = f"loading from {self.path}"
+        wait_for_others()
+        peers, doing = Peers.of(mesh_of(state)), f"loading from {self.path}"
         with late_told(doing, peers):
-            held, mended = peers.on_first(doing, lambda: self._begin(state))
+            held, mended = peers.from_all(doing, lambda: self._begin(state))[0]
         self._findings += held.check()
         if mended is not None:
             what = f"{mended}: it was written anew, from a checkpoint that is whole"
@@ -214,9 +213,10 @@ class Store:
         return self._load_newest(state, self._directory, convert_state=convert_state)
 
     def _begin(self, state: Saveable) -> tuple[Held, str | None]:
-        """On rank 0: mend the store, unless another run holds it."""
+        """Refuse what no save will take, before anything is trained. On rank 0 mend the store, if nobody holds it."""
+        held_by(state.tensors())
         held = self._holder.look(state.mesh)
-        return held, None if held.refusal else self._directory.mend()
+        return held, self._directory.mend() if state.mesh.rank == 0 and not held.refusal else None
 
     def _load_newest(self, state: Saveable, directory: StoreDirectory, **how: bool) -> Loaded | None:
         """As `load`, the newest checkpoint of a store whose files are whole; None: it holds none at all."""
@@ -274,9 +274,9 @@ class Store:
             CheckpointError: not a checkpoint, damaged, not of this model and optimizer, or not proven.
         """
         self.wait()
-        place = located(path)
+        wait_for_others()
+        place, how = located(path), {"weights_only": weights_only, "convert_state": convert_state}
         directory = directory_of(place, files_for(place, self._directory.files))
-        how = {"weights_only": weights_only, "convert_state": convert_state}
         peers, doing = Peers.of(mesh_of(state)), f"loading {place}"
         with late_told(doing, peers):
             is_store = peers.on_first(doing, directory.is_store)
@@ -304,8 +304,7 @@ class Store:
         if not weights_only:
             peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))
         if self.probe is not None and manifest.probe is not None:
-            used, found = processors(peers.gather(processor())), probed(self.probe, state, manifest)
-            proof = check_probe(proof, manifest, found, state.placed, used)
+            proof = check_probe(proof, manifest, self.probe, state, processors(peers.gather(processor())))
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
         if not weights_only and hasattr(state, "run_id") and "imported" not in manifest.scalars:
@@ -358,6 +357,7 @@ class Store:
         start, peers = time.perf_counter(), Peers.of(mesh_of(state))
         self._tell(peers)
         self.wait()
+        wait_for_others(self.path)
         waited = time.perf_counter() - start
         scalars, tensors = state.scalars() | members_of(state), state.tensors()
         doing = f"saving step {scalars['step']} to {self.path}"
