@@ -52,6 +52,15 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / {"long": LONG, "loop": "loop", "in a loop": "loop/x"}[request.param]
 
 
+def test_a_link_in_place_of_a_file_is_named_as_one(store: Path) -> None:
+    """The system says of it that there are too many levels of links."""
+    manifest = store / "step-00000008" / "manifest.json"
+    manifest.rename(store / "moved")
+    manifest.symlink_to("../moved")
+    (skipped,) = directory_of(store).listing().damaged
+    assert "it is a link, and links are not followed" in skipped.reason
+
+
 def refusing(of: Path) -> Callable[..., Any]:
     """A call of `os` that is not allowed for a path and what is below it: tests run as root, who may do all."""
 

@@ -128,7 +128,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        found = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name)  # the second: of a rename
+        found = f"{error.strerror} ({where})" if where else error.strerror
         return found + _TO_DO.get(error.errno or 0, "")
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
