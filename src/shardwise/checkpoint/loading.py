@@ -136,6 +136,8 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
         check_trains_the_same(manifest, template, extra)
     if missing or extra:
         hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
+        if not missing and "imported" in manifest.scalars:  # DCP stores a tied weight under each of its names
+            hint += "; `ckpt convert --rename` leaves out what is given an empty name, as a tied weight's other name"
         raise CheckpointError(
             f"the checkpoint is of another model or optimizer: {len(missing)} tensors of this run are not in it "
             f"{missing[:5]}, {len(extra)} of its tensors are not in this run {extra[:5]}; {hint}; "
