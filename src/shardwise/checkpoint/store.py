@@ -85,7 +85,6 @@ class Store:
         self._run: str | None = None
         """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
         self._copy = HostCopy()
-        self._apart: tuple[Mesh, Peers] | None = None
         self._waits: Mesh | None = None
         """The mesh at whose end the last save is waited for."""
         self._going_on: Saving | None = None
@@ -147,7 +146,10 @@ class Store:
         """
         job = self._prepare(state, metric, beside=True)
         if self._waits is not state.mesh:  # after the lock, which is given back in the reverse order, behind the last
-            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
+            for end in [end for end in state.mesh.at_exit if getattr(end, "args", ())[1:] == (self.path,)]:
+                end()  # of a store before this one, whose copy would stay for as long
+                state.mesh.at_exit.remove(end)
+            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh), self.path))
             self._waits = state.mesh
         saving = Saving(
             job=job,
@@ -157,7 +159,7 @@ class Store:
             previous_held_up_s=self._held_up_s,
         )
         self._going_on = saving
-        saving.begin(self._peers_apart(state.mesh))
+        saving.begin(Peers.apart(state.mesh, self.path))
         return saving
 
     def wait(self) -> None:
@@ -170,10 +172,11 @@ class Store:
             self._findings += [finding] if finding is not None else []
             self._run, self._last_s = going_on.job.run, going_on.seconds
 
-    def _end(self, peers: Peers) -> None:
-        """Wait for the last save, and say what nobody has asked for since."""
+    def _end(self, peers: Peers, _: Path) -> None:
+        """Wait for the last save, and say what nobody has asked for since. The place is for who looks for it."""
         self.wait()
         self._tell(peers)
+        self._waits = None
 
     def _tell(self, peers: Peers) -> None:
         told, found = self._told, self.take_findings()
@@ -346,12 +349,6 @@ class Store:
         peers.together(doing, lambda: state.load_tensors(template))
         return kept, converted, arrived
 
-    def _peers_apart(self, mesh: Mesh) -> Peers:
-        """The ranks on a group of the store's own: others may be in the messages of a step when one saves alone."""
-        if self._apart is None or self._apart[0] is not mesh:
-            self._apart = mesh, Peers.of(mesh).apart()
-        return self._apart[1]
-
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
         start, peers = time.perf_counter(), Peers.of(mesh_of(state))
@@ -365,7 +362,7 @@ class Store:
         own, generators = (dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")), moved(state)
         with late_told(doing, peers):
             lock, fits = self._holder.take(state.mesh), self._copy.fits(tensors)
-            apart = self._peers_apart(state.mesh)
+            apart = Peers.apart(state.mesh, self.path)
             told = apart.meet((own, fits, processor(), lock, digests(generators)))
         self._findings += told[0][3].check()
         forgotten = state.forgets() if isinstance(state, Forgetful) else ""
