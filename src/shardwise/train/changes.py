@@ -219,7 +219,7 @@ def _kind(key: str) -> Literal["maths", "layout", "other"]:
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names; the model's by its sizes, however they were said."""
     flat = {f"{section}.{key}": value for section, keys in config["settings"].items() for key, value in keys.items()}
-    if config["spec"] is not None:
+    if config.get("spec") is not None:
         flat = {key: value for key, value in flat.items() if not key.startswith("model.")}
         flat |= {f"model.{key}": value for key, value in config["spec"].items()}
     return flat

@@ -184,7 +184,7 @@ class RunDir:
         """
         try:
             loaded = json.loads(self.config_json.read_text(encoding="utf-8"))
-            dict(loaded["settings"]["train"]), loaded["spec"]  # by which a start tells what changed
+            dict(loaded["settings"]["train"])  # by which a start tells what changed
             return dict(loaded["identity"])
         except FileNotFoundError:
             return None
