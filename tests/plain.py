@@ -87,7 +87,7 @@ def meet_over(sockets: tuple[socket.socket, ...]) -> None:
             _send(peer, values)
         return values
 
-    Peers.gather, Peers.apart = gather, lambda self: self  # of this process only
+    Peers.gather, Peers.apart = gather, staticmethod(lambda mesh, _: Peers.of(mesh))  # of this process only
 
 
 def _send(peer: socket.socket, value: Any) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError, PlanError, ShardwiseError
+from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
 from shardwise.findings import nearest
 
 T = TypeVar("T")
@@ -293,11 +293,40 @@ def append_line(file: FileIO, record: Mapping[str, Any]) -> None:
 def add_record(path: Path, record: Mapping[str, Any]) -> None:
     """The same at the end of a file. Where that fails, as on a full disk, it is said, and the run goes on."""
     try:
-        with path.open("ab", buffering=0) as file:
+        with path.open("a+b", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":  # a crash of the machine left half a line
+                file.write(b"\n")
             append_line(file, record)
     except OSError as error:
         text = f"{path} lacks a record: {error.strerror or error}; the run goes on, and later ones are tried"
         say(f"shardwise: {text}")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that was cut by a crash is left out.
+
+    Raises:
+        UsageError: it cannot be read, or a line before the last one is no record.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read ({error.strerror}); needed a file of records; give it back"
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if not isinstance(row := json.loads(line), dict):
+                raise ValueError(f"a {type(row).__name__}")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise UsageError(
+                    f"{path}:{number}: found no JSON record ({str(error)[:100]}); repair or remove the line"
+                ) from None
+    return rows
 
 
 @contextmanager

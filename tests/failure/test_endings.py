@@ -29,9 +29,9 @@ from shardwise.launch.stopping import Stopping
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worlds import World, Worlds
 from shardwise.plan.plan import Plan
-from shardwise.records import say
+from shardwise.records import read_records, say
 from shardwise.train import metrics
-from shardwise.train.metrics import MetricsLog, read_metrics
+from shardwise.train.metrics import MetricsLog
 from shardwise.train.outliving import Copy
 from shardwise.train.rundir import RunDir
 from tests.failure import recovering
@@ -391,7 +391,7 @@ def test_a_rewrite_that_is_cut_off_loses_no_metrics(tmp_path: Path, monkeypatch:
     assert path.read_text() == text
     with MetricsLog(path, after_step=2) as log:
         log.write({"step": 3, "loss": float("nan")})
-    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
+    assert read_records(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": None}]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -443,9 +443,29 @@ def test_metrics_on_a_full_disk_end_no_run(
         log.write({"step": 33})
         disk.full = False
         log.write({"step": 4})
-    assert read_metrics(path) == [{"step": 1}, {"step": 4}]
+    assert read_records(path) == [{"step": 1}, {"step": 4}]
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("shardwise: metrics are not written: No space left on device (")
+
+
+def test_records_that_are_damaged_are_named(tmp_path: Path) -> None:
+    """A crash of the machine leaves half a line: the next record is one of its own."""
+    path = tmp_path / "events.jsonl"
+    run = RunDir(tmp_path)
+    run.add_event("weights", asked="a")
+    for torn in (b'{"event": "wei', b"\xff", b"[1]"):
+        path.write_bytes(whole := path.read_bytes().splitlines(keepends=True)[0])
+        with path.open("ab") as file:
+            file.write(torn)
+        assert len(run.read_events("weights")) == 1
+        run.add_event("weights", asked="b")
+        assert path.read_bytes().startswith(whole + torn + b"\n{")
+        with pytest.raises(UsageError, match=r"events.jsonl:2: found no JSON record .*remove the line"):
+            run.read_events("weights")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UsageError, match="cannot be read"):
+        run.read_events("weights")
 
 
 def test_a_board_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -457,7 +477,7 @@ def test_a_board_that_cannot_be_written_ends_no_run(tmp_path: Path, capfd: pytes
         log._board = Board()
         for step in (1, 2):
             log.write({"step": step, "loss": 0.5})
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 2
     assert capfd.readouterr().err.count("TensorBoard gets no more records: No space left on device; training goes") == 1
 
 

@@ -335,6 +335,9 @@ def test_the_first_of_failures_in_a_row_is_named() -> None:
 def test_an_error_before_the_first_step_is_final() -> None:
     last = Bounds(Recovering()).refuse(FAILURE, copies=0, killed=False)
     assert last is not None and last.message == "tide (not tried again: no step was finished before)"
+    bounds = Bounds(Recovering())
+    assert bounds.refuse(FAILURE, copies=0, killed=False, damaged="; what rank 0 had copied was damaged") is None
+    assert bounds.refuse(FAILURE, copies=0, killed=False) is not None
 
 
 OWN_LOOP = SCRIPT.read_text().replace("sw.steps(state, loss_fn, until=until, clip=1.0)", "sw.make_step(state, loss_fn)")

@@ -87,6 +87,25 @@ def test_parameters_may_change_at_once(slow: None, tmp_path: Path) -> None:
     assert found.is_of(1)
 
 
+def test_what_stands_in_the_way_of_a_name_is_said(tmp_path: Path) -> None:
+    (tmp_path / "store" / "latest").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"Is a directory \(.*/store/\.latest\.\w+ -> .*/store/latest\)"):
+        Store(tmp_path / "store").save(Plain())
+
+
+def test_two_stores_at_one_place_save_one_after_the_other(slow: None, tmp_path: Path) -> None:
+    """Who begins a save clears up there: the other store's, that went on, was removed."""
+    state, stores = Plain(), [Store(tmp_path / "store", keep=9) for _ in range(2)]
+    (tmp_path / "link").symlink_to("store")
+    found, state.run_id = Plain(), "ab" * 16
+    for store in (*stores, Store(tmp_path / "link", keep=9)):
+        state.advance()
+        store.save_async(state)
+    assert len(stores[0].checkpoints()) == 2, "the third one goes on"
+    Store(tmp_path / "store").load_latest(found)
+    assert found.step == 3 and not any(store.take_findings() for store in stores)
+
+
 def test_what_is_known_of_checkpoints_goes_with_them(tmp_path: Path) -> None:
     state, store = Plain(), Store(tmp_path / "store", keep=2)
     for _ in range(8):

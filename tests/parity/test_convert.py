@@ -49,7 +49,9 @@ from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError, ConfigError, UsageError
+from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
+from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
 from shardwise.train.ema import Ema
 from shardwise.train.optimizers import adamw
@@ -592,6 +594,8 @@ def test_dcp_of_several_models(tmp_path: Path) -> None:
             CheckpointError, match=rf"several models: generator\.model\.w, discriminator\.model\.{second}"
         ):
             convert(save_dcp(tmp_path / second, gan), tmp_path / "a", Options())
+    with pytest.raises(CheckpointError, match="several models: actor, critic; needed those of one"):
+        convert(save_dcp(tmp_path / "two", {"actor": {"w": one}, "critic": {"v": other}}), tmp_path / "a", Options())
     tree = {"model": {"w": one}, "ema": {"model": {"w": other}}, "generator": other}
     done = convert(save_dcp(tmp_path / "ema", tree), tmp_path / "a", Options())
     same(held(done.path), {"model.w": one})
@@ -815,6 +819,18 @@ def test_records_are_aligned_where_zip_changes_its_form(tmp_path: Path, monkeypa
 
 
 # ---------------------------------------------------------------- into a live state
+
+
+def test_a_tied_weight_that_came_twice_is_told_how_to_leave_one_out(tmp_path: Path) -> None:
+    weights = {name: torch.ones(4, 3) for name in ("0.weight", "1.weight")}
+    done = convert(save_dcp(tmp_path / "dcp", {"model": weights}), tmp_path / "store", Options())
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    with open_mesh(Plan()) as mesh:
+        placed = apply(model, Plan(), mesh)
+        state = TrainState(placed, adamw(placed, lr=1e-2))
+        with pytest.raises(CheckpointError, match=r"1 of its tensors .*'model.1.weight'.*convert --rename` leaves out"):
+            Store(tmp_path / "runs").load(state, done.path, weights_only=True)
 
 
 def begin_with(layout: str, path: str, dtype: torch.dtype) -> tuple[int, str, Tensors]:

@@ -409,6 +409,21 @@ def test_an_export_as_safetensors_brings_its_step_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is missing, and programs
 
 
+def test_several_models_are_named(tmp_path: Path) -> None:
+    """Of a pipeline each in a directory; or in one file."""
+    for name in ("unet", "vae"):
+        (tmp_path / "pipe" / name).mkdir(parents=True)
+        save_file({"w": torch.ones(2)}, tmp_path / "pipe" / name / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"checkpoint.*unet.*; give .*/pipe/unet"):
+            convert(tmp_path / "pipe", tmp_path / "a", Options())
+    one, optimizer = {"w": torch.ones(2)}, {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []}
+    for models in ({"actor": one, "critic": one}, {"model": {"actor": one, "critic": one}}, {"model": [one, one]}):
+        torch.save(models | {"optimizer": optimizer}, tmp_path / "file.pt")
+        with pytest.raises(CheckpointError, match=r"several models, (actor|model\.actor|model\.0), ") as told:
+            convert(tmp_path / "file.pt", tmp_path / "a", Options())
+        assert "optimizer" not in str(told.value)
+
+
 def test_files_that_are_missing_are_named_with_the_index(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

@@ -139,4 +139,7 @@ def twice(path: str) -> None:
             store.save(state)
             trained(state, 1)
             store.save_async(state)
+            for _ in range(3):  # one for each save: they share a group, and none is kept with its copy
+                sw.Store(path).save_async(state)
+            assert [key[1] for key in mesh.groups if key[0] == "checkpoints"] == [path] and len(mesh.at_exit) <= 2
     assert len(store.checkpoints()) == 3 and store.checkpoints()[0].name.endswith("4")

@@ -66,6 +66,8 @@ def test_generators_that_do_not_move_are_not_stored_and_those_of_other_numbers_o
         assert state.generators.moved().keys() == {"torch"}
         with pytest.raises(UsageError, match="cannot be copied or pickled.*store.load"):
             copy.deepcopy(state)
+    with pytest.warns(UserWarning, match=r"generators \(numpy, torch\).*more than 512 ranks no checkpoint holds them"):
+        assert gathered(Peers(0, 513), {}, [{"torch": b"1"}, *[{"numpy": b"2"}] * 512]) == {}
     alone = gathered(Peers(0, 1), {"torch": b"a"}, [{"torch": b"digest"}])
     assert [stored(alone, rank, Path()) for rank in (0, 1)] == [{"torch": b"a"}] * 2
     several = {"generators": {"torch": alone["generators"]["torch"] | {"ranks": [-1, 0, -1]}}}
@@ -85,7 +87,20 @@ def test_a_probe_of_a_loss_that_draws_is_compared_under_its_own_plan_alone(tmp_p
             torch.rand(7)
             loaded = store.load_latest(state)
             said += [loaded.proof.line.partition("ok, ")[2]] if loaded else [store.save(state).path.name]
-    assert said[1] == "probe not compared: its rows are not those of the save" and said[2].startswith("probe loss ")
+    assert said[1].startswith("probe not compared: its loss draws at random") and said[2].startswith("probe loss ")
+
+
+def test_what_no_save_takes_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with sw.open_mesh(sw.Plan()) as mesh:
+        model = nn.ModuleDict({"a/b": nn.Linear(4, 4)})
+        model.forward = lambda x: model["a/b"](x)
+        placed = sw.apply(model, sw.Plan(), mesh)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=0.1), sw.loader(ROWS, 4, mesh))
+        store = sw.Store(tmp_path / "store")
+        with pytest.raises(CheckpointError, match=r"the name 'model.a/b.weight'.*rename the parameter"):
+            store.load_latest(state)
+        with pytest.raises(CheckpointError, match=r"the name 'model.a/b.weight'.*rename the parameter"):
+            next(sw.steps(state, noisy, until=1, store=store))
 
 
 def test_a_state_without_batches_is_told_that_nobody_knows_where_its_data_is(tmp_path: Path) -> None:

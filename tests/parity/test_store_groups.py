@@ -23,6 +23,7 @@ from shardwise.checkpoint.saving import number_of
 from shardwise.checkpoint.scalars import agreed
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.testing import World
+from shardwise.train import group_values
 from shardwise.train.group_values import GroupValues
 from shardwise.train.optim import NamedOptimizer
 from shardwise.train.protect import Kept
@@ -125,10 +126,17 @@ def test_stages_with_other_groups_save_and_load(world: World, tmp_path: Path) ->
 def test_ranks_of_one_stage_must_agree() -> None:
     one, other = {"step": 1, "base_lr": [0.1], "optimizer": {"name": "SGD", "groups": []}}, {"base_lr": [0.2]}
     assert agreed([one, one | other], [0, 1])["base_lr"] == [0.1, 0.2]
+    in_one_stage = {"batch_norm": {"micro_batches": 2}}
+    assert agreed([one, one | in_one_stage], [0, 1]) == agreed([one | in_one_stage, one], [0, 1]) == one | in_one_stage
     with pytest.raises(CheckpointError, match=r"'base_lr': \[0.1\] on rank 0, \[0.2\] on rank 1"):
         agreed([one, one | other], [0, 0])
     with pytest.raises(CheckpointError, match="'step': 1 on rank 0, 2 on rank 1"):
         agreed([one, one | {"step": 2}], [0, 1])
+    groups = [one | {"groups": [{"lr": 0.1}] * n} for n in (2, 1)]
+    with pytest.raises(CheckpointError, match="'groups': .* on rank 1; stages of the pipeline need as many groups"):
+        agreed(groups, [0, 1])
+    with pytest.raises(CheckpointError, match="'groups': .* on rank 1; all ranks must save"):
+        agreed(groups, [0, 0])
 
 
 class Counting(torch.optim.Optimizer):
@@ -187,6 +195,17 @@ def test_of_a_scheduler_of_torch_the_rate_that_it_set_is_kept() -> None:
         torch.optim.lr_scheduler.OneCycleLR(state.optimizer.torch, 1.0, total_steps=9, cycle_momentum=False)
         assert {"initial_lr", "max_lr", "min_lr"} <= state.optimizer.param_groups[0].keys()
         assert [*state.scalars()["groups"][0]] == ["lr"]
+
+
+def test_names_in_groups_of_torch_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a stage are others than those of all; and of a large model they were "too large"."""
+    monkeypatch.setattr(group_values, "MOST_BYTES", 20)
+    with sw.open_mesh(sw.Plan()) as mesh:
+        placed = sw.apply(Net, sw.Plan(), mesh)
+        named = torch.optim.SGD(placed.named_parameters().items(), lr=0.1)
+        state = sw.TrainState(placed, named)
+        assert named.param_groups[0]["param_names"] == [*placed.named_parameters()]
+        assert "param_names" not in state.scalars()["optimizer"]["groups"][0] and "groups" not in state.scalars()
 
 
 def test_a_moving_average_that_one_of_two_runs_has_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import ChangedError, UsageError
+from shardwise.errors import ChangedError, CheckpointError, UsageError
 from shardwise.launch.elastic_plan import has_same_maths
 from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
@@ -38,6 +38,17 @@ def changes(folder: Path, before: dict[str, Any], now: dict[str, Any], plans: tu
     Plan.parse(plans[0]).save(run.plan)
     run.metrics.touch()
     return find_changes(Before.of_run(run), now, Plan.parse(plans[1]))
+
+
+def test_a_record_that_is_damaged_is_named_with_what_to_do(tmp_path: Path) -> None:
+    changes(tmp_path, config(), config())
+    run = RunDir(tmp_path)
+    run.plan.write_text(run.plan.read_text()[:-9])
+    with pytest.raises(CheckpointError, match=r"plan.toml, line .*; the record is damaged.*put the file back"):
+        Before.of_run(run)
+    run.config_json.write_text('{"identity": {}}')
+    with pytest.raises(CheckpointError, match=r"config.json is damaged .'settings'.*--out NEW"):
+        Before.of_run(run)
 
 
 def test_nothing_changed_and_a_new_directory(tmp_path: Path) -> None:

@@ -20,10 +20,20 @@ from shardwise.checkpoint.remote import located
 from shardwise.errors import CheckpointError, DataError, UsageError
 from shardwise.records import write_file
 from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
+from shardwise.train.settings import TrainSettings
 from tests.checkpoints import SPLITS, write_checkpoint
 from tests.pure.test_ckpt_cli import run
 
 LONG = "a" * 300
+
+
+def test_a_home_is_where_it_is_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves `~` behind `--out=`, and Python does in any text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert located("~/runs") == tmp_path / "runs" and located("./~/a") == Path("~/a")
+    settings = TrainSettings(out="~/runs/a", checkpoints="~/b", resume="auto", weights="s3://bucket/~/c")
+    assert [settings.out, settings.checkpoints] == [f"{tmp_path}/runs/a", f"{tmp_path}/b"]
+    assert settings.resume == "auto" and settings.weights == "s3://bucket/~/c"
 
 
 @pytest.fixture
@@ -40,6 +50,15 @@ def store(tmp_path: Path) -> Path:
 def odd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (tmp_path / "loop").symlink_to("loop")
     return tmp_path / {"long": LONG, "loop": "loop", "in a loop": "loop/x"}[request.param]
+
+
+def test_a_link_in_place_of_a_file_is_named_as_one(store: Path) -> None:
+    """The system says of it that there are too many levels of links."""
+    manifest = store / "step-00000008" / "manifest.json"
+    manifest.rename(store / "moved")
+    manifest.symlink_to("../moved")
+    (skipped,) = directory_of(store).listing().damaged
+    assert "it is a link, and links are not followed" in skipped.reason
 
 
 def refusing(of: Path) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -50,11 +51,19 @@ class Peers:
         mesh.check_open("checkpoints")
         return cls(mesh.rank, mesh.world, patience_s=PATIENCE * mesh.timeout_s)
 
-    def apart(self) -> Peers:
-        """The same ranks on a gloo group of their own, for a thread beside the run; every rank calls it."""
-        if self.world == 1:
-            return self
-        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s)))
+    @classmethod
+    def apart(cls, mesh: Mesh, place: Path) -> Peers:
+        """The same ranks on a gloo group of their own: others may be in the messages of a step when one saves alone.
+
+        All stores at a place have the same one, as their saves take turns: a script may make a store for each save.
+        Every rank calls it.
+        """
+        peers, key = cls.of(mesh), ("checkpoints", str(place))
+        if peers.world == 1:
+            return peers
+        if key not in mesh.groups:
+            mesh.groups[key] = dist.new_group(backend="gloo", timeout=timedelta(seconds=peers.patience_s))
+        return replace(peers, group=mesh.groups[key])
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -128,7 +137,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        found = f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name)  # the second: of a rename
+        found = f"{error.strerror} ({where})" if where else error.strerror
         return found + _TO_DO.get(error.errno or 0, "")
     return f"{type(error).__name__}: {error}".splitlines()[0]
 

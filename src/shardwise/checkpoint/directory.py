@@ -174,7 +174,7 @@ class StoreDirectory(ABC):
             self.files.make_directory(partial)
         except OSError as error:
             raise CheckpointError(
-                f"store {self.path}: cannot write ({error.strerror or error}: {error.filename}); "
+                f"store {self.path}: cannot write ({error.strerror or error}: {error.filename2 or error.filename}); "
                 "make it writable or choose another path"
             ) from error
         return partial

@@ -45,7 +45,15 @@ def gathered(peers: Peers, mine: States, told: Sequence[Mapping[str, bytes]]) ->
         mine: what `moved` gave.
         told: what `digests` gave on every rank.
     """
-    if not any(told) or (any(each != told[0] for each in told) and len(told) > MOST_RANKS):
+    if not any(told):
+        return {}
+    if any(each != told[0] for each in told) and len(told) > MOST_RANKS:
+        kinds = sorted({kind for each in told for kind in each})
+        peers.warn(
+            f"found generators ({', '.join(kinds)}) that the script has drawn from, and that differ between ranks: of "
+            f"more than {MOST_RANKS} ranks no checkpoint holds them, and after a load their draws begin anew; draw in "
+            "the model's forward or in the data set, or seed a generator by the step"
+        )
         return {}
     everyones = [mine] * len(told) if all(each == told[0] for each in told) else peers.gather(mine)
     kinds = sorted({kind for states in everyones for kind in states})

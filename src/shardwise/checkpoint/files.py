@@ -222,7 +222,12 @@ class LocalFiles:
         """Open a regular file for reading; a link, a device or a directory is an error."""
 
         def act() -> int:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:  # of a link the system says "Too many levels"
+                if error.errno == errno.ELOOP and os.path.islink(path):
+                    raise OSError(errno.ELOOP, "it is a link, and links are not followed", str(path)) from None
+                raise
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -29,7 +29,6 @@ from shardwise.checkpoint.shardfile import Part
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.findings import nearest
 from shardwise.launch.variables import variables
-from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import Plan
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "tf32": 0.005, "bf16": 0.02, "bf16-pure": 0.02, "fp16": 0.005, "fp8": 0.1}
@@ -69,9 +68,11 @@ class Proof:
     """Relative, of the probe's numbers; 0: they had to be equal."""
     stored_probe: ProbeResult | None = None
     probe: ProbeResult | None = None
-    """The probe's numbers now; None: it was not stored, not given, or its rows are not those that are stored."""
+    """The probe's numbers now; None: it was not stored, not given, or not compared."""
     other_rows: bool = False
     """The probe's rows are not those of the save: the data is another one, and nothing was compared on it."""
+    draws: bool = False
+    """The probe's loss draws at random, and not as at the save, as under another plan: nothing was compared."""
 
     @property
     def line(self) -> str:
@@ -81,6 +82,8 @@ class Proof:
         )
         if self.other_rows:
             return f"{text}, probe not compared: its rows are not those of the save"
+        if self.draws:
+            return f"{text}, probe not compared: its loss draws at random, under this plan not as at the save"
         if self.probe is None or self.stored_probe is None:
             return text
         for name in ("loss", "grad_norm"):
@@ -133,6 +136,8 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
         check_trains_the_same(manifest, template, extra)
     if missing or extra:
         hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
+        if not missing and "imported" in manifest.scalars:  # DCP stores a tied weight under each of its names
+            hint += "; `ckpt convert --rename` leaves out what is given an empty name, as a tied weight's other name"
         raise CheckpointError(
             f"the checkpoint is of another model or optimizer: {len(missing)} tensors of this run are not in it "
             f"{missing[:5]}, {len(extra)} of its tensors are not in this run {extra[:5]}; {hint}; "
@@ -303,26 +308,27 @@ def check_damage(peers: Peers, path: Path, manifest: Manifest, files: Files) -> 
             reader.file(index)
 
 
-def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Placed, processors: str) -> Proof:
+def check_probe(proof: Proof, manifest: Manifest, probe: Any, state: Any, processors: str) -> Proof:
     """The proof with the probe's numbers: equal on the mesh and processors of the save, else within a tolerance.
 
-    On another set of rows than the stored one nothing is compared, and the proof says so.
+    On another set of rows than the stored one, or with other draws, nothing is compared, and the proof says so.
 
     Args:
         proof: of the tensors.
         manifest: of the checkpoint.
-        now: the probe's numbers at the loaded state.
-        placed: the model.
+        probe: what measures the loaded state; every rank takes part.
+        state: as it was loaded.
         processors: what all ranks compute on, as `processors` names it.
 
     Raises:
         CheckpointError: loss or gradient norm is not that of the save.
     """
-    stored = manifest.probe
+    stored, now, placed = manifest.probe, _probed(probe, state, manifest), state.placed
     if stored is None:
         return proof
     if stored.rows != now.rows:
-        return replace(proof, other_rows=True)
+        draws = stored.rows[:32] == now.rows[:32]  # the rows', and then the plan's, by which such a loss draws
+        return replace(proof, other_rows=not draws, draws=draws)
     here = (str(placed.plan), placed.mesh.device.type, torch.__version__)
     same = here == (manifest.plan, manifest.device, manifest.versions.get("torch")) and placed.mesh.device.type == "cpu"
     same = same and manifest.versions.get("cpu", processors) == processors  # manifests of older versions do not say it
@@ -341,7 +347,7 @@ def check_probe(proof: Proof, manifest: Manifest, now: ProbeResult, placed: Plac
     return replace(proof, stored_probe=stored, probe=now, tolerance=tolerance)
 
 
-def probed(probe: Any, state: Any, manifest: Manifest) -> ProbeResult:
+def _probed(probe: Any, state: Any, manifest: Manifest) -> ProbeResult:
     """The probe's numbers with the draws of the save: a run that loads weights alone has its own step and seed."""
     own = {name: getattr(state, name) for name in ("step", "seed") if hasattr(state, name)}
     try:

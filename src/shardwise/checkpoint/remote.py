@@ -87,7 +87,7 @@ def located(path: str | os.PathLike[str]) -> Path:
     if match is None or (isinstance(path, str) and len(match[2]) < 2):  # `Path` leaves one slash of two
         if "://" in text:
             raise CheckpointError(f"{text}: found no URL of one scheme, needed s3://bucket/run or a path; correct it")
-        return Path(path)
+        return Path(os.path.expanduser(path))
     scheme, slashes, rest = match[1], match[2], match[3]
     parts = [part for part in rest.split("/") if part]
     if re.match(r"[^/]*:[^/]*@", rest):

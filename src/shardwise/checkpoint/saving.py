@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -280,6 +281,7 @@ class Saving:
 
         self._thread = threading.Thread(target=work, name="shardwise-save", daemon=True)
         self._thread.start()
+        _LAST[self.job.directory.path.resolve()] = self
 
     @property
     def seconds(self) -> float:
@@ -297,14 +299,14 @@ class Saving:
         Raises:
             CheckpointError: it failed, on any rank.
         """
-        self._join()
+        self.join()
         if self._error:
             raise self._error[0]
         return self._result[0]
 
     def finish(self) -> Finding | None:
         """Return when it has ended; what went wrong, if anything."""
-        self._join()
+        self.join()
         if not self._error:
             return None if not self._result[0].left else left_over(self._result[0])
         return Finding(
@@ -315,6 +317,18 @@ class Saving:
             fix="see to it before the next save is due: make room where a disk is full",
         )
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Return when it has ended."""
         assert self._thread is not None
         self._thread.join()
+
+
+_LAST: WeakValueDictionary[Path, Saving] = WeakValueDictionary()
+"""Of each place the last save beside training, whichever of this process's stores makes it."""
+
+
+def wait_for_others(place: Path | None = None) -> None:
+    """Return when no store of this process saves to a place, or to any: who begins a save there clears it up."""
+    others = list(_LAST.values()) if place is None else [_LAST.get(place.resolve())]
+    for saving in filter(None, others):
+        saving.join()

@@ -14,8 +14,10 @@ DATA, BY_RANK = "data", "data_by_rank"
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
 MEMBERS = "members"
-OF_STAGE = ("base_lr", "optimizer", MEMBERS)
-"""Scalars of which a rank holds what its stages of the model need: groups of the optimizer."""
+OF_STAGE = ("base_lr", "optimizer", MEMBERS, "batch_norm")
+"""Scalars of which a rank holds what its stages of the model need: groups of the optimizer, rows of batch norms."""
+_BY_GROUP = ("groups", "stateful", "stateful_made", "stateful_factors")
+"""Scalars in which a value may stand for each group of the optimizer: what steps changed, and torch's schedulers."""
 
 
 def members_of(state: Saveable) -> dict[str, Any]:
@@ -48,10 +50,15 @@ def agreed(everyones: list[dict[str, Any]], stages: list[int]) -> dict[str, Any]
             before, here = everyones[first].get(key), theirs.get(key)
             if key == MEMBERS or repr(here) == repr(before) or (key == DATA and _are_own(before, here)):
                 continue
+            do = "all ranks must save at the same step with the same settings"
+            if stages[rank] != stages[first] and key in _BY_GROUP:
+                do = (
+                    "stages of the pipeline need as many groups in the optimizer: where a stage has no parameter of "
+                    'one, give it an empty one, {"params": []}; or set rates by TrainState(schedule=...)'
+                )
             raise CheckpointError(
                 f"saving step {everyones[0].get('step')}: ranks disagree on {key!r}: {_SHOWN.repr(before)} on rank "
-                f"{first}, {_SHOWN.repr(here)} on rank {rank}; all ranks must save at the same step with the same "
-                "settings"
+                f"{first}, {_SHOWN.repr(here)} on rank {rank}; {do}"
             )
     places = [theirs.get(DATA) for theirs in everyones]
     by_rank = {} if all(repr(place) == repr(places[0]) for place in places) else {BY_RANK: places}
@@ -72,7 +79,7 @@ def united(everyones: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         key: _union(key, [theirs[key] for theirs in everyones if key in theirs])
         for key in OF_STAGE
-        if key in everyones[0]
+        if any(key in theirs for theirs in everyones)
     }
 
 

@@ -20,6 +20,7 @@ from shardwise.checkpoint.drawn import digests, gathered, go_on, moved, stored
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import Held, Holder
+from shardwise.checkpoint.layout import held_by
 from shardwise.checkpoint.loading import (
     Arrivals,
     Converted,
@@ -28,7 +29,6 @@ from shardwise.checkpoint.loading import (
     check_names,
     check_probe,
     fill,
-    probed,
     processor,
     processors,
     prove,
@@ -39,7 +39,7 @@ from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of
+from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of, wait_for_others
 from shardwise.checkpoint.scalars import agreed, members_of
 from shardwise.checkpoint.snapshot import HostCopy
 from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
@@ -85,7 +85,6 @@ class Store:
         self._run: str | None = None
         """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
         self._copy = HostCopy()
-        self._apart: tuple[Mesh, Peers] | None = None
         self._waits: Mesh | None = None
         """The mesh at whose end the last save is waited for."""
         self._going_on: Saving | None = None
@@ -147,18 +146,20 @@ class Store:
         """
         job = self._prepare(state, metric, beside=True)
         if self._waits is not state.mesh:  # after the lock, which is given back in the reverse order, behind the last
-            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh)))
+            for end in [end for end in state.mesh.at_exit if getattr(end, "args", ())[1:] == (self.path,)]:
+                end()  # of a store before this one, whose copy would stay for as long
+                state.mesh.at_exit.remove(end)
+            state.mesh.at_exit.append(partial(self._end, Peers.of(state.mesh), self.path))
             self._waits = state.mesh
-        stalled = time.perf_counter() - job.start
         saving = Saving(
             job=job,
             waited_s=job.waited_s,
-            stalled_s=stalled,
+            stalled_s=time.perf_counter() - job.start,
             previous_s=self._last_s,
             previous_held_up_s=self._held_up_s,
         )
         self._going_on = saving
-        saving.begin(self._peers_apart(state.mesh))
+        saving.begin(Peers.apart(state.mesh, self.path))
         return saving
 
     def wait(self) -> None:
@@ -171,10 +172,11 @@ class Store:
             self._findings += [finding] if finding is not None else []
             self._run, self._last_s = going_on.job.run, going_on.seconds
 
-    def _end(self, peers: Peers) -> None:
-        """Wait for the last save, and say what nobody has asked for since."""
+    def _end(self, peers: Peers, _: Path) -> None:
+        """Wait for the last save, and say what nobody has asked for since. The place is for who looks for it."""
         self.wait()
         self._tell(peers)
+        self._waits = None
 
     def _tell(self, peers: Peers) -> None:
         told, found = self._told, self.take_findings()
@@ -203,10 +205,10 @@ class Store:
             LockedError: another run holds the store.
         """
         self.wait()
-        peers = Peers.of(mesh_of(state))
-        doing = f"loading from {self.path}"
+        wait_for_others()
+        peers, doing = Peers.of(mesh_of(state)), f"loading from {self.path}"
         with late_told(doing, peers):
-            held, mended = peers.on_first(doing, lambda: self._begin(state))
+            held, mended = peers.from_all(doing, lambda: self._begin(state))[0]
         self._findings += held.check()
         if mended is not None:
             what = f"{mended}: it was written anew, from a checkpoint that is whole"
@@ -214,9 +216,10 @@ class Store:
         return self._load_newest(state, self._directory, convert_state=convert_state)
 
     def _begin(self, state: Saveable) -> tuple[Held, str | None]:
-        """On rank 0: mend the store, unless another run holds it."""
+        """Refuse what no save will take, before anything is trained. On rank 0 mend the store, if nobody holds it."""
+        held_by(state.tensors())
         held = self._holder.look(state.mesh)
-        return held, None if held.refusal else self._directory.mend()
+        return held, self._directory.mend() if state.mesh.rank == 0 and not held.refusal else None
 
     def _load_newest(self, state: Saveable, directory: StoreDirectory, **how: bool) -> Loaded | None:
         """As `load`, the newest checkpoint of a store whose files are whole; None: it holds none at all."""
@@ -274,9 +277,9 @@ class Store:
             CheckpointError: not a checkpoint, damaged, not of this model and optimizer, or not proven.
         """
         self.wait()
-        place = located(path)
+        wait_for_others()
+        place, how = located(path), {"weights_only": weights_only, "convert_state": convert_state}
         directory = directory_of(place, files_for(place, self._directory.files))
-        how = {"weights_only": weights_only, "convert_state": convert_state}
         peers, doing = Peers.of(mesh_of(state)), f"loading {place}"
         with late_told(doing, peers):
             is_store = peers.on_first(doing, directory.is_store)
@@ -304,8 +307,7 @@ class Store:
         if not weights_only:
             peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))
         if self.probe is not None and manifest.probe is not None:
-            used, found = processors(peers.gather(processor())), probed(self.probe, state, manifest)
-            proof = check_probe(proof, manifest, found, state.placed, used)
+            proof = check_probe(proof, manifest, self.probe, state, processors(peers.gather(processor())))
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
         if not weights_only and hasattr(state, "run_id") and "imported" not in manifest.scalars:
@@ -347,17 +349,12 @@ class Store:
         peers.together(doing, lambda: state.load_tensors(template))
         return kept, converted, arrived
 
-    def _peers_apart(self, mesh: Mesh) -> Peers:
-        """The ranks on a group of the store's own: others may be in the messages of a step when one saves alone."""
-        if self._apart is None or self._apart[0] is not mesh:
-            self._apart = mesh, Peers.of(mesh).apart()
-        return self._apart[1]
-
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
         start, peers = time.perf_counter(), Peers.of(mesh_of(state))
         self._tell(peers)
         self.wait()
+        wait_for_others(self.path)
         waited = time.perf_counter() - start
         scalars, tensors = state.scalars() | members_of(state), state.tensors()
         doing = f"saving step {scalars['step']} to {self.path}"
@@ -365,7 +362,7 @@ class Store:
         own, generators = (dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")), moved(state)
         with late_told(doing, peers):
             lock, fits = self._holder.take(state.mesh), self._copy.fits(tensors)
-            apart = self._peers_apart(state.mesh)
+            apart = Peers.apart(state.mesh, self.path)
             told = apart.meet((own, fits, processor(), lock, digests(generators)))
         self._findings += told[0][3].check()
         forgotten = state.forgets() if isinstance(state, Forgetful) else ""

@@ -76,18 +76,19 @@ class Bounds:
         self._copies = -1
         self._first: Failure | None = None
 
-    def refuse(self, failure: Failure, *, copies: int, killed: bool) -> Failure | None:
+    def refuse(self, failure: Failure, *, copies: int, killed: bool, damaged: str = "") -> Failure | None:
         """None when the job shall recover; else what to report: the first failure of those without progress.
 
         Args:
             failure: what happened.
             copies: number of the newest copy of the state: it grows by one per finished step.
             killed: a process was ended from outside or crashed, in place of an error of the script.
+            damaged: copies that cannot be used; where there is no other, the job begins again from its checkpoint.
         """
         if copies > self._copies:
             self._in_a_row, self._first = 0, None
         self._copies, self._first = copies, self._first or failure
-        allowed = self.policy.killed_in_a_row if killed else self.policy.raised_in_a_row if copies else 0
+        allowed = self.policy.killed_in_a_row if killed else self.policy.raised_in_a_row if copies or damaged else 0
         if self.total >= self.policy.limit:
             return _with(failure, f"{self.total} recoveries were made, which is the limit")
         halvings = int(failure.halving["halvings"]) if failure.halving is not None else 0

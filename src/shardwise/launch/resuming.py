@@ -21,8 +21,7 @@ from shardwise.launch.environment import recovery_place
 from shardwise.launch.runjob import RunJob
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
-from shardwise.records import add_record
-from shardwise.train.metrics import read_metrics
+from shardwise.records import add_record, read_records
 from shardwise.train.outliving import Place
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import RunSettings, TrainSettings
@@ -112,7 +111,7 @@ def read_held_out(run: RunDir, step: int, mesh: Mesh, stored: float | None = Non
 
     `stored`: what its checkpoint says; on a machine that is new to the run there is no record.
     """
-    rows = read_metrics(run.metrics) if mesh.is_first and run.metrics.exists() else []
+    rows = read_records(run.metrics) if mesh.is_first and run.metrics.exists() else []
     found = [row["eval_loss"] for row in rows if "eval_loss" in row]
     loss = _shared(found[-1] if found and found[-1] is not None else math.inf, mesh)
     return HeldOut({step: stored if stored is not None and not math.isfinite(loss) else loss})
@@ -139,7 +138,7 @@ def record_resume(run: RunDir, loaded: Loaded) -> None:
 
 def open_cadence(run: RunDir, settings: TrainSettings, mesh: Mesh) -> Cadence:
     """When a run saves; every start that went on from a checkpoint counts as a failure, for `auto`."""
-    rows = read_metrics(run.metrics) if mesh.is_first and run.metrics.exists() else []
+    rows = read_records(run.metrics) if mesh.is_first and run.metrics.exists() else []
     resumes = run.resumes.read_text(encoding="utf-8").count("\n") if run.resumes.exists() else 0
     hours = sum(float(row.get("step_s") or 0.0) for row in rows) / 3600
     return Cadence(

@@ -18,10 +18,11 @@ from shardwise.errors import CheckpointError, ExitCode
 from shardwise.launch.resuming import HeldOut
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
+from shardwise.records import read_records
 from shardwise.train.batches import Window, eval_batches
 from shardwise.train.build import Text, make_loss, token_loss
 from shardwise.train.loop import evaluate, steps
-from shardwise.train.metrics import MetricsLog, finite, memory_bytes, peak_flops, read_metrics
+from shardwise.train.metrics import MetricsLog, finite, memory_bytes, peak_flops
 from shardwise.train.picture import Curves, draw_loss
 from shardwise.train.progress import Progress, Sight
 from shardwise.train.protect import Protect
@@ -122,7 +123,7 @@ class Session:
         rows: list[dict[str, Any]] = []
         if self.log is not None:
             with can_lack(self.run.metrics):
-                rows = read_metrics(self.run.metrics)
+                rows = read_records(self.run.metrics)
         summary = Summary(
             step=self.state.step,
             tokens=int(self.state.weight),

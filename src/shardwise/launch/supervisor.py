@@ -88,7 +88,7 @@ class Supervisor:
                     return self._end(active)
                 newest = self.worlds.bury(active)
                 copies = newest.count if newest else 0
-                refused = self._bounds.refuse(failure, copies=copies, killed=killed)
+                refused = self._bounds.refuse(failure, copies=copies, killed=killed, damaged=self.worlds.damaged)
                 if refused is not None:
                     return Outcome(exit_code=refused.exit_code, failure=refused)
                 slot = active.team.slots[failure.rank]

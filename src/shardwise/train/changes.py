@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.errors import ChangedError, ShardwiseError, UsageError
+from shardwise.errors import ChangedError, CheckpointError, ConfigError, ShardwiseError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.spec import spec_from_dict
 from shardwise.plan.plan import MATHS, Plan
@@ -70,11 +70,21 @@ class Before:
 
     @classmethod
     def of_run(cls, run: RunDir) -> Before | None:
-        """By the record of a directory; None where no run has begun there: what was refused at its start is no run."""
+        """By the record of a directory; None where no run has begun there: what was refused at its start is no run.
+
+        Raises:
+            CheckpointError: the record cannot be read.
+        """
         if run.identity() is None or not run.has_begun:
             return None
         config = json.loads(run.config_json.read_text(encoding="utf-8"))
-        return cls(config, Plan.load(run.plan) if run.plan.is_file() else None)
+        try:
+            return cls(config, Plan.load(run.plan) if run.plan.exists() else None)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{error}; the record is damaged, so it cannot be told which plan the run in {run.path} had: put the "
+                "file back, or remove it: the plan is then not compared"
+            ) from error
 
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], plan: Mapping[str, Any]) -> Before:
@@ -209,7 +219,7 @@ def _kind(key: str) -> Literal["maths", "layout", "other"]:
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted names; the model's by its sizes, however they were said."""
     flat = {f"{section}.{key}": value for section, keys in config["settings"].items() for key, value in keys.items()}
-    if config["spec"] is not None:
+    if config.get("spec") is not None:
         flat = {key: value for key, value in flat.items() if not key.startswith("model.")}
         flat |= {f"model.{key}": value for key, value in config["spec"].items()}
     return flat

@@ -14,7 +14,9 @@ from shardwise.errors import CheckpointError, ModelError
 from shardwise.train.optim import NamedOptimizer
 from shardwise.train.values import from_json, like, plain, to_json
 
-_HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "max_lr", "min_lr")
+_WHOSE = ("params", "param_names")
+"""Of a group: the second where it was made from named parameters. Checkpoints know parameters by names of their own."""
+_HOW = (*_WHOSE, "foreach", "fused", "capturable", "differentiable", "initial_lr", "max_lr", "min_lr")
 """Keys that are no state: how a step is made, and what torch's schedulers begin with."""
 MOST_BYTES = 1 << 16
 """Of one value, as JSON: more belongs into the state of parameters, which is stored in parts and compared."""
@@ -92,7 +94,7 @@ class GroupValues:
             {
                 key: list(value) if isinstance(value, tuple) else value
                 for key, value in sorted(group.items())
-                if key not in ("params", "lr", "initial_lr", *moved) and value is not None and _is_plain(value)
+                if key not in (*_WHOSE, "lr", "initial_lr", *moved) and value is not None and _is_plain(value)
             }
             for group, moved in zip(self._optimizer.param_groups, self.moved(), strict=True)
         ]

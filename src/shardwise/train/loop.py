@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.placed import Placed
@@ -52,6 +53,7 @@ def steps(
 
     Raises:
         UsageError: the state has no batches, or they are no iterator; or `until` is no number.
+        CheckpointError: `store` is given, and could not store a tensor's name or type.
         NonFiniteError: under `on_nonfinite="raise"`.
         SystemExit: after a signal, when the step is finished and the state saved; and code 5 under
             `on_nonfinite="stop"`.
@@ -61,6 +63,8 @@ def steps(
     """
     _check(state, until)
     state.mesh.check_open("steps()")
+    if store is not None:
+        held_by(state.tensors())  # what no save will take is refused before anything is trained
     step = TrainStep(state, loss_fn, options_with(clip, options))
     mirror = rejoin(step)
     if not all(part.root.training for part in state.placed.parts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.extras import optional_module
-from shardwise.records import append_line, say
+from shardwise.records import append_line, read_records, say
 from shardwise.train.rundir import write_text
 
 PEAK_FLOPS: Mapping[str, float] = {
@@ -120,7 +119,7 @@ def _cut(path: Path, after_step: int) -> None:
     lines = [
         line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
     ]  # none cut by a crash
-    keep = [line for line, row in zip(lines, read_metrics(path), strict=False) if row.get("step", 0) <= after_step]
+    keep = [line for line, row in zip(lines, read_records(path), strict=False) if row.get("step", 0) <= after_step]
     are_first = keep == lines[: len(keep)]
     os.truncate(path, sum(map(len, keep if are_first else lines)))
     if are_first:
@@ -134,25 +133,6 @@ def _cut(path: Path, after_step: int) -> None:
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     """The same for JSON, which has no infinities and NaN: None in their place."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that was cut by a crash is left out.
-
-    Raises:
-        UsageError: a line before the last one is not JSON.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise UsageError(
-                    f"{path}:{number}: not a JSON record ({error.msg}); repair or remove the line"
-                ) from None
-    return rows
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ import psutil
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.plan.plan import Plan
-from shardwise.records import add_record, looking, say
+from shardwise.records import add_record, looking, read_records, say
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
@@ -158,12 +158,13 @@ class RunDir:
         add_record(self.events, {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts})
 
     def read_events(self, event: str) -> list[dict[str, Any]]:
-        """The records of one kind; a last line that was cut by a crash is left out."""
-        try:
-            lines = self.events.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return []
-        return [row for line in lines if line.endswith("}") and (row := json.loads(line))["event"] == event]
+        """The records of one kind; a last line that was cut by a crash is left out.
+
+        Raises:
+            UsageError: as `read_records`.
+        """
+        found = read_records(self.events) if self.events.exists() else []
+        return [row for row in found if row.get("event") == event]
 
     @property
     def has_checkpoints(self) -> bool:
@@ -183,6 +184,7 @@ class RunDir:
         """
         try:
             loaded = json.loads(self.config_json.read_text(encoding="utf-8"))
+            dict(loaded["settings"]["train"])  # by which a start tells what changed
             return dict(loaded["identity"])
         except FileNotFoundError:
             return None

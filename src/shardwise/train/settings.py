@@ -5,6 +5,7 @@ None means "not said": the command line derives it (`shardwise.cli.derive`) and 
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -18,6 +19,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 def _tuple(value: Any) -> Any:
     """TOML and JSON have lists only; one word stands for a list of one."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _home(value: Any) -> Any:
+    """`~/runs`: a shell leaves it so behind `--out=`, and a file always does."""
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+Place = Annotated[str, BeforeValidator(_home)]
 
 
 class Section(BaseModel):
@@ -120,15 +129,15 @@ class TrainSettings(Section):
     """Beside them, those of steps that are multiples of this; 0: none."""
     keep_best: Annotated[int, Field(ge=0)] = 0
     """Beside them, so many with the smallest held-out loss, of the evaluation at their step or the last before it."""
-    checkpoints: str | None = None
+    checkpoints: Place | None = None
     """Where they are kept: a directory, or a URL (`s3://bucket/run`); not said: in the run's directory."""
     grace_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds for the step and the save after a first signal, then all ranks are killed; not said: no limit."""
-    resume: str = "auto"
+    resume: Place = "auto"
     """`auto`, `never`, or the directory or URL of a run, its checkpoints or one of them."""
-    weights: str | None = None
+    weights: Place | None = None
     """The directory or URL of a run, its checkpoints or one of them, whose weights a new run begins with."""
-    out: str | None = None
+    out: Place | None = None
     """The run's directory."""
     name: str | None = None
     nproc: Positive | None = None

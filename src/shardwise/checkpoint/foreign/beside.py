@@ -65,6 +65,13 @@ def models_in(files: OpenFiles, path: Path) -> list[Path]:
     return [path / n for n in files.names(path) if _MODEL.fullmatch(n) and _is_part(files, path / n)]
 
 
+def checkpoints_in(files: OpenFiles, path: Path) -> list[str]:
+    """Directories that hold files of weights, as those of a pipeline's several models."""
+    inside = [name for name in files.names(path) if files.is_directory(path / name)]
+    kinds = (".safetensors", *SUFFIXES, METADATA)
+    return [name for name in inside if any(each.endswith(kinds) for each in files.names(path / name))]
+
+
 def _is_part(files: OpenFiles, path: Path) -> bool:
     return files.is_directory(path) and is_dcp(files, path)
 

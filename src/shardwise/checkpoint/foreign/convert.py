@@ -18,6 +18,7 @@ from shardwise.checkpoint.foreign.beside import (
     META,
     METADATA,
     SUFFIXES,
+    checkpoints_in,
     is_dcp,
     is_weights_file,
     model_in,
@@ -186,6 +187,13 @@ def _kind(files: OpenFiles, source: Path) -> Kind:
         return "dcp"
     if any(name.endswith(SUFFIXES) for name in names):
         return "torch"
+    inside = checkpoints_in(files, source)
+    if inside:
+        what = f"{len(inside)} checkpoints, in" if len(inside) > 1 else "a checkpoint in"
+        raise CheckpointError(
+            f"{source}: found {what} {shown(inside)}; needed the directory of one model; give "
+            f"{source / inside[0]}{', or another of them' if len(inside) > 1 else ''}"
+        )
     raise CheckpointError(
         f"{source}: found {shown(names) or 'nothing'}; needed *.safetensors, a file of torch.save, {METADATA} of DCP, "
         "or DeepSpeed's `latest`; give the directory that holds them, or --from"

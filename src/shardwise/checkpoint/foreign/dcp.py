@@ -286,6 +286,9 @@ def _sorted(
             "if it holds both"
         )
     if not places:
+        tops = list(dict.fromkeys(str(path[0]) for path in tensors.values()))
+        if len(tops) > 1:
+            raise _wrong(where, f"weights of several models: {shown(tops)}", "those of one, alone or under `model`")
         raise _wrong(where, f"no weights among {shown(list(paths))}", "a state_dict, alone or under `model`")
     model = _model_of(where, places)
     weights: dict[str, Source] = {}

@@ -80,15 +80,29 @@ def weights_of(value: Any, where: str) -> tuple[dict[str, Source], list[str]]:
             )
     weights: dict[str, Source] = {name: item for name, item in value.items() if isinstance(item, View)}
     if not weights:
+        inside = _models_in(value)
+        what = f"weights of several models, {shown(inside)}" if len(inside) > 1 else "no tensor among "
+        what += "" if len(inside) > 1 else shown(list(value)) or "its entries"
         raise CheckpointError(
-            f"{where}: found no tensor among {shown(list(value)) or 'its entries'}; needed a state_dict, alone or "
-            "under `model`, `state_dict`, `module` or `model_state_dict`; save model.state_dict()"
+            f"{where}: found {what}; needed one state_dict, alone or under `model`, `state_dict`, `module` or "
+            "`model_state_dict`; save model.state_dict() of the one that is meant"
         )
     others = [name for name, item in value.items() if not isinstance(item, View)]
     nested = [name for name in others if _holds_tensors(value[name])]
     plain = [name for name in others if name not in nested]
     notes = {"entries that are no tensors": plain, "entries that hold tensors under names of their own": nested}
     return weights, [f"{what}: {shown(names)}" for what, names in notes.items() if names]
+
+
+def _models_in(value: Any) -> list[str]:
+    """Where below there are tensors by name, and no optimizer's. The reader bounds the depth."""
+    found = []
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if isinstance(item, dict) and any(isinstance(each, View) for each in item.values()):
+            found.append(str(key))
+        elif not (isinstance(item, dict) and "param_groups" in item):
+            found += [f"{key}.{name}" for name in _models_in(item)]
+    return found
 
 
 def _holds_tensors(value: Any) -> bool:
