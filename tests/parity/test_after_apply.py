@@ -63,17 +63,26 @@ def changed(text: str, what: str) -> list[float] | str:
         placed = apply(Model, plan, mesh, seed=3)
         if what == "made":
             placed.module.last.extra = nn.Parameter(torch.ones(DIM))
+        elif what == "replaced":
+            placed.module.last.weight = nn.Parameter(torch.ones(DIM, DIM, dtype=torch.float64))
+        elif what == "hooked":
+            placed.module.last.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         else:
             (placed.module.first if what == "unfrozen" else placed.module.last).requires_grad_(what == "unfrozen")
         return losses(placed)
 
 
-@pytest.mark.parametrize("what", ["made", "frozen", "unfrozen"])
+@pytest.mark.parametrize("what", ["made", "frozen", "unfrozen", "replaced", "hooked"])
 @pytest.mark.parametrize("text", ["dp2 / fp64", "fsdp2 / fp64"])
 def test_parameters_that_change_after_apply(world: World, text: str, what: str) -> None:
     """`fully_shard` asks each time which parameters are trained; DDP was told; nobody knows of new ones."""
     found = world(2, changed, text, what)
-    if what == "made" or text.startswith("dp2"):
+    if what == "hooked" or what == "replaced" and text.startswith("dp2"):
+        names = "last.weight has a hook on its gradient" if what == "hooked" else "last.weight (1 parameters) got no"
+        assert all(names in str(message) for message in found)
+    elif what == "replaced":
+        assert all("last.weight was replaced after apply" in str(message) for message in found)
+    elif what == "made" or text.startswith("dp2"):
         assert all(f"was {what} after apply" in str(message) for message in found)
     else:
         assert found == [pytest.approx(world(1, changed, "dp1 / fp64", what)[0], rel=1e-12)] * 2
@@ -228,3 +237,30 @@ def test_derivatives_of_derivatives(world: World, inside: bool) -> None:
     one = world(1, second, "dp1 / fp64", inside)[0]
     assert world(2, second, "dp2 / fp64", inside) == [pytest.approx(one, rel=1e-12)] * 2
     assert all("[module.second-derivatives]" in str(found) for found in world(2, second, "fsdp2 / fp64", inside))
+
+
+class Halved(nn.Module):
+    """Its blocks are called with half of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = {name: weight * 0.5 for name, weight in self.blocks.named_parameters()}
+        return torch.func.functional_call(self.blocks, halves, (x,))
+
+
+def halved(text: str) -> list[float] | str:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        return losses(apply(Halved, plan, mesh, seed=3))
+
+
+def test_a_call_with_other_weights(world: World) -> None:
+    """What is gathered, or computed again, took the module's own, without a word."""
+    expected = world(1, halved, "dp1 / fp64")[0]
+    assert world(2, halved, "dp2 / fp64") == [pytest.approx(expected, rel=1e-12)] * 2
+    for text in ("fsdp2 / fp64", "fsdp2 zero1 / fp64", "dp1 / fp64 / recompute=blocks"):
+        for said in world(Plan.parse(text).world, halved, text):
+            assert "[module.other-weights] blocks.0 is called with another tensor" in str(said)

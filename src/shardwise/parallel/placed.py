@@ -189,15 +189,17 @@ class Placed:
         """Refuse parameters that `apply` has not seen as they are now, where it set up how gradients are summed.
 
         Raises:
-            ModelError: made after `apply`; or frozen or not frozen since then, where DDP sums.
+            ModelError: made, or put in place of a sharded one, after `apply`; or frozen or not frozen since then, where
+                DDP sums.
         """
         found = self.named_parameters()
         added = [name for name in found if name not in self.placements and self.plan.world > 1]
         trains = {name for name, parameter in found.items() if parameter.requires_grad}
         changed = sorted(trains ^ self.reduced) if self.reduced is not None else []
-        if added or changed:
-            name = (added or changed)[0]
-            what = "made" if added else "unfrozen" if name in trains else "frozen"
+        replaced = [name for name in self.wrappers if not isinstance(found.get(name), DTensor)]
+        if added or replaced or changed:
+            name = (added or replaced or changed)[0]
+            what = "made" if added else "replaced" if replaced else "unfrozen" if name in trains else "frozen"
             raise ModelError(
                 f"parameter {name} was {what} after apply, which had set up how gradients are summed over ranks; do it "
                 "in the model's constructor"

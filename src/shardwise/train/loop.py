@@ -17,6 +17,7 @@ from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
+from shardwise.train.told import told
 from shardwise.train.windows import Window, micro_batches_of
 
 
@@ -115,7 +116,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     Cost: forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
 
     Raises:
-        UsageError: one batch in place of several.
+        UsageError: one batch in place of several; a loss function of other arguments.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
@@ -124,6 +125,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     signature = Signature.of(placed.parts[0].root)
     counts_here = placed.mesh.index("tp") == 0
     several = loss_fn if isinstance(loss_fn, Losses) else None
+    loss_fn = several or told(loss_fn)
     totals = torch.zeros(len(several.weights) if several else 1, 2, dtype=torch.float64)
 
     def add(result: Any, micro: Any, is_zero: bool) -> None:

@@ -42,6 +42,7 @@ from shardwise.train.replicas import Replicas
 from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
 from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
+from shardwise.train.told import told
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
@@ -59,7 +60,7 @@ class TrainStep:
         """See `make_step`."""
         self.state, self.options, placed = state, options, state.placed
         watch = partial(watched_loss, placed=placed)
-        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(loss_fn)
+        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn))
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
