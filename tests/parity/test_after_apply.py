@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shardwise.errors import ModelError, UsageError
@@ -25,6 +26,10 @@ from shardwise.train.state import TrainState
 from shardwise.train.step import make_step
 
 DIM = 6
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Model(nn.Module):
@@ -264,3 +269,46 @@ def test_a_call_with_other_weights(world: World) -> None:
     for text in ("fsdp2 / fp64", "fsdp2 zero1 / fp64", "dp1 / fp64 / recompute=blocks"):
         for said in world(Plan.parse(text).world, halved, text):
             assert "[module.other-weights] blocks.0 is called with another tensor" in str(said)
+
+
+def looked_at(text: str) -> list[float]:
+    """The model is called by the script before its optimizer is built, and before its weights are clipped and saved."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Halves, plan, mesh, seed=3)
+        rows = torch.ones(8 // mesh.batch.size, DIM, dtype=torch.float64)
+
+        def look() -> None:
+            with torch.no_grad():
+                placed.module(rows)
+
+        look()
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda out, x: mean_over((out - x).square()))
+        found = []
+        for _ in range(2):
+            found.append(step(rows).loss)
+            look()
+            with torch.no_grad():
+                for parameter in placed.parameters():
+                    parameter.clamp_(-0.2, 0.2)
+        look()
+        tensors = step.state.tensors()
+        return [*found, *(float(full(tensors[f"model.{name}"]).sum()) for name in placed.named_parameters())]
+
+
+class Halves(Halved):
+    """The same blocks, as they are, and a layer that is gathered with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x))
+
+
+@pytest.mark.parametrize("text", ["fsdp2 / fp64", "fsdp2 zero2 / fp64"])
+def test_a_forward_of_the_scripts_own_leaves_no_copies_behind(world: World, text: str) -> None:
+    """An optimizer stepped gathered copies, and what was written into them was lost, without a word."""
+    expected = world(1, looked_at, "dp1 / fp64")[0]
+    assert world(2, looked_at, text) == [pytest.approx(expected, rel=1e-12)] * 2

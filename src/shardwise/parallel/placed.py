@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, UsageError
@@ -174,12 +175,26 @@ class Placed:
         return self.parts[0].root
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Original name -> parameter of this rank (a DTensor where it is sharded); a tied one by its first name."""
+        """Original name -> parameter of this rank (a DTensor where it is sharded); a tied one by its first name.
+
+        Of what a forward has gathered the copies, as long as they are there: in a loss function, and after a forward
+        without backward until `reshard`.
+        """
         found: dict[str, nn.Parameter] = {}
         for part in self.parts:
             for name, parameter in part.root.named_parameters():
                 found.setdefault(self.ties.get(name, name), parameter)
         return found
+
+    def reshard(self) -> None:
+        """Free parameters that a forward without backward left gathered.
+
+        An optimizer over copies would train nothing, and what is written into them is lost.
+        """
+        for part in self.parts:
+            for module in part.run.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Original name -> buffer of this rank."""
@@ -206,7 +221,8 @@ class Placed:
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, in order of their names in the module."""
+        """The parameters of this rank, in order of their names in the module, sharded where they are between steps."""
+        self.reshard()
         return iter(self.named_parameters().values())
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
@@ -216,6 +232,7 @@ class Placed:
         cost of dispatching through DTensor.
         """
         local: dict[str, nn.Parameter] = {}
+        self.reshard()
         for name, parameter in self.named_parameters().items():
             if isinstance(parameter, DTensor):
                 shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
@@ -249,4 +266,5 @@ def named_in(placed: Placed) -> dict[str, nn.Parameter]:
             f"an optimizer of Shardwise takes what apply() gave: found {type(placed).__name__}, needed "
             "`adamw(placed, lr=...)`; one of torch takes `placed.parameters()`"
         )
+    placed.reshard()
     return placed.named_parameters()

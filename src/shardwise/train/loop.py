@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
@@ -152,7 +151,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     finally:
         for module, mode in modes:
             module.training = mode
-        reshard(placed)
+        placed.reshard()
     placed.mesh.all_reduce_sum(summed := totals.to(device))
     sums = [Loss(*row) for row in summed]
     return several.total(dict(zip(several.weights, sums, strict=True))) if several else sums[0]
@@ -188,11 +187,3 @@ def _pipelined(
     placed.pipeline.run(micro, keep, backward=False)
     for result, batch, is_zero in results.values():
         add(result, batch, is_zero)
-
-
-def reshard(placed: Placed) -> None:
-    """Free parameters that a forward without backward left gathered."""
-    for part in placed.parts:
-        for module in part.run.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -17,6 +17,7 @@ class Trained:
 
     def __init__(self, state: TrainState) -> None:
         """Raises ModelError: parameters are not as `apply` saw them, see `Placed.check_trainable`."""
+        state.placed.reshard()
         state.placed.check_trainable()
         self._state, self._placed, named = state, state.placed, state.placed.named_parameters()
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
