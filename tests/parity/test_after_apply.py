@@ -312,3 +312,27 @@ def test_a_forward_of_the_scripts_own_leaves_no_copies_behind(world: World, text
     """An optimizer stepped gathered copies, and what was written into them was lost, without a word."""
     expected = world(1, looked_at, "dp1 / fp64")[0]
     assert world(2, looked_at, text) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def drawn_late(text: str) -> str:
+    """What `module.apply` of a function that draws weights says; others are called as ever."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed, seen = apply(Halves, plan, mesh, seed=3), []
+        assert placed.module.apply(lambda module: seen.append(module)) is placed.module and seen[-1] is placed.module
+
+        def init(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+
+        try:
+            placed.module.apply(init)
+        except ModelError as error:
+            return str(error)
+        return ""
+
+
+def test_weights_that_are_drawn_after_apply_are_refused_where_ranks_have_parts(world: World) -> None:
+    for text, refused in (("dp2", False), ("fsdp2", True), ("pp2 / mb2", True)):
+        for said in world(2, drawn_late, text):
+            assert ("found `uniform_`, which draws weights" in said and "init=function" in said) is refused, said
