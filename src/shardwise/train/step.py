@@ -25,7 +25,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
-from shardwise.train.agreement import check_agreement, go_on
+from shardwise.train.agreement import check_agreement, check_rows, go_on
 from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
@@ -129,6 +129,7 @@ class TrainStep:
         self._witness = open_witness(self.state)
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
+            check_rows(batch, self.state.mesh)
             if self.state.step == 0:
                 self._check_replicas()  # initial values that depend on the rank
         settle(self.state, partial(self.measure, batch))
