@@ -516,6 +516,16 @@ def test_rows_of_nested_batches() -> None:
     for batch in (ids, {"a": ids}, [{"n": 3, "a": ids}], ([ids, ids],), {"t": torch.tensor(1.0), "a": {"b": ids}}):
         assert num_rows(batch) == 4
     assert [part[0]["a"].shape[0] for part in split_rows(({"a": ids},), 2)] == [2, 2]
+    labels, parts = torch.zeros(4), [torch.zeros(4, 2), torch.zeros(5, 2)]
+    for lengths in ((6, 6, 6, 6), (1, 2, 3, 1), (2, 3, 4, 2)):  # a sample each: they are the rows, not their tokens
+        texts = [torch.zeros(length, 2) for length in lengths]
+        for batch in ({"texts": texts, "labels": labels}, (texts, labels), (texts, [{"boxes": ids}] * 4)):
+            assert num_rows(batch) == 4
+            first, last = split_rows(batch, 2)
+            kept = [list(part.values())[0] if isinstance(part, dict) else part[0] for part in (first, last)]
+            assert [len(text) for part in kept for text in part] == list(lengths)
+        assert model_inputs({"texts": texts, "labels": labels}, Signature(("texts",), "Model"))[1] == {"texts": texts}
+    assert num_rows((parts, labels)) == 4 and num_rows(({"a": parts[1]}, labels)) == 5  # parts of each sample
     with pytest.raises(ModelError, match="a batch of type dict holds no tensor with rows; needed"):
         num_rows({"a": "text"})
 

@@ -155,6 +155,7 @@ ELSEWHERE = {
     "module.copied",
     "module.called-by-parts",
     "module.loaded",
+    "module.other-weights",
 }
 """What only a step shows: tests/parity/test_after_apply.py, test_unused.py, test_ported.py, test_reruns.py; or a
 forward under `seq`: tests/fake/test_mixing.py; or what a script does after `apply`: test_brought_to_steps.py."""

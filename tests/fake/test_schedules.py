@@ -211,6 +211,7 @@ def test_command_as_json() -> None:
         (["pp4 interleavd"], ExitCode.REFUSED),
         (["pp2 mb2", "--png", "/no/such/folder/a.png"], ExitCode.USAGE),
         (["pp2 mb2", "--png", "a.picture"], ExitCode.USAGE),
+        (["pp2 mb2", "--png", "a.gif"], ExitCode.USAGE),
     ],
 )
 def test_command_refuses(words: list[str], code: ExitCode) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shardwise.errors import ModelError, UsageError
@@ -25,6 +26,10 @@ from shardwise.train.state import TrainState
 from shardwise.train.step import make_step
 
 DIM = 6
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Model(nn.Module):
@@ -63,17 +68,26 @@ def changed(text: str, what: str) -> list[float] | str:
         placed = apply(Model, plan, mesh, seed=3)
         if what == "made":
             placed.module.last.extra = nn.Parameter(torch.ones(DIM))
+        elif what == "replaced":
+            placed.module.last.weight = nn.Parameter(torch.ones(DIM, DIM, dtype=torch.float64))
+        elif what == "hooked":
+            placed.module.last.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         else:
             (placed.module.first if what == "unfrozen" else placed.module.last).requires_grad_(what == "unfrozen")
         return losses(placed)
 
 
-@pytest.mark.parametrize("what", ["made", "frozen", "unfrozen"])
+@pytest.mark.parametrize("what", ["made", "frozen", "unfrozen", "replaced", "hooked"])
 @pytest.mark.parametrize("text", ["dp2 / fp64", "fsdp2 / fp64"])
 def test_parameters_that_change_after_apply(world: World, text: str, what: str) -> None:
     """`fully_shard` asks each time which parameters are trained; DDP was told; nobody knows of new ones."""
     found = world(2, changed, text, what)
-    if what == "made" or text.startswith("dp2"):
+    if what == "hooked" or what == "replaced" and text.startswith("dp2"):
+        names = "last.weight has a hook on its gradient" if what == "hooked" else "last.weight (1 parameters) got no"
+        assert all(names in str(message) for message in found)
+    elif what == "replaced":
+        assert all("last.weight was replaced after apply" in str(message) for message in found)
+    elif what == "made" or text.startswith("dp2"):
         assert all(f"was {what} after apply" in str(message) for message in found)
     else:
         assert found == [pytest.approx(world(1, changed, "dp1 / fp64", what)[0], rel=1e-12)] * 2
@@ -228,3 +242,97 @@ def test_derivatives_of_derivatives(world: World, inside: bool) -> None:
     one = world(1, second, "dp1 / fp64", inside)[0]
     assert world(2, second, "dp2 / fp64", inside) == [pytest.approx(one, rel=1e-12)] * 2
     assert all("[module.second-derivatives]" in str(found) for found in world(2, second, "fsdp2 / fp64", inside))
+
+
+class Halved(nn.Module):
+    """Its blocks are called with half of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = {name: weight * 0.5 for name, weight in self.blocks.named_parameters()}
+        return torch.func.functional_call(self.blocks, halves, (x,))
+
+
+def halved(text: str) -> list[float] | str:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        return losses(apply(Halved, plan, mesh, seed=3))
+
+
+def test_a_call_with_other_weights(world: World) -> None:
+    """What is gathered, or computed again, took the module's own, without a word."""
+    expected = world(1, halved, "dp1 / fp64")[0]
+    assert world(2, halved, "dp2 / fp64") == [pytest.approx(expected, rel=1e-12)] * 2
+    for text in ("fsdp2 / fp64", "fsdp2 zero1 / fp64", "dp1 / fp64 / recompute=blocks"):
+        for said in world(Plan.parse(text).world, halved, text):
+            assert "[module.other-weights] blocks.0 is called with another tensor" in str(said)
+
+
+def looked_at(text: str) -> list[float]:
+    """The model is called by the script before its optimizer is built, and before its weights are clipped and saved."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Halves, plan, mesh, seed=3)
+        rows = torch.ones(8 // mesh.batch.size, DIM, dtype=torch.float64)
+
+        def look() -> None:
+            with torch.no_grad():
+                placed.module(rows)
+
+        look()
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda out, x: mean_over((out - x).square()))
+        found = []
+        for _ in range(2):
+            found.append(step(rows).loss)
+            look()
+            with torch.no_grad():
+                for parameter in placed.parameters():
+                    parameter.clamp_(-0.2, 0.2)
+        look()
+        tensors = step.state.tensors()
+        return [*found, *(float(full(tensors[f"model.{name}"]).sum()) for name in placed.named_parameters())]
+
+
+class Halves(Halved):
+    """The same blocks, as they are, and a layer that is gathered with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x))
+
+
+@pytest.mark.parametrize("text", ["fsdp2 / fp64", "fsdp2 zero2 / fp64"])
+def test_a_forward_of_the_scripts_own_leaves_no_copies_behind(world: World, text: str) -> None:
+    """An optimizer stepped gathered copies, and what was written into them was lost, without a word."""
+    expected = world(1, looked_at, "dp1 / fp64")[0]
+    assert world(2, looked_at, text) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def drawn_late(text: str) -> str:
+    """What `module.apply` of a function that draws weights says; others are called as ever."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed, seen = apply(Halves, plan, mesh, seed=3), []
+        assert placed.module.apply(lambda module: seen.append(module)) is placed.module and seen[-1] is placed.module
+
+        def init(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+
+        try:
+            placed.module.apply(init)
+        except ModelError as error:
+            return str(error)
+        return ""
+
+
+def test_weights_that_are_drawn_after_apply_are_refused_where_ranks_have_parts(world: World) -> None:
+    for text, refused in (("dp2", False), ("fsdp2", True), ("pp2 / mb2", True)):
+        for said in world(2, drawn_late, text):
+            assert ("found `uniform_`, which draws weights" in said and "init=function" in said) is refused, said

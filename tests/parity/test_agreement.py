@@ -197,3 +197,30 @@ def test_what_forward_writes_into_the_state_must_be_of_all_rows(world: World) ->
 def test_where_an_object_lies_in_memory_is_no_difference() -> None:
     a, b = torch.Generator(), torch.Generator()
     assert repr(a) != repr(b) and digest([a, "x"]) == digest([b, "x"]) != digest([a, "y"])
+
+
+def given_rows(text: str, by_all_ranks: bool) -> str:
+    """Rows that a script divides by data ranks, or, as DistributedSampler does by itself, by all ranks."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh:
+        config = sw.GPTConfig(vocab_size=16, dim=8, num_layers=2, num_heads=2, max_seq_len=8)
+        placed = sw.apply(lambda: sw.GPT(config), plan, mesh)
+        ids = torch.arange(8 * 8).view(8, 8) % 13
+        parts, part = (mesh.world, mesh.rank) if by_all_ranks else (mesh.batch.size, mesh.batch.rank)
+        rows = ids.tensor_split(parts)[part]
+        step = sw.make_step(
+            sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda o, b: sw.token_cross_entropy(o, b["labels"])
+        )
+        try:
+            step({"input_ids": rows, "labels": rows})
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("plan", ["pp2 / mb2", *(pytest.param(p, marks=pytest.mark.soak) for p in ("tp2", "cp2"))])
+def test_ranks_that_work_on_the_same_rows_were_given_the_same(world: World, plan: str) -> None:
+    """A sampler that divides by all ranks gave inputs of one sample to one, and labels of another to another."""
+    for said in world(2, given_rows, plan, True):
+        assert "the batch's input_ids must be equal on ranks 0, 1" in said and "num_replicas=mesh.batch.size" in said
+    assert world(2, given_rows, plan, False) == ["", ""]

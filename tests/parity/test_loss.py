@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,15 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardwise.errors import ModelError, UsageError
+from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.plan import Axes, Plan
 from shardwise.testing.world import World
+from shardwise.train.loop import evaluate
 from shardwise.train.loss import Loss, as_loss, mean_over, token_cross_entropy
+from shardwise.train.optimizers import sgd
+from shardwise.train.state import TrainState
+from shardwise.train.step import make_step
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-11}
 
@@ -178,3 +184,26 @@ def test_negative_control_a_mean_of_means_is_not_the_mean() -> None:
     wrong = sum(p.sum / p.weight for p in parts) / 3
     assert torch.allclose(right, whole.sum / whole.weight, rtol=1e-12)
     assert not torch.allclose(wrong, whole.sum / whole.weight, rtol=1e-3)
+
+
+def test_a_loss_function_of_other_arguments_is_told_what_it_is_given() -> None:
+    plan, rows = Plan.parse("dp1"), (torch.ones(4, 2), torch.ones(4, 2))
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: torch.nn.Linear(2, 2), plan, mesh)
+        state = TrainState(placed, sgd(placed, lr=0.1))
+        for other, said in (
+            (lambda batch: batch, "too many positional arguments"),
+            (lambda output, x, y: output, "missing a required argument: 'y'"),
+            (None, "found None of type NoneType"),
+        ):
+            with pytest.raises(UsageError, match=said) as refused:
+                make_step(state, other)
+            assert "def loss_fn(output, batch)" in str(refused.value)
+        of_the_model: Any = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731
+        with pytest.raises(UsageError, match=r"given a tensor \(4, 2\) as the output, and a tuple of 2 as the micro"):
+            make_step(state, of_the_model)(rows)
+        with pytest.raises(UsageError, match="calls what it is given"):
+            evaluate(placed, of_the_model, [rows])
+        with pytest.raises(AttributeError, match="'tuple'") as plain:
+            make_step(state, torch.nn.MSELoss())(rows)
+        assert "MSELoss was given a tensor (4, 2)" in plain.value.__notes__[0]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import shardwise as sw
+from shardwise.errors import UsageError
 from shardwise.testing import World
 
 
@@ -99,3 +100,29 @@ def test_a_saliency_map_between_steps_changes_nothing() -> None:
                 seen.append((metrics.loss, metrics.grad_norm))
             found.append(seen)
     assert found[0] == found[1]
+
+
+def stepped_by_hand(text: str) -> list[str]:
+    """What steps of optimizers say that nobody has given the gradients of a step: one of torch's, one of ours."""
+    plan, said = sw.Plan.parse(text), list[str]()
+    with sw.open_mesh(plan) as mesh:
+        for build in (lambda placed: torch.optim.SGD(placed.parameters(), lr=0.1), lambda placed: sw.sgd(placed, 0.1)):
+            placed = sw.apply(critic, plan, mesh, seed=2)
+            optimizer, before = build(placed), [p.detach().clone() for p in placed.parameters()]
+            placed.module(torch.ones(4, 4)).sum().backward()
+            with pytest.raises(UsageError, match="sw.make_step") as refused:
+                optimizer.step()
+            said.append(str(refused.value))
+            assert all(torch.equal(now, then) for now, then in zip(placed.parameters(), before, strict=True))
+            other = torch.nn.Linear(2, 2)
+            torch.optim.SGD(other.parameters(), lr=0.1).step()  # not of the model
+        return said
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2"])
+def test_a_step_after_a_backward_of_the_scripts_own_is_refused(world: World, plan: str) -> None:
+    """Nobody sums such gradients: replicas drifted apart, shards took sums for means, without a word."""
+    for said in world(2, stepped_by_hand, plan):
+        assert (
+            said[0].startswith("SGD.step()") and f"under `{plan} / fp32`" in said[0] and "no step has given" in said[1]
+        )

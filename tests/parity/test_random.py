@@ -282,7 +282,7 @@ ADVICE = {
     "generator": "generator of its own",
     "all pairs of rows": "random call rand in the model itself: found a tensor whose rows cannot be told",
     "checkpoint": "calls dropout inside torch.utils.checkpoint.*recompute=blocks",
-    "data": "does not run without data.*dropout 0",
+    "data": "does not run without data.*torch.where.*dropout 0",
 }
 
 

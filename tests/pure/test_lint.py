@@ -133,6 +133,15 @@ WRONG = {
                     self.all_gather(torch.tensor(1.0))  # !
         """,
         """
+        from transformers import Trainer
+        trainer = Trainer(model=model, args=args)
+        trainer.train()
+        if trainer.is_world_process_zero():
+            trainer.evaluate()  # !
+        if args.local_rank == 0:
+            print(trainer.predict(held_out))  # !
+        """,
+        """
         def main(loader):
             for x in loader:
                 if dist.get_rank() > 0:
@@ -776,6 +785,15 @@ for batch in loader:
 # id -> scripts in which that rule finds nothing.
 RIGHT = {
     "rank.collective": [
+        """
+        from transformers import Trainer
+        trainer = Trainer(model=model, args=args)
+        metrics = trainer.evaluate()
+        if trainer.is_world_process_zero():
+            print(metrics)
+            trainer.save_model("out")
+            model.evaluate()
+        """,
         """
         if dist.get_rank() == 0:
             print("hello")

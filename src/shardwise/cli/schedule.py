@@ -27,6 +27,9 @@ def schedule(
     """
     from shardwise.parallel.schedules import picture, save_png
 
+    if png is not None and png.suffix.lower() != ".png":
+        typer.echo(f"schedule: --png: found {png}, needed a path that ends in .png", err=True)
+        raise typer.Exit(ExitCode.USAGE)
     try:
         parsed = Plan.load(plan)
         refuse(check(parsed))
@@ -39,8 +42,8 @@ def schedule(
     if png:
         try:
             save_png(timeline, png, title=str(parsed))
-        except (OSError, ValueError) as error:  # ValueError: an ending that names no image format
-            typer.echo(f"schedule: cannot write {png}: {error}; give a path that ends in .png", err=True)
+        except OSError as error:
+            typer.echo(f"schedule: cannot write {png}: {error}; give another path", err=True)
             raise typer.Exit(ExitCode.USAGE) from None
     if json:
         answer = {

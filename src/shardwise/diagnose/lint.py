@@ -207,8 +207,9 @@ if dist.get_rank(group) == 0:
 ```
 
 It knows `torch.distributed`, DDP, FSDP (1 and 2), tensor parallelism, `torch.distributed.checkpoint`, Accelerate,
-DeepSpeed, Horovod, Lightning and Shardwise, however they are imported. It follows names through assignments, functions
-and methods of one file: a rank test may be a variable, and a collective may hide in a function.
+DeepSpeed, Horovod, Lightning, the Trainer of Hugging Face and Shardwise, however they are imported. It follows names
+through assignments, functions and methods of one file: a rank test may be a variable, and a collective may hide in a
+function.
 
 Written by `python -m shardwise.diagnose.lint > docs/lint.md`; a test holds it current.
 """

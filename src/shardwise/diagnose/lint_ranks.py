@@ -38,6 +38,7 @@ _METHODS = {
     "fsdp2": {"forward", "__call__"},
     "placed": {"forward", "__call__"},
     "trainer": {"save_checkpoint"},
+    "hf_trainer": {"train", "evaluate", "predict"},  # save_model is the first process's own affair under DDP
 }  # fmt: skip
 _NAMED = {"accelerator": "accelerator", "fabric": "fabric", "model_engine": "engine", "ds_engine": "engine"}
 _HOROVOD = {

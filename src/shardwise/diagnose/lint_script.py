@@ -34,6 +34,9 @@ _DISTRIBUTED = (
     "lightning",
     "pytorch_lightning",
     "torch_xla",
+    "transformers.Trainer",
+    "transformers.Seq2SeqTrainer",
+    "trl.SFTTrainer",
     "shardwise",
     "ray.train",
 )

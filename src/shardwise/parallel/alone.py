@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.parallel.placed import Placed
@@ -47,12 +48,46 @@ def _refuse_copy(plan: str, memo: Any) -> NoReturn:
 
 
 def refuse_copies_and_loads(placed: Placed) -> None:
-    """Let copies of a placed module be refused, and loads of what is not its own."""
+    """Let copies of a placed module be refused, loads of what is not its own, and draws of weights that are shared out.
+
+    Raises:
+        ModelError: at one of them.
+    """
     refuse_copies(placed)
     for part in placed.parts:
+        if placed.pipeline is not None or any(isinstance(p, DTensor) for p in part.root.parameters()):
+            # an attribute of the instance, as above
+            vars(part.root)["apply"] = partial(_apply, str(placed.plan), part.root)
         check = partial(_check_loaded, placed.pipeline is not None)
         root: Any = part.root  # torch has no types for this hook
         root.register_load_state_dict_pre_hook(check)
+
+
+def _apply(plan: str, root: nn.Module, function: Any) -> nn.Module:
+    with _WithoutDraws(plan):
+        return nn.Module.apply(root, function)
+
+
+class _WithoutDraws(TorchFunctionMode):
+    def __init__(self, plan: str) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every call of a torch function comes here."""
+        if getattr(func, "__name__", "") in _DRAWS:
+            raise ModelError(
+                f"module.apply after shardwise.apply: found `{func.__name__}`, which draws weights, and under "
+                f"`{self.plan}` each rank would draw for the part that it has, so that every plan starts from other "
+                "weights; needed: draws in the model's constructor, or `sw.apply(Net, plan, mesh, init=function)`, "
+                "which calls it with each module"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_DRAWS = {"uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_"}
 
 
 def _check_loaded(is_stage: bool, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

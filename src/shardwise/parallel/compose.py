@@ -31,6 +31,8 @@ from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.limits import refuse_limits
 from shardwise.parallel.memory import MODEL_ROOM, fitting
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.other_weights import refuse_other_weights
+from shardwise.parallel.own_steps import refuse_own_steps
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
@@ -113,16 +115,23 @@ def apply(
         placed = bind_scalars(bind_stages(materialize(placed, init, seed, mesh.device)))
         for name, parameter in placed.named_parameters().items():  # `weight.no_decay = True`: shards are new objects
             vars(parameter).update({k: mark for k, mark in marks.get(name, {}).items() if k not in vars(parameter)})
-        if not plan.compile:  # hooks would be compiled
-            watch_calls(placed)
-        for part in placed.parts if not plan.compile else ():
-            watch_weights(part.run)
-            if is_first_order(placed):
-                watch_forwards(part.run)
-        refuse_copies_and_loads(placed)
+        _watch(placed)
         APPLIED.update(part.root for part in placed.parts)
         sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
         return replicate_data(placed.with_(wrappers=sharded), plan, mesh)
+
+
+def _watch(placed: Placed) -> None:
+    """Let be refused what a forward, or a script, does by itself to what is placed, and would train otherwise."""
+    if not placed.plan.compile:  # hooks would be compiled
+        watch_calls(placed)
+        refuse_other_weights(placed)
+        for part in placed.parts:
+            watch_weights(part.run)
+            if is_first_order(placed):
+                watch_forwards(part.run)
+    refuse_copies_and_loads(placed)
+    refuse_own_steps(placed)
 
 
 def place(

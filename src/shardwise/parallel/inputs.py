@@ -74,7 +74,7 @@ def _check_rows(batch: Mapping[Any, Any], takes: Mapping[Any, Any]) -> None:
     """A batch has as many rows as its first tensor: a table that stands before what the model gets would tell them."""
     given = [leaf.shape[0] for _, leaf in leaves(takes) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = num_rows(batch) if given else 0
-    if given and rows not in given:
+    if given and rows not in given and _list_of_samples(batch) is None:
         raise ModelError(
             f"the first tensor of a batch tells how many rows it has: found {rows}, and {given[0]} in what the model "
             f"gets ({', '.join(map(str, takes))}); put that first"
@@ -89,11 +89,16 @@ def as_dict(batch: Any) -> Any:
 def num_rows(batch: Any) -> int:
     """Samples in a micro-batch: the first dim of the first tensor in it that has dims.
 
+    If that stands in a list of tensors (sequences, pictures, clouds of points), and what is beside the list has as many
+    rows as the list has items, and not as the tensor has, the items are the samples.
+
     Raises:
         ModelError: it has none.
     """
     if isinstance(batch, torch.Tensor) and batch.dim():
         return batch.shape[0]
+    if (items := _list_of_samples(batch)) is not None:
+        return len(items)
     found = next((leaf for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
     if found is None:
         raise ModelError(
@@ -101,6 +106,27 @@ def num_rows(batch: Any) -> int:
             "dict with one whose first dim is the rows; give one in the collate function"
         )
     return found.shape[0]
+
+
+def _list_of_samples(batch: Any) -> list[torch.Tensor] | None:
+    """The list of tensors with a batch's first tensor, where its items are the batch's rows."""
+    if not isinstance(batch, Mapping | tuple | list):
+        return None
+    values = list(batch.values() if isinstance(batch, Mapping) else batch)
+    place = next((i for i, value in enumerate(values) if _tensors_in(value)), None)
+    items = values[place] if place is not None else None
+    if not isinstance(items, list) or not all(isinstance(item, torch.Tensor) and item.dim() for item in items):
+        return None
+    beside, lengths = set(), {item.shape[0] for item in items}
+    for value in values:
+        if value is not items and (isinstance(value, list) or _tensors_in(value)):
+            beside.add(len(value) if isinstance(value, list) else _tensors_in(value)[0].shape[0])
+    fits = len(items) in beside and items[0].shape[0] not in beside
+    return items if fits or (not beside and len(lengths) > 1) else None
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

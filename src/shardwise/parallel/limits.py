@@ -28,13 +28,7 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
                 "give that the module inside (model.module, or the one before fully_shard); the plan says the rest"
             )
     for name, parameter in root.named_parameters():
-        if has_gradient_hook(parameter):
-            raise ModelError(
-                f"parameter {name} has a hook on its gradient, which would see parts of it, before they are summed "
-                "over ranks and micro-batches and divided by the weight of the loss; do it in forward, as a "
-                "parametrization (torch.nn.utils.parametrize), or in an optimizer's rule",
-                row="module.gradient-hook",
-            )
+        refuse_gradient_hook(name, parameter)
         if uses_fully_shard(plan) and not (parameter.numel() and parameter.is_contiguous()):
             what = f"is not contiguous (strides {parameter.stride()})" if parameter.numel() else "has no elements"
             raise ModelError(
@@ -70,6 +64,21 @@ def refuse_limits(root: nn.Module, plan: Plan) -> None:
                 "data rank and one micro-batch",
                 row="module.rows-together",
             )
+
+
+def refuse_gradient_hook(name: str, parameter: nn.Parameter) -> None:
+    """A parameter's hook sees what this rank has of a gradient, in a micro-batch.
+
+    Raises:
+        ModelError: it has one.
+    """
+    if has_gradient_hook(parameter):
+        raise ModelError(
+            f"parameter {name} has a hook on its gradient, which would see parts of it, before they are summed "
+            "over ranks and micro-batches and divided by the weight of the loss; do it in forward, as a "
+            "parametrization (torch.nn.utils.parametrize), or in an optimizer's rule",
+            row="module.gradient-hook",
+        )
 
 
 def _of_table(module: nn.Module, ranks: int, pieces: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, UsageError
@@ -174,12 +175,26 @@ class Placed:
         return self.parts[0].root
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Original name -> parameter of this rank (a DTensor where it is sharded); a tied one by its first name."""
+        """Original name -> parameter of this rank (a DTensor where it is sharded); a tied one by its first name.
+
+        Of what a forward has gathered the copies, as long as they are there: in a loss function, and after a forward
+        without backward until `reshard`.
+        """
         found: dict[str, nn.Parameter] = {}
         for part in self.parts:
             for name, parameter in part.root.named_parameters():
                 found.setdefault(self.ties.get(name, name), parameter)
         return found
+
+    def reshard(self) -> None:
+        """Free parameters that a forward without backward left gathered.
+
+        An optimizer over copies would train nothing, and what is written into them is lost.
+        """
+        for part in self.parts:
+            for module in part.run.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Original name -> buffer of this rank."""
@@ -189,22 +204,25 @@ class Placed:
         """Refuse parameters that `apply` has not seen as they are now, where it set up how gradients are summed.
 
         Raises:
-            ModelError: made after `apply`; or frozen or not frozen since then, where DDP sums.
+            ModelError: made, or put in place of a sharded one, after `apply`; or frozen or not frozen since then, where
+                DDP sums.
         """
         found = self.named_parameters()
         added = [name for name in found if name not in self.placements and self.plan.world > 1]
         trains = {name for name, parameter in found.items() if parameter.requires_grad}
         changed = sorted(trains ^ self.reduced) if self.reduced is not None else []
-        if added or changed:
-            name = (added or changed)[0]
-            what = "made" if added else "unfrozen" if name in trains else "frozen"
+        replaced = [name for name in self.wrappers if not isinstance(found.get(name), DTensor)]
+        if added or replaced or changed:
+            name = (added or replaced or changed)[0]
+            what = "made" if added else "replaced" if replaced else "unfrozen" if name in trains else "frozen"
             raise ModelError(
                 f"parameter {name} was {what} after apply, which had set up how gradients are summed over ranks; do it "
                 "in the model's constructor"
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank, in order of their names in the module."""
+        """The parameters of this rank, in order of their names in the module, sharded where they are between steps."""
+        self.reshard()
         return iter(self.named_parameters().values())
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
@@ -214,6 +232,7 @@ class Placed:
         cost of dispatching through DTensor.
         """
         local: dict[str, nn.Parameter] = {}
+        self.reshard()
         for name, parameter in self.named_parameters().items():
             if isinstance(parameter, DTensor):
                 shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
@@ -247,4 +266,5 @@ def named_in(placed: Placed) -> dict[str, nn.Parameter]:
             f"an optimizer of Shardwise takes what apply() gave: found {type(placed).__name__}, needed "
             "`adamw(placed, lr=...)`; one of torch takes `placed.parameters()`"
         )
+    placed.reshard()
     return placed.named_parameters()

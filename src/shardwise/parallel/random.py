@@ -197,9 +197,9 @@ class Randomness:
         if site is None and not self._whole:
             why = self._why_not or f"there was no draw {key.draw} of call {key.call} when it ran without data"
             raise ModelError(
-                f"{where}: found a plan that divides the rows of a step or its tensors, needed the shape that is drawn "
-                f"in one process, and {why}; make the forward run on the meta device (no .item(), no `if` on a "
-                "tensor's value), use dropout 0, or one process and one micro-batch"
+                f"{where}: found a plan that divides rows or tensors, needed the shape drawn in one process, and {why};"
+                " make the forward run on the meta device (no .item(), no `if` on a value: torch.where(torch.rand(())"
+                " < p, x, layer(x)) drops a layer), use dropout 0, or one process and one micro-batch"
             )
         stream = Stream.of(frame.seed, frame.step, key.module, key.call, key.draw)
         try:

@@ -36,6 +36,8 @@ MODULES: Mapping[str, str] = {
     "module.unused": "dp without `find-unused`: parameters that forward does not use in a step; DDP waits for all.",
     "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
+    "module.other-weights": "sharded parameters, recompute: a call with other weights in the place of the module's "
+    "(`torch.func.functional_call`).",
     "module.moves-at-forward": "several micro-batches, recompute of compiled blocks: spectral norms; their vectors "
     "move at every forward.",
     "module.declared-plan": "a model of `transformers` whose own plan names a module or a style that is not there.",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
+from shardwise.model.nested import leaves
 from shardwise.parallel.history import Operation
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
@@ -30,6 +31,7 @@ from shardwise.train.lr import LrSchedule
 from shardwise.train.options import StepOptions
 from shardwise.train.replicas import Replicas, checksum, left_empty
 from shardwise.train.state import TrainState
+from shardwise.train.windows import Window
 
 MOST_NAMED = 3
 """Further differences that a message names."""
@@ -93,6 +95,32 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
         # ranks along tp compute some gradients each for itself, which kernels on GPUs may round otherwise
         updates = (_FirstUpdate(state),) if mesh.size("tp") == 1 and not options.check_replicas else ()
         state.placed = state.placed.with_(after_step=(*after, *updates))
+
+
+def check_rows(batch: Any, mesh: Mesh) -> None:
+    """Compare what ranks that work on the same rows (those along `pp`, `tp` and `cp`) were given by the script.
+
+    A sampler that divides by all ranks gives each other ones: inputs of one sample would meet labels of another.
+
+    Args:
+        batch: of the first step; windows of the loader are the same by construction.
+        mesh: all ranks.
+
+    Raises:
+        ReplicaError: on all ranks: they differ.
+
+    Cost: a pass over the batch, an all-gather of three numbers.
+    """
+    if isinstance(batch, Window) or mesh.world == mesh.batch.size:
+        return
+    tensors = {path: leaf for path, leaf in leaves(batch) if type(leaf) is torch.Tensor and not leaf.is_meta}
+    given = {
+        f"the batch's {'.'.join(map(str, path)) or 'tensor'}": f"{tuple(tensor.shape)} {checksum(tensor):x}"
+        for path, tensor in tensors.items()
+        if tensor.layout == torch.strided
+    }
+    if everyones := _exchanged(Facts(mesh.batch.rank, {}, given), mesh):
+        raise ReplicaError(f"the first step: {_difference(everyones)}; {_ROWS}")
 
 
 def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
@@ -236,6 +264,11 @@ _ALIKE = (
 _UPDATED = (
     "after the first update; needed: the same update on every rank; let what the optimizer draws follow from the step "
     "and the parameter (a generator seeded by them), and not from the rank"
+)
+_ROWS = (
+    "these ranks work on the same rows, each on a part of the model or of a sequence; needed: rows by data rank, as "
+    "sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank), and "
+    "what is drawn for a batch drawn alike"
 )
 _SUMMED = (
     "needed: what one process with all rows has; sum over ranks what it is made of (mesh.all_reduce_sum), or keep it "

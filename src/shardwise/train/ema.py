@@ -45,6 +45,7 @@ class Ema:
         self.decay, self.warmup = decay, warmup
         self.updates = 0
         self._placed, self._is_applied = placed, False
+        placed.reshard()
         self._live = {name: p for name, p in placed.named_parameters().items() if p.requires_grad}
         self._local = {name: local_shard(p) for name, p in self._live.items()}
         self._average = {name: _wide(p.detach()).clone() for name, p in self._local.items()}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
@@ -18,6 +17,7 @@ from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
+from shardwise.train.told import told
 from shardwise.train.windows import Window, micro_batches_of
 
 
@@ -119,7 +119,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     Cost: forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
 
     Raises:
-        UsageError: one batch in place of several.
+        UsageError: one batch in place of several; a loss function of other arguments.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
@@ -128,6 +128,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     signature = Signature.of(placed.parts[0].root)
     counts_here = placed.mesh.index("tp") == 0
     several = loss_fn if isinstance(loss_fn, Losses) else None
+    loss_fn = several or told(loss_fn)
     totals = torch.zeros(len(several.weights) if several else 1, 2, dtype=torch.float64)
 
     def add(result: Any, micro: Any, is_zero: bool) -> None:
@@ -154,7 +155,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     finally:
         for module, mode in modes:
             module.training = mode
-        reshard(placed)
+        placed.reshard()
     placed.mesh.all_reduce_sum(summed := totals.to(device))
     sums = [Loss(*row) for row in summed]
     return several.total(dict(zip(several.weights, sums, strict=True))) if several else sums[0]
@@ -190,11 +191,3 @@ def _pipelined(
     placed.pipeline.run(micro, keep, backward=False)
     for result, batch, is_zero in results.values():
         add(result, batch, is_zero)
-
-
-def reshard(placed: Placed) -> None:
-    """Free parameters that a forward without backward left gathered."""
-    for part in placed.parts:
-        for module in part.run.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

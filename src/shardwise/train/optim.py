@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.memory import STATE_ROOM, fitting
+from shardwise.parallel.own_steps import hand_over, stepping
 from shardwise.parallel.placed import Placed, named_in
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.assigned import assigning
@@ -94,16 +95,16 @@ class NamedOptimizer:
                 f"take_grads: {_some(unknown)} not stepped by this {type(self.torch).__name__}; "
                 f"{nearest(unknown[0], list(self.params))}; hand over gradients of its parameters only"
             )
-        # a plain parameter has its gradient already
-        new = [name for name, parameter in self.params.items() if grads.get(name) is not parameter.grad]
+        hand_over(self.torch)
+        new = [n for n, p in self.params.items() if grads.get(n) is not p.grad]  # a plain one has its gradient already
         with torch.no_grad():
             for name in new:
                 parameter, grad = self.params[name], grads.get(name)
                 parameter.grad = None if grad is None else _grad_for(parameter, grad, self.live[name])
 
     def step(self) -> None:
-        """Update the parameters from the gradients that were handed over; OutOfMemoryError: its state does not fit."""
-        with fitting(f"step of {self.kind}", STATE_ROOM), assigning(self.torch):
+        """Update from what was handed over; UsageError: nothing was; OutOfMemoryError: its state does not fit."""
+        with fitting(f"step of {self.kind}", STATE_ROOM), stepping(self.torch), assigning(self.torch):
             self.torch.step()
         if not self._has_stepped:
             self._has_stepped = True

@@ -13,7 +13,6 @@ from shardwise.errors import ModelError
 from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
-from shardwise.train.loop import reshard
 from shardwise.train.tokens import Tokenizer
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
@@ -129,7 +128,7 @@ def _continued(
         out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
     finally:
         placed.train(any(training))
-        reshard(placed)
+        placed.reshard()
     if dist.is_initialized() and placed.mesh.world > 1:
         dist.broadcast(out, src=0)
     return out

@@ -203,6 +203,7 @@ class TrainState:
 
     def _live_model(self) -> Tensors:
         """By logical name, the parameters and persistent buffers themselves."""
+        self.placed.reshard()
         model: Tensors = {f"model.{name}": p for name, p in self.placed.named_parameters().items()}
         for part in self.placed.parts:
             buffers = dict(part.root.named_buffers())

@@ -25,7 +25,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
 from shardwise.parallel.unused import Unused
-from shardwise.train.agreement import check_agreement, go_on
+from shardwise.train.agreement import check_agreement, check_rows, go_on
 from shardwise.train.buffers import Buffers
 from shardwise.train.halving import Halving, communicating, cut_rows, open_halving
 from shardwise.train.joined import Joined, JoinedGradients
@@ -42,6 +42,7 @@ from shardwise.train.replicas import Replicas
 from shardwise.train.signals import stop_name
 from shardwise.train.state import TrainState
 from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
+from shardwise.train.told import told
 from shardwise.train.torch_private import clamp_all, scale_all
 from shardwise.train.trained import Trained
 from shardwise.train.untraced import settle
@@ -59,7 +60,7 @@ class TrainStep:
         """See `make_step`."""
         self.state, self.options, placed = state, options, state.placed
         watch = partial(watched_loss, placed=placed)
-        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(loss_fn)
+        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn))
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
@@ -128,6 +129,7 @@ class TrainStep:
         self._witness = open_witness(self.state)
         if self._witness is None:  # `verify` names what differs itself
             check_agreement(self.state, self.options, self.loss_fn)
+            check_rows(batch, self.state.mesh)
             if self.state.step == 0:
                 self._check_replicas()  # initial values that depend on the rank
         settle(self.state, partial(self.measure, batch))

@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
+from shardwise.parallel.limits import refuse_gradient_hook
 from shardwise.parallel.torch_private import wrapper_of
 from shardwise.train.state import TrainState
 
@@ -16,13 +17,14 @@ class Trained:
 
     def __init__(self, state: TrainState) -> None:
         """Raises ModelError: parameters are not as `apply` saw them, see `Placed.check_trainable`."""
+        state.placed.reshard()
         state.placed.check_trainable()
         self._state, self._placed, named = state, state.placed, state.placed.named_parameters()
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
 
     def check(self) -> None:
-        """Refuse averages in their place, those that were unfrozen since then, and under DDP those that were frozen.
+        """Refuse averages in their place, hooks on them, and those that were unfrozen since then (under DDP: frozen).
 
         And those to whose `.data` somebody assigned, where that does nothing.
 
@@ -33,12 +35,14 @@ class Trained:
             ModelError: names the first.
             UsageError: within `Ema.applied`.
 
-        Cost: a look at a flag per parameter, and a microsecond per sharded one.
+        Cost: a look at flags of each parameter, and a microsecond per sharded one.
         """
         if self._state.ema is not None:
             self._state.ema.check_own("stepped")
         if self._placed.reduced is not None and not all(p.requires_grad for p in self.parameters.values()):
             self._placed.check_trainable()
+        for name, parameter in self.parameters.items():
+            refuse_gradient_hook(name, parameter)
         for name, before in self._placed.wrappers.items():
             sharded: Any = self.parameters.get(name)
             if isinstance(sharded, DTensor) and wrapper_of(sharded) != before:

@@ -1,0 +1,54 @@
+"""What a loss function is called with, said where its own words do not fit that."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+
+from shardwise.errors import UsageError
+
+
+def told(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """The same loss function, whose errors say what it was given.
+
+    Raises:
+        UsageError: it takes other arguments than two; and, when it is called, that it takes the output for the model.
+    """
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn: found {loss_fn!r} of type {type(loss_fn).__name__}; {_NEEDED}")
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError as error:
+        raise UsageError(f"the loss function {name}{inspect.signature(loss_fn)}: {error}; {_NEEDED}") from None
+    except ValueError:  # a builtin does not tell what it takes
+        pass
+
+    @partial(update_wrapper, wrapped=loss_fn, updated=())
+    def call(output: Any, batch: Any) -> Any:
+        try:
+            return loss_fn(output, batch)
+        except (TypeError, AttributeError) as error:
+            found = f"was given {_kind(output)} as the output, and {_kind(batch)} as the micro-batch"
+            if str(error) == f"'{type(output).__name__}' object is not callable":
+                raise UsageError(f"the loss function {name} calls what it is given: it {found}; {_NEEDED}") from error
+            error.add_note(f"The loss function {name} {found}; {_NEEDED}.")
+            raise
+
+    return call
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+
+
+_NEEDED = (
+    "needed: a function of the model's output and the micro-batch, `def loss_fn(output, batch)`, which the step calls "
+    "after it has called the model itself"
+)
