@@ -48,6 +48,15 @@ class Gated(brought.Words):
         return x * self.scale
 
 
+class Sharing(brought.Words):
+    """Its first and its last block share a product, and two others a norm."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        self.layers[4].up.weight = self.layers[0].up.weight
+        self.layers[2].norm = self.layers[1].norm
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     name: factory(name)
     for name in ("pictures", "two", "residual", "unet", "encoder-decoder", "rows", "tables", "tied", "frozen")
@@ -78,6 +87,7 @@ MODULES |= {
     "generator": Generator,
     "two towers": TwoTowers,
     "gated": Gated,
+    "sharing": Sharing,
 }
 FAST = [
     ("dp2 / bucket=0.05 mb2", "tied"),
@@ -93,6 +103,7 @@ FAST = [
     ("pp2 fsdp2 / zero2 / zero-bubble-v mb4", "generator"),
     ("dp2 / bf16", "tables beside"),
     ("fsdp3 / mb2", "mixer"),  # it draws
+    ("pp2 fsdp2 / 1f1b mb4 / bf16", "sharing"),
 ]
 DATA = [
     "dp2",
@@ -134,12 +145,12 @@ def work_of(name: str) -> Workload:
     return Workload(seq_len=64 if example is None else example_length(example), global_batch=24)
 
 
-def differences(text: str, name: str, rank: int) -> list[tuple[Any, ...]]:
+def differences(text: str, name: str, rank: int, optimizer: str = "adamw") -> list[tuple[Any, ...]]:
     """Messages of which another number is predicted than traced: message, predicted, traced.
 
     None where the plan or the module does not allow the other: no chain of blocks, nothing to train on a rank.
     """
-    plan, work, made = Plan.parse(text), work_of(name), MODULES[name]
+    plan, work, made = Plan.parse(text), replace(work_of(name), optimizer=optimizer), MODULES[name]
     if errors_in(check(plan, world=plan.world, device="cpu", global_batch=24, seq_len=work.seq_len)):
         return []
     try:
@@ -149,13 +160,24 @@ def differences(text: str, name: str, rank: int) -> list[tuple[Any, ...]]:
     step = module_step(made, plan, work)
     mine = collectives_of_module(step, plan, work, rank=rank, is_cpu=True)
     both = {key: (mine.get(key), traced.get(key)) for key in {*mine, *traced}}
-    return [(text, rank, *key, *pair) for key, pair in sorted(both.items()) if pair[0] != pair[1]]
+    return [(text, rank, optimizer, *key, *pair) for key, pair in sorted(both.items()) if pair[0] != pair[1]]
 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("plan", "name"), FAST)
 def test_what_is_predicted_equals_the_trace(plan: str, name: str) -> None:
     assert not differences(plan, name, Plan.parse(plan).world - 1)
+
+
+UPDATES = ["dp2", "fsdp4 / mb2", "dp2 fsdp3 / bf16", "fsdp2 / bf16-pure", "pp2 fsdp2 / 1f1b mb4"]
+
+
+@pytest.mark.share(16)
+@pytest.mark.parametrize("name", ["tied", "narrowing", "gated", "half frozen", "unused"])
+@pytest.mark.parametrize("optimizer", ["muon", "lamb", "adafactor", "adamw-8bit"])
+@pytest.mark.parametrize("plan", UPDATES)
+def test_updates_that_send(plan: str, optimizer: str, name: str) -> None:
+    assert not differences(plan, name, Plan.parse(plan).world - 1, optimizer)
 
 
 @pytest.mark.soak
@@ -169,11 +191,10 @@ def test_of_every_module_under_every_plan(name: str) -> None:
 def test_what_is_not_predicted_is_said() -> None:
     work = work_of("tied")
     for text, why in (("tp2", "tp"), ("cp2", "cp"), ("fsdp2 ep2", "ep"), ("fsdp2 / wrap=100", "wrap")):
-        assert unlisted(Plan.parse(text), work).startswith(why)
-    assert unlisted(Plan.parse("fsdp2"), replace(work, optimizer="lamb")) == "the update of lamb"
+        assert unlisted(Plan.parse(text)).startswith(why)
     plan = Plan.parse("dp2")
     step = module_step(MODULES["unused"], plan, work)
-    assert "for which DDP waits" in unlisted(plan, work, step)
+    assert "for which DDP waits" in unlisted(plan, step)
     with pytest.raises(PlanError, match=r"what `dp2 / fp32` sends of a module is not listed: parameters .*\(--trace\)"):
         collectives_of_module(step, plan, work)
     with pytest.raises(ModelError, match="embed gives sparse gradients"):

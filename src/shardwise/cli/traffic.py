@@ -61,10 +61,10 @@ def sent_by(plan: Plan, asked: Question) -> Sent:
     from shardwise.diagnose.trace_module import estimate_module_by_trace
 
     assert asked.factory is not None, "a question without sizes has a module"
-    if not (why := unlisted(plan, asked.workload)):
+    if not (why := unlisted(plan)):
         try:
             step = module_step(asked.factory, plan, asked.workload)
-            if not (why := unlisted(plan, asked.workload, step)):
+            if not (why := unlisted(plan, step)):
                 return Sent(collectives_of_module(step, plan, asked.workload, rank=RANK, is_cpu=is_cpu))
         except ModelError as error:
             why = str(error)

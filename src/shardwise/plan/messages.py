@@ -152,6 +152,16 @@ class Scene:
         """The same of one block."""
         return [(f"{block}.{module_of(self.spec, w)}", w) for w in self.weights.block]
 
+    @property
+    def stepped(self) -> list[Weight]:
+        """What the rank's optimizer steps, in order: of a tied parameter one copy."""
+        numbers, found = [stage.number for stage in self.stages], []
+        for number in numbers:
+            members = [weight for _, weight in self.members(number)]
+            copied = self.weights.tied and number == self.last_stage > 0 and 0 in numbers
+            found += members[:-1] if copied else members
+        return found
+
     def width(self, module: str = "") -> int:
         """Bytes of an activation in a module; empty: between modules."""
         return WIDTH[type_at(self.plan, module, self.types) if self.types else self.plan.precision]

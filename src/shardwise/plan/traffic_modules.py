@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
@@ -19,28 +20,27 @@ from shardwise.plan.division import sharded_dim
 from shardwise.plan.engines import is_replicated, uses_fully_shard
 from shardwise.plan.messages import WIDTH, Collective, Messages, Stage, axis_of, index_of
 from shardwise.plan.messages_data import CARRIED, buckets_of, carries_numbers, reduce_width
+from shardwise.plan.messages_update import update_messages
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.schedule import actions, stages_of
 from shardwise.plan.shards import ROOT, Dials, Shards
 from shardwise.plan.stages import split_evenly
+from shardwise.plan.updating import NOT_MUON, NOT_ORTHOGONAL
 from shardwise.plan.weights import Weight
 from shardwise.plan.workload import Workload
 
 DATA = ("dp_replicate", "dp_shard")
 GRADIENTS = (*DATA, "cp")
-NO_MESSAGES = ("adamw", "adamw-bf16", "lion", "sgd", "sgd-momentum")
-"""Optimizers that work on a rank's own shards."""
 
 
-def unlisted(plan: Plan, workload: Workload, step: ModuleStep | None = None) -> str:
+def unlisted(plan: Plan, step: ModuleStep | None = None) -> str:
     """Why what a plan sends of a module is not known from its parts; empty: it is.
 
     Args:
         plan: any.
-        workload: its optimizer counts.
         step: of the module; None: of any.
 
-    >>> unlisted(Plan.parse("tp2"), Workload(seq_len=8, global_batch=8))
+    >>> unlisted(Plan.parse("tp2"))
     'tp: how it is divided within its layers'
     """
     communication = plan.communication
@@ -48,7 +48,6 @@ def unlisted(plan: Plan, workload: Workload, step: ModuleStep | None = None) -> 
         "tp: how it is divided within its layers": plan.axes.tp > 1,
         "cp: what its attention exchanges": plan.axes.cp > 1,
         "ep: what its experts exchange": plan.axes.ep > 1,
-        f"the update of {workload.optimizer}": workload.optimizer not in NO_MESSAGES and plan.world > 1,
         "precision rules": bool(plan.module_types),
         "fp8": plan.float8.recipe != "none",
         "wrap": plan.wrap_min_params > 0,
@@ -87,13 +86,13 @@ def collectives_of_module(
     Raises:
         PlanError: what is not listed.
     """
-    if why := unlisted(plan, workload, step):
+    if why := unlisted(plan, step):
         raise PlanError(
             f"traffic: what `{plan}` sends of a module is not listed: {why}; needed: a traced step (--trace)"
         )
-    scene = _Scene(step, plan, rank, is_cpu)
+    scene = _Scene(step, plan, workload, rank, is_cpu)
     found: Counter[Collective] = Counter()
-    for part in (_data(scene), _norms(scene), _between(scene), _copies(scene), _numbers(scene)):
+    for part in (_data(scene), _norms(scene), _between(scene), _copies(scene), update_messages(scene), _numbers(scene)):
         for message, times in part:
             if message.num_bytes and times and message.axis:
                 found[message] += times
@@ -106,11 +105,17 @@ class _Scene:
 
     step: ModuleStep
     plan: Plan
+    workload: Workload
     rank: int
     is_cpu: bool
 
     def axis(self, *axes: str) -> str:
         return axis_of(self.plan, *axes)
+
+    @property
+    def expert_axes(self) -> tuple[str, str]:
+        """Of no module that is listed."""
+        return "ep", "expert_shard"
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -158,8 +163,20 @@ class _Scene:
         return [(i, held) for i, held in enumerate(self.step.held) if stage.number in self.stages_with(held)]
 
     @cached_property
+    def stepped(self) -> tuple[Weight, ...]:
+        """What the optimizer steps: one copy of what two stages of the rank hold."""
+        ready = set(self.step.ready)
+        held = {i: one for stage in self.stages for i, one in self.held_by(stage) if one.trained and i in ready}
+        return tuple(Weight(_kind_of(one.names[0]), one.shape) for one in held.values())
+
+    @cached_property
     def micro_batches(self) -> int:
         return self.plan.batch.micro_batches
+
+
+def _kind_of(name: str) -> str:
+    """Whether Muon leaves a matrix to AdamW, in the names of the reference models."""
+    return NOT_ORTHOGONAL[0] if any(fnmatchcase(name, pattern) for pattern in NOT_MUON) else ""
 
 
 # ---------------------------------------------------------------- gradients and parameters
@@ -212,18 +229,16 @@ def _groups(scene: _Scene, stage: Stage) -> Messages:
 def _members(scene: _Scene, stage: Stage) -> dict[int, list[tuple[int, Held]]]:
     """Group -> its parameters: those of each block that shares none with what is outside of it, and of the root."""
     found: dict[int, list[tuple[int, Held]]] = {}
-    owner = {name: i for i, block in enumerate(scene.step.blocks) for name in (f"{block}.",)}
-    homes = {i: {_block_of(name, owner) for name in held.names} for i, held in scene.held_by(stage)}
-    shared = {block for inside in homes.values() if len(inside) > 1 for block in inside}
-    for i, held in scene.held_by(stage):
-        if held.shape:  # those without dims stay whole
-            home = next(iter(homes[i] - shared), ROOT)
-            found.setdefault(home, []).append((i, held))
+    own = [(f"{block}.", i) for i, block in enumerate(scene.step.blocks)]
+    here = range(stage.first, stage.end)
+    held = scene.held_by(stage)
+    homes = {i: {next((n for name, n in own if each.startswith(name)), ROOT) for each in one.names} for i, one in held}
+    homes = {i: {home for home in found if home == ROOT or home in here} for i, found in homes.items()}
+    shared = {home for inside in homes.values() if len(inside) > 1 for home in inside}
+    for i, one in held:
+        if one.shape:  # those without dims stay whole
+            found.setdefault(next(iter(homes[i] - shared), ROOT), []).append((i, one))
     return found
-
-
-def _block_of(name: str, owner: dict[str, int]) -> int:
-    return next((i for block, i in owner.items() if name.startswith(block)), ROOT)
 
 
 def _gone_through(scene: _Scene, stage: Stage, members: dict[int, list[tuple[int, Held]]]) -> Shards:
