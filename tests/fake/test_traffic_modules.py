@@ -104,6 +104,8 @@ FAST = [
     ("dp2 / bf16", "tables beside"),
     ("fsdp3 / mb2", "mixer"),  # it draws
     ("pp2 fsdp2 / 1f1b mb4 / bf16", "sharing"),
+    ("fsdp2 / wrap=5000 / mb2", "residual"),
+    ("fsdp4 / prefetch=3 / mb2", "half frozen"),
 ]
 DATA = [
     "dp2",
@@ -121,6 +123,10 @@ DATA = [
     "fsdp4 / fp16 / reduce=bf16",
     "fsdp2 / reshard=false / mb2",
     "fsdp2 / offload=state",
+    "fsdp4 / prefetch=3 / mb2",
+    "fsdp4 / reshard=2 / mb2",
+    "fsdp2 / wrap=5000 / mb2",
+    "dp2 fsdp2 / wrap=500 / bf16",
     "dp2 fsdp2 / zero2 / mb2 / bf16",
     "dp2 fsdp4 / mb3",
     "fsdp2 / recompute=blocks",
@@ -190,7 +196,7 @@ def test_of_every_module_under_every_plan(name: str) -> None:
 
 def test_what_is_not_predicted_is_said() -> None:
     work = work_of("tied")
-    for text, why in (("tp2", "tp"), ("cp2", "cp"), ("fsdp2 ep2", "ep"), ("fsdp2 / wrap=100", "wrap")):
+    for text, why in (("tp2", "tp"), ("cp2", "cp"), ("fsdp2 ep2", "ep"), ("fsdp2 / wrap=9 prefetch=2", "wrap")):
         assert unlisted(Plan.parse(text)).startswith(why)
     plan = Plan.parse("dp2")
     step = module_step(MODULES["unused"], plan, work)

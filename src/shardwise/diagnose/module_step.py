@@ -35,6 +35,7 @@ from shardwise.parallel.compose import blocks_of_plan
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Batch
 from shardwise.parallel.sites import find_sites
+from shardwise.parallel.units import modules_by_size
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 
@@ -70,15 +71,21 @@ class _Recorder:
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.plan, self.dtype = plan, TYPES.get(plan.precision, torch.bfloat16)
         self.source, self.blocks = module, blocks_of_plan(module, plan)
+        self.units = self.blocks
+        if plan.wrap_min_params:
+            paths = {inner: name for name, inner in module.named_modules()}
+            self.units = tuple(paths[inner] for inner in modules_by_size(module, plan.wrap_min_params)[0])
         self.forward: list[Event] = []
         self.backward: list[Event] = []
         self.norms: list[list[int]] = []
-        """Place, channels, passes forward and backward, and events of blocks before it."""
+        """Place, channels, passes forward and backward."""
+        self.norms_ahead = -1
+        """How many there were when the last block returned; below 0: none has."""
         self.ready: list[nn.Parameter] = []
         self.passed: dict[int, tuple[Passed, ...]] = {}
         self.inside: list[int] = []
-        self.has_left = self.goes_back = False
-        """A block has returned; the forward pass is over."""
+        self.goes_back = False
+        """The forward pass is over."""
         self.chain: Chain | None = None
 
     def step(self, sample: Batch, workload: Workload) -> ModuleStep:
@@ -122,11 +129,14 @@ class _Recorder:
     def _hooks(self, module: nn.Module) -> Iterator[Any]:
         for number, name in enumerate(self.blocks):
             block = module.get_submodule(name)
+            yield block.register_forward_pre_hook(partial(self._given, number), with_kwargs=True)
+            yield block.register_forward_hook(self._left)
+        for number, name in enumerate(self.units):
+            unit = module.get_submodule(name)
             if self.plan.mixed:
-                yield block.register_forward_pre_hook(partial(cast_inputs, self.dtype), with_kwargs=True)
-            yield block.register_forward_pre_hook(partial(self._called, number), with_kwargs=True)
-            yield block.register_forward_pre_hook(partial(self._given, number), with_kwargs=True, prepend=True)
-            yield block.register_forward_hook(partial(self._returned, number))
+                yield unit.register_forward_pre_hook(partial(cast_inputs, self.dtype), with_kwargs=True)
+            yield unit.register_forward_pre_hook(partial(self._called, number), with_kwargs=True)
+            yield unit.register_forward_hook(partial(self._returned, number))
         for inner in module.modules():
             if isinstance(inner, BatchNorm):
                 yield inner.register_forward_hook(self._normed)
@@ -136,17 +146,21 @@ class _Recorder:
                 yield add(self._has_gradient)
 
     def _given(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        """What a stage would be sent, as it is before it is cast."""
+        """Where the forward is, and what a stage would be sent, as it is before it is cast."""
+        self.inside.append(number)
         if self.chain is not None and number:
             given = {"args": args, "kwargs": kwargs}
             tensors = [at(given, path) for path in self.chain.links[number - 1].inputs]
             self.passed[number - 1] = tuple(Passed(t.nbytes, t.is_floating_point()) for t in tensors)
 
-    def _called(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _left(self, block: nn.Module, given: object, output: object) -> None:
+        self.inside.pop()
+        self.norms_ahead = len(self.norms)
+
+    def _called(self, number: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.goes_back:
-            raise ModelError(f"the forward of the module recomputes {self.blocks[number]} by itself")
+            raise ModelError(f"the forward of the module recomputes {self.units[number]} by itself")
         self.forward.append(Event("call", number))
-        self.inside.append(number)
         asked = {path: t for path, t in tensors_in((args, kwargs)) if t.requires_grad}
         if not asked:
             return None
@@ -154,10 +168,8 @@ class _Recorder:
         marked = mark(partial(self.backward.append, Event("done", number)), *asked.values())
         return put((args, kwargs), dict(zip(asked, marked, strict=True)))
 
-    def _returned(self, number: int, block: nn.Module, given: object, output: object) -> None:
+    def _returned(self, number: int, unit: nn.Module, given: object, output: object) -> None:
         self.forward.append(Event("return", number))
-        self.inside.pop()
-        self.has_left = True
         for _, tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._back, number))  # type: ignore[no-untyped-call]  # torch has no types here
@@ -168,8 +180,8 @@ class _Recorder:
     def _normed(self, norm: nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if not (norm.training or norm.running_mean is None):
             return
-        outside = EVERYWHERE if self.has_left else BEFORE
-        called = [self.inside[-1] if self.inside else outside, given[0].shape[1], 1, 0, len(self.forward)]
+        outside = BEFORE if self.norms_ahead < 0 else EVERYWHERE
+        called = [self.inside[-1] if self.inside else outside, given[0].shape[1], 1, 0]
         self.norms.append(called)
         if output.requires_grad:
             output.register_hook(partial(self._norm_back, called))  # type: ignore[no-untyped-call]  # torch has no types here
@@ -190,17 +202,18 @@ class _Recorder:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         number = {id(parameter): i for i, parameter in enumerate(names)}
-        behind, end = len(self.blocks), len(self.forward)
-        norms = [Norm(behind if n[0] == EVERYWHERE and n[-1] == end else n[0], *n[1:-1]) for n in self.norms]
+        for norm in self.norms[self.norms_ahead :] if self.norms_ahead >= 0 else ():
+            norm[0] = len(self.blocks)  # behind the last one
         return ModuleStep(
             blocks=self.blocks,
+            units=self.units,
             held=tuple(
                 Held(tuple(own), tuple(p.shape), p.requires_grad, self._places(own)) for p, own in names.items()
             ),
             ready=tuple(dict.fromkeys(number[id(parameter)] for parameter in self.ready)),
             forward=tuple(self.forward),
             backward=tuple(self.backward),
-            norms=tuple(norms),
+            norms=tuple(Norm(*norm) for norm in self.norms),
             costs=self._costs(),
             passed=tuple(self.passed[i] for i in range(len(self.passed))),
         )

@@ -1,6 +1,6 @@
 """`ModuleStep`: what a module does in one step on one process, as data, whatever the plan. No torch.
 
-What ranks send in a step of a module follows from it: which parameters there are, when its blocks are called and go
+What ranks send in a step of a module follows from it: which parameters there are, when its parts are called and go
 backward, in which order gradients are there, and what passes from block to block.
 """
 
@@ -27,10 +27,10 @@ class Held(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happens to a block: it is called, returns, goes backward, or has gone."""
+    """Something that happens to a unit: it is called, returns, goes backward, or has gone."""
 
     what: Literal["call", "return", "back", "done"]
-    block: int
+    unit: int
 
 
 class Norm(NamedTuple):
@@ -54,6 +54,8 @@ class ModuleStep:
     """One micro-batch of a module."""
 
     blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    """The modules whose parameters are gathered together, inner ones first: its blocks, or modules of a size."""
     held: tuple[Held, ...]
     """Parameters in the order in which they are registered."""
     ready: tuple[int, ...]

@@ -6,7 +6,7 @@ depends on what came before. So the passes of a step are gone through, as `FSDPP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.model.module_step import Event
@@ -30,12 +30,16 @@ class Group:
     """Parameters that are gathered together, and what was done with them."""
 
     gathers: int = 0
+    gathers_of_part: int = 0
+    """Among the neighbours that hold it together since its forward pass."""
     reductions: int = 0
     sums: int = 0
     """Reductions that were followed by a sum over replicas."""
     pass_: str = ""
     """`forward`, `before` a backward pass, `behind` it; empty: none."""
     is_whole: bool = False
+    is_near: bool = False
+    """Neighbours hold it together."""
     is_coming: bool = False
     """It was gathered, and nobody has waited for it."""
     was_whole: bool = False
@@ -44,27 +48,41 @@ class Group:
 
 
 class Shards:
-    """The groups of one stage: blocks, and the root."""
+    """The groups of one stage: units, and the root."""
 
-    def __init__(self, blocks: Iterable[int], *, has_root: bool, reshards: bool) -> None:
-        """`reshards`: blocks let go of their parameters behind a forward call."""
-        self.groups = {number: Group() for number in blocks}
-        if has_root:
-            self.groups[ROOT] = Group()
+    def __init__(self, units: Sequence[int], *, has_root: bool, reshards: bool | int, depth: int = 1) -> None:
+        """Say which there are.
+
+        Args:
+            units: by their numbers, in order.
+            has_root: some parameters are in none of them.
+            reshards: units let go of their parameters behind a forward call; a number: to so many neighbours.
+            depth: how many of them are gathered ahead; 1 is what torch does by itself in a backward pass.
+        """
+        self.groups = {number: Group() for number in (*units, *([ROOT] if has_root else []))}
         self._reshards = reshards
+        self._next: dict[int, list[Group]] = {}
+        self._before: dict[int, list[Group]] = {}
+        if depth > 1:
+            groups = [self.groups[number] for number in units]
+            self._next = {number: groups[i + 1 : i + 1 + depth] for i, number in enumerate(units)}
+            self._before = {number: groups[max(0, i - depth) : i][::-1] for i, number in enumerate(units)}
         self._order: list[Group] = []
 
     def forward(self, events: Iterable[Event]) -> None:
         """A forward pass."""
         for event in (Event("call", ROOT), *events, Event("return", ROOT)):
-            group = self.groups.get(event.block)
+            group = self.groups.get(event.unit)
             if group is None:
                 continue
             if event.what == "call":
                 group.pass_ = "forward"
                 _wait(group)
+                for ahead in self._next.get(event.unit, ()):
+                    _gather(ahead)
                 continue
-            group.is_whole &= event.block == ROOT or not self._reshards
+            if event.unit != ROOT and self._reshards:
+                group.is_whole, group.is_near = False, self._reshards is not True
             group.places.append(len(self._order))
             self._order.append(group)
             group.pass_ = ""
@@ -72,16 +90,20 @@ class Shards:
     def backward(self, events: Iterable[Event], dials: Dials) -> None:
         """A backward pass."""
         for event in (Event("back", ROOT), *events):
-            group = self.groups.get(event.block)
+            group = self.groups.get(event.unit)
             if group is None:
                 continue
             if event.what == "done":
                 _reduce(group, dials)
-            elif group.pass_ != "before":
+                continue
+            told = self._before.get(event.unit)
+            if group.pass_ != "before":
                 group.pass_ = "before"
                 _wait(group)
-                if group.places and (place := group.places.pop()):
+                if not told and group.places and (place := group.places.pop()):
                     _gather(self._order[place - 1])  # ahead of its use
+            for ahead in told or ():
+                _gather(ahead)
         self.end(dials)
 
     def end(self, dials: Dials) -> None:
@@ -99,19 +121,20 @@ class Shards:
 
 def _gather(group: Group) -> None:
     if not (group.is_whole or group.is_coming):
-        group.gathers += 1
+        group.gathers += not group.is_near
+        group.gathers_of_part += group.is_near
         group.is_coming = True
 
 
 def _wait(group: Group) -> None:
     _gather(group)
-    group.is_whole, group.is_coming, group.was_whole = True, False, True
+    group.is_whole, group.is_near, group.is_coming, group.was_whole = True, False, False, True
 
 
 def _reduce(group: Group, dials: Dials) -> None:
     group.pass_ = "behind"
     if dials.reshards:
-        group.is_whole = False
+        group.is_whole = group.is_near = False
     if dials.reduces and group.was_whole:
         group.reductions += 1
         group.sums += dials.sums_replicas

@@ -43,23 +43,21 @@ def unlisted(plan: Plan, step: ModuleStep | None = None) -> str:
     >>> unlisted(Plan.parse("tp2"))
     'tp: how it is divided within its layers'
     """
-    communication = plan.communication
+    wrap = plan.wrap_min_params > 0
     given = {
         "tp: how it is divided within its layers": plan.axes.tp > 1,
         "cp: what its attention exchanges": plan.axes.cp > 1,
         "ep: what its experts exchange": plan.axes.ep > 1,
         "precision rules": bool(plan.module_types),
         "fp8": plan.float8.recipe != "none",
-        "wrap": plan.wrap_min_params > 0,
-        "prefetch": communication.prefetch > 1,
-        "reshard to a number of ranks": type(communication.reshard_after_forward) is int,
+        "wrap with pipelines or prefetch": wrap and (plan.axes.pp > 1 or plan.communication.prefetch > 1),
     }
     return next((what for what, holds in given.items() if holds), "" if step is None else _unlisted_of(step, plan))
 
 
 def _unlisted_of(step: ModuleStep, plan: Plan) -> str:
-    calls = Counter(event.block for event in step.forward if event.what == "call")
-    unlike = set(calls.values()) != {1} or len(calls) < len(step.blocks)
+    calls = Counter(event.unit for event in step.forward if event.what == "call")
+    unlike = set(calls.values()) != {1} or len(calls) < len(step.units)
     has_unused = not {i for i, held in enumerate(step.held) if held.trained} <= set(step.ready)
     waits = is_replicated(plan) and not plan.communication.find_unused
     given = {
@@ -212,39 +210,55 @@ def _groups(scene: _Scene, stage: Stage) -> Messages:
     """`fully_shard`'s: gathers, reduce-scatters over the shards and sums over the replicas, group by group."""
     plan = scene.plan
     across, replicas = scene.axis("dp_shard"), scene.axis("dp_replicate")
-    ranks = plan.axes.dp_shard
+    ranks, dial = plan.axes.dp_shard, plan.communication.reshard_after_forward
     members = _members(scene, stage)
     shards = _gone_through(scene, stage, members)
     for number, inside in members.items():
         group = shards.groups[number]
-        sizes = [(Weight("", held.shape).padded(plan, ranks), held.trained) for _, held in inside]
+        rows_alone = number != ROOT and type(dial) is int  # torch divides them again along the first dim alone
+        sizes = [(_padded(held.shape, ranks, rows_alone), held.trained) for _, held in inside]
         reduced = sum(size for size, trained in sizes if trained) * reduce_width(plan)
         if ranks > 1:
             gathered = sum(size for size, _ in sizes) * WIDTH[plan.precision]
             yield Collective("all-gather", across, gathered), group.gathers
+            yield Collective("all-gather", f"part of {across}", gathered), group.gathers_of_part
             yield Collective("reduce-scatter", across, reduced), group.reductions
         yield Collective("all-reduce", replicas, reduced // ranks), group.sums
 
 
+def _padded(shape: tuple[int, ...], ranks: int, rows_alone: bool) -> int:
+    """Elements of a parameter as its group gathers it: the dim that is cut is filled up."""
+    dim = 0 if rows_alone else sharded_dim(shape, ranks)
+    return prod(-(-size // ranks) * ranks if i == dim else size for i, size in enumerate(shape))
+
+
 def _members(scene: _Scene, stage: Stage) -> dict[int, list[tuple[int, Held]]]:
-    """Group -> its parameters: those of each block that shares none with what is outside of it, and of the root."""
+    """Group -> its parameters: those of each unit that shares none with what is outside of it, and of the root."""
+    numbered = list(enumerate(f"{unit}." for unit in scene.step.units))
+    here = [(i, unit) for i, unit in numbered if scene.plan.axes.pp == 1 or stage.first <= i < stage.end]
+    away = tuple({unit for _, unit in numbered} - {unit for _, unit in here})
+    held = {i: [name for name in one.names if not name.startswith(away)] for i, one in scene.held_by(stage)}
+    whole = [(i, unit) for i, unit in here if not any(_is_torn(names, unit) for names in held.values())]
     found: dict[int, list[tuple[int, Held]]] = {}
-    own = [(f"{block}.", i) for i, block in enumerate(scene.step.blocks)]
-    here = range(stage.first, stage.end)
-    held = scene.held_by(stage)
-    homes = {i: {next((n for name, n in own if each.startswith(name)), ROOT) for each in one.names} for i, one in held}
-    homes = {i: {home for home in found if home == ROOT or home in here} for i, found in homes.items()}
-    shared = {home for inside in homes.values() if len(inside) > 1 for home in inside}
-    for i, one in held:
-        if one.shape:  # those without dims stay whole
-            found.setdefault(next(iter(homes[i] - shared), ROOT), []).append((i, one))
+    for i, names in held.items():
+        if scene.step.held[i].shape:  # those without dims stay whole
+            home = next((number for number, unit in whole if names[0].startswith(unit)), ROOT)
+            found.setdefault(home, []).append((i, scene.step.held[i]))
     return found
+
+
+def _is_torn(names: list[str], unit: str) -> bool:
+    """Whether a parameter goes by names inside and outside of a unit."""
+    return 0 < sum(name.startswith(unit) for name in names) < len(names)
 
 
 def _gone_through(scene: _Scene, stage: Stage, members: dict[int, list[tuple[int, Held]]]) -> Shards:
     """The passes of a step, as far as the groups of a stage are concerned."""
     plan, axes, count = scene.plan, scene.plan.axes, scene.micro_batches
-    shards = Shards((n for n in members if n != ROOT), has_root=ROOT in members, reshards=plan.reshards)
+    units = sorted(number for number in members if number != ROOT)
+    depth, dial = plan.communication.prefetch, plan.communication.reshard_after_forward
+    reshards = dial if type(dial) is int and plan.reshards and dial < axes.dp_shard else plan.reshards
+    shards = Shards(units, has_root=ROOT in members, reshards=reshards, depth=depth)
     forward, backward = _events(scene, stage)
     if axes.pp == 1:
         for i in range(count):
@@ -266,10 +280,12 @@ def _gone_through(scene: _Scene, stage: Stage, members: dict[int, list[tuple[int
 def _events(scene: _Scene, stage: Stage) -> tuple[list[Event], list[Event]]:
     """Forward and backward: of a later stage every block's input has a gradient."""
     step, inside = scene.step, range(stage.first, stage.end)
-    forward = [event for event in step.forward if event.block in inside]
+    if scene.plan.axes.pp == 1:
+        return list(step.forward), list(step.backward)
+    forward = [event for event in step.forward if event.unit in inside]
     if stage.number:
         return forward, [Event(what, i) for i in reversed(inside) for what in ("back", "done")]
-    return forward, [event for event in step.backward if event.block in inside]
+    return forward, [event for event in step.backward if event.unit in inside]
 
 
 def _scalars(scene: _Scene) -> Messages:
