@@ -59,9 +59,11 @@ def _unlisted_of(step: ModuleStep, plan: Plan) -> str:
     calls = Counter(event.unit for event in step.forward if event.what == "call")
     unlike = set(calls.values()) != {1} or len(calls) < len(step.units)
     has_unused = not {i for i, held in enumerate(step.held) if held.trained} <= set(step.ready)
-    waits = is_replicated(plan) and not plan.communication.find_unused
+    has_unused &= is_replicated(plan) and not plan.communication.find_unused
+    is_static = plan.communication.static_graph
     given = {
-        "parameters that forward does not use, for which DDP waits": has_unused and waits,
+        "parameters that forward does not use, under static-graph": has_unused and is_static,
+        "parameters that forward does not use, for which DDP waits": has_unused and not is_static,
         "blocks that forward calls again, in a pipeline": plan.axes.pp > 1 and unlike,
         "batch norms between blocks, in a pipeline": plan.axes.pp > 1
         and any(n.place == EVERYWHERE for n in step.norms),
