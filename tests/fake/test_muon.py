@@ -18,10 +18,9 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import load_stack
 from shardwise.plan.traffic import collectives_of
-from shardwise.plan.updating import matrices
+from shardwise.plan.updating import NOT_MUON, matrices
 from shardwise.plan.workload import Workload
 from shardwise.train.optim import matches
-from shardwise.train.optimizers import NOT_MUON
 from shardwise.train.update_rules import Muon
 from tests.fake.references import references
 

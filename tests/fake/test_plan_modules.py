@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer import Typer
@@ -209,8 +210,26 @@ def test_the_step_of_a_module_is_traced(here: Path) -> None:
     assert answer["memory"]["allocated"] == pytest.approx(max(peaks), rel=0.03)
     assert {each["kind"] for each in answer["trace"][0]["collectives"]} >= {"send", "all-reduce"}
     sent = json.loads(CliRunner().invoke(app, [*words, "--traffic", "--json"]).stdout)
-    assert sent["traffic"] == answer["trace"][0]["collectives"]
-    assert any("--traffic shows what its traced step sends" in note for note in sent["assumed"])
+    assert "trace" not in sent and summed(sent["traffic"]) == summed(answer["trace"][0]["collectives"])
+    assert not any("--traffic" in note for note in sent["assumed"])
+
+
+def summed(messages: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, axis) -> how many, and their bytes."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for each in messages:
+        times, size = found.get((each["kind"], each["axis"]), (0, 0))
+        more = each["bytes"] if "bytes" in each else each["times"] * each["num_bytes"]
+        found[each["kind"], each["axis"]] = times + each["times"], size + more
+    return found
+
+
+def test_messages_that_are_not_predicted_are_traced_and_that_is_said(here: Path) -> None:
+    code, text = of_plan(estimate, "tp2", "llama", "--traffic", "--trace")
+    answer = json.loads(text)
+    assert code == ExitCode.OK and summed(answer["traffic"]) == summed(answer["trace"][0]["collectives"])
+    assert {(each["kind"], each["axis"]) for each in answer["traffic"]} >= {("all-reduce", "tp"), ("all-gather", "tp")}
+    assert any(re.search(r"not predicted under this plan \(tp: .*lists its traced step", n) for n in answer["assumed"])
 
 
 def test_a_factory_a_class_and_a_config(here: Path) -> None:

@@ -30,24 +30,20 @@ from shardwise.cli.planning import (
     show_memory,
     show_time,
 )
+from shardwise.cli.traffic import sent_by
 from shardwise.cli.uneven import ImbalanceOption
 from shardwise.errors import ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
-from shardwise.model.spec import ModelSpec
 from shardwise.plan.constraints import check, refuse, refuse_frozen
 from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import Memory, estimate_memory
-from shardwise.plan.messages import Collective
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import change
 from shardwise.plan.stack import Stack
 from shardwise.plan.timing import StepTime, estimate_time
-from shardwise.plan.traffic import collectives_of
 
 if TYPE_CHECKING:
     from shardwise.diagnose.trace_estimate import TracedEstimate
-
-TRACED = "what a module sends is not predicted: --traffic shows what its traced step sends (as --trace), summed by axis"
 
 
 def estimate(
@@ -75,15 +71,14 @@ def estimate(
     parsed = as_asked(parsed, asked)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
-    if traffic and asked.spec is None:  # of a module nothing is predicted
-        trace, asked = True, replace(asked, assumed=(*asked.assumed, TRACED))
+    sent = sent_by(parsed, asked) if traffic else None
+    if sent is not None and sent.note:
+        asked = replace(asked, assumed=(*asked.assumed, sent.note))
     traced = _traced(parsed, asked) if trace else []
     if json:
         answer = estimate_json(memory, step, parsed, asked.cluster)
-        if traffic and asked.spec is not None:
-            answer["traffic"] = [{**each._asdict(), "times": n} for each, n in _messages(parsed, asked, asked.spec)]
-        elif traffic:
-            answer["traffic"] = _trace_json(traced[0])["collectives"]
+        if sent is not None:
+            answer["traffic"] = sent.to_json()
         if trace:
             answer["trace"] = [_trace_json(each) for each in traced]
         print_json({"plan": plan_json(parsed), **answer, **said_json(parsed, asked, found)})
@@ -93,8 +88,8 @@ def estimate(
         show_memory(out, memory, parsed, asked.cluster)
         show_time(out, step, asked.cluster)
         show_likeness(out, parsed, asked.profile)
-        if traffic and asked.spec is not None:
-            out.print(_traffic_table(parsed, asked, asked.spec))
+        if sent is not None:
+            out.print(sent.table())
         for each in traced:
             out.print(_trace_table(each))
         show_assumed(out, parsed, asked, found)
@@ -106,27 +101,6 @@ def as_asked(plan: Plan, asked: Question) -> Plan:
     """The plan with the blocks and the batch that its numbers are of: options win over what it says."""
     plan = plan.with_(blocks=asked.blocks or "auto") if asked.factory else plan
     return change(plan, batch__global_size=asked.workload.global_batch) if plan.batch.global_size else plan
-
-
-def _messages(plan: Plan, asked: Question, spec: ModelSpec) -> list[tuple[Collective, int]]:
-    """What rank 0 sends in a step, by axis and kind.
-
-    Raises:
-        ModelError: sizes that no model of Shardwise's own has.
-        PlanError: what is not predicted, see `collectives_of`.
-    """
-    found = collectives_of(spec, plan, asked.workload, is_cpu=asked.cluster.device.name == "cpu")
-    return sorted(found.items(), key=lambda item: (item[0].axis, item[0].kind, -item[0].num_bytes))
-
-
-def _traffic_table(plan: Plan, asked: Question, spec: ModelSpec) -> Table:
-    table = Table(title="rank 0 sends in a step", title_justify="left")
-    for name in ("axis", "kind", "times", "MiB each", "MiB"):
-        table.add_column(name, justify="left" if name in ("axis", "kind") else "right")
-    for each, times in _messages(plan, asked, spec):
-        size = each.num_bytes / 2**20
-        table.add_row(each.axis, each.kind, str(times), f"{size:,.3f}", f"{size * times:,.1f}")
-    return table
 
 
 def _traced(plan: Plan, asked: Question) -> list[TracedEstimate]:

@@ -6,7 +6,7 @@ Peaks of a part of a step, and numbers of collectives, are linear in the number 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch, Placed
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division
+from shardwise.plan.messages import Collective
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import stages_of
 from shardwise.plan.workload import Workload
@@ -71,6 +72,8 @@ class TracedEstimate:
     """Every later step."""
     traffic: Mapping[tuple[str, str], Traffic]
     """(kind, axis) -> what a later step sends."""
+    messages: Mapping[Collective, int] = field(default_factory=dict)
+    """The same one by one, where all layers were traced."""
 
     @property
     def peak(self) -> int:
@@ -145,6 +148,7 @@ def as_traced(step: StepTrace, rank: int, num_params: int) -> TracedEstimate:
         first=step.first.parts,
         later=step.later.parts,
         traffic=dict(sorted(by_axis(step.later).items())),
+        messages={Collective(*each): times for each, times in step.later.collectives.items() if each.axis != "rank"},
     )
 
 

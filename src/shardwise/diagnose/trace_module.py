@@ -94,7 +94,7 @@ def training_of_module(factory: Callable[[], nn.Module], workload: Workload) -> 
             f"example_input_array has {example_length(example)}; needed the same: give --seq {example_length(example)}"
         )
     batch = partial(_batch, workload, None if example is None else as_batch(factory, example))
-    optimizer, sample = OPTIMIZERS[workload.optimizer], _rows(batch(None), 1)
+    optimizer, sample = OPTIMIZERS[workload.optimizer], rows_of(batch(None), 1)
     return Training(
         model=partial(_without_example, factory), batch=batch, loss=_loss, sample=sample, optimizer=optimizer
     )
@@ -113,10 +113,10 @@ def _batch(workload: Workload, example: Any, mesh: Mesh | None) -> Batch:
     if example is None:
         tokens = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
         return (tokens, tokens)
-    return _rows(example, rows)
+    return rows_of(example, rows)
 
 
-def _rows(batch: Batch, rows: int) -> Batch:
+def rows_of(batch: Batch, rows: int) -> Batch:
     """The same on a CPU with so many rows, in each tensor that has rows: others a batch has once."""
     given = tensors_in(batch)
     first = next(tensor.shape[0] for _, tensor in given if tensor.dim())

@@ -103,7 +103,7 @@ def _step(module: nn.Module, names: tuple[str, ...], batch: Any, dtype: torch.dt
             for hook in _hooks(module, names, lifetimes, dtype):
                 stack.callback(hook.remove)
             keep = saved_tensors_hooks(lifetimes.keep, lambda kept: kept)
-            for context in (torch.enable_grad(), keep, _Draws(), lifetimes):
+            for context in (torch.enable_grad(), keep, Draws(), lifetimes):
                 stack.enter_context(context)
             args, kwargs = inputs_of(module, batch, dtype)  # what is cast here is the step's
             output = module(*args, **kwargs)
@@ -140,7 +140,7 @@ def _hooks(module: nn.Module, names: tuple[str, ...], lifetimes: Lifetimes, dtyp
             yield add(lifetimes.add)
 
 
-class _Draws(TorchFunctionMode):
+class Draws(TorchFunctionMode):
     """Above autograd: dropout as Shardwise draws it, and values that are known without data."""
 
     def __init__(self) -> None:

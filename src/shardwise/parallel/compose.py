@@ -152,13 +152,13 @@ def place(
     refuse_parameters(root)
     refuse_limits(root, plan)
     check_declared(root, plan)
-    prepare(root, _blocks(root, plan))
+    prepare(root, blocks_of_plan(root, plan))
     prepare_sync_norms(root)
     placed = Placed(
         parts=(Part(root=root, run=root),),
         plan=plan,
         mesh=mesh,
-        blocks=_blocks(root, plan),
+        blocks=blocks_of_plan(root, plan),
         sample=sample if sample is not None else sample_of(root),
         blueprint=blueprint,
         rules=rules,
@@ -230,7 +230,12 @@ def _check_mesh(plan: Plan, mesh: Mesh) -> None:
         )
 
 
-def _blocks(root: nn.Module, plan: Plan) -> tuple[str, ...]:
+def blocks_of_plan(root: nn.Module, plan: Plan) -> tuple[str, ...]:
+    """Names of the blocks of a module under a plan; empty: it shows none, and the plan names none.
+
+    Raises:
+        ModelError: the plan names blocks that are none.
+    """
     if plan.blocks == "auto" and (declared := declared_blocks(root)):
         return declared
     try:

@@ -17,7 +17,7 @@ def experts_in(placed: Placed, part: Part) -> list[nn.Module]:
 def groups_in(placed: Placed, part: Part) -> list[nn.Module]:
     """Modules whose parameters are gathered together, innermost first: blocks, or modules of a given size."""
     if placed.plan.wrap_min_params:
-        return _untied(part.root, _by_size(part.root, placed.plan.wrap_min_params)[0])
+        return _untied(part.root, modules_by_size(part.root, placed.plan.wrap_min_params)[0])
     inside = set(part.root.modules())
     return _untied(part.root, [block for _, block in own_blocks(placed) if block in inside])
 
@@ -36,12 +36,12 @@ def _untied(root: nn.Module, groups: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _by_size(module: nn.Module, min_params: int) -> tuple[list[nn.Module], int]:
+def modules_by_size(module: nn.Module, min_params: int) -> tuple[list[nn.Module], int]:
     """Modules below `module` that hold at least `min_params` not yet grouped, and how many stay ungrouped."""
     found: list[nn.Module] = []
     left = sum(p.numel() for p in module.parameters(recurse=False))
     for child in module.children():
-        groups, rest = _by_size(child, min_params)
+        groups, rest = modules_by_size(child, min_params)
         found += groups
         callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)
         if rest >= min_params and callable_child:

@@ -43,6 +43,27 @@ class Stage(NamedTuple):
     """One past its last block."""
 
 
+def axis_of(plan: Plan, *axes: str) -> str:
+    """The name of some axes together: those that are above 1, in the order of the mesh.
+
+    >>> axis_of(Plan.parse("dp2 fsdp2"), "dp_shard", "dp_replicate", "tp")
+    'dp_replicate+dp_shard'
+    """
+    return "+".join(axis for axis in AXES if axis in axes and getattr(plan.axes, axis) > 1)
+
+
+def index_of(plan: Plan, rank: int) -> dict[str, int]:
+    """Where a rank lies on each axis.
+
+    >>> index_of(Plan.parse("pp2 tp2"), 2)["pp"]
+    1
+    """
+    found, rest = {}, rank
+    for axis in reversed(AXES):
+        rest, found[axis] = divmod(rest, getattr(plan.axes, axis))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """One rank of a plan: what `collectives_of` and its parts ask of the sizes."""
@@ -61,11 +82,7 @@ class Scene:
     @cached_property
     def index(self) -> Mapping[str, int]:
         """Where the rank lies on each axis, and on `ep`."""
-        found, rest = {}, self.rank
-        for axis in reversed(AXES):
-            rest, found[axis] = divmod(rest, getattr(self.plan.axes, axis))
-        found["ep"] = self.rank % self.plan.axes.ep
-        return found
+        return {**index_of(self.plan, self.rank), "ep": self.rank % self.plan.axes.ep}
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -135,6 +152,16 @@ class Scene:
         """The same of one block."""
         return [(f"{block}.{module_of(self.spec, w)}", w) for w in self.weights.block]
 
+    @property
+    def stepped(self) -> list[Weight]:
+        """What the rank's optimizer steps, in order: of a tied parameter one copy."""
+        numbers, found = [stage.number for stage in self.stages], []
+        for number in numbers:
+            members = [weight for _, weight in self.members(number)]
+            copied = self.weights.tied and number == self.last_stage > 0 and 0 in numbers
+            found += members[:-1] if copied else members
+        return found
+
     def width(self, module: str = "") -> int:
         """Bytes of an activation in a module; empty: between modules."""
         return WIDTH[type_at(self.plan, module, self.types) if self.types else self.plan.precision]
@@ -144,8 +171,8 @@ class Scene:
         return self.tokens * self.spec.dim * self.width(module)
 
     def axis(self, *axes: str) -> str:
-        """The name of some axes together: those that are above 1, in the order of the mesh."""
-        return "+".join(axis for axis in AXES if axis in axes and getattr(self.plan.axes, axis) > 1)
+        """See `axis_of`."""
+        return axis_of(self.plan, *axes)
 
     @cached_property
     def expert_axes(self) -> tuple[str, str]:

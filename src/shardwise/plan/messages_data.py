@@ -24,11 +24,11 @@ READY = (
 """Parameters of a block in the order in which a backward pass has their gradients."""
 
 
-def carries(scene: Scene) -> bool:
+def carries_numbers(plan: Plan, is_cpu: bool) -> bool:
     """True where the numbers of a step ride in a bucket of gradients."""
-    axes, communication = scene.plan.axes, scene.plan.communication
+    axes, communication = plan.axes, plan.communication
     plain = not (communication.find_unused or communication.static_graph)
-    return scene.is_cpu and axes.data * axes.cp <= MAX_RANKS and plain
+    return is_cpu and axes.data * axes.cp <= MAX_RANKS and plain
 
 
 def data_messages(scene: Scene) -> Messages:
@@ -54,11 +54,11 @@ def _buckets(scene: Scene) -> Messages:
         block = sorted(weights.block, key=lambda weight: READY.index(weight.name))
         order = [*_ready_after(weights.after), *block * blocks, *reversed(weights.before)]
     sizes = [(prod(weight.shape) * width, width) for weight in order]
-    if carries(scene):
+    if carries_numbers(plan, scene.is_cpu):
         own = 8 if plan.precision == "fp64" else 4
         sizes.insert(0, (CARRIED * own, own))
     cap = int(plan.communication.bucket_mb * 1024 * 1024)
-    for size in _cut(sizes, cap):
+    for size in buckets_of(sizes, cap):
         yield Collective("all-reduce", axis, size), 1
     if plan.communication.find_unused:  # which parameters were used: an int32 each
         yield Collective("all-reduce", axis, 4 * len(order)), 1
@@ -69,7 +69,7 @@ def _ready_after(after: Sequence[Weight]) -> list[Weight]:
     return [*(w for w in after if w.name == "head"), *(w for w in after if w.name != "head")]
 
 
-def _cut(sizes: Iterable[tuple[int, int]], cap: int) -> Iterator[int]:
+def buckets_of(sizes: Iterable[tuple[int, int]], cap: int) -> Iterator[int]:
     """Buckets of one type each, closed as soon as they reach the cap."""
     open_: dict[int, int] = {}
     for size, width in sizes:

@@ -6,17 +6,46 @@ Sources: the rules themselves, in `train.update_rules`, `train.sharing` and `tra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardwise.plan.division import sharded_dim
-from shardwise.plan.messages import Collective, Messages, Scene
+from shardwise.plan.messages import Collective, Messages
+from shardwise.plan.plan import Plan
 from shardwise.plan.updating import NOT_ORTHOGONAL, newton_schulz_flops, part_sizes
 from shardwise.plan.weights import Weight
+from shardwise.plan.workload import Workload
 
 LOW_BITS_LEAST, LOW_BITS_BLOCK = 4096, 256
 """Elements of a parameter whose averages are kept in 8 bits, at least; and in a block of them."""
+
+
+class Stepping(Protocol):
+    """One rank of a plan, as far as an update is concerned: a `Scene`, or that of a user's module."""
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan."""
+
+    @property
+    def workload(self) -> Workload:
+        """The optimizer."""
+
+    @property
+    def index(self) -> Mapping[str, int]:
+        """Where it lies on each axis, and on `ep`."""
+
+    @property
+    def stepped(self) -> Sequence[Weight]:
+        """What its optimizer steps, in order."""
+
+    @property
+    def expert_axes(self) -> tuple[str, str]:
+        """See `Scene`."""
+
+    def axis(self, *axes: str) -> str:
+        """See `axis_of`."""
 
 
 class Axis(NamedTuple):
@@ -30,13 +59,13 @@ class Axis(NamedTuple):
     """That is split."""
 
 
-def update_messages(scene: Scene) -> Messages:
+def update_messages(scene: Stepping) -> Messages:
     """Of all stages of the rank.
 
     Muon shares its matrices out; LAMB sums norms; Adafactor gathers every gradient and sums a square; of averages in
     8 bits ranks find the largest element of each block together, where they split rows.
     """
-    weights = list(_weights(scene))
+    weights = list(scene.stepped)
     match scene.workload.optimizer:
         case "muon":
             yield from _shared_out(scene, weights)
@@ -53,16 +82,7 @@ def update_messages(scene: Scene) -> Messages:
                 yield from _largest(scene, weight)
 
 
-def _weights(scene: Scene) -> Iterator[Weight]:
-    """What the rank's optimizer steps, in order: of a tied parameter one copy."""
-    numbers = [stage.number for stage in scene.stages]
-    for number in numbers:
-        members = [weight for _, weight in scene.members(number)]
-        copied = scene.weights.tied and number == scene.last_stage > 0 and 0 in numbers
-        yield from members[:-1] if copied else members
-
-
-def _width(scene: Scene) -> int:
+def _width(scene: Stepping) -> int:
     """Bytes of the parameter's own type, or of that of its master copy."""
     return 8 if scene.plan.precision == "fp64" else 4
 
@@ -70,7 +90,7 @@ def _width(scene: Scene) -> int:
 # ---------------------------------------------------------------- where a parameter lies
 
 
-def _axes(scene: Scene, weight: Weight) -> list[Axis]:
+def _axes(scene: Stepping, weight: Weight) -> list[Axis]:
     """Along which it is split, in the order of the mesh: data, then `tp`; of experts their own."""
     plan, axes, index = scene.plan, scene.plan.axes, scene.index
     local, found = weight.local(plan), []
@@ -79,7 +99,7 @@ def _axes(scene: Scene, weight: Weight) -> list[Axis]:
     if _is_ep(scene, weight):
         shards, here = shards * axes.tp // axes.ep, (here * axes.tp + index["tp"]) // axes.ep
         name = scene.expert_axes[1]
-    if plan.zero and shards > 1:
+    if plan.zero and shards > 1 and local:  # without dims it stays whole
         regrouped = type(plan.communication.reshard_after_forward) is int
         found.append(Axis(name, shards, here, 0 if regrouped else sharded_dim(local, shards)))
     if _is_ep(scene, weight):
@@ -89,11 +109,11 @@ def _axes(scene: Scene, weight: Weight) -> list[Axis]:
     return found
 
 
-def _is_ep(scene: Scene, weight: Weight) -> bool:
+def _is_ep(scene: Stepping, weight: Weight) -> bool:
     return weight.cut == "experts" and scene.plan.axes.ep > 1
 
 
-def _alike(scene: Scene, weight: Weight) -> Axis | None:
+def _alike(scene: Stepping, weight: Weight) -> Axis | None:
     """The ranks along one axis that hold the same of a matrix: where there are most."""
     plan, axes, index = scene.plan, scene.plan.axes, scene.index
     cp = 1 if plan.zero else axes.cp  # its ranks are replicas where nothing is sharded
@@ -119,7 +139,7 @@ def _shapes(weight: Weight, axes: list[Axis]) -> list[tuple[int, ...]]:
 # ---------------------------------------------------------------- what is sent
 
 
-def _shared_out(scene: Scene, weights: list[Weight]) -> Messages:
+def _shared_out(scene: Stepping, weights: list[Weight]) -> Messages:
     """Muon's: batches of matrices, those with most work first, each to one rank and back."""
     shared: dict[tuple[tuple[str, ...], Axis | None], list[Weight]] = {}
     for weight in weights:
@@ -139,7 +159,7 @@ def _shared_out(scene: Scene, weights: list[Weight]) -> Messages:
                 yield Collective("broadcast", alike.name, parts * _width(scene)), 1
 
 
-def _exchanged(scene: Scene, batch: list[Weight]) -> Iterator[Collective]:
+def _exchanged(scene: Stepping, batch: list[Weight]) -> Iterator[Collective]:
     """Parts of the matrices of a batch go to the ranks along each axis, until each has one."""
     axes = _axes(scene, batch[0])
     for level, axis in enumerate(axes):
@@ -155,7 +175,7 @@ def _exchanged(scene: Scene, batch: list[Weight]) -> Iterator[Collective]:
             return
 
 
-def _norms(scene: Scene, weights: list[Weight]) -> Messages:
+def _norms(scene: Stepping, weights: list[Weight]) -> Messages:
     """LAMB's: two numbers of each parameter, of all that lie in the same way together."""
     meshes = ("ep" if _is_ep(scene, weight) else "" for weight in weights)
     splits = (tuple(axis.name for axis in _axes(scene, weight)) for weight in weights)
@@ -164,7 +184,7 @@ def _norms(scene: Scene, weights: list[Weight]) -> Messages:
             yield Collective("all-reduce", name, 2 * count * _width(scene)), 1
 
 
-def _gathered(scene: Scene, weight: Weight) -> Iterator[Collective]:
+def _gathered(scene: Stepping, weight: Weight) -> Iterator[Collective]:
     """A whole tensor from its shards, in the order of DTensor's `full_tensor`: each filled up to the largest.
 
     What `fully_shard` split after `tp` or `ep` along the same dim first; else the last axis first.
@@ -177,11 +197,11 @@ def _gathered(scene: Scene, weight: Weight) -> Iterator[Collective]:
         yield Collective("all-gather", axis.name, prod(filled) * _width(scene))
 
 
-def _largest(scene: Scene, weight: Weight) -> Messages:
+def _largest(scene: Stepping, weight: Weight) -> Messages:
     """Of each block of a row, for both averages."""
-    *rows, columns = weight.shape
-    if not rows or prod(weight.shape) < LOW_BITS_LEAST:
+    if len(weight.shape) < 2 or prod(weight.shape) < LOW_BITS_LEAST:
         return
+    *rows, columns = weight.shape
     axes = _axes(scene, weight)
     *local, _ = _shapes(weight, axes)[0]
     blocks = prod(local) * -(-columns // LOW_BITS_BLOCK)

@@ -13,7 +13,7 @@ from shardwise.errors import PlanError
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.engines import is_replicated
 from shardwise.plan.messages import Collective, Messages, Scene
-from shardwise.plan.messages_data import carries, data_messages
+from shardwise.plan.messages_data import carries_numbers, data_messages
 from shardwise.plan.messages_model import model_messages, pipeline_messages
 from shardwise.plan.messages_update import update_messages
 from shardwise.plan.plan import AXES, Plan
@@ -73,7 +73,7 @@ def _numbers(scene: Scene) -> Messages:
     gradient_axes = ("dp_replicate", "dp_shard", "cp")
     if not is_replicated(plan):
         yield Collective("all-reduce", scene.axis(*AXES), 7 * width), 1
-    elif not carries(scene):  # every rank has the whole gradient, and its norm
+    elif not carries_numbers(plan, scene.is_cpu):  # every rank has the whole gradient, and its norm
         yield Collective("all-reduce", scene.axis(*gradient_axes), 6 * width), 1
     if scene.spec.kind == "moe":
         layers = sum(stage.end - stage.first for stage in scene.stages)

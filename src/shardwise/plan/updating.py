@@ -28,7 +28,9 @@ HOST_UPDATE = 0.6
 OWN = ("shardwise", "shardwise-cpu")
 """Stacks whose checkpoints and optimizers are this library's: how others save, load and orthogonalize is not known."""
 NOT_ORTHOGONAL = ("embed", "positions", "head")
-"""Matrices of the reference models that Muon gives to AdamW, as `train.optimizers.NOT_MUON` names them."""
+"""Matrices of the reference models that Muon gives to AdamW, which `NOT_MUON` names."""
+NOT_MUON = ("*embed*", "*wte*", "*wpe*", "*head*")
+"""Names of matrices that Muon leaves to AdamW, where nobody says which."""
 RULES = ("muon", "adafactor", "lamb")
 """Optimizers whose rule is not element-wise: ranks that share a parameter exchange parts or sums of it."""
 TEMPORARIES = {"adamw-bf16": 3, "lion": 1, "lamb": 1, "adafactor": 1}

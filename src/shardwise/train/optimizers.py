@@ -15,12 +15,11 @@ from shardwise.errors import UsageError
 from shardwise.findings import nearest
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
+from shardwise.plan.updating import NOT_MUON
 from shardwise.train.low_bits import STATE_KINDS, LowBitAdamW
 from shardwise.train.optim import NamedOptimizer, check_dials, decay_groups, split_by_pattern, stepped_parameters
 from shardwise.train.update_rules import Adafactor, Lamb, Lion, Muon
 
-NOT_MUON = ("*embed*", "*wte*", "*wpe*", "*head*")
-"""Matrices that `muon` gives to AdamW unless told otherwise: embeddings and output heads."""
 _FUSED = ("cpu", "cuda", "xpu")
 
 
