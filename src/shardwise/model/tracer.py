@@ -24,6 +24,8 @@ from shardwise.model.copies import refuse_parameters as refuse_parameters
 from shardwise.model.copies import tensors_in as tensors_in
 from shardwise.model.known import Known as Known
 from shardwise.model.nested import Path, put
+from shardwise.model.stacks import find_blocks as find_blocks
+from shardwise.model.stacks import is_called as is_called
 
 BEFORE, BETWEEN, AFTER = "before the blocks", "between two blocks", "after the blocks"
 """Phases of a forward that are not a block's; a block's phase is its name."""

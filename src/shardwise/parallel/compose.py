@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.model.rules import type_of
 from shardwise.model.rules_file import Rules, load_rules
-from shardwise.model.stacks import find_blocks, is_called
-from shardwise.model.tracer import refuse_parameters
+from shardwise.model.tracer import find_blocks, is_called, refuse_parameters
 from shardwise.parallel.alone import refuse_copies_and_loads, watch_calls
 from shardwise.parallel.batchnorm import prepare_sync_norms
 from shardwise.parallel.blocks import compile_blocks, recompute_blocks

@@ -19,8 +19,7 @@ from torch import nn
 from shardwise.errors import ModelError, PlanError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.nested import leaves
-from shardwise.model.stacks import find_blocks
-from shardwise.model.tracer import AFTER, BEFORE, Chain, meta_copy, trace_chain
+from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy, trace_chain
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Batch, Part, Placed
