@@ -199,6 +199,10 @@ def failed_backward() -> None:
             raise ValueError("on purpose")
         return gradient
 
+    def hooked(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(OWN["repeating-new"], plan, mesh, seed=0)
         state = sw.TrainState(placed, sw.sgd(placed, lr=1e-3))
@@ -208,7 +212,7 @@ def failed_backward() -> None:
             return sw.Loss(output.float().square().sum(), ROWS)
 
         step = sw.make_step(state, loss_fn)
-        placed.parts[0].root.first.weight.register_hook(fail)
+        placed.parts[0].root.first.register_forward_hook(hooked)
         step(rows)
         expected = step.measure(rows)
         failing[0] = True
