@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ExitCode, ReplicaError
@@ -224,3 +226,24 @@ def test_ranks_that_work_on_the_same_rows_were_given_the_same(world: World, plan
     for said in world(2, given_rows, plan, True):
         assert "the batch's input_ids must be equal on ranks 0, 1" in said and "num_replicas=mesh.batch.size" in said
     assert world(2, given_rows, plan, False) == ["", ""]
+
+
+def shared_rows(divides: bool) -> list[str]:
+    """What is said where no sampler divides the rows over data ranks."""
+    plan = sw.Plan.parse("dp2")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: nn.Linear(3, 2), plan, mesh)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda out, _: sw.mean_over(out.square()))
+        rows = torch.arange(12.0).view(4, 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step(rows[mesh.rank :: 2] if divides else rows)
+        return [str(warning.message) for warning in caught]
+
+
+def test_rows_that_nobody_divided_are_said_once(world: World) -> None:
+    """Each would be trained on as often as there are data ranks, and losses agree."""
+    first, other = world(2, shared_rows, False)
+    assert len(first) == 1 and other == [] and "all 2 data ranks were given the same rows" in first[0]
+    assert world(2, shared_rows, True) == [[], []]

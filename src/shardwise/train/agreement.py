@@ -98,29 +98,34 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
 
 
 def check_rows(batch: Any, mesh: Mesh) -> None:
-    """Compare what ranks that work on the same rows (those along `pp`, `tp` and `cp`) were given by the script.
+    """Compare what a script gave its ranks: those along `pp`, `tp` and `cp` work on the same rows, others do not.
 
-    A sampler that divides by all ranks gives each other ones: inputs of one sample would meet labels of another.
+    A sampler that divides by all ranks gives each other ones: inputs of one sample would meet labels of another. Where
+    nobody divides, each row is trained on as often as there are data ranks, which is a warning.
 
     Args:
-        batch: of the first step; windows of the loader are the same by construction.
+        batch: of the first step; windows of the loader are right by construction.
         mesh: all ranks.
 
     Raises:
-        ReplicaError: on all ranks: they differ.
+        ReplicaError: on all ranks: they differ where they must not.
 
-    Cost: a pass over the batch, an all-gather of three numbers.
+    Cost: a pass over the batch, two all-gathers of three numbers.
     """
-    if isinstance(batch, Window) or mesh.world == mesh.batch.size:
+    if isinstance(batch, Window) or mesh.world == 1:
         return
     tensors = {path: leaf for path, leaf in leaves(batch) if type(leaf) is torch.Tensor and not leaf.is_meta}
     given = {
         f"the batch's {'.'.join(map(str, path)) or 'tensor'}": f"{tuple(tensor.shape)} {checksum(tensor):x}"
         for path, tensor in tensors.items()
-        if tensor.layout == torch.strided
+        if tensor.layout == torch.strided and tensor.numel()
     }
-    if everyones := _exchanged(Facts(mesh.batch.rank, {}, given), mesh):
+    if everyones := _exchanged(own := Facts(mesh.batch.rank, {}, given), mesh):
         raise ReplicaError(f"the first step: {_difference(everyones)}; {_ROWS}")
+    rows = {tuple(rank[0][1:]) for rank in gathered([own.digests()], mesh)}
+    if mesh.batch.size > 1 and len(rows) == 1 and given and mesh.is_first:
+        with suppress(Warning):  # `-W error` does not end a run that may be meant so
+            warnings.warn(f"the first step: {_SAME_ROWS.format(ranks=mesh.batch.size)}", stacklevel=4)
 
 
 def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
@@ -269,6 +274,10 @@ _ROWS = (
     "these ranks work on the same rows, each on a part of the model or of a sequence; needed: rows by data rank, as "
     "sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank), and "
     "what is drawn for a batch drawn alike"
+)
+_SAME_ROWS = (
+    "all {ranks} data ranks were given the same rows, each of which is trained on {ranks} times; needed: a part for "
+    "each, as sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank)"
 )
 _SUMMED = (
     "needed: what one process with all rows has; sum over ranks what it is made of (mesh.all_reduce_sum), or keep it "
