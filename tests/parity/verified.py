@@ -164,6 +164,9 @@ def replaced(sums: Any, squares: torch.Tensor) -> Any:
 
 def loss_for(plan: sw.Plan) -> Any:
     def loss_fn(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
+        times = {"gradients-divided": 1 / plan.world, "gradients-multiplied": 2.0}.get(FAULT)
+        if times and logits.requires_grad:
+            logits.register_hook(lambda grad: grad * times)
         loss = sw.token_cross_entropy(logits, batch["labels"])
         factor = {"divided-by-accumulation": 1 / plan.batch.micro_batches, "loss-counted-twice": plan.world}.get(FAULT)
         if FAULT == "mean-of-means":
@@ -211,10 +214,6 @@ def main(plan: sw.Plan, kind: str) -> None:
         placed = sw.apply(factory, plan, mesh, seed=seed, rules=rules if plan.axes.tp > 1 else None)
         lr = 0.1 * (mesh.world if FAULT == "learning-rate" else 1)
         optimizer = PerShard(placed.parameters(), lr) if kind == "per-shard" else sw.sgd(placed, lr=lr, momentum=0.9)
-        factor = {"gradients-divided": 1 / mesh.world, "gradients-multiplied": 2.0}.get(FAULT)
-        if factor:
-            for parameter in placed.parameters():
-                parameter.register_hook(lambda grad: grad * factor)
         state = sw.TrainState(placed, optimizer, windows(plan, mesh, kind))
         clip = 0.5 if FAULT == "clipping-per-shard" or kind == "clip" else None
         for m in sw.steps(state, loss_for(plan), until=10, clip=clip):
