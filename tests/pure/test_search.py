@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, ModelError, PlanError, UsageError
 from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, preset
+from shardwise.plan import walk
 from shardwise.plan.constraints import check
 from shardwise.plan.families import Core, Flow, Leaf, Pipe, Spread, least_simplicity, simplicity
 from shardwise.plan.front import APART, FrontWalk, front_of
@@ -208,6 +209,18 @@ def test_no_bound_is_above_an_estimate() -> None:
                         assert size <= each.memory.device * (1 + 1e-9), plan
                         tightest = max(tightest, time / each.time.total, size / each.memory.device)
     assert tightest > 0.95
+
+
+@pytest.mark.parametrize(("name", "where"), [("mixtral-8x7b", "h100:8"), ("llama-8b", "h100:1x4")])
+def test_queues_of_cores_end_where_all_cores_do(monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> None:
+    """Beyond `EXACT` devices smaller micro-batches wait for larger ones; of those cut alike one is followed."""
+    times = []
+    for exact in (walk.EXACT, 1):
+        monkeypatch.setattr(walk, "EXACT", exact)
+        best = find(preset(name), cluster(where), Workload(seq_len=4096, global_batch=64)).best
+        assert best is not None
+        times.append(best.time.total)
+    assert times[1] == pytest.approx(times[0], rel=ALIKE)
 
 
 @pytest.mark.parametrize("name", ["shardwise", "shardwise-cpu"])
