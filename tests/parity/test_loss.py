@@ -199,7 +199,10 @@ def test_a_loss_function_of_other_arguments_is_told_what_it_is_given() -> None:
             with pytest.raises(UsageError, match=said) as refused:
                 make_step(state, other)
             assert "def loss_fn(output, batch)" in str(refused.value)
-        of_the_model: Any = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()  # noqa: E731
+
+        def of_the_model(model: Any, batch: Any) -> Any:
+            return (model(batch[0]) - batch[1]).square().mean()
+
         with pytest.raises(UsageError, match=r"given a tensor \(4, 2\) as the output, and a tuple of 2 as the micro"):
             make_step(state, of_the_model)(rows)
         with pytest.raises(UsageError, match="calls what it is given"):

@@ -275,7 +275,7 @@ def test_recompute_by_operator_runs_the_products_that_it_does_not_keep() -> None
     plan = Plan.parse("fsdp32 bf16 / recompute=ops compile")
 
     def recompute(profile: Profile, **other: object) -> float:
-        return estimate_time(profile, H100, plan, work, stack=replace(stack, **other)).terms["recompute"]  # type: ignore[arg-type]
+        return estimate_time(profile, H100, plan, work, stack=replace(stack, **other)).terms["recompute"]
 
     compute = estimate_time(EIGHT, H100, plan, work, stack=stack).terms["compute"]
     assert recompute(EIGHT, keeps_products=1.0) < 0.05 * compute < 0.1 * compute < recompute(EIGHT) < 0.25 * compute

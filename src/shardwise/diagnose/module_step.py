@@ -172,7 +172,8 @@ class _Recorder:
         self.forward.append(Event("return", number))
         for _, tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._back, number))  # type: ignore[no-untyped-call]  # torch has no types here
+                hook: Any = tensor.register_hook  # torch does not annotate it
+                hook(partial(self._back, number))
 
     def _back(self, number: int, gradient: object) -> None:
         self.backward.append(Event("back", number))
@@ -184,7 +185,8 @@ class _Recorder:
         called = [self.inside[-1] if self.inside else outside, given[0].shape[1], 1, 0]
         self.norms.append(called)
         if output.requires_grad:
-            output.register_hook(partial(self._norm_back, called))  # type: ignore[no-untyped-call]  # torch has no types here
+            hook: Any = output.register_hook  # torch does not annotate it
+            hook(partial(self._norm_back, called))
 
     def _norm_back(self, called: list[int], gradient: object) -> None:
         called[3] += 1
