@@ -11,12 +11,17 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.checkpoint import loading, store
+from shardwise.checkpoint.arrival import Arrival
+from shardwise.checkpoint.digests import DIGEST
 from shardwise.checkpoint.directory import Directory, Listing
 from shardwise.checkpoint.files import LocalFiles
-from shardwise.checkpoint.layout import local_of
+from shardwise.checkpoint.layout import local_of, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
@@ -92,6 +97,30 @@ def test_sums_are_taken_of_what_does_not_lie_as_it_is_stored(world: World, store
 def test_another_state_is_not_proven(world: World, stored: str, layout: str, fault: str) -> None:
     for error, _ in world(LAYOUTS[layout].world, load, stored, layout, fault):
         assert "checksums differ" in error or "the copies on ranks 0 and 1 differ" in error
+
+
+WRITES: dict[str, Callable[[DTensor], object]] = {
+    "of one number, through the tensor": lambda tensor: tensor.clamp_(max=1),
+    "of one number, through its shard": lambda tensor: tensor.to_local()[7:8].add_(1),
+    "through a view": lambda tensor: tensor.detach().view(-1)[3:].mul_(2),
+    "of all of it, unseen by autograd": lambda tensor: tensor.to_local().numpy().__iadd__(1),
+}
+
+
+@pytest.mark.parametrize("numbers", [10, 200_000])
+@pytest.mark.parametrize("how", WRITES)
+def test_memory_that_was_taken_over_is_the_stored_part_until_it_is_written(how: str, numbers: int) -> None:
+    with open_mesh(LAYOUTS["one"]):
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = DTensor.from_local(torch.rand(numbers), mesh, [Shard(0)])
+        tensor.to_local()[3] = 2
+        arrived = Arrival.of(tensor, local_of(tensor), DIGEST.of(numpy_bytes(local_of(tensor))).digest())
+        copy = DTensor.from_local(local_of(tensor).clone(), mesh, [Shard(0)])
+        assert arrived.is_in(tensor, local_of(tensor)) and arrived.is_in(copy, local_of(copy))
+        WRITES[how](tensor)
+        assert not arrived.is_in(tensor, local_of(tensor)) and arrived.is_in(copy, local_of(copy))
+        local_of(copy).numpy()[5] += 1  # of one number, unseen by autograd
+        assert not arrived.is_in(copy, local_of(copy))
 
 
 class Told:

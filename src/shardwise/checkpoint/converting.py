@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.arrival import as_stored
 from shardwise.checkpoint.format import DamagedError
-from shardwise.checkpoint.loading import Converted, Proof, as_stored, checksums
+from shardwise.checkpoint.loading import Converted, Proof, checksums
 from shardwise.checkpoint.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.partial_state import check_imported, weights
 from shardwise.errors import CheckpointError

@@ -52,6 +52,9 @@ class Closing(ABC):
 class Files(Protocol):
     """What a store and its readers call; `LocalFiles` says what each does, `RemoteFiles` the same for a URL."""
 
+    piece: int
+    """Bytes of whole blocks that are read and checked at a time."""
+
     def make_parents(self, path: Path) -> None:
         """Make a directory and what is above it, where missing."""
         ...
@@ -161,6 +164,8 @@ class LocalFiles:
     >>> LocalFiles().names(Path("/nowhere"))
     []
     """
+
+    piece = 512 * 1024  # what is read is checked in the cache of a core
 
     def call(self, name: str, path: Path, act: Callable[[], T]) -> T:
         """Every call goes through here: its name, what it is about, and the call itself."""

@@ -11,16 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.arrival import Arrivals
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
-from shardwise.checkpoint.digests import DIGEST
 from shardwise.checkpoint.directory import Skipped
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.format import DTYPES, Box
+from shardwise.checkpoint.format import Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.partial_state import check_trains_the_same
@@ -158,69 +157,8 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
             )
 
 
-Arrivals = dict[tuple[str, Box], bytes]
-"""Stored parts that were read whole, after the digests of their blocks had agreed in place; a digest of each."""
-
-
-def as_stored(manifest: Manifest, template: Mapping[str, Tensor]) -> set[str]:
-    """Names of those tensors of which every part that is here is a stored one, and is read in place."""
-    found = set(template) & set(manifest.tensors)
-    for item in held_by(template):
-        name, target = item.part.name, item.of(template[item.part.name])
-        pieces = manifest.tensors[name].pieces if name in found else ()
-        if not (_in_place(target) and any(piece.box == item.part.box for piece in pieces)):
-            found.discard(name)
-    return found
-
-
-def _in_place(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous()
-
-
-def fill(
-    path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor], whole: Container[str]
-) -> Arrivals:
-    """Read this rank's elements into its tensors, and nothing else.
-
-    The tensors are fresh ones, and no part of the state yet: bytes are read into them, and checked there.
-
-    Args:
-        path: of the checkpoint.
-        manifest: of it.
-        files: where from.
-        template: this rank's tensors.
-        whole: names of those that are `as_stored` on every rank; what is returned are their parts.
-
-    Cost: reads the blocks in which they lie, once, and takes digests; memory of a few MiB, and of one tensor at a time
-    where it is not on the CPU.
-
-    Raises:
-        DamagedError: naming file, tensor and offset.
-    """
-    arrived = Arrivals()
-    with Reader(path, manifest, files) as reader, torch.no_grad():
-        held = held_by(template)
-        held.sort(key=lambda item: reader.place(item.part.name, item.part.box))
-        for item in held:
-            target, size = item.of(template[item.part.name]), DTYPES[item.part.dtype].size
-            direct = _in_place(target)
-            place = target if direct else torch.empty(item.part.box.sizes, dtype=target.dtype)
-            data = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
-            read = DIGEST.of() if item.part.name in whole else None
-            reader.read(item.part.name, item.part.box, data.reshape(item.part.box.sizes), read.update if read else None)
-            if not direct:
-                target.copy_(place)
-            if read is not None:
-                arrived[item.part.name, item.part.box] = read.digest()
-    return arrived
-
-
 def _contribution(part: Part, tensor: Tensor) -> int:
     return contribution(words_of(numpy_bytes(tensor), part.box.sizes, part.dtype), word_box(part.box, part.dtype))
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return DIGEST.of(numpy_bytes(tensor)).digest()
 
 
 def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], arrived: Arrivals) -> Proof:
@@ -254,8 +192,8 @@ def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], a
         tensors: of this rank.
         arrived: from `fill`.
 
-    Cost: a pass of digests over parts that arrived, one of sums, which take several times as long, over all others;
-    and a gather of one number for each part.
+    Cost: as `Arrival.is_in` over parts that arrived, a pass of sums, which take several times as long as digests, over
+    all others; and a gather of one number for each part.
 
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
@@ -264,7 +202,7 @@ def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], a
     for held in held_by(tensors):
         part, tensor = held.part, held.of(tensors[held.part.name])
         read = arrived.get((part.name, part.box))
-        value = None if read is not None and read == _digest(tensor) else _contribution(part, tensor)
+        value = None if read is not None and read.is_in(tensors[part.name], tensor) else _contribution(part, tensor)
         mine.append((part.name, part.box, value))
     totals: dict[str, int] = {}
     first: dict[tuple[str, Box], tuple[int, int | None]] = {}

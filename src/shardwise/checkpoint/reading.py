@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
+from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.files import LOCAL, Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Piece, cut, piece_key, whole
 from shardwise.checkpoint.manifest import FILE, Manifest
-from shardwise.checkpoint.shardfile import Seen, ShardFile, copy_box
+from shardwise.checkpoint.shardfile import Seen, ShardFile, ignore
 
 SLAB_BYTES = 4 * 1024 * 1024
 MAX_OPEN = 64
@@ -84,15 +85,15 @@ class Reader(Closing):
             least_recent.close()  # until it is read again
         return self._open[index]
 
-    def read(self, name: str, wanted: Box, target: Any, seen: Seen | None = None) -> None:
+    def read(self, name: str, wanted: Box, target: Any, seen: Seen = ignore) -> None:
         """Fill an array of unsigned integers with a box of a tensor.
 
         Args:
             name: of the tensor.
             wanted: which elements.
             target: with the sizes of `wanted` and the element size of the type.
-            seen: is called with the bytes of a contiguous target, in order, while they are in the processor's cache;
-                for a box that is a stored part.
+            seen: is called with the bytes, in order, while they are in the processor's cache, where the box is a stored
+                part and the target contiguous.
 
         Cost: reads the blocks in which the wanted elements lie, and for a cut inside short rows the rows.
 
@@ -176,3 +177,60 @@ class Reader(Closing):
         """Close all files."""
         for index in list(self._open):
             self._close(index)
+
+
+def copy_box(
+    file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any, seen: Seen = ignore
+) -> None:
+    """Read the elements that a stored part and a wanted box share, in slabs of bounded size.
+
+    What lies in one run of bytes in the file and in the target is read straight into it.
+
+    Args:
+        file: that holds the part.
+        piece: the part's box, and the start of its bytes in the data.
+        wanted: a box inside the part.
+        dtype: torch's name of the type.
+        target: array of unsigned integers of the type's size, with the sizes of `wanted`; written.
+        seen: as for `Reader.read`.
+    """
+    box, start = piece
+    size = DTYPES[dtype].size
+    kind = np.dtype(f"u{size}") if size <= 8 else np.dtype("V16")
+    if not box.sizes:
+        number = file.read(start, start + size)
+        target[...] = np.frombuffer(number, dtype=kind)[0]
+        seen(number)
+        return
+    if wanted == box and target.flags.c_contiguous:
+        file.read_into(start, memoryview(target.reshape(-1)).cast("B"), seen)
+        return
+    for slab in _slabs(box, wanted, size):
+        lead = [a - b for a, b in zip(slab.offsets, box.offsets, strict=True)]
+        begin = start + size * int(np.ravel_multi_index(lead, box.sizes))
+        shared = slab.overlap(wanted)
+        assert shared is not None
+        inside = target[shared.slices(wanted)]
+        if shared == slab and inside.flags.c_contiguous:
+            file.read_into(begin, memoryview(inside.reshape(-1)).cast("B"))
+            continue
+        held = np.frombuffer(file.read(begin, begin + slab.num_elements * size), dtype=kind).reshape(slab.sizes)
+        inside[...] = held[shared.slices(slab)]
+
+
+def _slabs(box: Box, wanted: Box, size: int) -> Iterator[Box]:
+    """Parts of `box` that lie in one run of bytes each, and cover `wanted`: whole rows, unless these are long."""
+    offsets, sizes, dim = list(wanted.offsets), list(wanted.sizes), 0
+    rest = int(np.prod(box.sizes[1:], dtype=np.int64)) * size
+    while dim + 1 < len(sizes) and (
+        rest > SLAB_BYTES or (rest > 4 * BLOCK and tuple(sizes[dim + 1 :]) != box.sizes[dim + 1 :])
+    ):
+        dim += 1
+        rest = rest // max(1, box.sizes[dim])
+    step = max(1, SLAB_BYTES // max(1, rest))
+    for lead in np.ndindex(*sizes[:dim]):
+        first = tuple(o + i for o, i in zip(offsets[:dim], lead, strict=True))
+        for at in range(0, sizes[dim], step):
+            count = min(step, sizes[dim] - at)
+            tail_offsets, tail_sizes = box.offsets[dim + 1 :], box.sizes[dim + 1 :]
+            yield Box((*first, offsets[dim] + at, *tail_offsets), (*((1,) * dim), count, *tail_sizes))

@@ -160,6 +160,8 @@ class RemoteFiles:
     []
     """
 
+    piece = 4 * 1024 * 1024  # requests take longer than checks
+
     def __init__(self, root: RemotePath) -> None:
         """Connect to nothing yet."""
         self.root = root

@@ -13,12 +13,10 @@ and what is wrong is named by tensor and offset.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from shardwise.checkpoint.digests import BLOCK, DIGEST, DIGESTS, FORMAT, BlockDigests, Digest, table_size
 from shardwise.checkpoint.files import ALIGNED, Closing, Files
@@ -26,6 +24,7 @@ from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 
 TABLE = "shardwise.digests"
+Seen = Callable[[memoryview], None]
 _WRITE = 4 * 1024 * 1024
 
 
@@ -62,6 +61,10 @@ class Part(NamedTuple):
     def num_bytes(self) -> int:
         """Of the elements."""
         return self.box.num_elements * DTYPES[self.dtype].size
+
+
+def ignore(_: memoryview) -> None:
+    """Nobody wants to see what is read."""
 
 
 def file_name(rank: int) -> str:
@@ -283,8 +286,10 @@ class ShardFile(Closing):
         base = self._last[0] * BLOCK
         return memoryview(self._buffer)[start - base : stop - base]
 
-    def read_into(self, start: int, target: memoryview) -> None:
+    def read_into(self, start: int, target: memoryview, seen: Seen = ignore) -> None:
         """Fill a buffer with the bytes of the data from `start` on, blocks that lie in it whole without a copy.
+
+        `seen` is called with the bytes, in order, while they are in the processor's cache.
 
         Cost: as `read`.
 
@@ -293,23 +298,26 @@ class ShardFile(Closing):
         """
         stop = start + len(target)
         first, last = -(-start // BLOCK), -(-stop // BLOCK) if stop == self.num_bytes else stop // BLOCK
-        if last <= first:
-            target[:] = self.read(start, stop)
-            return
-        before, after = first * BLOCK - start, min(last * BLOCK, stop) - start
-        if before:
-            target[:before] = self.read(start, start + before)
-        self._fill_blocks(first, target[before:after])
-        if after < len(target):
-            target[after:] = self.read(start + after, stop)
+        before, after = (first * BLOCK - start, min(last * BLOCK, stop) - start) if last > first else 2 * (len(target),)
+        self._copy(start, target[:before], seen)
+        self._fill_blocks(first, target[before:after], seen)
+        self._copy(start + after, target[after:], seen)
 
-    def _fill_blocks(self, first: int, target: memoryview) -> None:
-        """Read blocks from one on, and check them where they are."""
-        self._fill(self._data + first * BLOCK, target)
+    def _copy(self, start: int, target: memoryview, seen: Seen) -> None:
+        if target:
+            target[:] = self.read(start, start + len(target))
+            seen(target)
+
+    def _fill_blocks(self, first: int, target: memoryview, seen: Seen = ignore) -> None:
+        """Read blocks from one on, and check them where they are: as many at a time as the processor's cache holds."""
         of, size = self._digest
-        for block, at in enumerate(range(0, len(target), BLOCK), first):
-            if of(target[at : at + BLOCK]).digest() != self._table[block * size : (block + 1) * size]:
-                raise self._changed(block)
+        for begin in range(0, len(target), self._files.piece):
+            part = target[begin : begin + self._files.piece]
+            self._fill(self._data + first * BLOCK + begin, part)
+            for block, at in enumerate(range(0, len(part), BLOCK), first + begin // BLOCK):
+                if of(part[at : at + BLOCK]).digest() != self._table[block * size : (block + 1) * size]:
+                    raise self._changed(block)
+            seen(part)
 
     def _changed(self, block: int) -> DamagedError:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
@@ -337,64 +345,3 @@ class ShardFile(Closing):
         if self._descriptor >= 0:
             self._files.release(self._descriptor)
             self._descriptor = -1
-
-
-Seen = Callable[[memoryview], None]
-
-
-def copy_box(
-    file: ShardFile, piece: tuple[Box, int], wanted: Box, dtype: str, target: Any, seen: Seen | None = None
-) -> None:
-    """Read the elements that a stored part and a wanted box share, in slabs of bounded size.
-
-    What lies in one run of bytes in the file and in the target is read straight into it.
-
-    Args:
-        file: that holds the part.
-        piece: the part's box, and the start of its bytes in the data.
-        wanted: a box inside the part.
-        dtype: torch's name of the type.
-        target: array of unsigned integers of the type's size, with the sizes of `wanted`; written.
-        seen: is called with what was read straight into the target, in order.
-    """
-    box, start = piece
-    size = DTYPES[dtype].size
-    kind = np.dtype(f"u{size}") if size <= 8 else np.dtype("V16")
-    if not box.sizes:
-        number = file.read(start, start + size)
-        target[...] = np.frombuffer(number, dtype=kind)[0]
-        if seen is not None:
-            seen(number)
-        return
-    for slab in _slabs(box, wanted, size):
-        lead = [a - b for a, b in zip(slab.offsets, box.offsets, strict=True)]
-        begin = start + size * int(np.ravel_multi_index(lead, box.sizes))
-        shared = slab.overlap(wanted)
-        assert shared is not None
-        inside = target[shared.slices(wanted)]
-        if shared == slab and inside.flags.c_contiguous:
-            place = memoryview(inside.reshape(-1)).cast("B")
-            file.read_into(begin, place)
-            if seen is not None:
-                seen(place)
-            continue
-        held = np.frombuffer(file.read(begin, begin + slab.num_elements * size), dtype=kind).reshape(slab.sizes)
-        inside[...] = held[shared.slices(slab)]
-
-
-def _slabs(box: Box, wanted: Box, size: int) -> Iterator[Box]:
-    """Parts of `box` that lie in one run of bytes each, and cover `wanted`: whole rows, unless these are long."""
-    offsets, sizes, dim = list(wanted.offsets), list(wanted.sizes), 0
-    rest = int(np.prod(box.sizes[1:], dtype=np.int64)) * size
-    while dim + 1 < len(sizes) and (
-        rest > _WRITE or (rest > 4 * BLOCK and tuple(sizes[dim + 1 :]) != box.sizes[dim + 1 :])
-    ):
-        dim += 1
-        rest = rest // max(1, box.sizes[dim])
-    step = max(1, _WRITE // max(1, rest))
-    for lead in np.ndindex(*sizes[:dim]):
-        first = tuple(o + i for o, i in zip(offsets[:dim], lead, strict=True))
-        for at in range(0, sizes[dim], step):
-            count = min(step, sizes[dim] - at)
-            tail_offsets, tail_sizes = box.offsets[dim + 1 :], box.sizes[dim + 1 :]
-            yield Box((*first, offsets[dim] + at, *tail_offsets), (*((1,) * dim), count, *tail_sizes))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.agree import Peers, late_told
+from shardwise.checkpoint.arrival import Arrivals, fill
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
 from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
@@ -22,13 +23,11 @@ from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import Held, Holder
 from shardwise.checkpoint.layout import held_by
 from shardwise.checkpoint.loading import (
-    Arrivals,
     Converted,
     bits,
     check_damage,
     check_names,
     check_probe,
-    fill,
     processor,
     processors,
     prove,

@@ -1,0 +1,114 @@
+"""What is read into fresh tensors and checked where it lies, and how a state is known to hold it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.digests import BLOCK, DIGEST
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.format import DTYPES, Box
+from shardwise.checkpoint.layout import held_by, numpy_bytes
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.shardfile import ignore
+from shardwise.checkpoint.torch_private import version_of
+
+_STRIDE = 65_537
+"""Every so-manieth byte is a sample: odd, so that each byte of a number has its turn."""
+
+
+class Arrival(NamedTuple):
+    """A stored part that was read whole, after the digests of its blocks had agreed in place."""
+
+    digest: bytes
+    sample: bytes
+    place: Tensor
+    """Where it was read to; kept, so that no other tensor comes to lie there."""
+    counts: tuple[int, int]
+    """Changes in place that autograd had counted, of the tensor and of its shard."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, place: Tensor, digest: bytes) -> Arrival:
+        """Of a tensor whose part `place` has just been read."""
+        return cls(digest, _sample(place), place, (version_of(tensor), version_of(place)))
+
+    def is_in(self, tensor: Tensor, part: Tensor) -> bool:
+        """Whether a part of a live tensor is what arrived.
+
+        It is where it is the very memory in which the digests agreed, autograd counts no change of it, and a sample of
+        its bytes is as it was; else, and where it is small, where its digest is equal.
+
+        Cost: none to speak of for memory that was taken over, a pass of digests for what was copied.
+        """
+        here = (part.data_ptr(), part.shape, part.stride(), (version_of(tensor), version_of(part)))
+        then = (self.place.data_ptr(), self.place.shape, self.place.stride(), self.counts)
+        if here == then and part.nbytes > BLOCK:
+            return _sample(part) == self.sample
+        return bool(DIGEST.of(numpy_bytes(part)).digest() == self.digest)
+
+
+def _sample(part: Tensor) -> bytes:
+    return bytes(numpy_bytes(part)[::_STRIDE])
+
+
+Arrivals = dict[tuple[str, Box], Arrival]
+
+
+def as_stored(manifest: Manifest, template: Mapping[str, Tensor]) -> set[str]:
+    """Names of those tensors of which every part that is here is a stored one, and is read in place."""
+    found = set(template) & set(manifest.tensors)
+    for item in held_by(template):
+        name, target = item.part.name, item.of(template[item.part.name])
+        pieces = manifest.tensors[name].pieces if name in found else ()
+        if not (_in_place(target) and any(piece.box == item.part.box for piece in pieces)):
+            found.discard(name)
+    return found
+
+
+def _in_place(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def fill(
+    path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor], whole: Container[str]
+) -> Arrivals:
+    """Read this rank's elements into its tensors, and nothing else.
+
+    The tensors are fresh ones, and no part of the state yet: bytes are read into them, and checked there.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of it.
+        files: where from.
+        template: this rank's tensors.
+        whole: names of those that are `as_stored` on every rank; what is returned are their parts.
+
+    Cost: reads the blocks in which they lie, once, and takes digests; memory of a few MiB, and of one tensor at a time
+    where it is not on the CPU.
+
+    Raises:
+        DamagedError: naming file, tensor and offset.
+    """
+    arrived = Arrivals()
+    with Reader(path, manifest, files) as reader, torch.no_grad():
+        held = held_by(template)
+        held.sort(key=lambda item: reader.place(item.part.name, item.part.box))
+        for item in held:
+            tensor, part = template[item.part.name], item.part
+            target, size = item.of(tensor), DTYPES[part.dtype].size
+            direct = _in_place(target)
+            place = target if direct else torch.empty(part.box.sizes, dtype=target.dtype)
+            data: Any = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
+            read = DIGEST.of() if part.name in whole else None
+            reader.read(part.name, part.box, data.reshape(part.box.sizes), read.update if read else ignore)
+            if not direct:
+                target.copy_(place)
+            if read is not None:
+                arrived[part.name, part.box] = Arrival.of(tensor, target, read.digest())
+    return arrived
