@@ -9,7 +9,6 @@
     |- LaunchError         world size, rendezvous, ports, launcher's variables       exit 3
     |- CheckpointError     a store that cannot be written, or read                   exit 4
     |- NonFiniteError      a loss or gradient that is not finite, policy `raise`     exit 5
-    |- RankFailure         another rank failed; carries the first failure's text     exit 6
     |- LockedError         a run's directory that another run is using               exit 7
     |- ChangedError        a resume whose settings change the maths, not allowed     exit 8
     |- SpikeError          more spikes of the loss than the policy's limit           exit 9
@@ -36,6 +35,7 @@ class ExitCode(IntEnum):
     CHECKPOINT = 4
     NON_FINITE = 5
     RANK_FAILED = 6
+    """A rank died, or raised what is no `ShardwiseError`."""
     LOCKED = 7
     CHANGED = 8
     SPIKE = 9
@@ -104,12 +104,6 @@ class NonFiniteError(ShardwiseError):
     """A loss or gradient that is not finite, under the policy `raise` or `stop`."""
 
     exit_code = ExitCode.NON_FINITE
-
-
-class RankFailure(ShardwiseError):
-    """Another rank failed; the message is the first failure's."""
-
-    exit_code = ExitCode.RANK_FAILED
 
 
 class LockedError(ShardwiseError):

@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.hardware.cluster import Cluster, Link, cluster_from, device_names, load_cluster
+from shardwise.hardware.presets import device_named
 from shardwise.records import as_dict
 
 MINE = """name = "mine"
@@ -44,6 +45,15 @@ def test_sizes_of_a_preset() -> None:
     assert load_cluster("h100").world == 8
     assert load_cluster("h100:4").world == 4
     assert load_cluster("gb200:4x18").domain == 72
+
+
+@pytest.mark.parametrize("text", ["A100-SXM4-80GB:8", "a100-80:8", "a100_80gb:8", "NVIDIA-A100-80GB:8"])
+def test_usual_spellings_of_a_device(text: str) -> None:
+    assert load_cluster(text).device == load_cluster("a100-80g:8").device
+
+
+def test_each_preset_is_spelled_as_it_is() -> None:
+    assert [device_named(name.upper()) for name in device_names()] == device_names()
 
 
 def test_unknown_device_names_the_nearest() -> None:

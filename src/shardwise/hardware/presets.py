@@ -36,6 +36,24 @@ def device_names() -> list[str]:
     return [name for name in table() if name != "link"]
 
 
+def device_named(text: str) -> str:
+    """The preset that is meant by a usual spelling: of the maker, the form or the memory; the text where none is.
+
+    >>> [device_named(text) for text in ("H100-80GB", "a100_80gb", "A100-SXM4-40GB", "4090", "a10g", "a100")]
+    ['h100', 'a100-80g', 'a100-40g', 'rtx4090', 'a10g', 'a100']
+    """
+    name = text.lower().replace("_", "-")
+    name = re.sub(r"^(nvidia|geforce|tesla|amd|instinct)-|-sxm\d?\b|-nvl\d+", "", name)
+    sized = re.fullmatch(r"(.+)-(\d{2,3})(g|gb|gib)?", name)
+    base, gib = (sized.group(1), int(sized.group(2))) if sized else (name, 0)
+    for same in (name, name.replace("-", ""), f"rtx{name}", f"{base}-{gib}g"):
+        if same in device_names():
+            return same
+    kinds = [kind for kind in device_names() if kind == base or kind.startswith(f"{base}-")]
+    fitting = [kind for kind in kinds if abs(table()[kind]["memory"] / 2**30 - gib) <= 0.08 * gib]
+    return base if base in fitting else fitting[0] if len(fitting) == 1 else name
+
+
 def read_word(text: str) -> Word:
     """What `device:per-nodexnodes@network` says; `@local/network` names both tiers.
 
@@ -44,10 +62,10 @@ def read_word(text: str) -> Word:
     """
     if re.search(r"[,+;]", text):
         raise UsageError(f"cluster {text!r}: found several kinds of nodes; {MIXED}")
-    match = re.fullmatch(r"([a-zA-Z0-9.-]+?)(?::(\d{1,9})(?:x(\d{1,9}))?)?(?:@([a-zA-Z0-9/-]+))?", text, re.ASCII)
-    name = match.group(1).lower() if match else text
+    match = re.fullmatch(r"([a-zA-Z0-9_.-]+?)(?::(\d{1,9})(?:x(\d{1,9}))?)?(?:@([a-zA-Z0-9/-]+))?", text, re.ASCII)
+    name = device_named(match.group(1)) if match else text
     known, colon, size = text.partition(":")
-    if match is None and colon and known.lower() in device_names():
+    if match is None and colon and device_named(known) in device_names():
         raise UsageError(
             f"cluster {text[:80]!r}: found the size {size[:40]!r}, needed devices per node and nodes, of at most nine "
             f"digits, and the network after an @: {known}:8, {known}:8x16 or {known}:8x16@eth100"

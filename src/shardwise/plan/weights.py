@@ -6,7 +6,6 @@ Numbers of parameters are enough for memory; what is sent depends on shapes too,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -142,8 +141,3 @@ def _gpt_block(spec: ModelSpec) -> list[Weight]:
     found += _linear("proj", (dim, dim), "in", True)
     found += [Weight("ln_2", (dim,), "tokens"), Weight("ln_2.bias", (dim,), "tokens")]
     return [*found, *_linear("fc", (width, dim), "out", True), *_linear("down", (dim, width), "in", True)]
-
-
-def params_of(weights: Iterable[Weight]) -> int:
-    """Elements of some parameters."""
-    return sum(prod(weight.shape) for weight in weights)
