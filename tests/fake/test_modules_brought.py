@@ -157,6 +157,7 @@ def test_a_module_that_asks_for_values_is_seen_all_the_same_where_it_is_read_wit
     assert not found.unseen and found.blocks[0].courses
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # from torch 2.14 on
 def test_scripted_modules_are_refused() -> None:
     def scripted() -> nn.Module:
         module = Words()

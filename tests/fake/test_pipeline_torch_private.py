@@ -22,13 +22,8 @@ from shardwise.parallel.module_torch_private import (
     map_tensors,
     put_parameter,
 )
-from shardwise.parallel.torch_private import (
-    SCHEDULE_CLASSES,
-    behind_backward,
-    in_backward,
-    saving_hook,
-    schedule_order,
-)
+from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, Stage, schedule_order
+from shardwise.parallel.torch_private import behind_backward, in_backward, saving_hook
 from shardwise.plan.plan import LOOPED, SCHEDULES
 
 
@@ -50,6 +45,14 @@ def test_a_stage_has_what_run_schedule_sets() -> None:
     assert isinstance(inspect.getattr_static(PipelineStage, "has_backward"), property)
     assert callable(PipelineStage.clear_runtime_states)
     assert {"input_args", "output_args", "group"} <= set(inspect.signature(PipelineStage).parameters)
+
+
+def test_a_stage_holds_what_it_sent_for_its_backward() -> None:
+    """On torch 2.15, whose own lets go of it; before that nobody asks."""
+    theirs = getattr(PipelineStage, "_output_slot_is_releasable", None)
+    assert theirs is None or list(inspect.signature(theirs).parameters) == ["self", "output"]
+    assert (theirs is None) == (torch.__version__ < "2.15")
+    assert Stage._output_slot_is_releasable is not theirs
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -23,8 +23,8 @@ from shardwise.model.spec import ModelSpec
 from shardwise.model.tracer import trace_chain
 from shardwise.models.presets import build
 from shardwise.parallel.pipeline import first_blocks
+from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
 from shardwise.parallel.schedules import picture, save_png
-from shardwise.parallel.torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
 from shardwise.plan.division import Division
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import LOOPED, SCHEDULES, V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -34,8 +35,12 @@ def indices_here(tensor: DTensor) -> list[Sequence[int]]:
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """How long those who wait in a group's collectives do so before that is an error: `_set_pg_timeout`."""
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    """How long those who wait in a group's collectives do so before that is an error.
+
+    `torch.distributed.set_timeout`; before torch 2.14 `_set_pg_timeout`.
+    """
+    known: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    known(timedelta(seconds=seconds), group)
 
 
 def _dim(placement: Placement) -> int | None:

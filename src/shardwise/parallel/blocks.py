@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,6 +81,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             options: dict[str, Any] = {"use_reentrant": False}
             if plan.recompute.mode == "ops":
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+                if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:  # torch 2.14 asks
+                    options["respect_saved_tensors_hooks"] = False  # what is kept of a block stays on the device
             reruns = None if plan.compile else Reruns(name, block)  # what looks at values would be compiled
             forward = partial(_recomputed, placed.randomness, reruns, forward, options)
         if plan.offload.activations:

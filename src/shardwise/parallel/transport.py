@@ -13,9 +13,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from shardwise.errors import ModelError, PlanError
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline_torch_private import CARRIES_INTEGERS, SCHEDULE_CLASSES, Stage, run_schedule
 from shardwise.parallel.reruns import buffers_in, copies_of, put_in_place
 from shardwise.parallel.stage import StageModule, signature_of
-from shardwise.parallel.torch_private import CARRIES_INTEGERS, SCHEDULE_CLASSES, Stage, run_schedule
 from shardwise.plan.schedule import stages_of
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -11,7 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
+
+SUMS_APART = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+"""Before torch 2.15 `fully_shard` adds up the gradients of micro-batches outside of autograd."""
 
 
 class Sharded(Protocol):
@@ -21,6 +25,7 @@ class Sharded(Protocol):
     """What the module holds between steps."""
     unsharded_param: nn.Parameter
     unsharded_accumulated_grad: torch.Tensor | None
+    """The sum of micro-batches before; from torch 2.15 on the gradient itself."""
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Add the last micro-batch's gradient to the sum of those before."""
@@ -84,8 +89,9 @@ def _after_backward(group: Any, reduce: Callable[..., None], *arguments: Any, wa
         if each.unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None:
             watched.used.add(i)
         elif group.reduce_grads:
-            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
-    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for _, each in trained):
+            dtype = None if SUMS_APART else each.unsharded_param.grad_dtype
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param, dtype=dtype)
+    if SUMS_APART and group.reduce_grads and any(each.unsharded_accumulated_grad is not None for _, each in trained):
         for _, each in trained:  # zeros, and what the last micro-batch alone gave, have not the type of the sums yet
             each.accumulate_unsharded_grad_if_needed()
             each.to_accumulated_grad_if_needed()
