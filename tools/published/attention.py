@@ -36,6 +36,10 @@ EFFICIENT = 2023.25
 """Year from which torch's own attention keeps no scores on old devices either (CUTLASS's kernels, torch 2.0)."""
 TRITON = 2024.5
 """Year from which FSDP1's jobs run FlashAttention 2, and no kernels in Triton, by what is seen."""
+SDPA = 2023.9
+"""Year from which the models of transformers run torch's fused attention (version 4.36)."""
+LAYERS = r"hugging ?face|(hf|transformers) trainer|\bpeft\b|\btrl\b|llama-?(recipes|cookbook)|transformers \d"
+"""Words for those models."""
 HOPPER = 2024.5
 """Year from which stacks on Transformer Engine have kernels made for Hopper (FlashAttention 3: arXiv:2407.08608)."""
 CUDNN = 2026.0
@@ -58,6 +62,8 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
         cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
     if stack == "fsdp1" and kernel == "flash2" and cells.year < TRITON:
         kernel = "triton"
+    if stack in ("eager", "deepspeed", "fsdp1") and cells.year < SDPA and cells.has(LAYERS):
+        kernel = "unfused"
     named = _named(cells)
     if named == "triton" and cells.year >= TRITON:
         named = "flash2"

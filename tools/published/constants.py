@@ -57,17 +57,29 @@ def tables() -> str:
         "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
         "`fragmentation` of Megatron-Core is what five runs on 64 to 592 B200 have reserved over what they allocated. "
-        "The logits of `eager` are counted: in 16 bits, a copy in fp32, and its gradient, as those of `deepspeed`.",
+        "The logits of `eager` and `deepspeed` are counted, as the loss of `transformers` is written: in fp32 the "
+        "log-softmax, its gradient, and that of what it was made from; from February 2025 labels are shifted and not "
+        "logits, which spares a copy (its pull request 35646). So are `copies_grads` (the buckets of PyTorch's "
+        "DDP are copies of the gradients) and `deepspeed`'s gradients, which are in 16 bits until a rank's share of "
+        "them is copied to fp32 for the update (`widens_grads`): its code in `stage_1_and_2.py` and `stage3.py`.",
         "`torchtitan`'s recompute by operator keeps every second product and none of experts, as its list says, and "
         "runs the others again; `block_host` of `eager` and `deepspeed`, whose blocks are those of `transformers`, is "
         "read off steps of few tokens (Qwen-1.8B to 14B on an A100, BERT-large on a V100; "
         "`tools/published/elsewhere.csv`).",
-        "A row's date changes six things (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
-        "has flash attention, before July 2024 those on Transformer Engine have no kernels for Hopper, "
+        "A row's date changes these (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
+        "has flash attention, before December 2023 the models of `transformers` have none unless a row names it "
+        "(its version 4.36), before July 2024 those on Transformer Engine have no kernels for Hopper, "
         "and FSDP1's jobs run kernels in Triton. From 2026 torch's attention "
         "runs cuDNN's kernels. Before June 2026 attention with learned sinks "
         "runs at the rate of FlashAttention 2, and from then on half of Megatron-Bridge's exchange of tokens between "
-        "experts is hidden: both are read off the rows of its releases before and after.",
+        "experts is hidden: both are read off the rows of its releases before and after. Of memory: before October "
+        "2022 (CUDA 11.7) the context holds all kernels of its libraries, 0.76 GB beyond a device's own (1,343 MB on "
+        "a V100, by the docs of `transformers`); before March 2023 (torch 2.0) PyTorch's loops keep gradients of zero "
+        "between steps, and from then on their AdamW makes a temporary of all parameters, in Hugging Face's Trainer "
+        "until July 2025 (`adamw_torch_fused`); before August 2024 nanotron keeps what it gathers (its pull requests "
+        "203 and 208). The gradients of rows of 2022 to 2023 that name Megatron are in fp32, and the memory beside "
+        "the tensors of megatron-2021 is that of DeepSpeed's forks alone. Whole weights in fp32 under autocast have "
+        "norms, softmax and the residual stream in fp32 (`torch.amp`'s list of operators).",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -100,8 +100,8 @@ def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
 
 
 _PURE = (
-    r"bf16 params and optimizer|pure bf16|(no|without) (fp32 )?(mixed[ -]precision )?master|"
-    r"mixed[ _-]precision[ =:]+no\b"
+    r"bf16 params and optimizer|pure bf16|weights (are )?in (bf16|16 bits)|"
+    r"(no|without) (fp32 )?(mixed[ -]precision )?master|mixed[ _-]precision[ =:]+no\b"
 )
 """How notes say that weights and states are in 16 bits."""
 
@@ -112,7 +112,7 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
     pure = "true" in text or "pure" in text or cells.noted(_PURE) is not None
     trainer = stack in ("eager", "deepspeed", "fsdp1", "torchtitan")
-    tunes = cells.has(r"torchtune") or (trainer and cells.has(_ADAPTERS))
+    tunes = cells.has(r"torchtune|thunder") or (trainer and _adapts(cells))
     if tunes and re.search(r"bf16|fp16", text) and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
     if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):
@@ -123,7 +123,7 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     if "fp4" in text:
         return "bf16", "fp4"
     if re.search(r"fp8|float8|\be[45]m[32]\b", text):
-        return "bf16", "fp8"
+        return ("bf16-pure" if cells.has(r"thunder") else "bf16"), "fp8"
     if re.search(_INT8, text):
         cells.assume("products of 8-bit integers counted as those of fp8")
         return "bf16", "fp8"
@@ -161,6 +161,14 @@ _INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)
 """Products of 8-bit integers, and no states in them."""
 
 
+def _adapts(cells: Cells) -> bool:
+    """Whether adapters are trained: not where notes say that all is, and what names them is the source's own name."""
+    named = re.search(
+        _ADAPTERS, " ; ".join(cells[name].lower() for name in ("model", "optimizer", "precision", "notes"))
+    )
+    return cells.has(_ADAPTERS) and (named is not None or not cells.noted(r"full[ -](parameter|fine-?tun)"))
+
+
 def trained_share(cells: Cells, spec: ModelSpec) -> float:
     """Adapters on the projections of every block (arXiv:2106.09685), over the model; 1 without adapters.
 
@@ -173,7 +181,7 @@ def trained_share(cells: Cells, spec: ModelSpec) -> float:
     frozen = cells.has(_ADAPTERS) and re.search(_INT8, cells["precision"].lower())
     if frozen or cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
         raise Skip("model: weights in 8 bits, which no plan says")
-    if not cells.has(_ADAPTERS):
+    if not _adapts(cells):
         return 1.0
     width = spec.num_heads * spec.head_dim
     attention = 2 * (spec.dim + width) + 2 * (spec.dim + spec.num_kv_heads * spec.head_dim)

@@ -63,7 +63,7 @@ def _speed_cells(cells: Cells) -> bool:
 
 def memory_kind_of(cells: Cells, stack: str) -> MemoryKind:
     """allocated, reserved or device, by the words of the notes; reserved where they say nothing."""
-    if cells.noted(r"nvidia-smi|rocm-smi|amd-smi|nvml|gpustat"):
+    if cells.noted(r"nvidia-smi|rocm-smi|amd-smi|nvml|gpustat|device[- ]level|rocm memory"):
         return "device"
     if cells.noted(_ALLOCATED):
         return "allocated"

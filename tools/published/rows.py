@@ -29,7 +29,7 @@ from published.measured import (
 )
 from published.models import model_of
 from published.recompute import EVERY_SECOND, NO_RECOMPUTE, PER_OPERATOR, TWO_OF_THREE
-from published.stacks import stack_of
+from published.stacks import TORCH, stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -153,6 +153,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
     plan, workload = halved(cells, spec, cluster, stack, (plan, workload))
+    stack = autocast(cells, stack, plan)
     plan = recomputed(cells, spec, cluster, stack, (plan, workload))
     plan = tuned(cells, spec, cluster, stack, (plan, workload))
     step_time = step_time_of(cells, spec, cluster, plan, workload, stack)
@@ -233,6 +234,18 @@ def halved(
     states = "adamw-bf16" if work.optimizer == "adamw" else work.optimizer
     kind = "fp16" if plan.precision == "fp16" else ""  # the type of its products
     return replace(plan, precision="bf16-pure"), replace(work, optimizer=states, compute=kind)
+
+
+_SHARDS = r"fsdp|fully[ _]shard"
+"""Casts the weights once, and so all that is computed."""
+
+
+def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
+    """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32."""
+    if stack.name not in TORCH or plan.zero or plan.precision not in ("bf16", "fp16") or cells.has(_SHARDS):
+        return stack
+    cells.assume("autocast: the residual stream, norms and softmax in fp32")
+    return replace(stack, residual_bytes=4.0)
 
 
 def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from published.attention import attention_of, is_old, names_flash
+from published.attention import LAYERS, attention_of, is_old, names_flash
 from published.cells import Cells, unsourced
 from published.degrees import LIBRARIES, ZERO, degrees_of, stage_said
 from published.offload import offloaded_layers
@@ -57,6 +57,12 @@ CHUNKED = 2.5
 """Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
 FUSED_LOSS = 6.0
 """Bytes per logit of one kernel for the loss: logits and their gradient in 16 bits, and what is freed between them."""
+UNFUSED_LOSS = 12.0
+"""Bytes per logit of transformers' loss: in fp32 the log-softmax, its gradient and that of what it was made from."""
+SHIFTED_LOSS = 10.0
+"""Bytes per logit of it from `SHIFTED` on: in 16 bits, in fp32 the log-softmax and its gradient."""
+SHIFTED = 2025.15
+"""Year from which transformers' loss shifts labels, not the logits, which made a copy (4.49, pull request 35646)."""
 FOREACH = 2025.5
 """Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
 TORCH = ("torchtitan", "fsdp1", "eager")
@@ -69,7 +75,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     """The stack of a row on so many nodes. `sharded`: parameters are sharded over data ranks (zero 3)."""
     name = _name(cells, sharded=sharded, nodes=nodes)
     stack = _preset(name)
-    if engine(cells) == "eager":
+    if engine(cells) == "eager" or cells.has("thunder"):
         stack = replace(stack, pure_master=False)
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
@@ -90,8 +96,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, fused=False)
     if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
         stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
-    if name in TORCH and cells.year < FOREACH and cells.has(r"(hf|transformers|sft) ?trainer"):
-        stack = replace(stack, fused_optimizer=False)  # its AdamW goes over all parameters at once
+    stack = _of_its_time(cells, stack)
+    if name == "nanotron" and cells.year < GATHERS_AGAIN:
+        stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
+    if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
+        stack = replace(stack, offloads_weights=True)
     layers = offloaded_layers(cells)
     if layers is not None:
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
@@ -110,11 +119,44 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     return stack
 
 
+def _of_its_time(cells: Cells, stack: Stack) -> Stack:
+    """What PyTorch and CUDA of the row's date make of memory."""
+    trainer = cells.has(r"(hf|transformers|sft|hugging ?face) ?trainer")
+    plain = not re.search(r"8-?bit|adafactor|fused|apex", cells["optimizer"].lower())
+    if (
+        stack.name in TORCH
+        and plain
+        and cells.year >= NONE
+        and (cells.year < FOREACH if trainer else not engine(cells))
+    ):
+        stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
+    if stack.name == "fsdp1" and cells.has(LAYERS):
+        stack = replace(stack, logit_bytes=UNFUSED_LOSS)
+    if stack.logit_bytes == UNFUSED_LOSS and cells.year >= SHIFTED:
+        stack = replace(stack, logit_bytes=SHIFTED_LOSS)
+    if stack.name == "megatron-flash" and cells.has(r"megatron"):
+        stack = replace(stack, grad_bytes=4.0)
+    if stack.name == "megatron-2021" and not cells.has(_FORKS):
+        stack = replace(stack, context=0.0)
+    if cells.year < LAZY:
+        stack = replace(stack, context=max(stack.context, KERNELS))
+    return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
+
+
 _SLICED = (
     r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
     r"loss (works |computed )?in (\d+ )?chunks"
 )
 """Words for a loss that never holds all logits."""
+NONE = 2023.2
+"""Year until which PyTorch's loops set gradients to zero, which keeps them, and not to None, and step one parameter
+after the other (torch 2.0)."""
+LAZY = 2022.75
+"""Year until which CUDA loads every kernel of its libraries at the start (before 11.7)."""
+KERNELS = 0.76e9
+"""Bytes that they take, beyond a device's `context`: 1,343 MiB in all on a V100 (transformers' docs of 2022)."""
+GATHERS_AGAIN = 2024.6
+"""Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
 GRAPHED = 1e-6
 """Seconds from a kernel to the next in a CUDA graph, which the device starts by itself."""
 

@@ -37,7 +37,7 @@ from shardwise.plan.stalls import held_ahead
 from shardwise.plan.updating import OWN, at_once, compared, state_bytes, update_spike
 from shardwise.plan.workload import Workload
 
-STATES = ("weights", "master", "gradients", "optimizer")
+STATES = ("weights", "master", "gradients", "optimizer", "buckets")
 COMMUNICATOR = 0.12 * GIB
 """Device memory of one communicator's channels and buffers."""
 WORKSPACE = 0.15 * GIB
@@ -234,7 +234,7 @@ def _rank_memory(
     if any(stage.last for stage in stages):
         loss["logits"] = _logits(division, stack)
     backward = {**held, "gradients": gradients, "activations": block, "working": _working(division, stages, stack)}
-    if stack.master or plan.batch.micro_batches > 1:  # gradients are there before the first backward pass
+    if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
         backward["activations"] = loss["activations"]
     elif casts_weights(plan) and stack.name in OWN:
@@ -284,11 +284,12 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         trained = whole * workload.trained
         return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
+    sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
     summed, updated = summed * share, stepped * share
-    low = width < 4
-    pure = plan.precision == "bf16-pure"
+    low, pure = width < 4, plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
-        return {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
+        states = {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
+        return {**states, "buckets": summed * width * sent}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0
@@ -299,6 +300,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         "gradients": summed * (stack.grad_bytes if low else width)
         + (whole * share * width if low and _spares(plan, stack) else 0.0),
         "optimizer": updated * state,
+        "buckets": summed * 4.0 * sent,
     }
 
 

@@ -69,6 +69,12 @@ class Stack:
     """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
     keeps_experts: bool = True
     """It keeps those of experts; False: grouped products are not in its list, and run again."""
+    zeroes_grads: bool = False
+    """Gradients are set to zero between steps, not to None: they are there in every forward pass."""
+    copies_grads: bool = False
+    """Data ranks of whole parameters reduce buckets that are copies of the gradients (DDP)."""
+    widens_grads: bool = False
+    """The update works on a copy of a rank's share of the gradients in fp32."""
     fused_optimizer: bool = True
     """False: the update makes a temporary of all that it updates (PyTorch's `foreach`), as wide as a state."""
     fragmentation: float = 0.05

@@ -1,0 +1,136 @@
+"""What stacks of an era hold in memory, by a row's words and its date; the terms of it by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from published.attention import SDPA
+from published.stacks import GATHERS_AGAIN, KERNELS, SHIFTED_LOSS, UNFUSED_LOSS
+from shardwise.model.profile import profile_of
+from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.memory import estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import Stack, load_stack
+from tests.pure.test_planner_memory import GPT, LLAMA, WORK
+from tests.pure.test_published import variant
+from tests.pure.test_published_words import BARE
+
+EAGER, DEEPSPEED = load_stack("eager"), load_stack("deepspeed")
+SIZE = LLAMA.num_params
+
+
+def _peak(plan: str, stack: Stack, phase: str) -> float:
+    return estimate_memory(profile_of(LLAMA), Plan.parse(plan), WORK, stack=stack).peaks[phase]
+
+
+@pytest.mark.parametrize("name", ["eager", "torchtitan", "fsdp1"])
+def test_data_ranks_of_whole_parameters_reduce_copies_of_their_gradients(name: str) -> None:
+    stack = load_stack(name)
+    plain = replace(stack, copies_grads=False)
+    for plan, width in (("dp8 fp32", 4), ("dp8 bf16", 4), ("dp8 bf16-pure", 2)):
+        assert _peak(plan, stack, "update") - _peak(plan, plain, "update") == width * SIZE, plan
+    for plan in ("bf16", "fsdp8 bf16", "fsdp8 zero1 bf16"):
+        assert _peak(plan, stack, "update") == _peak(plan, plain, "update"), plan
+
+
+def test_gradients_that_are_set_to_zero_are_there_in_the_forward_pass() -> None:
+    kept = replace(EAGER, zeroes_grads=True)
+    assert _peak("bf16", kept, "loss") - _peak("bf16", EAGER, "loss") == 4 * SIZE
+    assert _peak("bf16", kept, "update") == _peak("bf16", EAGER, "update")
+    dates = [variant("tune-1", **BARE | {"date": date}).stack.zeroes_grads for date in ("2022-06", "2023-06")]
+    assert dates == [True, False], "to None from torch 2.0"
+    assert not variant("core-8", **BARE | {"date": "2022-06"}).stack.zeroes_grads, "loops of their own"
+
+
+def test_deepspeed_keeps_16_bits_of_a_gradient_and_steps_on_a_copy_in_fp32() -> None:
+    memory = estimate_memory(profile_of(LLAMA), Plan.parse("fsdp8 zero2 bf16"), WORK, stack=DEEPSPEED)
+    assert memory.worst.terms["gradients"] == SIZE / 8 * 2
+    plain = replace(DEEPSPEED, widens_grads=False)
+    for plan, copy in (("fsdp8 bf16", SIZE / 8 * 4), ("bf16", SIZE * 4), ("fsdp8 fp32", 0)):
+        assert _peak(plan, DEEPSPEED, "update") - _peak(plan, plain, "update") == copy, plan
+
+
+@pytest.mark.parametrize("name", ["eager", "torchtitan", "fsdp1"])
+def test_pure_16_bits_have_no_master_weights_in_torch(name: str) -> None:
+    plan = Plan.parse("fsdp8 bf16-pure")
+    terms = estimate_memory(profile_of(LLAMA), plan, WORK, stack=load_stack(name)).worst.terms
+    assert "master" not in terms and terms["weights"] == SIZE / 8 * 2
+
+
+def test_autocast_of_whole_weights_leaves_the_residual_stream_in_fp32() -> None:
+    row = variant("new-2", **BARE | {"precision": "fp16", "notes": "Hugging Face Trainer"})
+    assert (row.plan.zero, row.plan.precision, row.stack.residual_bytes) == (0, "fp16", 4.0)
+    for cells in ({"precision": "fp32"}, {"notes": "FSDP of one device"}):
+        other = variant("new-2", **BARE | {"precision": "fp16", "notes": "Hugging Face Trainer"} | cells)
+        assert other.stack.residual_bytes == 0.0, cells
+    assert variant("fsdp-1", **BARE).stack.residual_bytes == 0.0, "sharded weights are cast once"
+    plain, wide = (replace(EAGER, attention="unfused", residual_bytes=width) for width in (0.0, 4.0))
+    block = profile_of(GPT).blocks[0]
+    more = [saved_bytes(block, saving_of(Plan.parse("bf16"), stack, 128)) for stack in (plain, wide)]
+    scores = 4 * 128 * 2
+    assert more[1] - more[0] > scores, "a softmax in fp32 is saved as it is"
+
+
+def test_what_torch_and_cuda_of_a_date_hold() -> None:
+    context = [variant("tune-1", **BARE | {"date": date}).stack.context for date in ("2022-06", "2023-06")]
+    assert context == [KERNELS, 0.0], "every kernel is loaded at the start before CUDA 11.7"
+    old = [variant("old-1", source=source).stack.context for source in ("Megatron-LM log", "Megatron-DeepSpeed log")]
+    assert old[0] == KERNELS < old[1], "the memory beside its tensors is that of DeepSpeed's fork"
+
+
+@pytest.mark.parametrize(
+    ("cells", "fused"),
+    [
+        ({"notes": "Hugging Face Trainer", "date": "2024-06"}, False),
+        ({"notes": "Hugging Face Trainer", "date": "2026-01"}, True),
+        ({"notes": "Hugging Face Trainer", "date": "2022-06"}, True),
+        ({"notes": "Hugging Face Trainer", "date": "2024-06", "optimizer": "adamw_bnb_8bit"}, True),
+        ({"notes": "Hugging Face Trainer", "date": "2024-06", "optimizer": "fused AdamW"}, True),
+        ({"notes": "a loop of its own", "date": "2024-06"}, False),
+    ],
+)
+def test_adamw_of_a_date_goes_over_all_parameters_at_once(cells: dict[str, str], fused: bool) -> None:
+    assert variant("new-2", **BARE | {"optimizer": "AdamW"} | cells).stack.fused_optimizer is fused
+
+
+def test_losses_and_gradients_by_what_the_row_names() -> None:
+    cells = BARE | {"date": "2024-06"}
+    found = [variant("foundry-1", **cells | {"notes": f"FSDP1, {said}"}).stack for said in ("", "transformers 4.40")]
+    assert found[0].name == found[1].name == "fsdp1"
+    assert [stack.logit_bytes for stack in found] == [load_stack("fsdp1").logit_bytes, UNFUSED_LOSS]
+    dates = ("2025-01", "2025-06")
+    shifted = [variant("new-2", **BARE | {"date": date, "notes": "Hugging Face Trainer"}).stack for date in dates]
+    assert [stack.logit_bytes for stack in shifted] == [UNFUSED_LOSS, SHIFTED_LOSS], "labels are shifted, not logits"
+    assert variant("sweep-1").stack.grad_bytes == load_stack("megatron-flash").grad_bytes < 4
+    assert variant("sweep-1", source="Megatron-LM log").stack.grad_bytes == 4.0
+
+
+def test_nanotron_kept_what_it_gathered_before_august_2024() -> None:
+    held = [variant("nano-1", date=date).stack for date in ("2024-01", "2024-12")]
+    assert [stack.saves_gathered for stack in held] == [True, False] and 2024.1 < GATHERS_AGAIN < 2024.9
+    assert held[0].runs_ahead == 0.0 < held[1].runs_ahead
+
+
+def test_models_of_transformers_had_no_fused_attention_before_its_version_of_december_2023() -> None:
+    for date, kernel in (("2023-06", "unfused"), ("2024-06", "flash2")):
+        row = variant("new-2", **BARE | {"date": date, "notes": "Hugging Face Trainer"})
+        assert row.stack.attention == kernel and 2023.5 < SDPA < 2024.5
+    assert variant("new-2", **BARE | {"date": "2023-06", "notes": "a loop of its own"}).stack.attention == "flash2"
+
+
+def test_parameters_that_are_offloaded_leave_the_device() -> None:
+    said = "AdamW on CPU (DeepSpeed offload)"
+    for notes, leaves in (("DeepSpeed, param offload", True), ("DeepSpeed, offload_param", True), ("DeepSpeed", False)):
+        assert variant("zero-1", optimizer=said, notes=notes).stack.offloads_weights is leaves, notes
+
+
+def test_words_for_memory_of_the_device_and_for_weights() -> None:
+    for said in ("device-level", "ROCm memory"):
+        assert variant("fsdp-1", notes=f"{said} peak").memory_kind == "device", said
+    assert variant("tune-1", precision="bf16 mixed", notes="weights in 16 bits").plan.precision == "bf16-pure"
+    assert variant("fsdp-2", **BARE | {"source": "Lightning Thunder"}).plan.precision == "bf16-pure"
+    full = variant("tune-1", source="LongLoRA", notes="full fine-tuning")
+    assert full.workload.trained == 1.0, "the source's name says nothing of a row of whole parameters"
+    assert variant("tune-1", source="LongLoRA", notes="LoRA").workload.trained < 1.0
