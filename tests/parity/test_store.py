@@ -175,6 +175,10 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
         if what == "missing":
             state.placed.module.register_parameter("added", torch.nn.Parameter(torch.ones(3)))
             state.optimizer = adamw(state.placed, 0.01)
+        if what == "renamed":
+            state.placed.module.cubes = state.placed.module.cube
+            del state.placed.module.cube
+            state.optimizer = adamw(state.placed, 0.01)
         if what == "extra":
             del state.placed.module.cube
             state.optimizer = adamw(state.placed, 0.01)
@@ -192,7 +196,8 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
         ("shape", "model.up.weight"),
         ("type", "float64"),
         ("optimizer", "optim.cube.momentum_buffer"),
-        ("missing", "model.added"),
+        ("missing", "model.added'], 0 of its tensors are not in this run []; it has less than this run; load"),
+        ("renamed", "model.cubes: did you mean 'model.cube'?; load"),
         ("extra", "model.cube"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import convert, wanted, with_converted
-from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
+from shardwise.checkpoint.directory import Skipped, StoreDirectory
 from shardwise.checkpoint.drawn import digests, gathered, go_on, moved, stored
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
@@ -38,6 +38,7 @@ from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import followers, scalars_for, weights
 from shardwise.checkpoint.remote import files_for, located, standing
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
 from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of, wait_for_others
 from shardwise.checkpoint.scalars import agreed, members_of
@@ -123,8 +124,8 @@ class Store:
             saved = job.execute(peers)
         finally:
             self._run = job.run
-        if saved.left:
-            peers.warn(str(left_over(saved)))
+        if (left := left_over(saved)) is not None:
+            peers.warn(str(left))
         return saved
 
     @torch.inference_mode(False)
@@ -363,9 +364,10 @@ class Store:
         with late_told(doing, peers):
             lock, fits = self._holder.take(state.mesh), self._copy.fits(tensors)
             apart = Peers.apart(state.mesh, self.path)
-            told = apart.meet((own, fits, processor(), lock, digests(generators)))
+            forgets = state.forgets() if isinstance(state, Forgetful) else ""
+            told = apart.meet((own, fits, processor(), lock, digests(generators), forgets))
         self._findings += told[0][3].check()
-        forgotten = state.forgets() if isinstance(state, Forgetful) else ""
+        forgotten = "; ".join(dict.fromkeys(each[5] for each in told if each[5]))  # a stage knows of its own
         if forgotten not in ("", self._forgotten):
             self._forgotten = forgotten
             peers.warn(f"{self.path}: {forgotten}")

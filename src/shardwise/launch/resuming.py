@@ -12,8 +12,8 @@ import torch
 
 from shardwise.checkpoint.cadence import Cadence, Every
 from shardwise.checkpoint.compare import place_of
-from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.remote import located
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.saveable import Prober
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
