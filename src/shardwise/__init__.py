@@ -126,7 +126,7 @@ _HOMES = {
     "shardwise.train.loop": ("steps", "evaluate"),
     "shardwise.train.sampling": ("generate",),
     "shardwise.checkpoint.store": ("Store",),
-    "shardwise.checkpoint.directory": ("Retention",),
+    "shardwise.checkpoint.retention": ("Retention",),
     "shardwise.diagnose.prove": ("verify",),
     "shardwise.models.decoder": ("Decoder", "DecoderConfig"),
     "shardwise.models.gpt": ("GPT", "GPTConfig"),

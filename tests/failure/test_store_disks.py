@@ -65,7 +65,7 @@ def test_a_checkpoint_that_latest_cannot_name_is_one(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
     state.advance()
-    with pytest.warns(UserWarning, match=r"\[checkpoint.latest\] step 2 was saved, and `latest` could not .*directory"):
+    with pytest.warns(UserWarning, match=r"\[checkpoint.latest\] step 2 was saved; `latest` could not .*directory"):
         assert store.save(state).step == 2
     state.advance()
     saved = store.save_async(state).wait()
