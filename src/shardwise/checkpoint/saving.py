@@ -216,6 +216,27 @@ class SaveJob:
             file.check_all()
 
 
+def check_same_state(path: Path, before: str, state: Any) -> str:
+    """Of which run a state is; a store holds the checkpoints of one: two at one step would replace each other.
+
+    Args:
+        path: of the store.
+        before: of which run the state was that was saved or loaded there last; empty: none was.
+        state: what is saved now.
+
+    Raises:
+        UsageError: it is another state.
+    """
+    now = str(getattr(state, "run_id", ""))
+    if before not in ("", now):
+        raise UsageError(
+            f"store {path}: found a state that this store has neither saved nor loaded before, and the checkpoints of "
+            "another one, which those of the same steps would replace; needed a store for each state, at a path of its "
+            "own, as Store('a/generator') and Store('a/critic'); or load it first (load_latest) to go on with it"
+        )
+    return now
+
+
 def number_of(metric: Any) -> float | None:
     """A metric as the manifest holds it; a tensor or a number of NumPy's may be given.
 
