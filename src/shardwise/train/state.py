@@ -221,8 +221,8 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
-        if self.stepped_with is not None:
-            rare["stepped_with"] = dict(self.stepped_with)
+        if (options := self.stepped_with or self.saved_with) is not None:  # of a load that no step has followed
+            rare["stepped_with"] = dict(options)
         if made := self._stateful.made:
             rare["stateful_made"] = made
         if factors := self._stateful.factors():
