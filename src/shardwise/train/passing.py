@@ -53,7 +53,9 @@ class Passing:
         if self._steps == 2:
             for (name, live), before, after in zip(now.items(), self._seen, seen, strict=True):
                 if live is not None and (before[0] is not after[0] or before[1] != after[1]):
-                    self._copies[name] = local_of(live).clone()
+                    here = local_of(live)
+                    if type(here) is torch.Tensor and not here.is_meta:  # a traced step has no values
+                        self._copies[name] = here.clone()
         self._seen = seen
 
     def forgets(self) -> str:
