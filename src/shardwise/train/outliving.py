@@ -89,7 +89,7 @@ class Slot:
         if header.count != count:
             self.seal(header)
             return True
-        return self._digest(header) == digest
+        return bool(self._digest(header) == digest)
 
     def _digest(self, header: Header) -> int:
         found = xxhash.xxh3_64(_HEADER.pack(header.count, header.step, header.end, header.length, header.ranks))
