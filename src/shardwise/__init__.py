@@ -17,9 +17,9 @@ from shardwise.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal to `_HOMES`
     from shardwise import errors as errors
-    from shardwise.checkpoint.directory import Retention as Retention
     from shardwise.checkpoint.hf_export import export_hf as export_hf
     from shardwise.checkpoint.hf_weights import load_hf as load_hf
+    from shardwise.checkpoint.retention import Retention as Retention
     from shardwise.checkpoint.store import Store as Store
     from shardwise.diagnose.prove import verify as verify
     from shardwise.findings import Finding as Finding
@@ -126,7 +126,7 @@ _HOMES = {
     "shardwise.train.loop": ("steps", "evaluate"),
     "shardwise.train.sampling": ("generate",),
     "shardwise.checkpoint.store": ("Store",),
-    "shardwise.checkpoint.directory": ("Retention",),
+    "shardwise.checkpoint.retention": ("Retention",),
     "shardwise.diagnose.prove": ("verify",),
     "shardwise.models.decoder": ("Decoder", "DecoderConfig"),
     "shardwise.models.gpt": ("GPT", "GPTConfig"),

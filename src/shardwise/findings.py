@@ -65,8 +65,17 @@ def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
     >>> nearest("sead", ["seed", "steps"])
     "did you mean 'seed'?"
     """
-    close = get_close_matches(name, known, n=limit, cutoff=0.6)
-    if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    if close := near(name, known, limit):
+        return close
     shown = ", ".join(sorted(known)[:20])
     return f"known: {shown}{', ...' if len(known) > 20 else ''}"
+
+
+def near(name: str, known: Sequence[str], limit: int = 3) -> str:
+    """The same, and nothing when no name is near.
+
+    >>> near("sead", ["steps"])
+    ''
+    """
+    close = get_close_matches(name, known, n=limit, cutoff=0.6)
+    return "did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""

@@ -12,8 +12,8 @@ import pytest
 
 import shardwise as sw
 from shardwise.checkpoint.compare import verify
-from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.retention import Retention
 from shardwise.launch.resuming import read_held_out
 from shardwise.testing.world import World
 from shardwise.train.rundir import RunDir

@@ -161,7 +161,11 @@ def test_checkpoints_that_are_gone_are_no_fresh_start(train: Train, here: Path) 
 
 def test_another_text_under_the_same_name_needs_leave(train: Train, here: Path) -> None:
     text = here / "text.txt"
-    text.write_text("L" + text.read_text()[1:])
+    words = text.read_text()
+    text.write_text(words[:-2] + "L\n")  # not among the first rows
+    refused = train(here, "a", "--steps", "4")
+    assert refused.returncode == ExitCode.CHANGED and "add --allow data.content" in refused.stderr
+    text.write_text("L" + words[1:])
     refused = train(here, "a", "--steps", "4")
     assert refused.returncode == ExitCode.CHANGED and "add --allow data.content" in refused.stderr
     ran = train(here, "a", "--steps", "4", "--allow", "data.content")

@@ -57,6 +57,29 @@ def test_a_disk_of_64_kib_fills_up_and_the_last_checkpoint_is_whole(tiny: Path) 
     assert newest(tiny / "store").step == state.step
 
 
+def test_a_checkpoint_that_latest_cannot_name_is_one(tmp_path: Path) -> None:
+    """The save is complete; what `latest` names must stay as long as it names it."""
+    state, store = Plain(), Store(tmp_path, keep=1)
+    state.advance()
+    store.save(state)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    state.advance()
+    with pytest.warns(UserWarning, match=r"\[checkpoint.latest\] step 2 was saved; `latest` could not .*directory"):
+        assert store.save(state).step == 2
+    state.advance()
+    saved = store.save_async(state).wait()
+    store.wait()
+    [finding] = store.take_findings()
+    assert finding.id == "checkpoint.latest" and saved.unnamed and "was not saved" not in finding.what
+    assert newest(tmp_path).step == 3 and len(store.checkpoints()) == 3
+    (tmp_path / "latest").rmdir()
+    state.advance()
+    store.save(state)
+    assert [path.name for path in store.checkpoints()] == ["step-00000004"]
+    assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
 def test_a_disk_that_became_read_only(tiny: Path) -> None:
     state, store = Plain(), Store(tiny / "store")
     state.advance()

@@ -175,6 +175,10 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
         if what == "missing":
             state.placed.module.register_parameter("added", torch.nn.Parameter(torch.ones(3)))
             state.optimizer = adamw(state.placed, 0.01)
+        if what == "renamed":
+            state.placed.module.cubes = state.placed.module.cube
+            del state.placed.module.cube
+            state.optimizer = adamw(state.placed, 0.01)
         if what == "extra":
             del state.placed.module.cube
             state.optimizer = adamw(state.placed, 0.01)
@@ -192,7 +196,8 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
         ("shape", "model.up.weight"),
         ("type", "float64"),
         ("optimizer", "optim.cube.momentum_buffer"),
-        ("missing", "model.added"),
+        ("missing", "model.added'], 0 of its tensors are not in this run []; it has less than this run; load"),
+        ("renamed", "model.cubes: did you mean 'model.cube'?; load"),
         ("extra", "model.cube"),
     ],
 )
@@ -258,6 +263,28 @@ def test_the_mark_of_a_run_that_saved_nothing_gives_way_to_that_of_the_one_that_
     directory.begin(1, "a" * 32)
     directory.begin(1, "b" * 32)
     assert directory.run_id() == "b" * 32
+
+
+def save_two(path: str) -> list[str]:
+    """What is said of a second state of a script in the store of the first one; it may go on from the first."""
+    with open_mesh(LAYOUTS["dp2"]) as mesh:
+        generator, critic = (TrainState(placed, adamw(placed, 0.1)) for placed in (place("dp2", mesh) for _ in "ab"))
+        store = Store(path)
+        store.save(generator)
+        with pytest.raises(UsageError, match="a store for each state") as caught:
+            store.save_async(critic)
+        Store(f"{path}/critic").save(critic)
+        store.save(generator)
+        store.load_latest(critic)
+        critic.step += 1
+        store.save(critic)
+        return [str(caught.value), *(checkpoint.name for checkpoint in store.checkpoints())]
+
+
+def test_another_state_does_not_replace_the_checkpoints_of_the_first(world: World, tmp_path: Path) -> None:
+    """At each step the second one took the place of the first, and what was loaded later was the second."""
+    for said, *names in world(2, save_two, str(tmp_path)):
+        assert str(tmp_path) in said and names == ["step-00000001", "step-00000000"]
 
 
 def disagree(path: str) -> str:

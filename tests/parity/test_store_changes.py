@@ -122,6 +122,9 @@ def test_other_clipping_is_said_before_the_first_step(tmp_path: Path) -> None:
         state = state_of(mesh, sw.Plan())
         next(sw.steps(state, loss, until=1, clip=1.0))
         sw.Store(tmp_path).save(state)
+        moved = state_of(mesh, sw.Plan())
+        sw.Store(tmp_path).load_latest(moved)
+        sw.Store(tmp_path).save(moved)  # as a run does that is told to stop before its first step
         for clip, said in ((1.0, []), (None, ["step 2: changed since it was saved: clip_norm: 1.0 -> None"])):
             again = state_of(mesh, sw.Plan())
             sw.Store(tmp_path).load_latest(again)

@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 from shardwise.checkpoint import remote
 from shardwise.checkpoint.compare import diff, find, inspect, verify
 from shardwise.checkpoint.digests import BLOCK
-from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.format import Box, DamagedError
 from shardwise.checkpoint.manifest import FILE, Manifest
 from shardwise.checkpoint.objects import ObjectDirectory, directory_of
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.remote import RemoteFiles, RemotePath, located
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.store import Store
 from shardwise.cli.main import app
 from shardwise.errors import CheckpointError, ConfigError, UsageError

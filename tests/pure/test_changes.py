@@ -224,10 +224,16 @@ def test_what_can_never_load_is_not_offered_for_leave(tmp_path: Path, change: Ch
 
 def test_other_rows_under_the_same_settings_need_leave(tmp_path: Path) -> None:
     here: dict[str, Any] = {"data": {"sources": ["a.txt"], "seq_len": 8, "num_workers": 2}}
-    with pytest.raises(ChangedError, match=r"\(a.txt\).*add --allow data.content"):
-        check_content({"data": {**here["data"], "num_workers": 0}}, here, ())
-    check_content(here, here, ("data.content",))
-    check_content(here, here, ("all",))
-    check_content({"data": {**here["data"], "seq_len": 4}}, here, ())  # that was said, and asked for leave
-    check_content({}, here, ())  # of another program
+    before, other = here | {"data.content": "ab"}, {"data": {**here["data"], "num_workers": 0}}
+    now = here | {"data.content": "cd"}
+    for then, rows in ((other, True), (before, False)):  # those of the probe, or others
+        with pytest.raises(ChangedError, match=r"\(a.txt\).*add --allow data.content"):
+            check_content(then, now, (), other_rows=rows)
+        for leave in ("data.content", "all"):
+            check_content(then, now, (leave,), other_rows=rows)
+    check_content(other, now, (), other_rows=False)  # an older one, which holds no fingerprint
+    check_content(now, now, (), other_rows=False)
+    said = {"data": {**here["data"], "seq_len": 4}, "data.content": "ab"}
+    check_content(said, now, (), other_rows=True)  # that was said, and asked for leave
+    check_content({}, now, (), other_rows=True)  # of another program
     check_allowed(RunDir(tmp_path), [], ("data.content",))

@@ -22,11 +22,11 @@ from safetensors import safe_open
 
 from shardwise.checkpoint.checksum import MASK, contribution
 from shardwise.checkpoint.digests import BLOCK
-from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.files import ALIGNED, LOCAL, LocalFiles
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, check_name, cut, parse_json, same, whole
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.reading import Reader
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.shardfile import Part, ShardFile, arrange, write_shard_file
 from shardwise.errors import CheckpointError, UsageError
 from tests.checkpoints import IDENTITY, SPLITS, content, contributions, write_checkpoint

@@ -313,6 +313,11 @@ def test_an_error_of_a_word_in_a_plans_file_names_the_file(here: Path) -> None:
     save_plan(Plan.parse("fsdp8 / bf16"), here / "p.toml", MadeFor(model="nope", cluster="h100:8"))
     with pytest.raises(UsageError, match=r"'nope': unknown .*; p.toml says that it was made for --model nope"):
         question_of("explain", "p.toml", Plan.load("p.toml"))
+    save_plan(Plan.parse("dp8"), here / "p.toml", MadeFor(model="tiny", cluster="h100:8", global_batch=0))
+    with pytest.raises(
+        UsageError, match="global_batch: found 0.*made for --model tiny --cluster h100:8 --global-batch 0"
+    ):
+        question_of("explain", "p.toml", Plan.load("p.toml"))
 
 
 def test_what_has_no_effect_is_said(here: Path) -> None:

@@ -44,7 +44,10 @@ def test_the_newest_copy_is_that_which_all_ranks_have(memory: Memory) -> None:
     assert [Slot(file).header().count for pair in memory.slots for file in pair] == [2, 0, 2, 0]
 
 
-@pytest.mark.parametrize("at", [DATA + 3, DATA + 9, 17], ids=["tensors", "description", "header"])
+PLACES = pytest.mark.parametrize("at", [DATA + 3, DATA + 9, 17], ids=["tensors", "description", "header"])
+
+
+@PLACES
 def test_a_copy_that_is_not_what_was_written_is_named_and_passed_over(memory: Memory, at: int) -> None:
     for rank, count in ((0, 1), (1, 1), (0, 2), (1, 2)):
         copy(memory, rank, count)
@@ -58,6 +61,17 @@ def test_a_copy_that_is_not_what_was_written_is_named_and_passed_over(memory: Me
     assert newest(memory.made()) is None  # rank 0 has begun to overwrite the one before
     copy(memory, 0, 1)
     assert newest(memory.made()) == Copy(count=1, ranks=2, step=10)
+
+
+@PLACES
+def test_a_copy_that_its_rank_has_not_sealed_is_sealed_when_it_is_first_looked_at(memory: Memory, at: int) -> None:
+    """It may wait for long: until enough slots of an elastic run can be used, or through another recovery."""
+    for rank in (0, 1):
+        copy(memory, rank, 1)
+    assert memory.check() == []
+    file = memory.slots[1][1]
+    os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 64]), at)
+    assert memory.check() == ["what rank 1 had copied after step 10 was damaged in memory"]
 
 
 def test_one_rank_without_a_copy_means_none(memory: Memory) -> None:

@@ -122,7 +122,7 @@ class Peers:
         try:
             result = work()
         except Exception as error:
-            failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {_reason(error)}"), error
+            failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {reason(error)}"), error
         told = self.gather((failure, result if tell else None))
         failures = [found for found, _ in told if found is not None]
         if failures:
@@ -133,7 +133,8 @@ class Peers:
         return results
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What an error says, and what to do about it."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -25,7 +25,8 @@ from typing import Any
 from shardwise.checkpoint.files import Files, Identity, LocalFiles, read_whole
 from shardwise.checkpoint.format import DamagedError, Fields, parse_json
 from shardwise.checkpoint.manifest import FILE, Manifest
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.checkpoint.retention import Retention
+from shardwise.errors import CheckpointError
 
 MARKER = "store.json"
 POINTER = "latest"
@@ -33,38 +34,6 @@ NAME = re.compile(r"step-([0-9]{8,18})(?:\.(partial|old|save)-[0-9a-f]{8})?")
 """Of a directory that a save made: step, and what it is."""
 _SCRATCH = re.compile(r"\.(?:store\.json|latest)\.[0-9a-f]{8}")
 _FOREIGN = (".metadata", "*.distcp", "*.safetensors", "*.pt", "*.pth", "*.ckpt", "pytorch_model*")
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which complete checkpoints stay: those that any of the three names.
-
-    >>> Retention(last=1, every=100).keeps([(300, None), (250, None), (200, None)])
-    [True, False, True]
-    """
-
-    last: int = 3
-    """The newest saves; at least 1."""
-    every: int = 0
-    """Steps that are multiples of this stay for ever; 0: none do."""
-    best: int = 0
-    """So many with the smallest `metric` of `Store.save` stay."""
-
-    def __post_init__(self) -> None:
-        """Refuse what would remove the newest checkpoint."""
-        if any(type(number) is not int for number in (self.last, self.every, self.best)):
-            raise UsageError(f"{self}: found what is no whole number; needed last (keep), every and best as in keep=3")
-        if self.last < 1 or self.every < 0 or self.best < 0:
-            raise UsageError(f"{self}: at least the newest checkpoint must stay: last (keep) >= 1, every and best >= 0")
-
-    def keeps(self, saves: Sequence[tuple[int, float | None]]) -> list[bool]:
-        """For each (step, metric), newest first, whether it stays."""
-        ranked = sorted((metric, i) for i, (_, metric) in enumerate(saves) if metric is not None and metric == metric)
-        best = {i for _, i in ranked[: self.best]}
-        return [
-            i < self.last or i in best or (self.every > 0 and step % self.every == 0)
-            for i, (step, _) in enumerate(saves)
-        ]
 
 
 @dataclass(frozen=True)
@@ -189,7 +158,7 @@ class StoreDirectory(ABC):
             return None
 
     def commit(self, partial: Path, manifest: Manifest) -> Path:
-        """Write the manifest beside data that is kept, make a checkpoint of them, and point `latest` at it.
+        """Write the manifest beside data that is kept, and make a checkpoint of them.
 
         Raises:
             OSError: as the disk said; what was complete before still is.
@@ -201,8 +170,15 @@ class StoreDirectory(ABC):
         identity = self.files.identity(final / FILE)
         if identity is not None:
             self._known[identity] = checked
-        self.replace_text(POINTER, final.name + "\n")
         return final
+
+    def point(self, checkpoint: Path) -> None:
+        """Let `latest` name it.
+
+        Raises:
+            OSError: as the disk said; it is a checkpoint all the same.
+        """
+        self.replace_text(POINTER, checkpoint.name + "\n")
 
     def next_sequence(self) -> int:
         """Above that of every checkpoint, those included that were seen before and cannot be read at the moment."""

@@ -22,11 +22,10 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
-from shardwise.checkpoint.partial_state import check_trains_the_same
+from shardwise.checkpoint.partial_state import check_trains_the_same, hint_of
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.findings import nearest
 from shardwise.launch.variables import variables
 from shardwise.plan.plan import Plan
 
@@ -134,9 +133,7 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
     if extra and not missing:
         check_trains_the_same(manifest, template, extra)
     if missing or extra:
-        hint = nearest(missing[0], extra or known) if missing else "it has more than this run"
-        if not missing and "imported" in manifest.scalars:  # DCP stores a tied weight under each of its names
-            hint += "; `ckpt convert --rename` leaves out what is given an empty name, as a tied weight's other name"
+        hint = hint_of(manifest, template, missing, extra)
         raise CheckpointError(
             f"the checkpoint is of another model or optimizer: {len(missing)} tensors of this run are not in it "
             f"{missing[:5]}, {len(extra)} of its tensors are not in this run {extra[:5]}; {hint}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
+from shardwise.findings import near
 
 MODEL, EMA, OPTIM, MASTER = "model.", "ema.", "optim.", ".master"
 
@@ -77,3 +78,27 @@ def check_imported(manifest: Manifest) -> None:
 def scalars_for(manifest: Manifest, live: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a state takes over: of a converted checkpoint what it has, and the state's own for the rest."""
     return {**live, **manifest.scalars} if "imported" in manifest.scalars else manifest.scalars
+
+
+def hint_of(manifest: Manifest, template: Mapping[str, Tensor], missing: Sequence[str], extra: Sequence[str]) -> str:
+    """What names that differ may come from: a tensor of the same kind, shape and type under another name, at most.
+
+    Args:
+        manifest: of the checkpoint.
+        template: this rank's tensors.
+        missing: names of those that the checkpoint lacks.
+        extra: names of those that no rank has.
+    """
+    if not missing:
+        hint = "it has more than this run"
+        if "imported" in manifest.scalars:  # DCP stores a tied weight under each of its names
+            hint += "; `ckpt convert --rename` leaves out what is given an empty name, as a tied weight's other name"
+        return hint
+    for name in missing[:5]:
+        wanted = tuple(template[name].shape), str(template[name].dtype).removeprefix("torch.")
+        kind = name.partition(".")[0]
+        alike = [other for other in extra if other.partition(".")[0] == kind]
+        alike = [other for other in alike if (manifest.tensors[other].shape, manifest.tensors[other].dtype) == wanted]
+        if found := near(name, alike):
+            return f"{name}: {found}"
+    return "it has less than this run" if not extra else "none of these has nearly the name of one of those"

@@ -17,11 +17,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shardwise.checkpoint.agree import Peers
+from shardwise.checkpoint.agree import Peers, reason
 from shardwise.checkpoint.checksum import MASK
-from shardwise.checkpoint.directory import Retention, StoreDirectory
+from shardwise.checkpoint.directory import StoreDirectory
 from shardwise.checkpoint.format import Piece, json_of
 from shardwise.checkpoint.manifest import Manifest, ProbeResult, TensorEntry
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.shardfile import (
     FileEntry,
     Identity,
@@ -53,6 +54,8 @@ class Save:
     """From the call to the complete checkpoint."""
     left: str = ""
     """Why older checkpoints, which need not stay, are still there."""
+    unnamed: str = ""
+    """Why `latest` does not name it; older checkpoints stay, as that names one of them."""
 
     def wait(self) -> Save:
         """Itself: it is complete."""
@@ -99,16 +102,16 @@ class SaveJob:
         identity = Identity(run=self.run, save=save, step=self.step, rank=peers.rank)
         try:
             written = peers.from_all(self.doing, lambda: self._write(partial, identity))
-            final = peers.on_first(self.doing, lambda: self._commit(partial, identity, written))
+            final, unnamed = peers.on_first(self.doing, lambda: self._commit(partial, identity, written))
         except CheckpointError:
             if peers.rank == 0:
                 with suppress(OSError, CheckpointError):  # the next save removes it
                     self.directory.discard(partial)
             raise
         seconds = time.perf_counter() - self.start
-        left = self._prune(peers, lambda: self._read_back(final, identity, written[peers.rank][0]))
+        left = "" if unnamed else self._prune(peers, lambda: self._read_back(final, identity, written[peers.rank][0]))
         size = sum(entry.size_bytes for entry, _ in written)
-        return Save(path=final, step=self.step, size_bytes=size, seconds=seconds, left=left)
+        return Save(path=final, step=self.step, size_bytes=size, seconds=seconds, left=left, unnamed=unnamed)
 
     def _prune(self, peers: Peers, read_back: Callable[[], None]) -> str:
         """Remove what need not stay, once this save is read back; why it is still there: the save is complete anyway.
@@ -153,7 +156,8 @@ class SaveJob:
             entry = write_shard_file(self.directory.files, partial, identity, self.copy.arranged, self.copy.data)
             return entry, sums.result()
 
-    def _commit(self, partial: Path, identity: Identity, written: list[tuple[FileEntry, Sums]]) -> Path:
+    def _commit(self, partial: Path, identity: Identity, written: list[tuple[FileEntry, Sums]]) -> tuple[Path, str]:
+        """The checkpoint, and why `latest` does not name it, if so: who loads looks at what is there."""
         plan, mesh = self.placed.plan, self.placed.mesh
         tensors = self._tensors([sums for _, sums in written])
         manifest = Manifest(
@@ -180,7 +184,12 @@ class SaveJob:
             files=tuple(entry for entry, _ in written),
             tensors=tensors,
         )
-        return self.directory.commit(partial, manifest)
+        final = self.directory.commit(partial, manifest)
+        try:
+            self.directory.point(final)
+        except (OSError, CheckpointError) as error:
+            return final, reason(error)
+        return final, ""
 
     def _metric_before(self, run: str, tensors: Mapping[str, TensorEntry]) -> float | None:
         """That of the save which this replaces, of the same step and state: `steps` saves once more when it stops."""
@@ -205,6 +214,27 @@ class SaveJob:
         assert entry.name == file_name(identity.rank)
         with ShardFile(self.directory.files, final, entry, identity) as file:
             file.check_all()
+
+
+def check_same_state(path: Path, before: str, state: Any) -> str:
+    """Of which run a state is; a store holds the checkpoints of one: two at one step would replace each other.
+
+    Args:
+        path: of the store.
+        before: of which run the state was that was saved or loaded there last; empty: none was.
+        state: what is saved now.
+
+    Raises:
+        UsageError: it is another state.
+    """
+    now = str(getattr(state, "run_id", ""))
+    if before not in ("", now):
+        raise UsageError(
+            f"store {path}: found a state that this store has neither saved nor loaded before, and the checkpoints of "
+            "another one, which those of the same steps would replace; needed a store for each state, at a path of its "
+            "own, as Store('a/generator') and Store('a/critic'); or load it first (load_latest) to go on with it"
+        )
+    return now
 
 
 def number_of(metric: Any) -> float | None:
@@ -239,8 +269,18 @@ def as_json(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(config or {})
 
 
-def left_over(save: Save) -> Finding:
-    """What is said of older checkpoints that could not be removed."""
+def left_over(save: Save) -> Finding | None:
+    """What is said of a save that is complete, though not all around it could be done."""
+    if save.unnamed:
+        return Finding(
+            id="checkpoint.latest",
+            severity="warning",
+            what=f"step {save.step} was saved; `latest` could not be written: who reads that finds an older one",
+            evidence=save.unnamed,
+            fix="see to it, for until then no older checkpoint is removed; `load_latest` looks at what is there",
+        )
+    if not save.left:
+        return None
     return Finding(
         id="checkpoint.prune",
         severity="warning",
@@ -308,7 +348,7 @@ class Saving:
         """Return when it has ended; what went wrong, if anything."""
         self.join()
         if not self._error:
-            return None if not self._result[0].left else left_over(self._result[0])
+            return left_over(self._result[0])
         return Finding(
             id="checkpoint.save",
             severity="warning",

@@ -5,42 +5,48 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.agree import Peers, late_told
-from shardwise.checkpoint.arrival import Arrivals, fill
 from shardwise.checkpoint.changed import changed
-from shardwise.checkpoint.converting import convert, wanted, with_converted
-from shardwise.checkpoint.directory import Retention, Skipped, StoreDirectory
+from shardwise.checkpoint.converting import with_converted
+from shardwise.checkpoint.directory import Skipped, StoreDirectory
 from shardwise.checkpoint.drawn import digests, gathered, go_on, moved, stored
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import Held, Holder
 from shardwise.checkpoint.layout import held_by
+from shardwise.checkpoint.loading import Loaded as Loaded
 from shardwise.checkpoint.loading import (
-    Converted,
-    bits,
     check_damage,
-    check_names,
     check_probe,
     processor,
     processors,
     prove,
 )
-from shardwise.checkpoint.loading import Loaded as Loaded
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
-from shardwise.checkpoint.partial_state import followers, scalars_for, weights
+from shardwise.checkpoint.partial_state import weights
 from shardwise.checkpoint.remote import files_for, located, standing
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
-from shardwise.checkpoint.saving import Save, SaveJob, Saving, as_json, left_over, number_of, wait_for_others
+from shardwise.checkpoint.saving import (
+    Save,
+    SaveJob,
+    Saving,
+    as_json,
+    check_same_state,
+    left_over,
+    number_of,
+    wait_for_others,
+)
 from shardwise.checkpoint.scalars import agreed, members_of
 from shardwise.checkpoint.snapshot import HostCopy
+from shardwise.checkpoint.taking import take_over
 from shardwise.checkpoint.telling import tell_changes, tell_no_position, tell_skipped
 from shardwise.errors import CheckpointError
 from shardwise.findings import Finding
@@ -83,6 +89,8 @@ class Store:
         self._directory = directory_of(self.path, files)
         self._run: str | None = None
         """Id of the run that this store goes on with; None: it has neither saved nor loaded."""
+        self._of = ""
+        """Of which run the state was that it last saved or loaded."""
         self._copy = HostCopy()
         self._waits: Mesh | None = None
         """The mesh at whose end the last save is waited for."""
@@ -116,14 +124,15 @@ class Store:
         Raises:
             CheckpointError: on all ranks, when any of them failed; older checkpoints are untouched.
             LockedError: another run holds the store.
+            UsageError: it was another state that the store has saved or loaded before.
         """
         job, peers = self._prepare(state, metric), Peers.of(state.mesh)
         try:
             saved = job.execute(peers)
         finally:
             self._run = job.run
-        if saved.left:
-            peers.warn(str(left_over(saved)))
+        if (left := left_over(saved)) is not None:
+            peers.warn(str(left))
         return saved
 
     @torch.inference_mode(False)
@@ -300,7 +309,8 @@ class Store:
         peers.together(doing, lambda: check_damage(peers, path, manifest, files))
         drawn = peers.together(doing, lambda: stored(manifest.scalars, peers.rank, path))
         changes = () if weights_only else changed(peers, manifest, state, converts=convert_state)
-        kept, converted, arrived = self._take_over(state, path, manifest, weights_only, convert_state)
+        how = {"weights_only": weights_only, "convert_state": convert_state}
+        kept, converted, arrived = take_over(state, path, manifest, files, **how)
         proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
         proof = with_converted(proof, manifest, converted)
         if not weights_only:
@@ -310,7 +320,7 @@ class Store:
         if path.resolve().parent == self.path.resolve():
             self._run = manifest.run
         if not weights_only and hasattr(state, "run_id") and "imported" not in manifest.scalars:
-            state.run_id = manifest.run
+            self._of = state.run_id = manifest.run
         tell_changes(peers, path, () if self._config else changes)  # who gives a configuration compares by that
         if not weights_only:
             tell_no_position(peers, path, manifest.scalars, state.scalars())
@@ -318,35 +328,6 @@ class Store:
             path=path, step=manifest.step, manifest=manifest, skipped=skipped, proof=proof, changes=changes,
             seconds=time.perf_counter() - start,
         )  # fmt: skip
-
-    def _take_over(
-        self, state: Saveable, path: Path, manifest: Manifest, weights_only: bool, convert_state: bool
-    ) -> tuple[Manifest, tuple[Converted, ...], Arrivals]:
-        """Read into fresh tensors, and then, when no rank has anything against it, into the state.
-
-        What the state must be now: the manifest, with what was changed on the way in place of what is stored; and
-        digests of the parts that were read as they are stored.
-        """
-        peers, files, doing = Peers.of(state.mesh), files_for(path, self._directory.files), f"loading {path}"
-        known, reading, own = peers.together(doing, lambda: wanted(state, manifest, weights_only=weights_only))
-        template = reading.template
-        told = peers.gather((bits(known, template), bits(known, own)))
-
-        def check() -> None:
-            check_names(known, template, [seen for seen, _ in told])
-            reading.check_leave(convert_state=convert_state)
-
-        peers.together(doing, check)
-        divided = reduce(or_, (seen & ~here for seen, here in told))
-        whole = {name for i, name in enumerate(known.tensors) if not divided >> i & 1}
-        arrived = peers.together(doing, lambda: fill(path, manifest, files, template, whole))
-        kept, converted = convert(peers, doing, known, reading)
-        if weights_only:
-            template |= followers(template, state.tensors())
-        else:
-            peers.together(doing, lambda: state.load_scalars(scalars_for(manifest, state.scalars())))
-        peers.together(doing, lambda: state.load_tensors(template))
-        return kept, converted, arrived
 
     def _prepare(self, state: Saveable, metric: float | None, *, beside: bool = False) -> SaveJob:
         """Everything that needs the live state: afterwards training may change it."""
@@ -358,13 +339,15 @@ class Store:
         scalars, tensors = state.scalars() | members_of(state), state.tensors()
         doing = f"saving step {scalars['step']} to {self.path}"
         self._directory.check_shared(peers.world)
+        self._of = check_same_state(self.path, self._of, state)
         own, generators = (dict(scalars) | {"metric": number_of(metric)}, state.mesh.index("pp")), moved(state)
         with late_told(doing, peers):
             lock, fits = self._holder.take(state.mesh), self._copy.fits(tensors)
             apart = Peers.apart(state.mesh, self.path)
-            told = apart.meet((own, fits, processor(), lock, digests(generators)))
+            forgets = state.forgets() if isinstance(state, Forgetful) else ""
+            told = apart.meet((own, fits, processor(), lock, digests(generators), forgets))
         self._findings += told[0][3].check()
-        forgotten = state.forgets() if isinstance(state, Forgetful) else ""
+        forgotten = "; ".join(dict.fromkeys(each[5] for each in told if each[5]))  # a stage knows of its own
         if forgotten not in ("", self._forgotten):
             self._forgotten = forgotten
             peers.warn(f"{self.path}: {forgotten}")

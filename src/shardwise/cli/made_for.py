@@ -90,11 +90,13 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
     for name in ("model", "cluster"):
         _refuse_word(verb, source, name, words[name], from_file=name in taken)
     batch = given.get("global_batch")
+    from_file = given.get("tokens") is None and not (batch or plan.batch.global_size)
     if given.get("tokens") is None:
         batch = batch or plan.batch.global_size or made.global_batch
     blocks = given.get("blocks") or plan.blocks  # what a module cannot have depends on them
     more = {"price": words["price"], "trace_on": given.get("trace_on"), "blocks": blocks}
     said = [f"--{name} {words[name]}" for name in taken if words[name] not in ("", None)]
+    said += [f"--global-batch {batch}"] if from_file and batch is not None else []
     try:
         asked = question(
             words["model"], words["cluster"], seq=words["seq"], batch=batch, tokens=given.get("tokens"),

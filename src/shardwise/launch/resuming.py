@@ -12,8 +12,8 @@ import torch
 
 from shardwise.checkpoint.cadence import Cadence, Every
 from shardwise.checkpoint.compare import place_of
-from shardwise.checkpoint.directory import Retention
 from shardwise.checkpoint.remote import located
+from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.saveable import Prober
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
@@ -22,6 +22,7 @@ from shardwise.launch.runjob import RunJob
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
 from shardwise.records import add_record, read_records
+from shardwise.train.changes import CONTENT
 from shardwise.train.outliving import Place
 from shardwise.train.rundir import RunDir
 from shardwise.train.settings import RunSettings, TrainSettings
@@ -82,15 +83,17 @@ def kept_at(run: RunDir, settings: TrainSettings) -> Path:
     return located(settings.checkpoints) if settings.checkpoints is not None else run.checkpoints
 
 
-def open_store(run: RunDir, settings: RunSettings, probe: Prober) -> Store:
-    """The store of a run, with what is to stay in it.
+def open_store(run: RunDir, settings: RunSettings, probe: Prober, fingerprint: str) -> Store:
+    """The store of a run, with what is to stay in it; its checkpoints hold the settings, and the data's fingerprint.
 
     Raises:
         CheckpointError: see `Store`.
     """
     train = settings.train
     keep = Retention(last=train.keep, every=train.keep_every, best=train.keep_best)
-    return Store(kept_at(run, train), keep=keep, probe=probe, config=settings.model_dump(mode="json"))
+    return Store(
+        kept_at(run, train), keep=keep, probe=probe, config=settings.model_dump(mode="json") | {CONTENT: fingerprint}
+    )
 
 
 @dataclass

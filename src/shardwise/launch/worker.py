@@ -46,7 +46,7 @@ from shardwise.train.build import (
     read_text,
     vocab_size,
 )
-from shardwise.train.changes import check_content
+from shardwise.train.changes import CONTENT, check_content
 from shardwise.train.lock import RunLock, end_at_once
 from shardwise.train.metrics import MetricsLog
 from shardwise.train.probe import Probe
@@ -96,13 +96,14 @@ def _in_mesh(job: RunJob, text: Text, mesh: Mesh) -> Summary:
         seed=train.seed,
     )
     rows = [text.train[i] for i in range(min(PROBE_ROWS, len(text.train)))]
-    store = open_store(run, settings, Probe(rows, make_loss(spec)))
+    store = open_store(run, settings, Probe(rows, make_loss(spec)), text.fingerprint)
     with warnings.catch_warnings():  # what was skipped is said below
         warnings.filterwarnings("ignore", ".*: loaded in place of ")
         loaded = go_on(run, train, store, state, job.allow)
         begun = begin(store, state, train.weights) if loaded is None else None
-    if loaded is not None and loaded.proof.other_rows:
-        check_content(loaded.manifest.config, settings.model_dump(mode="json"), job.allow)
+    if loaded is not None:
+        now = settings.model_dump(mode="json") | {CONTENT: text.fingerprint}
+        check_content(loaded.manifest.config, now, job.allow, other_rows=loaded.proof.other_rows)
     mirror = rejoin(TrainStep(state, make_loss(spec), StepOptions()))  # before anything of the run is written
     if mirror is not None and mirror.recovered_step is not None:
         loaded = begun = None

@@ -40,6 +40,8 @@ class Text:
     """The data of a run, as tokens."""
 
     tokenizer: Tokenizer
+    fingerprint: str
+    """Equal for equal tokens only, held-out ones included."""
     train: TokenDataset
     held_out: TokenDataset
     entropy: float
@@ -103,6 +105,7 @@ def read_text(settings: RunSettings, run: RunDir, mesh: Mesh) -> Text:
     text_bytes = held_out.size if data.tokenizer == "bytes" else len(tokenizer.decode(held_out.tolist()).encode())
     return Text(
         tokenizer=tokenizer,
+        fingerprint=corpus.fingerprint,
         train=TokenDataset(train, seq_len),
         held_out=TokenDataset(held_out, seq_len),
         entropy=unigram_entropy(held_out),

@@ -190,21 +190,26 @@ def may_convert(leave: Collection[str]) -> bool:
     return bool({_STATE_DTYPE, "all"} & set(leave))
 
 
-def check_content(before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str]) -> None:
-    """Refuse other rows under the settings of data that a checkpoint was saved with, unless somebody allowed it.
+def check_content(
+    before: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], *, other_rows: bool
+) -> None:
+    """Refuse other text under the settings of data that a checkpoint was saved with, unless somebody allowed it.
 
     Args:
-        before: settings that the checkpoint holds.
+        before: settings that the checkpoint holds, and the fingerprint of its data; older ones have none.
         now: those of this start.
         allow: keys, or `all`.
+        other_rows: those of its probe are not what they were.
 
     Raises:
         ChangedError: the settings are equal, so that nobody said that the data changed.
     """
+    if not other_rows and before.get(CONTENT, now[CONTENT]) == now[CONTENT]:
+        return
     then, here = ({**settings.get("data", {}), "num_workers": 0} for settings in (before, now))
     if then == here and not {CONTENT, "all"} & set(allow):
         raise ChangedError(
-            "the data is not that of the checkpoint: found other rows than those of its probe under the same settings "
+            "the data is not that of the checkpoint: found other text under the same settings "
             f"({', '.join(map(str, here.get('sources', ())))}), needed the same; a file or the tokenizer changed "
             f"since: put the old one back, or add --allow {CONTENT}"
         )

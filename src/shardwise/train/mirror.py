@@ -236,11 +236,13 @@ class Mirror:
         found: dict[str, list[tuple[Part, mmap]]] = {}
         own: dict[str, Any] = {}
         places: list[Any] = []
+        then = 0
         for rank in (rank for rank in self.place.memory.ranks if rank < ranks):
             slot = next(slot for slot in self.place.memory.pair(rank) if slot.header().count == count)
             header = slot.header()
             description, memory = json.loads(slot.text(header)), slot.data(header.end)
             places.append(description["scalars"].get("data"))
+            then = max(then, _micro_batches(description["scalars"]))
             for part in map(Part.from_json, description["parts"]):
                 found.setdefault(part.key[0], []).append((part, memory))
             own = description if rank == self.place.rank % ranks else own
@@ -257,28 +259,39 @@ class Mirror:
                         f"kept after step {own['scalars']['step']}, needed {held.part.shape} {held.part.dtype}; the "
                         "script must build the same model and optimizer every time it is run"
                     )
-        other = other_statistics(own["scalars"], state.scalars())
-        if other and state.mesh.is_first:
-            warnings.warn(other, stacklevel=2)
+        now = _micro_batches(state.scalars())  # of this stage
         state.load_scalars(own["scalars"])
         state.load_tensors(template)
         generators.restore({kind: bytes.fromhex(state) for kind, state in own["random"].items()}, state.mesh.device)
-        agreed = torch.tensor(int(_shapes(state.local_tensors()) == self._shapes), device=state.mesh.device)
-        state.mesh.all_reduce_sum(agreed)
-        if int(agreed) != state.mesh.world:  # some rank has tensors that it did not stand by with: all find out anew
+        differs = int(_shapes(state.local_tensors()) != self._shapes)
+        told = state.mesh.all_reduce_max(torch.tensor([differs, then, now], device=state.mesh.device))
+        differs, then, now = map(int, told.tolist())
+        if differs:  # some rank has tensors that it did not stand by with: all find out anew
             self._shapes = []
+        if (other := other_statistics(then, now, state.step)) and state.mesh.is_first:
+            warnings.warn(other, stacklevel=2)
 
 
-def other_statistics(kept: Mapping[str, Any], live: Mapping[str, Any]) -> str:
-    """What is another result, though the samples are the same: batch norm over micro-batches of another size."""
-    then, now = ((scalars.get("batch_norm") or {}).get("micro_batches") for scalars in (kept, live))
-    if None in (then, now) or then == now:
+def other_statistics(then: int, now: int, step: int) -> str:
+    """What is another result, though the samples are the same: batch norm over micro-batches of another size.
+
+    Args:
+        then: micro-batches per step, as long as the copy's ranks trained; 0: no rank has a batch norm.
+        now: from here on.
+        step: of the copy.
+    """
+    if not (then and now) or then == now:
         return ""
     return (
-        f"batch norm: found {now} micro-batches per step, and {then} up to step {kept['step']}; it takes its "
+        f"batch norm: found {now} micro-batches per step, and {then} up to step {step}; it takes its "
         "statistics of one, so that from here on steps are not those of an undisturbed run; for the same maths use "
         "group or layer norm"
     )
+
+
+def _micro_batches(scalars: Mapping[str, Any]) -> int:
+    """Of whose rows the batch norms of a stage take statistics; 0: it has none."""
+    return int((scalars.get("batch_norm") or {}).get("micro_batches", 0))
 
 
 def _shapes(local: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
+from operator import not_
 from typing import Any
 
 import xxhash
@@ -71,17 +72,24 @@ class Slot:
         return header
 
     def seal(self, header: Header) -> None:
-        """Keep a digest of the copy that was committed, behind its header; whoever wrote it calls it, once."""
+        """Keep a digest of the copy that was committed, behind its header; who wrote it calls it, once, or `check`."""
         os.pwrite(self.file, _SEAL.pack(header.count, self._digest(header)), _HEADER.size)
 
-    def is_damaged(self) -> bool:
-        """Whether the copy that lies here is another one than was sealed; False too of one that was not, or of none."""
+    def check(self) -> bool:
+        """Whether the copy that lies here, if any, is the one that was sealed. No rank may be running.
+
+        One whose rank ended before it had sealed it is sealed now: from here on it is known, however long it waits.
+        """
         header, found = self.header(), os.pread(self.file, _SEAL.size, _HEADER.size)
         count, digest = _SEAL.unpack(found) if len(found) == _SEAL.size else (0, 0)
-        if not header.count or header.count != count:  # it ended before it was sealed
+        if not header.count:
+            return True
+        if not DATA <= header.end <= header.end + header.length <= os.fstat(self.file).st_size:
             return False
-        is_there = header.end >= DATA and header.end + header.length <= os.fstat(self.file).st_size
-        return not is_there or self._digest(header) != digest
+        if header.count != count:
+            self.seal(header)
+            return True
+        return bool(self._digest(header) == digest)
 
     def _digest(self, header: Header) -> int:
         found = xxhash.xxh3_64(_HEADER.pack(header.count, header.step, header.end, header.length, header.ranks))
@@ -202,9 +210,9 @@ class Memory:
         """Clear what is no longer what its rank has written, and say what that was. No rank may be running."""
         slots = [(rank, slot) for rank in self.ranks for slot in self.pair(rank)]
         with ThreadPoolExecutor(8) as pool:
-            damaged = list(pool.map(Slot.is_damaged, (slot for _, slot in slots)))
+            whole = list(pool.map(Slot.check, (slot for _, slot in slots)))
         found = []
-        for rank, slot in compress(slots, damaged):
+        for rank, slot in compress(slots, map(not_, whole)):
             found.append(f"what rank {rank} had copied after step {slot.header().step} was damaged in memory")
             slot.clear()
         return found

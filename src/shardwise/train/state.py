@@ -24,6 +24,7 @@ from shardwise.train.group_values import GroupValues
 from shardwise.train.mirror import Mirror
 from shardwise.train.moments import Conversion, Kind, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
+from shardwise.train.passing import Passing
 from shardwise.train.protect import Guard
 from shardwise.train.stateful import StatefulObjects, own_place, told
 from shardwise.train.torch_private import local_of
@@ -97,7 +98,8 @@ class TrainState:
     ) -> None:
         """See the class."""
         check_given(placed, batches, schedule, ema)
-        self.placed = placed
+        self._passing = Passing(placed)
+        self.placed = self._passing.watching(placed)
         self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
         self.batches = batches
         self.schedule = schedule
@@ -219,8 +221,8 @@ class TrainState:
             rare["guard"] = self.guard.to_json()
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
-        if self.stepped_with is not None:
-            rare["stepped_with"] = dict(self.stepped_with)
+        if (options := self.stepped_with or self.saved_with) is not None:  # of a load that no step has followed
+            rare["stepped_with"] = dict(options)
         if made := self._stateful.made:
             rare["stateful_made"] = made
         if factors := self._stateful.factors():
@@ -305,7 +307,8 @@ class TrainState:
 
     def forgets(self) -> str:
         """What a checkpoint of this state will not have, and what to do; empty: nothing that is known."""
-        return "" if self.schedule is not None else self._stateful.forgets(self.optimizer.param_groups)
+        schedule = "" if self.schedule is not None else self._stateful.forgets(self.optimizer.param_groups)
+        return "; ".join(filter(None, (schedule, self._passing.forgets())))
 
     def _beside(self) -> dict[str, Any]:
         """What the body of a training loop may change: values of groups, other objects."""

@@ -306,6 +306,7 @@ def _write(root: Path, sources: Mapping[str, Source], found: Foreign) -> int:
     manifest = _manifest(run, save, found, entry, tensors)
     Manifest.decode(manifest.encode(), "the manifest")  # what cannot be read is not committed
     final = directory.commit(partial, manifest)
+    directory.point(final)
     with Reader(final, manifest) as reader:
         return reader.verify()
 

@@ -73,10 +73,10 @@ def _check_apart(source: Path, target: Path) -> None:
         )
     theirs, ours = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if theirs == ours or theirs in ours.parents or ours in theirs.parents:
-        how = "the same" if theirs == ours else "one inside the other"
+        how = "itself" if theirs == ours else "around it" if theirs in ours.parents else "inside of it"
         raise UsageError(
-            f"{target}: found {how} as the source {source}, needed a place of its own, so that the source is not lost; "
-            "give another path"
+            f"{target}: found the source {source} {how}, needed a place of its own, "
+            "so that the source is not lost; give another path"
         )
 
 
