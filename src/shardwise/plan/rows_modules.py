@@ -23,8 +23,8 @@ MODULES: Mapping[str, str] = {
     "module.sparse-gradient": "every plan: an embedding with `sparse=True`; its gradient is not summed over ranks.",
     "module.rows-together": "several data ranks, or micro-batches: embeddings with `max_norm` or "
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
-    "module.second-derivatives": "sharded parameters, 16-bit types, pp: derivatives of derivatives "
-    "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); weights are gathered for one backward.",
+    "module.second-derivatives": "sharded parameters, 16-bit types, pp, tp, cp: derivatives of derivatives "
+    "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); ranks work for one backward pass.",
     "module.weights-in-loss": "sharded parameters, pp: weights that the loss function takes itself, beside the model's "
     "output (a penalty on them); a rank has parts of them.",
     "module.copied": "sharded parameters, 16-bit types, pp, cp, tp, recompute, batch norm over ranks: a copy of the "

@@ -142,7 +142,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     modes = [(module, module.training) for part in placed.parts for module in part.run.modules()]
     placed.train(False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), placed.gathering():
             for window in windows:
                 cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
                 micro = [placed.share(to_device(m, device)) for m in cut]

@@ -125,7 +125,8 @@ def _continued(
     training = [part.root.training for part in placed.parts]
     placed.train(False)
     try:
-        out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
+        with placed.gathering():
+            out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
     finally:
         placed.train(any(training))
         placed.reshard()

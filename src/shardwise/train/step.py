@@ -167,7 +167,8 @@ class TrainStep:
             padding.flags = zero
         self.state.optimizer.zero_grad()  # what a script's own backward passes since have left is of no step
         self._unused.begin()
-        losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
+        with (placed := self.state.placed).gathering():
+            losses = self._pipelined(micro, zero) if placed.pipeline else self._accumulated(micro, zero)
         return micro, zero, losses
 
     def _reduced(

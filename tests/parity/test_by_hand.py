@@ -1,0 +1,144 @@
+"""A script's own forwards beside its steps (a teacher, a look at the model), and what it then writes into weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.parallel.compose import apply
+from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import Plan
+from shardwise.testing import World, fake_world
+from shardwise.train.loss import Loss, mean_over
+from shardwise.train.optimizers import sgd
+from shardwise.train.state import TrainState
+from shardwise.train.step import make_step
+
+DIM = 6
+
+
+class Net(nn.Module):
+    """Blocks, which are gathered each by itself, and layers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+def rows(seed: int, placed: Placed) -> Tensor:
+    """This rank's part of 8."""
+    batch = placed.mesh.batch
+    whole = torch.randn(8, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return whole.tensor_split(batch.size)[batch.rank]
+
+
+def taught(text: str, is_frozen: bool) -> list[float]:
+    """Steps of a model whose teacher, a second one, follows it by a list of parameters that was made once."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed, teacher = (apply(Net, plan, mesh, seed=seed) for seed in (3, 4))
+        if is_frozen:
+            teacher.module.requires_grad_(False)
+        pairs = list(zip(teacher.parameters(), placed.parameters(), strict=True))
+
+        def loss_fn(output: Tensor, x: Tensor) -> Loss:
+            return mean_over((output - teacher.module(x.flip(1)).detach()).square())
+
+        step, found = make_step(TrainState(placed, sgd(placed, lr=0.3)), loss_fn), []
+        for number in range(3):
+            found.append(step(rows(number, placed)).loss)
+            with torch.no_grad():
+                for follower, leader in pairs:
+                    follower.lerp_(leader, 0.5)
+        return found
+
+
+@pytest.mark.parametrize(("text", "is_frozen"), [("fsdp2 / fp64", True), ("fsdp2 zero1 / fp64", False)])
+def test_a_teacher_is_what_the_script_has_written_into_it(world: World, text: str, is_frozen: bool) -> None:
+    """What its forward had gathered stayed, and it taught for ever what it was at first, without a word."""
+    (alone,) = world(1, taught, "dp1 / fp64", is_frozen)
+    assert world(2, taught, text, is_frozen) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def by_list(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:
+    return kept
+
+
+def by_module(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:
+    return list(placed.module.parameters())
+
+
+def by_name(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:
+    module: Any = placed.module
+    return [module.last.weight, module.blocks[1].bias]
+
+
+def clipped(text: str, written: Callable[[Placed, list[nn.Parameter]], list[nn.Parameter]], looks: str) -> list[float]:
+    """Steps between which a script looks at the model, and clips weights."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        kept = list(placed.parameters())
+        step, found = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square())), []
+        for number in range(3):
+            metrics = step(rows(number, placed))
+            found += [metrics.loss, metrics.grad_norm]
+            with torch.set_grad_enabled(looks == "for gradients"):
+                placed.module(rows(9, placed))
+            with torch.no_grad():
+                for parameter in written(placed, kept):
+                    parameter.clamp_(-0.2, 0.2)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "looks"),
+    [
+        ("fsdp2 / fp64", by_list, "for values"),
+        ("fsdp2 / fp64", by_name, "for gradients"),
+        ("fsdp2 zero2 / mb2 / fp64", by_module, "for values"),
+        ("fsdp2 zero1 / fp64", by_list, "for gradients"),
+        ("fsdp2 / reshard=false / fp64", by_name, "for values"),
+    ],
+)
+def test_weights_are_what_a_script_writes_after_a_look(world: World, text: str, written: Any, looks: str) -> None:
+    """It wrote into copies, or into shards of which copies were there; the next step took the other ones."""
+    (alone,) = world(1, clipped, "dp1 / fp64", written, looks)
+    assert world(2, clipped, text, written, looks) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def test_what_is_kept_on_some_ranks_is_given_back(world: World) -> None:
+    (alone,) = world(1, clipped, "dp1 / fp64", by_list, "for values")
+    found = world(4, clipped, "fsdp4 / reshard=2 / fp64", by_list, "for values")
+    assert found == [pytest.approx(alone, rel=1e-12)] * 4
+
+
+@pytest.mark.parametrize("text", ["fsdp4", "fsdp4 / reshard=2", "fsdp4 zero1", "dp2 fsdp2 / reshard=false"])
+def test_what_a_forward_gathers_stays_as_planned_within_a_step(text: str) -> None:
+    """The private name: `post_forward_mesh_info` of each group, None where what is gathered stays."""
+    plan = Plan.parse(text)
+    with fake_world(4), open_mesh(plan, device="cpu") as mesh:
+        placed: Any = apply(Net, plan, mesh)
+        groups = [group for group, _ in placed.gathered._planned]
+        assert len(groups) == 5 and shards(groups) == [4 // plan.axes.dp_replicate] * 5
+        with placed.gathering(), placed.gathering():
+            planned = {"fsdp4": 4, "fsdp4 / reshard=2": 2}.get(text)
+            assert shards(groups) == [None, *[planned] * 4]  # the model's own group comes first
+        assert shards(groups) == [4 // plan.axes.dp_replicate] * 5
+
+
+def shards(groups: list[Any]) -> list[int | None]:
+    found = [group.post_forward_mesh_info for group in groups]
+    return [info and info.shard_mesh_size for info in found]
