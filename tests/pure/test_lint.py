@@ -593,6 +593,15 @@ for batch in loader:
         placed = sw.apply(Net, plan, mesh)
         with torch.no_grad():
             placed.module.head.weight.normal_(std=0.02)  # !
+        placed.module.head.reset_parameters()  # !
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        for m in sw.steps(state, loss_fn, until=10):
+            with torch.no_grad():
+                for weight in placed.parameters():
+                    weight.add_(torch.randn_like(weight), alpha=0.01)  # !
         """,
     ],
     "accumulate.division": [
