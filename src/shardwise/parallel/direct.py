@@ -2,6 +2,7 @@
 
 `fully_shard` sums what comes through forward. What comes to a shard directly is added to that as it is: this rank's
 share of the sum alone. And the last stage of a pipeline, whose ranks compute the loss, has no weights of the others.
+Under `cp` a rank has a part of the tokens, too: see `token_loss.py`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from shardwise.errors import ModelError
 from shardwise.model.tracer import tensors_in
 from shardwise.parallel.derivatives import first_order, is_first_order
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.token_loss import of_each_token
 from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import Plan
 
 
 def watched_loss(loss_fn: Callable[..., Any], placed: Placed) -> Callable[..., Any]:
-    """The same loss function, which is looked at where ranks have parts of the model.
+    """The same loss function, which is looked at where ranks have parts of the model, or of its tokens.
 
     Raises:
-        ModelError: within a call, see `refuse_weights` and `first_order`.
+        ModelError: within a call, see `refuse_weights`, `first_order` and `of_each_token`.
     """
     if not is_first_order(placed):
         return loss_fn
-    return first_order(loss_fn, partial(refuse_weights, placed.plan, _parts(placed)))
+    watched = first_order(loss_fn, partial(refuse_weights, placed.plan, _parts(placed)))
+    return watched if placed.context is None else of_each_token(watched, says=placed.mesh.is_first)
 
 
 def refuse_weights(plan: Plan, parts: Mapping[nn.Parameter, str], result: Any, output: Any, _: Any) -> None:

@@ -57,7 +57,8 @@ MODULES: Mapping[str, str] = {
     "module.nested-columns": "seq: column layers in a module and in one around it; one of them must gather.",
     "module.replicate-in-block": "seq: a `replicate` layer in a block, which would see a part of the sequence.",
     "module.pictures": "seq: patches and a class token, an odd number of tokens.",
-    "module.mixes-tokens": "cp, seq: what mixes tokens and is not attention: convolutions, means over the sequence.",
+    "module.mixes-tokens": "cp, seq: what mixes tokens and is not attention: convolutions, means over the sequence; "
+    "cp: labels that the loss function shifts.",
     "module.no-positions": "cp: a forward that takes no positions; a rank holds tokens from the middle.",
     "module.attention-by-hand": "cp: attention in the model's own code (eager, capped logits), which sees a "
     "rank's tokens only.",
