@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.torch_private import set_timeout
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -163,7 +163,7 @@ def late_told(doing: str, peers: Peers) -> Iterator[None]:
         with suppress(Warning):
             warnings.warn(
                 f"{doing}: rank {peers.rank} has waited {LATE_S:g} s for the other ranks; every rank must call it "
-                "(no `if rank == 0`: each writes or reads its part)",
+                "(no `if rank == 0`: each has its part in it)",
                 stacklevel=2,
             )
 
@@ -184,3 +184,27 @@ def late_told(doing: str, peers: Peers) -> Iterator[None]:
         ) from error
     finally:
         timer.cancel()
+
+
+def come_together(doing: str, mesh: Mesh) -> None:
+    """Wait until every rank has called something, apart from the messages of a step that others may be in.
+
+    Those would be taken for each other: gloo ends the process, or one rank's numbers become another's.
+
+    Args:
+        doing: what every rank must call, for the messages.
+        mesh: of all of them.
+
+    Raises:
+        UsageError: not all have come when the time limit of the mesh is nearly over.
+
+    Cost: a barrier; at the first one a group.
+    """
+    if mesh.world == 1 or dist.get_backend() == "fake":
+        return
+    mesh.check_open(doing)
+    try:
+        with late_told(doing, Peers.of(mesh)):
+            dist.barrier(group=Peers.apart(mesh, Path("calls")).group)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error

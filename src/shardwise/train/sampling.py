@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.agree import come_together
 from shardwise.errors import ModelError
 from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
@@ -123,6 +124,7 @@ def _continued(
 ) -> torch.Tensor:
     placed = whole.placed
     training = [part.root.training for part in placed.parts]
+    come_together("generate()", placed.mesh)
     placed.train(False)
     try:
         with placed.gathering():
