@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.checkpoint.agree import come_together
 from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.together import come_together
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin

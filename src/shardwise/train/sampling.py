@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.agree import come_together
 from shardwise.errors import ModelError
 from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.together import come_together
 from shardwise.train.tokens import Tokenizer
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
