@@ -1,4 +1,4 @@
-"""What every rank must call, called by one alone."""
+"""What every rank must call, called by one alone; and what the others say when one has failed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import UsageError
-from shardwise.testing import World
+from shardwise.testing import World, WorldError
 
 
 def model() -> nn.Module:
-    return sw.GPT(sw.GPTConfig(vocab_size=8, dim=8, num_layers=1, num_heads=2, max_seq_len=8))
+    return sw.GPT(sw.GPTConfig(vocab_size=8, dim=8, num_layers=2, num_heads=2, max_seq_len=8))
 
 
 def left(text: str, call: str) -> str:
@@ -44,3 +44,33 @@ def test_a_rank_that_looks_at_the_model_alone_says_so(world: World, text: str, c
     assert looks.startswith(
         f"UsageError: {call}(): rank 0 has waited 1 s for the other ranks, and not all of them came"
     )
+
+
+def failing(text: str) -> list[str]:
+    """The last rank fails in its loss function: this rank's error, and its notes."""
+    plan, ids = sw.Plan.parse(text), torch.zeros(4, 4, dtype=torch.int64)
+    with pytest.raises((KeyError, RuntimeError)) as caught, sw.open_mesh(plan) as mesh:
+
+        def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return output.mean() + 0 * batch["labels" if mesh.rank == mesh.world - 1 else "input_ids"].sum()
+
+        placed = sw.apply(model, plan, mesh, seed=3, sample={"input_ids": ids})
+        sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), loss_fn)({"input_ids": ids})
+    return [str(caught.value), *getattr(caught.value, "__notes__", [])]
+
+
+@pytest.mark.parametrize("text", ["pp2 / 1f1b mb2", "dp2"])
+def test_a_rank_that_loses_another_names_the_cause(world: World, text: str) -> None:
+    """Without `shardwise run`, which shows the first error alone, its own was all that it said: a closed connection."""
+    echo, cause = world(2, failing, text)
+    assert cause[0] == "'labels'" and not any("lost" in note for note in cause)
+    assert echo[-1] == "This rank lost another one. What ended that: rank 1: KeyError: 'labels'"
+
+
+def raising(text: str) -> None:
+    raise RuntimeError(" ".join(failing(text)))
+
+
+def test_a_world_shows_the_cause_first(world: World) -> None:
+    with pytest.raises(WorldError, match="^rank 1:\n"):
+        world(2, raising, "dp2")

@@ -27,6 +27,7 @@ from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
 from shardwise.launch.environment import HOST, LOCAL_INIT, Launch, asked_backend, read_environment
 from shardwise.parallel import host_torch_private
+from shardwise.parallel.echoes import forget_causes, share_cause
 from shardwise.parallel.mesh_torch_private import (
     HashStore,
     PrefixStore,
@@ -209,6 +210,7 @@ def open_mesh(
     if own:
         _join(launch, backend or _backend(here), init, timeout_s)
     try:
+        forget_causes()
         mesh = replace(_arrange(plan, here), timeout_s=timeout_s)
         with _finishing(mesh):
             yield mesh
@@ -228,6 +230,8 @@ def _finishing(mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if mesh.world > 1:
+            share_cause(error, mesh.rank)
         _finish(mesh, error)
         raise
     _finish(mesh, None)

@@ -1,4 +1,4 @@
-"""What every rank must call, apart from the messages of a step: one that is alone says so, and does not wait for ever."""
+"""What every rank must call, apart from the messages of a step: one that is alone says so, and waits not for ever."""
 
 from __future__ import annotations
 
