@@ -1,4 +1,4 @@
-"""A script's own forwards beside its steps (a teacher, a look at the model), and what it then writes into weights."""
+"""A script's own forwards beside its steps (a teacher, a look at the model), what it writes into weights, its hooks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ModelError
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.placed import Placed
@@ -16,6 +17,7 @@ from shardwise.plan.plan import Plan
 from shardwise.testing import World, fake_world
 from shardwise.train.loss import Loss, mean_over
 from shardwise.train.optimizers import sgd
+from shardwise.train.several import several as combined
 from shardwise.train.state import TrainState
 from shardwise.train.step import make_step
 
@@ -33,8 +35,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.last(x)
+            x = block(x)
+        return self.last(torch.tanh(x))
 
 
 def rows(seed: int, placed: Placed) -> Tensor:
@@ -70,6 +72,37 @@ def test_a_teacher_is_what_the_script_has_written_into_it(world: World, text: st
     """What its forward had gathered stayed, and it taught for ever what it was at first, without a word."""
     (alone,) = world(1, taught, "dp1 / fp64", is_frozen)
     assert world(2, taught, text, is_frozen) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def hooked(text: str, several: bool) -> str | list[float]:
+    """Losses of a run whose optimizer clips by itself; or what that is told."""
+    plan = Plan.parse(text)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+    def made(placed: Placed) -> Any:
+        optimizer = sgd(placed, lr=0.3)
+        optimizer.torch.register_step_pre_hook(clip)
+        return optimizer
+
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        optimizer = combined(placed, {"*": made}) if several else made(placed)
+        step = make_step(TrainState(placed, optimizer), lambda y, x: mean_over((y - x).square()))
+        try:
+            return [step(rows(number, placed)).loss for number in range(3)]
+        except ModelError as error:
+            return str(error)
+
+
+def test_a_hook_that_clips_by_a_norm_of_its_part_is_refused(world: World) -> None:
+    """Each rank scaled its part by another norm, without a word."""
+    (alone,) = world(1, hooked, "dp1 / fp64", False)
+    assert world(2, hooked, "dp2 / fp64", False) == [pytest.approx(alone, rel=1e-12)] * 2
+    for text, several, what in (("fsdp2 / fp64", False, "a shard"), ("pp2 / mb2 / fp64", True, "of one stage")):
+        for said in world(2, hooked, text, several):
+            assert "a norm over gradients (clip_grad_norm_), of which" in said and f"is {what}:" in said
 
 
 def by_list(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:

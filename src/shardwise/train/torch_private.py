@@ -68,6 +68,16 @@ def step_unseen(optimizer: torch.optim.Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody called `register_step_pre_hook` on an optimizer: `_optimizer_step_pre_hooks`."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def is_norm_of_all(function: Any) -> bool:
+    """Whether a function is what `clip_grad_norm_` takes the norms of all gradients by: `torch._foreach_norm`."""
+    return function is torch._foreach_norm
+
+
 def in_backward() -> bool:
     """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
     return int(torch._C._current_graph_task_id()) != -1

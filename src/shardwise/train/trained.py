@@ -22,6 +22,8 @@ class Trained:
         self._state, self._placed, named = state, state.placed, state.placed.named_parameters()
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        for optimizer in (state.optimizer, *getattr(state.optimizer, "parts", {}).values()):
+            optimizer.is_of_stage = state.placed.pipeline is not None
 
     def check(self) -> None:
         """Refuse averages in their place, hooks on them, and those that were unfrozen since then (under DDP: frozen).
