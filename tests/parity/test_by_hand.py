@@ -29,8 +29,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.first = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.last = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
