@@ -46,6 +46,7 @@ MODULES: Mapping[str, str] = {
     "would update twice.",
     "module.written-late": "recompute: a buffer that forward writes in some steps, and not in the first; of what it "
     "was nobody has a copy.",
+    "module.transformed": "recompute: transforms of `torch.func` (grad, jvp, vmap) in or around a block.",
     "module.tp-divides": "tp: a dim, or a number of heads, that the degree does not divide.",
     "module.rule-kind": "tp: a rule on a module of another kind than the rule is for.",
     "module.mixed-rules": "tp: split and whole outputs side by side in one module; split heads would meet wrong ones.",
