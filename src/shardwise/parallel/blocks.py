@@ -82,9 +82,9 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             if plan.recompute.mode == "ops":
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
             reruns = None if plan.compile else Reruns(name, block)  # what looks at values would be compiled
-            forward = partial(
-                _refusing_transforms, name, partial(_recomputed, placed.randomness, reruns, forward, options)
-            )
+            forward = partial(_recomputed, placed.randomness, reruns, forward, options)
+            if not plan.compile:
+                forward = partial(_refusing_transforms, name, forward)
         if plan.offload.activations:
             forward = partial(_offloaded, forward, mesh.device.type != "cpu")
         # an attribute of the instance: the class, the names and the state dict stay the user's
@@ -119,8 +119,8 @@ def _refusing_transforms(name: str, run: Callable[..., Any], *args: Any, **kwarg
                 raise
             where = "calls"
     raise ModelError(
-        f"recompute: {name} {where} a transform of torch.func (grad, vjp, jvp, vmap, ...), which a second forward cannot "
-        "repeat; leave the block out (recompute=everyN or a ratio), or use a plan without recompute",
+        f"recompute: {name} {where} a transform of torch.func (grad, vjp, jvp, vmap, ...), which a second forward "
+        "cannot repeat; leave the block out (recompute=everyN or a ratio), or use a plan without recompute",
         row="module.transformed",
     )
 
