@@ -19,7 +19,7 @@ from shardwise.train.loss import Loss, mean_over
 from shardwise.train.optimizers import sgd
 from shardwise.train.several import several as combined
 from shardwise.train.state import TrainState
-from shardwise.train.step import make_step
+from shardwise.train.step import TrainStep, make_step
 
 DIM = 6
 
@@ -104,6 +104,49 @@ def test_a_hook_that_clips_by_a_norm_of_its_part_is_refused(world: World) -> Non
     for text, several, what in (("fsdp2 / fp64", False, "a shard"), ("pp2 / mb2 / fp64", True, "of one stage")):
         for said in world(2, hooked, text, several):
             assert "a norm over gradients (clip_grad_norm_), of which" in said and f"is {what}:" in said
+
+
+def changed(text: str, what: str, since: int) -> str:
+    """What a script is told that puts other weights into the model after some steps."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        module: Any = placed.module
+
+        def made() -> TrainStep:
+            return make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over(y.square()))
+
+        step = made() if since else None
+        for number in range(since):
+            assert step is not None
+            step(rows(number, placed))
+        if what == "tied":
+            module.last.weight = module.first.weight
+        elif what == "assigned":
+            module.last = nn.Linear(DIM, DIM, dtype=torch.float64)
+        else:
+            nn.utils.parametrize.register_parametrization(module.last, "weight", nn.Tanh())
+        with pytest.raises(ModelError) as caught:
+            (step or made())(rows(9, placed))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "since"),
+    [
+        ("dp1 / fp64", "assigned", 1),
+        ("dp2 / fp64", "tied", 1),
+        ("dp2 / fp64", "tied", 0),
+        ("fsdp2 / fp64", "tied", 2),
+        ("fsdp2 / fp64", "parametrized", 1),
+    ],
+)
+def test_weights_that_are_put_in_the_place_of_others_are_refused(
+    world: World, text: str, what: str, since: int
+) -> None:
+    """`fully_shard` went on with those from before, and a new module was in no optimizer, without a word."""
+    needed = "last.weight was replaced or removed after make_step" if since else "last.weight was removed after apply"
+    assert all(needed in said for said in world(Plan.parse(text).world, changed, text, what, since))
 
 
 def by_list(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -232,6 +232,7 @@ class Placed:
         if added or replaced or changed:
             name = (added or replaced or changed)[0]
             what = "made" if added else "replaced" if replaced else "unfrozen" if name in trains else "frozen"
+            what = what if name in found else "removed"
             raise ModelError(
                 f"parameter {name} was {what} after apply, which had set up how gradients are summed over ranks; do it "
                 "in the model's constructor"
