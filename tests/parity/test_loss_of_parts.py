@@ -83,3 +83,52 @@ def test_a_loss_of_torchs_own_on_split_logits_is_told_what_they_are(world: World
         assert "given a tensor (4, 8, 16), split over ranks as (Shard(dim=2),), as the output" in said[1]
     (alone, _) = world(1, told, "dp1", whole)[0]
     assert world(2, told, "tp2 / loss-parallel", whole) == [(pytest.approx(alone, rel=1e-12), [])] * 2
+
+
+class Classes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def weighted(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.cross_entropy(output, batch[1], weight=torch.tensor([1.0, 2.0, 9.0]))
+
+
+def ignoring(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.CrossEntropyLoss(ignore_index=2)(output, batch[1])
+
+
+def alike(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.cross_entropy(output, batch[1])
+
+
+def divided(output: Tensor, batch: tuple[Tensor, Tensor]) -> sw.Loss:
+    return sw.token_cross_entropy(output, batch[1], ignore_index=2)
+
+
+def remarked(text: str, loss_fn: Callable[..., Any]) -> list[str]:
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(Classes, plan, mesh)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), loss_fn)
+        for _ in range(2):
+            part = slice(mesh.batch.rank, None, mesh.batch.size)
+            step((torch.arange(16.0).view(4, 4)[part], torch.tensor([0, 1, 2, 2])[part]))
+        return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [(weighted, "with weights of classes"), (ignoring, "over 1 labels of 2: it ignores 2"), (alike, ""), (divided, "")],
+)
+def test_means_over_something_else_than_rows_are_remarked(world: World, loss_fn: Any, said: str) -> None:
+    """Ranks whose labels weigh differently made another mean of them than one process, without a word."""
+    assert remarked("dp1", loss_fn) == []
+    for rank, found in enumerate(world(2, remarked, "dp2", loss_fn)):
+        assert len(found) == bool(said)
+        assert not said or found[0].startswith(f"rank {rank}: the loss function returned a mean") and said in found[0]

@@ -60,7 +60,7 @@ class TrainStep:
         """See `make_step`."""
         self.state, self.options, placed = state, options, state.placed
         watch = partial(watched_loss, placed=placed)
-        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn))
+        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn, placed))
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None

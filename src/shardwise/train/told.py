@@ -11,10 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UsageError
+from shardwise.parallel.placed import Placed
+from shardwise.train.means import remarked_means
 
 
-def told(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def told(loss_fn: Callable[..., Any], placed: Placed | None = None) -> Callable[[Any, Any], Any]:
     """The same loss function, whose errors say what it was given.
+
+    Args:
+        loss_fn: of a script.
+        placed: where it trains a model: means that it takes are remarked, see `means.py`.
 
     Raises:
         UsageError: it takes other arguments than two; and, when it is called, that it takes the output for the model.
@@ -44,7 +50,7 @@ def told(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
                 error.add_note(f"The loss function {name} was given {_kind(output)} as the output; {_WHOLE}.")
             raise
 
-    return call
+    return call if placed is None else remarked_means(call, placed)
 
 
 def _kind(value: Any) -> str:
