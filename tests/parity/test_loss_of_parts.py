@@ -110,6 +110,29 @@ def divided(output: Tensor, batch: tuple[Tensor, Tensor]) -> sw.Loss:
     return sw.token_cross_entropy(output, batch[1], ignore_index=2)
 
 
+def balanced(output: Tensor, batch: tuple[Tensor, Tensor]) -> sw.Loss:
+    """A factor between two losses by the gradients of a weight, from the second step on."""
+    one, other = output.square().mean(1), output.abs().mean(1)
+    if CALLS:
+        (weight,) = [node.variable for node in leaves_of(output) if node.variable.dim() == 2]
+        norms = [torch.autograd.grad(loss.sum(), weight, retain_graph=True)[0].norm() for loss in (one, other)]
+        other = other * (norms[0] / norms[1])
+    CALLS.append(1)
+    return sw.mean_over(one + other)
+
+
+CALLS: list[int] = []
+
+
+def leaves_of(output: Any) -> list[Any]:
+    nodes = [node for node, _ in output.grad_fn.next_functions if node is not None]
+    return [leaf for node in nodes for leaf in ([node] if hasattr(node, "variable") else leaves_of_node(node))]
+
+
+def leaves_of_node(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if hasattr(each, "variable")]
+
+
 def remarked(text: str, loss_fn: Callable[..., Any]) -> list[str]:
     plan = sw.Plan.parse(text)
     with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
@@ -132,3 +155,10 @@ def test_means_over_something_else_than_rows_are_remarked(world: World, loss_fn:
     for rank, found in enumerate(world(2, remarked, "dp2", loss_fn)):
         assert len(found) == bool(said)
         assert not said or found[0].startswith(f"rank {rank}: the loss function returned a mean") and said in found[0]
+
+
+def test_a_gradient_of_a_weight_in_a_loss_is_remarked(world: World) -> None:
+    """Each part balanced its losses by its own rows, without a word."""
+    assert world(1, remarked, "dp1", balanced) == [[]]
+    first, second = world(2, remarked, "dp2", balanced)
+    assert len(first) == 1 and "takes the gradient of a weight (torch.autograd.grad)" in first[0] and not second

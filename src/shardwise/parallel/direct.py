@@ -33,7 +33,7 @@ def watched_loss(loss_fn: Callable[..., Any], placed: Placed) -> Callable[..., A
     if not is_first_order(placed):
         return loss_fn
     watched = first_order(loss_fn, partial(refuse_weights, placed.plan, _parts(placed)))
-    return watched if placed.context is None else of_each_token(watched, says=placed.mesh.is_first)
+    return watched if placed.context is None else of_each_token(watched, says=placed.mesh.tells)
 
 
 def refuse_weights(plan: Plan, parts: Mapping[nn.Parameter, str], result: Any, output: Any, _: Any) -> None:

@@ -136,6 +136,11 @@ class Mesh:
         """True on rank 0 of the world: who prints and writes."""
         return self.rank == 0
 
+    @property
+    def tells(self) -> bool:
+        """True on one rank of those that call a loss function, the last stages of a pipeline: who speaks of it."""
+        return self.batch.rank == self.index("tp") == self.index("cp") == 0
+
     def barrier(self) -> None:
         """Wait until every rank of the world is here."""
         if self.world > 1:
