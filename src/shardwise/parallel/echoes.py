@@ -24,9 +24,9 @@ def forget_causes() -> None:
             default_store().delete_key(_KEY)
 
 
-def share_cause(error: BaseException, rank: int) -> None:
+def share_cause(error: BaseException, rank: int, world: int) -> None:
     """Leave an error where other ranks find it; to one that is their echo, add a note of what they have left."""
-    if not isinstance(error, Exception) or dist.get_backend() == "fake":
+    if world == 1 or not isinstance(error, Exception) or dist.get_backend() == "fake":
         return
     with suppress(Exception):  # who keeps the store may be gone
         store = default_store()

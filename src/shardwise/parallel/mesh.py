@@ -235,8 +235,7 @@ def _finishing(mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if mesh.world > 1:
-            share_cause(error, mesh.rank)
+        share_cause(error, mesh.rank, mesh.world)
         _finish(mesh, error)
         raise
     _finish(mesh, None)

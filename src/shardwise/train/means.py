@@ -48,8 +48,8 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
             looks.gradients += 1
             _warn(
                 "the loss function takes the gradient of a weight (torch.autograd.grad), which is that of a part's "
-                f"rows; {plan}, and what is made of it (a factor between two losses) is another number than of the whole "
-                "batch; use a factor that the parts share (of the step before, summed over ranks), or one part"
+                f"rows; {plan}, and what is made of it (a factor between two losses) is another number than of the "
+                "whole batch; use a factor that the parts share (of the step before, summed over ranks), or one part"
             )
         looks.labels, looks.is_first = "", False
         return result
@@ -96,5 +96,6 @@ def _of_what(name: str, given: Mapping[str, Any]) -> str:
         return ""
     if given.get("weight") is not None:
         return f"{name} with weights of classes, by which it divides"
-    counted = target.numel() if target.is_floating_point() else int((target != ignored).sum())
-    return f"{name} over {counted} labels of {target.numel()}: it ignores {ignored}" if counted < target.numel() else ""
+    labels = target.numel()
+    counted = labels if target.is_floating_point() else int((target != ignored).sum())
+    return f"{name} over {counted} labels of {labels}: it ignores {ignored}" if counted < labels else ""
