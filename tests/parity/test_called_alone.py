@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import UsageError
+from shardwise.parallel import together
 from shardwise.testing import World, WorldError
 
 
@@ -21,7 +22,9 @@ def model() -> nn.Module:
 def left(text: str, call: str) -> str:
     """Rank 0 looks at the model, the other one trains on; what ends that."""
     plan, ids = sw.Plan.parse(text), torch.zeros(2, 4, dtype=torch.int64)
-    with pytest.raises((UsageError, RuntimeError)) as caught, sw.open_mesh(plan, timeout_s=0.6) as mesh:
+    patch = pytest.MonkeyPatch()  # of this process, which ends with the test
+    patch.setattr(together, "_PATIENCE", 0.1)
+    with pytest.raises((UsageError, RuntimeError)) as caught, sw.open_mesh(plan, timeout_s=6.0) as mesh:
         placed = sw.apply(model, plan, mesh, seed=3)
         step: Any = sw.make_step(
             sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda output, _: output.square().mean()
