@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,23 @@ def test_weights_that_are_put_in_the_place_of_others_are_refused(
     """`fully_shard` went on with those from before, and a new module was in no optimizer, without a word."""
     needed = "last.weight was replaced or removed after make_step" if since else "last.weight was removed after apply"
     assert all(needed in said for said in world(Plan.parse(text).world, changed, text, what, since))
+
+
+def compiled(text: str) -> list[float]:
+    """Losses of a model that the script compiles itself."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh, warnings.catch_warnings(action="ignore"):  # dynamo trips over warnings of torch's own
+        placed = apply(Net, plan, mesh, seed=3)
+        placed.module.compile(backend="eager")
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square()))
+        return [step(rows(number, placed)).loss for number in range(2)]
+
+
+@pytest.mark.soak
+def test_a_model_that_the_script_compiles(world: World) -> None:
+    """What looks at values in a first forward was compiled, too, and ended in an AttributeError."""
+    (alone,) = world(1, compiled, "dp1 / fp64", timeout_s=100)
+    assert world(2, compiled, "fsdp2 / fp64", timeout_s=100) == [pytest.approx(alone, rel=1e-12)] * 2
 
 
 def by_list(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:

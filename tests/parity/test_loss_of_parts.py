@@ -147,7 +147,12 @@ def remarked(text: str, loss_fn: Callable[..., Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
-    [(weighted, "with weights of classes"), (ignoring, "over 1 labels of 2: it ignores 2"), (alike, ""), (divided, "")],
+    [
+        (weighted, "with weights of classes"),
+        (ignoring, "over 1 labels of 2, which ignores others"),
+        (alike, ""),
+        (divided, ""),
+    ],
 )
 def test_means_over_something_else_than_rows_are_remarked(world: World, loss_fn: Any, said: str) -> None:
     """Ranks whose labels weigh differently made another mean of them than one process, without a word."""

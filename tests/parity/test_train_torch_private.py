@@ -17,6 +17,7 @@ from shardwise.train.torch_private import (
     has_step_hooks,
     is_norm_of_all,
     local_of,
+    mean_of_labels,
     norms,
     scale_all,
     shard_like,
@@ -53,6 +54,16 @@ def test_hooks_of_an_optimizer_and_the_norm_that_clipping_takes() -> None:
     with Watch():
         torch.nn.utils.clip_grad_norm_([weight], 1.0)
     assert seen == [[weight.grad]]
+
+
+def test_the_mean_of_labels_that_a_loss_was_made_of() -> None:
+    logits = torch.zeros(4, 3, requires_grad=True)
+    labels, weights, take = torch.tensor([0, -1, 2, -1]), torch.ones(3), torch.nn.functional.cross_entropy
+    assert mean_of_labels(take(logits * 2, labels, ignore_index=-1) + logits.sum() * 0.1) == (2, 4, False)
+    assert mean_of_labels(take(logits, labels.clamp(0), weight=weights)) == (0, 4, True)
+    assert mean_of_labels(take(logits.view(1, 3, 4), labels.view(1, 4), ignore_index=-1)) == (2, 4, False)
+    assert mean_of_labels(take(logits, labels, ignore_index=-1, reduction="sum")) is None
+    assert mean_of_labels(logits.square().mean()) is None and mean_of_labels(torch.zeros(())) is None
 
 
 def test_copy_into_other_tensors() -> None:

@@ -56,7 +56,7 @@ def watch_forwards(root: nn.Module) -> None:
     seen: list[bool] = []
 
     def watched(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seen or not torch.is_grad_enabled():
+        if seen or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         seen.append(True)
         with _FirstOrder():

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.placed import Placed
-
-_LOSSES = (F.cross_entropy, F.nll_loss)
+from shardwise.train.torch_private import mean_of_labels
 
 
 def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callable[[Any, Any], Any]:
@@ -32,18 +30,19 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
     if parts == 1:
         return loss_fn
-    looks, plan = _Looks(), f"`{placed.plan}` divides a batch into {parts} parts"
+    looks, plan, seen = _Looks(), f"`{placed.plan}` divides a batch into {parts} parts", list[bool]()
 
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:
         with looks:
             result = loss_fn(output, batch)
-        if isinstance(result, torch.Tensor) and looks.labels:
+        if not seen and isinstance(result, torch.Tensor) and (found := _of_labels(result)):
             _warn(
                 f"rank {placed.mesh.rank}: the loss function returned a mean, which counts by its rows, and found "
-                f"{looks.labels}; {plan}, and where they differ in what counts that is not the mean of the whole; "
+                f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
                 "needed: a sum and its weight, as sw.token_cross_entropy(logits, labels) has, or sw.Loss(sum, weight)"
             )
+        seen.append(True)
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
             _warn(
@@ -51,10 +50,17 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                 f"rows; {plan}, and what is made of it (a factor between two losses) is another number than of the "
                 "whole batch; use a factor that the parts share (of the step before, summed over ranks), or one part"
             )
-        looks.labels, looks.is_first = "", False
         return result
 
     return call
+
+
+def _of_labels(loss: torch.Tensor) -> str:
+    """Over what a mean of labels on the way to a loss is taken; empty: over all alike, or there is none."""
+    ignored, labels, is_weighted = mean_of_labels(loss) or (0, 0, False)
+    if is_weighted:
+        return "one of cross_entropy with weights of classes, by which it divides"
+    return f"one of cross_entropy over {labels - ignored} labels of {labels}, which ignores others" if ignored else ""
 
 
 def _warn(text: str) -> None:
@@ -63,39 +69,18 @@ def _warn(text: str) -> None:
 
 
 class _Looks(TorchFunctionMode):
-    """What is remarkable in a call of the loss function."""
+    """Whether gradients of weights are taken within it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_first, self.labels, self.gradients = True, "", 0
+        self.gradients = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every call of a torch function comes here."""
-        if self.is_first and func in _LOSSES and not self.labels:
-            self.labels = _of_what(func.__name__, _bound(func, args, kwargs))
         if func is torch.autograd.grad and not self.gradients:
-            inputs = _bound(func, args, kwargs)["inputs"]
-            self.gradients = int(any(isinstance(each, nn.Parameter) for each in _listed(inputs)))
+            inputs = inspect.signature(func).bind(*args, **(kwargs or {})).arguments["inputs"]
+            each = inputs if isinstance(inputs, list | tuple) else [inputs]
+            self.gradients = int(any(isinstance(one, nn.Parameter) for one in each))
         return func(*args, **(kwargs or {}))
-
-
-def _bound(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Mapping[str, Any]:
-    return inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-
-
-def _listed(values: Any) -> Any:
-    return values if isinstance(values, list | tuple) else [values]
-
-
-def _of_what(name: str, given: Mapping[str, Any]) -> str:
-    """Over what a loss of torch takes its mean; empty: over all labels alike, or none."""
-    target, ignored = given["target"], given.get("ignore_index", -100)
-    if given.get("reduction", "mean") != "mean" or target.is_meta:
-        return ""
-    if given.get("weight") is not None:
-        return f"{name} with weights of classes, by which it divides"
-    labels = target.numel()
-    counted = labels if target.is_floating_point() else int((target != ignored).sum())
-    return f"{name} over {counted} labels of {labels}: it ignores {ignored}" if counted < labels else ""
