@@ -139,7 +139,7 @@ def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
 
 
 class _Writes:
-    """After a process's steps 1, 2, 4, 8, ...: what forward wrote into buffers that checkpoints hold is equal.
+    """After a process's steps 1, 4, 16, 64, ...: what forward wrote into buffers that checkpoints hold is equal.
 
     Statistics of a rank's own rows, which nobody sums, would make evaluation and checkpoints depend on the rank. Those
     that begin after a while (a centre, when training is warm) are a warning: the run is worth something by then.
@@ -147,13 +147,14 @@ class _Writes:
 
     def __init__(self, placed: Placed) -> None:
         self._placed = placed  # not the state, which would hold itself, and its data loaders, by it
-        self._before, self._steps, self._is_told = _sums_of_buffers(placed), 0, False
+        self._before, self._steps, self._next, self._is_told = _sums_of_buffers(placed), 0, 1, False
 
     def __call__(self, makes_update: bool) -> None:
         """Compare, now and then. Cost: a pass over these buffers, an all-gather of three numbers."""
         self._steps += 1
-        if self._is_told or self._steps & (self._steps - 1):
+        if self._is_told or self._steps != self._next:
             return  # ranks of other stages may have buffers where this one has none
+        self._next *= 4
         placed, before = self._placed, self._before
         written = {name: found for name, found in _sums_of_buffers(placed).items() if before.get(name) != found}
         of_place = {f"buffer {name}": f"{found:x}" for name, found in written.items()}

@@ -97,7 +97,8 @@ def mean_of_labels(loss: Tensor) -> tuple[int, int, bool] | None:
         node = nodes[place]
         if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_ignore_index"):
             labels = node._saved_target
-            ignored = 0 if labels.is_meta else int((labels == _signed(node._saved_ignore_index)).sum())
+            has_values = type(labels) is Tensor and not labels.is_meta  # a traced step has none
+            ignored = 0 if not has_values else int((labels == _signed(node._saved_ignore_index)).sum())
             return ignored, labels.numel(), node._saved_weight is not None
         nodes += (
             [following for following, _ in node.next_functions if following is not None] if node is not None else []
