@@ -30,19 +30,19 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
     parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
     if parts == 1:
         return loss_fn
-    looks, plan, seen = _Looks(), f"`{placed.plan}` divides a batch into {parts} parts", list[bool]()
+    looks, plan = _Looks(), f"`{placed.plan}` divides a batch into {parts} parts"
 
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:
         with looks:
             result = loss_fn(output, batch)
-        if not seen and isinstance(result, torch.Tensor) and (found := _of_labels(result)):
+        if looks.is_first and isinstance(result, torch.Tensor) and (found := _of_labels(result)):
             _warn(
                 f"rank {placed.mesh.rank}: the loss function returned a mean, which counts by its rows, and found "
                 f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
                 "needed: a sum and its weight, as sw.token_cross_entropy(logits, labels) has, or sw.Loss(sum, weight)"
             )
-        seen.append(True)
+        looks.is_first = False
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
             _warn(
@@ -73,7 +73,7 @@ class _Looks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gradients = 0
+        self.gradients, self.is_first = 0, True
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
