@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -55,7 +56,9 @@ class _Tokens(TorchFunctionMode):
     ) -> Any:
         """Every call of a torch function comes here."""
         found = mixed(func, args, kwargs or {}, self.shape, numbers=True) if func in MIXING else ""
-        if found and not (func in REDUCING and isinstance(args[0], torch.Tensor) and args[0].dim() == 2):
+        tensor = args[0] if args else (kwargs or {}).get("input")
+        is_sum_of_numbers = func in REDUCING and isinstance(tensor, torch.Tensor) and tensor.dim() == 2
+        if found and not is_sum_of_numbers:
             raise ModelError(
                 f"the loss function takes {found}, of which this rank has {self.shape[1]} tokens (cp above 1): "
                 "needed a loss of each token alone, added up; shift labels before, in the data set or in `collate`, "
@@ -64,10 +67,11 @@ class _Tokens(TorchFunctionMode):
             )
         if found and not self.warned:
             self.warned.append(found)
-            warnings.warn(
-                f"the loss function takes {found}, of one number per token, and under cp a rank has a part of each "
-                "sequence: that is right where the parts are only added up, and another loss where more is made of "
-                "each (a mean of each row, a preference between two); for such a loss use a plan with cp1",
-                stacklevel=2,
-            )
+            with suppress(Warning):  # `-W error` does not end a run that may be meant so
+                warnings.warn(
+                    f"the loss function takes {found}, of one number per token, and under cp a rank has a part of each "
+                    "sequence: that is right where the parts are only added up, and another loss where more is made "
+                    "of each (a mean of each row, a preference between two); for such a loss use a plan with cp1",
+                    stacklevel=2,
+                )
         return func(*args, **(kwargs or {}))
