@@ -152,6 +152,7 @@ ELSEWHERE = {
     "module.tokens-in-rows",
     "module.weights-in-loss",
     "module.written-late",
+    "module.transformed",
     "module.copied",
     "module.called-by-parts",
     "module.loaded",

@@ -19,12 +19,25 @@ from shardwise.parallel.module_torch_private import (
     copy_together,
     has_forward_pre_hook,
     hook_first,
+    in_transform,
     map_tensors,
     put_parameter,
 )
 from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, Stage, schedule_order
 from shardwise.parallel.torch_private import behind_backward, in_backward, saving_hook
 from shardwise.plan.plan import LOOPED, SCHEDULES
+
+
+def test_a_transform_of_torch_func_is_seen() -> None:
+    seen = list[bool]()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(in_transform())
+        return x.sum()
+
+    one = torch.ones(2)
+    torch.func.grad(function)(one), torch.vmap(function)(one[None]), function(one)
+    assert seen == [True, True, False]
 
 
 def test_every_kind_has_torchs_class() -> None:

@@ -128,18 +128,18 @@ def test_negative_control_where_nothing_differs_nothing_is_said(world: World, pl
 
 
 def counted(text: str) -> int:
-    """How often ranks were asked in four steps."""
+    """How often ranks were asked in nine steps."""
     calls: list[Any] = []
     ask = replicas.gathered
-    with pytest.MonkeyPatch.context() as patch, points.placed_state(text, points.Case(steps=4)) as state:
+    with pytest.MonkeyPatch.context() as patch, points.placed_state(text, points.Case(steps=9)) as state:
         patch.setattr(agreement, "gathered", lambda rows, mesh: (calls.append(rows), ask(rows, mesh))[1])
-        for _ in sw.steps(state, points.weighted, until=4):
+        for _ in sw.steps(state, points.weighted, until=9):
             pass
     return len(calls)
 
 
-def test_ranks_are_asked_before_the_first_step_and_after_it(world: World) -> None:
-    assert world(2, counted, "fsdp2 / fp64") == [2, 2]
+def test_ranks_are_asked_before_the_first_step_and_after_steps_1_4_and_so_on(world: World) -> None:
+    assert world(2, counted, "fsdp2 / fp64") == [3, 3]
 
 
 def reserved(text: str) -> str:
@@ -165,14 +165,15 @@ def test_memory_without_a_value_is_not_compared(world: World) -> None:
 class Counting(points.Net):
     """Writes into a buffer what it saw of its own rows, or of all rows where told so."""
 
-    def __init__(self, mesh: sw.Mesh | None, *, is_state: bool) -> None:
+    def __init__(self, mesh: sw.Mesh | None, *, is_state: bool, since: int = 0) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64), persistent=is_state)
-        self.mesh = mesh
+        self.mesh, self.calls, self.since = mesh, 0, since
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        total = output.detach().double().sum()
+        total = output.detach().double().sum() * (self.calls >= self.since)
+        self.calls += 1
         self.seen.add_(total if self.mesh is None else self.mesh.all_reduce_sum(total.reshape(1))[0])
         return output
 
@@ -194,6 +195,23 @@ def test_what_forward_writes_into_the_state_must_be_of_all_rows(world: World) ->
     assert "sum over ranks what it is made of" in first
     assert world(2, wrote, "dp2 / fp64", True, True) == ["[1, 2, 3]"] * 2
     assert world(2, wrote, "dp2 / fp64", False, False) == ["[1, 2, 3]"] * 2
+
+
+def wrote_late(text: str) -> list[str]:
+    """Warnings of a run whose forward writes of its own rows from its third step on."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(lambda: Counting(None, is_state=True, since=2), plan, mesh)
+        state = sw.TrainState(placed, sw.sgd(placed, lr=0.1), sw.loader(points.Points(16), 8, mesh))
+        assert len(list(sw.steps(state, points.weighted, until=9))) == 9
+        return [str(warning.message) for warning in caught if "buffer" in str(warning.message)]
+
+
+def test_what_forward_begins_to_write_later_is_a_warning(world: World) -> None:
+    first, second = world(2, wrote_late, "dp2 / fp64")
+    assert len(first) == 1 and not second
+    assert first[0].startswith("step 4 of this process: buffer seen must be equal on ranks 0, 1: found ")
 
 
 def test_where_an_object_lies_in_memory_is_no_difference() -> None:

@@ -179,7 +179,7 @@ def test_micro_batches_without_rows_count_in_no_statistics(world, plan: str) -> 
 
 
 def unsynchronised(text: str, case: Case) -> Run:
-    pytest.MonkeyPatch().setattr(agreement._FirstWrites, "__call__", lambda self, updated: None)  # which says it itself
+    pytest.MonkeyPatch().setattr(agreement._Writes, "__call__", lambda self, updated: None)  # which says it itself
     return said_unsynchronised(text, case)
 
 

@@ -145,7 +145,7 @@ def weights_before_the_way_back() -> None:
 
 def run_with(fault: Callable[[], None], plan: str) -> moe_models.Result:
     fault()
-    pytest.MonkeyPatch().setattr(agreement._FirstWrites, "__call__", lambda self, updated: None)  # which says it itself
+    pytest.MonkeyPatch().setattr(agreement._Writes, "__call__", lambda self, updated: None)  # which says it itself
     return moe_models.run_plan(f"{plan} / fp64", "bias", BATCH)
 
 

@@ -335,8 +335,8 @@ def test_a_last_batch_of_fewer_rows_than_micro_batches(world: World, plan: str) 
     check_equal(world(2, trained, plan, summed, squares, 3), alone)
 
 
-def penalised(text: str, whole: bool, several: bool = False) -> str:
-    """A loss with a penalty on the weights of the blocks: the error of it, or nothing."""
+def penalised(text: str, whole: bool, several: bool = False, since: int = 0) -> str:
+    """A loss with a penalty on the weights of the blocks, from some step on: the error of it, or nothing."""
     plan = sw.Plan.parse(f"{text} / fp64")
     with sw.open_mesh(plan) as mesh:
         placed = sw.apply(Plain, plan, mesh)
@@ -344,11 +344,13 @@ def penalised(text: str, whole: bool, several: bool = False) -> str:
         def loss_fn(output: Tensor, batch: Tensor) -> Tensor:
             weights = [p for n, p in placed.named_parameters().items() if n.endswith("weight")]
             weights = [p.full_tensor() if whole and hasattr(p, "full_tensor") else p for p in weights]
-            return output.square().mean() + sum(weight.abs().sum() for weight in weights)
+            return output.square().mean() + sum(weight.abs().sum() for weight in weights if step.state.step >= since)
 
         with pytest.raises(ModelError) as caught:
             losses = sw.Losses(lambda *of: {"all": sw.Loss(loss_fn(*of), 1)}, weights={"all": lambda batch: 1})
             step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), losses if several else loss_fn)
+            for _ in range(since):
+                step(rows(0, ROWS)[mesh.batch.rank :: mesh.batch.size])
             step(rows(0, ROWS)[mesh.batch.rank :: mesh.batch.size])
         return str(caught.value)
 
@@ -370,14 +372,15 @@ def test_a_penalty_on_weights_that_a_rank_has_parts_of_is_refused(world: World, 
         assert "[module.weights-in-loss] the loss function takes the weight blocks.0.weight itself" in told
 
 
-def test_a_penalty_on_the_weights_of_the_last_stage_is_refused(world: World) -> None:
+@pytest.mark.parametrize("since", [0, 1])
+def test_a_penalty_on_the_weights_of_the_last_stage_is_refused(world: World, since: int) -> None:
     with pytest.raises(WorldError, match=r"\[module.weights-in-loss\] .* the weight blocks.1.weight itself"):
-        world(2, penalised_unseen, "pp2 / 1f1b mb2")
+        world(2, penalised_unseen, "pp2 / 1f1b mb2", since)
 
 
-def penalised_unseen(text: str) -> None:
+def penalised_unseen(text: str, since: int) -> None:
     """The ranks of other stages see nothing but a rank that has ended."""
-    raise AssertionError(penalised(text, False))
+    raise AssertionError(penalised(text, False, since=since))
 
 
 class Headed(Plain):

@@ -64,6 +64,25 @@ class Spectral(nn.Module):
         return x
 
 
+class Counting(nn.Module):
+    """Its weight grows with the calls that an attribute counts, which is made in the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.temperature *= 0.9
+        return x + self.temperature * torch.tanh(self.linear(x) / self.calls)
+
+
+class Warmed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting() for _ in range(4))
+
+
 def run(text: str, kind: type[nn.Module] = Net, **words: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Loss and gradient norm of each step; parameters and buffers of this rank behind them."""
     plan = sw.Plan.parse(f"{text} / fp64")
@@ -97,6 +116,57 @@ def test_what_forward_writes_is_written_once(world: Any, plan: str, like: str) -
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, state[name], rtol=1e-11, atol=1e-13, msg=name)
     assert state["layers.0.count"] == STEPS * (2 if "mb2" in like else 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "like"),
+    [("recompute=blocks", "dp1"), ("mb2 / recompute=ops", "mb2"), ("pp2 / 1f1b mb2 / recompute=blocks", "mb2")],
+)
+def test_numbers_that_a_module_counts_are_counted_once(world: Any, plan: str, like: str) -> None:
+    """The second forward counted on: a block whose course depends on it computed other gradients, without a word."""
+    [(expected, state)] = world(1, run, like, Warmed)
+    for numbers, found in world(sw.Plan.parse(plan).world, run, plan, Warmed):
+        assert numbers == pytest.approx(expected, rel=1e-12)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, state[name], rtol=1e-11, atol=1e-13, msg=name)
+
+
+class Derived(Net):
+    """Blocks in a transform of `torch.func`; or blocks that make one."""
+
+    def __init__(self, inside: bool, transform: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gradient() if inside else nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            match self.transform:
+                case "vjp":
+                    x = torch.func.vjp(layer, x)[0]
+                case "vmap":
+                    x = torch.vmap(layer)(x)
+                case _:
+                    x = layer(x)
+        return self.head(x)
+
+
+class Gradient(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: super(Gradient, self).forward(y).square().sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("inside", "transform", "where"),
+    [(False, "vjp", "is called within"), (False, "vmap", "is called within"), (True, "", "calls")],
+)
+def test_transforms_of_recomputed_blocks_are_refused(inside: bool, transform: str, where: str) -> None:
+    run("dp1", Derived, inside=inside, transform=transform)
+    with pytest.raises(ModelError, match=rf"\[module.transformed\] recompute: layers.0 {where} a transform"):
+        run("dp1 / recompute=blocks", Derived, inside=inside, transform=transform)
 
 
 def test_vectors_of_a_spectral_norm_move_once(world: Any) -> None:

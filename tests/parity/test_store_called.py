@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import agree
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.parallel import together
 from shardwise.testing import World
 
 
@@ -32,7 +32,7 @@ def alone(path: str, beside: bool) -> list[str]:
     """Rank 0 saves while the other one is in a message of its own; what it warns of meanwhile."""
     plan, said = sw.Plan.parse("dp2"), []
     with sw.open_mesh(plan) as mesh, warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agree, "LATE_S", 0.2)
+        patch.setattr(together, "LATE_S", 0.2)
         patch.setattr(warnings, "warn", lambda text, *_, **__: said.append(str(text)))
         state, store, total = state_on(mesh, plan), sw.Store(path), torch.ones(3)
         save = store.save_async if beside else store.save

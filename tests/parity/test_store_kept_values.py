@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import agree
 from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.files import LocalFiles
 from shardwise.errors import CheckpointError, DataError, ModelError
 from shardwise.launch.forked import WorldError
+from shardwise.parallel import together
 from shardwise.parallel.mesh import _finish
 from shardwise.testing import World
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_removed_stands_in_nobodys_way(tmp_path: Path, monkeypatc
 
 
 def test_who_waits_for_ranks_that_do_not_come_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agree, "LATE_S", 0.05)
+    monkeypatch.setattr(together, "LATE_S", 0.05)
     said: list[str] = []
     monkeypatch.setattr(warnings, "warn", lambda text, **_: said.append(text))
     with late_told("saving step 3", Peers(0, 2)), late_told("saving step 4", Peers(0, 1)):

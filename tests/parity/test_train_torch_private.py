@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.torch_private import empty_as
@@ -11,7 +14,10 @@ from shardwise.testing.world import World
 from shardwise.train.torch_private import (
     clamp_all,
     copy_all,
+    has_step_hooks,
+    is_norm_of_all,
     local_of,
+    mean_of_labels,
     norms,
     scale_all,
     shard_like,
@@ -30,6 +36,34 @@ def test_scale_and_clamp_in_place() -> None:
 
 def test_norms_of_a_list() -> None:
     assert [n.tolist() for n in norms([torch.tensor([3.0, -4.0]), torch.tensor(2.0)])] == [5.0, 2.0]
+
+
+def test_hooks_of_an_optimizer_and_the_norm_that_clipping_takes() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    assert not has_step_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert has_step_hooks(optimizer)
+    weight.grad, seen = torch.ones(2), list[object]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend([args[0]] if is_norm_of_all(func) else [])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    assert seen == [[weight.grad]]
+
+
+def test_the_mean_of_labels_that_a_loss_was_made_of() -> None:
+    logits = torch.zeros(4, 3, requires_grad=True)
+    labels, weights, take = torch.tensor([0, -1, 2, -1]), torch.ones(3), torch.nn.functional.cross_entropy
+    assert mean_of_labels(take(logits * 2, labels, ignore_index=-1) + logits.sum() * 0.1) == (2, 4, False)
+    assert mean_of_labels(take(logits, labels.clamp(0), weight=weights)) == (0, 4, True)
+    assert mean_of_labels(take(logits.view(1, 3, 4), labels.view(1, 4), ignore_index=-1)) == (2, 4, False)
+    assert mean_of_labels(take(logits, labels, ignore_index=-1, reduction="sum")) is None
+    assert mean_of_labels(logits.square().mean()) is None and mean_of_labels(torch.zeros(())) is None
 
 
 def test_copy_into_other_tensors() -> None:

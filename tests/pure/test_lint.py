@@ -299,6 +299,24 @@ WRONG = {
             parallelize_module(model, mesh, plan)
         """,
     ],
+    "shard.number": [
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        print(placed.module.head.weight.norm().item())  # !
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        print(float(placed.module.head.bias.abs().max()))  # !
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        for name, p in placed.named_parameters().items():
+            log(name, p.detach().norm().item())  # !
+        """,
+    ],
     "save.sharded": [
         """
         model = FSDP(model)
@@ -593,6 +611,15 @@ for batch in loader:
         placed = sw.apply(Net, plan, mesh)
         with torch.no_grad():
             placed.module.head.weight.normal_(std=0.02)  # !
+        placed.module.head.reset_parameters()  # !
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        for m in sw.steps(state, loss_fn, until=10):
+            with torch.no_grad():
+                for weight in placed.parameters():
+                    weight.add_(torch.randn_like(weight), alpha=0.01)  # !
         """,
     ],
     "accumulate.division": [
@@ -980,6 +1007,25 @@ RIGHT = {
             else:
                 opt = torch.optim.Adam(model.parameters())
             return model, opt
+        """,
+    ],
+    "shard.number": [
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        print(placed.module.head.weight.full_tensor().norm().item())
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        print(float(placed.module(x).mean()), int(mesh.rank), model.head.weight.norm().item())
+        print(sum(int(p.numel()) for p in placed.parameters()))
+        """,
+        """
+        import shardwise as sw
+        placed = sw.apply(Net, plan, mesh)
+        for name, p in placed.named_parameters().items():
+            log(name, p.norm().full_tensor().item(), int(p.numel()), float(m.loss))
         """,
     ],
     "save.sharded": [

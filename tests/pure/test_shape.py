@@ -52,6 +52,7 @@ LAYERS = {
     "communicate": 4,
     "compat": 5,
     "launch.environment": 1,  # pure: it reads variables, and open_mesh needs what it read
+    "launch.echo": 1,  # pure: texts of errors, which a mesh and the launcher tell from causes
     "launch.stopping": 1,  # pure; the launcher and the loop of a rank count the same signals as one
     "launch.variables": 1,  # hands them over; a training step asks whether somebody verifies it
     "launch.entry": 4,  # one rank: a script as __main__; who verifies runs them too

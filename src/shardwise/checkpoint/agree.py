@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import math
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,13 +16,10 @@ import torch.distributed as dist
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.torch_private import set_timeout
 from shardwise.errors import CheckpointError
+from shardwise.parallel import together
 from shardwise.parallel.mesh import Mesh
 
 T = TypeVar("T")
-LATE_S = 30.0
-"""Seconds that a rank waits for others before it says so."""
-PATIENCE = 0.9
-"""Of the time limit of a mesh: who waits here for ranks that are in a step says so before these give up on it."""
 WRITING_S = 1800.0
 """Seconds that ranks wait at least for others that write, beside training."""
 
@@ -49,7 +43,7 @@ class Peers:
             UsageError: the mesh is closed.
         """
         mesh.check_open("checkpoints")
-        return cls(mesh.rank, mesh.world, patience_s=PATIENCE * mesh.timeout_s)
+        return cls(mesh.rank, mesh.world, patience_s=together.patience_s(mesh))
 
     @classmethod
     def apart(cls, mesh: Mesh, place: Path) -> Peers:
@@ -58,12 +52,10 @@ class Peers:
         All stores at a place have the same one, as their saves take turns: a script may make a store for each save.
         Every rank calls it.
         """
-        peers, key = cls.of(mesh), ("checkpoints", str(place))
-        if peers.world == 1:
-            return peers
-        if key not in mesh.groups:
-            mesh.groups[key] = dist.new_group(backend="gloo", timeout=timedelta(seconds=peers.patience_s))
-        return replace(peers, group=mesh.groups[key])
+        peers = cls.of(mesh)
+        return (
+            peers if peers.world == 1 else replace(peers, group=together.group_apart(mesh, "checkpoints", str(place)))
+        )
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -152,36 +144,10 @@ _TO_DO = {
 }
 
 
-@contextmanager
-def late_told(doing: str, peers: Peers) -> Iterator[None]:
-    """A warning where the other ranks do not come within `LATE_S`: some script has one rank save alone.
+def late_told(doing: str, peers: Peers) -> AbstractContextManager[None]:
+    """Within it ranks wait for each other: see `together.late_told`.
 
     Raises:
-        CheckpointError: they have not come when the time limit of the mesh is nearly over.
+        CheckpointError: within it, they have not come when the time limit of the mesh is nearly over.
     """
-
-    def tell() -> None:
-        with suppress(Warning):
-            warnings.warn(
-                f"{doing}: rank {peers.rank} has waited {LATE_S:g} s for the other ranks; every rank must call it "
-                "(no `if rank == 0`: each writes or reads its part)",
-                stacklevel=2,
-            )
-
-    timer = threading.Timer(LATE_S, tell)
-    timer.daemon = True
-    if peers.world > 1:
-        timer.start()
-    start = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        waited = time.monotonic() - start
-        if waited < PATIENCE * peers.patience_s:  # one that ended, and not one that did not come
-            raise
-        raise CheckpointError(
-            f"{doing}: rank {peers.rank} has waited {waited:.0f} s for the other ranks, and not all of them came; "
-            "every rank must call it, behind the same step (no `if rank == 0`, no `break` that only some ranks take)"
-        ) from error
-    finally:
-        timer.cancel()
+    return together.late_told(doing, peers.rank, peers.world - 1, peers.patience_s, CheckpointError)

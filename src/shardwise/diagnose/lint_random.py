@@ -178,18 +178,23 @@ def _over_replicas(site: Site) -> bool:
     return any(isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) > 1 for shape in shapes)
 
 
-_RANDOM_FILLS = re.compile(r"^(normal_|uniform_|(xavier|kaiming)_\w+_|trunc_normal_|orthogonal_|sparse_|exponential_)$")
+_RANDOM_FILLS = re.compile(
+    r"^(normal_|uniform_|(xavier|kaiming)_\w+_|trunc_normal_|orthogonal_|sparse_|exponential_|randn?_like)$"
+)
+_OWN_FILLS = ("apply", "reset_parameters")
+"""Methods of modules."""
 
 
 @_rule(
     "init.after-apply",
-    "Weights that are drawn after `shardwise.apply`: each rank draws for the part that it has, so every plan starts "
-    "from other weights. In the constructor, or as `apply(..., init=)`, they are the same under all.",
+    "Weights that are drawn after `shardwise.apply`, or noise for them (`torch.randn_like(weight)`): each rank draws "
+    "for the part that it has, so every plan has other weights. In the constructor, or as `apply(..., init=)`, they "
+    "are the same under all.",
 )
 def _after_apply(facts: Facts) -> Iterator[Hit]:
     for site in facts.script.sites:
         fills, word = bool(_RANDOM_FILLS.match(last(site.name))), last(site.name)
-        if not fills and word != "apply":
+        if not fills and word not in _OWN_FILLS:
             continue
         receiver = site.node.func.value if isinstance(site.node.func, ast.Attribute) else None
         loops = [loop.iter for loop in site.loops if not isinstance(loop, ast.While)] if fills else []
@@ -201,7 +206,7 @@ def _after_apply(facts: Facts) -> Iterator[Hit]:
         if placed and site.name != "shardwise.apply":
             yield Hit(
                 node=site.node,
-                what=f"`{source(site.node)}` draws weights after apply: each rank for its own part",
+                what=f"`{source(site.node)}` draws for weights after apply: each rank for its own part",
                 found="weights of what shardwise.apply gave, of which a rank may have parts",
                 fix="draw in the module's constructor, or give apply(..., init=fn), which calls fn(submodule)",
                 severity="warning",

@@ -281,3 +281,51 @@ def _is_on_cpu(module: ast.expr, site: Site) -> bool:
             if function.attr == "cpu" or to_cpu:
                 return True
     return False
+
+
+_NUMBERS = ("float", "int", "bool")
+_WEIGHTS = {"weight", "bias", "parameters", "named_parameters"}
+_NOT_VALUES = {"full_tensor", "to_local", "local_parameters", "numel", "dim", "size", "shape", "ndim", "element_size"}
+"""What makes it the number of the whole, or no number of its elements."""
+
+
+@_rule(
+    "shard.number",
+    "A number that is read off a weight after `shardwise.apply` (`float(weight.norm())`, `.item()`): of a sharded one "
+    "torch gives each rank that of its own shard. `full_tensor()` before it, on every rank, has the whole.",
+)
+def _number(facts: Facts) -> Iterator[Hit]:
+    for site in facts.script.sites:
+        call = site.node.func
+        read = call.value if isinstance(call, ast.Attribute) and call.attr == "item" else None
+        read = site.argument(0, "x") if site.name in _NUMBERS else read
+        if read is not None and _is_of_weights(facts, site, read):
+            yield Hit(
+                node=site.node,
+                what=f"`{source(site.node)}` reads a number off what may be a shard: each rank gets that of its part",
+                found="a weight of what shardwise.apply gave, without full_tensor()",
+                fix="on every rank take `.full_tensor()` of it where it is a DTensor, then the number (reduce first: "
+                "`weight.norm().full_tensor().item()`)",
+                severity="warning",
+            )
+
+
+def _is_of_weights(facts: Facts, site: Site, read: ast.expr) -> bool:
+    """Whether an expression takes a weight of a placed module as it lies on this rank, by itself or in a loop."""
+    inside = _attributes(read)
+    if inside & _NOT_VALUES:
+        return False
+    names = {n.id for n in ast.walk(read) if isinstance(n, ast.Name)}
+    loops = [loop for loop in site.loops if not isinstance(loop, ast.While)]
+    over = [loop.iter for loop in loops if names & {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}]
+    for place in (read, *over):
+        attributes, roots = _attributes(place), {n.id for n in ast.walk(place) if isinstance(n, ast.Name)}
+        found = [binding for root in roots for binding in site.scope.find(root, site.line)]
+        is_placed = any("placed" in facts.kinds.of_binding(binding) for binding in found)
+        if is_placed and attributes & _WEIGHTS and not attributes & _NOT_VALUES:
+            return True
+    return False
+
+
+def _attributes(node: ast.expr) -> set[str]:
+    return {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}

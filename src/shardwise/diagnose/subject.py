@@ -18,6 +18,7 @@ import torch
 from shardwise.diagnose.trace import Trace, read_trace
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.findings import Finding
+from shardwise.launch.echo import is_echo
 from shardwise.launch.entry import main as run_entry
 from shardwise.launch.environment import BACKEND, HOST, WITNESS
 from shardwise.launch.forked import World, WorldError
@@ -28,8 +29,6 @@ from shardwise.train.witness import Request, write_request
 
 OUT = "{out}"
 """In a script's words: a fresh directory of each run."""
-_ECHO = re.compile(r"onnection (?:was )?(?:closed|reset)|roken pipe|gloo/transport|remote (?:process|peer)", re.I)
-"""A rank that lost a peer says so: true, but not the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,7 @@ def _failure(directory: Path, run: Run, text: str) -> Failed:
     """The first rank's error that is not an echo of another's."""
     errors = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("error*.json"))]
     errors.sort(key=lambda e: e["time_s"])
-    echoes = [e for e in errors if _ECHO.search(e["message"]) and not e["known"]]
+    echoes = [e for e in errors if is_echo(e["message"]) and not e["known"]]
     own = [e for e in errors if e not in echoes]
     if own:
         return _raised(own[0])

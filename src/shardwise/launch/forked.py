@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import UsageError
+from shardwise.launch.echo import is_echo
 from shardwise.launch.warm import WARM
 
 _fork = mp.get_context("fork")
@@ -98,6 +99,7 @@ class World:
             self._here.send(_Job(num_ranks, payload, tuple(sys.path), directory, timeout_s, tuple(env.items())))
             results: list[tuple[bool, bytes]] = self._here.recv()
         failures = [f"rank {rank}:\n{data.decode()}" for rank, (ok, data) in enumerate(results) if not ok]
+        failures.sort(key=lambda text: is_echo(text) and "the process died" not in text)  # the cause comes first
         if any(not ok and data.startswith(_died(-signal.SIGINT)) for ok, data in results):
             raise KeyboardInterrupt
         if failures:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardwise.errors import ExitCode, LaunchError
+from shardwise.launch.echo import is_echo
 from shardwise.launch.forks import POLL_S, Forks, environments
 from shardwise.launch.job import ADDRESS, Job
 from shardwise.launch.server import Server
@@ -37,10 +38,8 @@ _AGREED = (ExitCode.NON_FINITE, ExitCode.SPIKE)
 """With which `steps` ends all ranks after the same step, each as soon as it has left the loop."""
 _IN_VAIN = re.compile(r"Timed out waiting (\d+)ms for")
 """Of a rank that waited for one that is there and does not come (gloo; NCCL ends the process)."""
-_ECHO = re.compile(r"onnection (?:was )?(?:closed|reset)|roken pipe|gloo/transport|remote (?:process|peer)|Abort", re.I)
-"""Texts of a rank that lost a peer: true, but not the cause."""
 SETTLE_S = 2.0
-"""After such a text, and nothing else: how long the peer has to be seen ending. It may be taking Python apart."""
+"""After an echo of another rank's end, and nothing else: how long that has to be seen. It may take Python apart."""
 LEFT_S = 60.0
 """After a rank has ended with 0: how long the others may run before it is said, for they may wait for it."""
 
@@ -60,7 +59,7 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether it says no more than that another rank is gone."""
-        return bool(self.traceback) and bool(_ECHO.search(self.message))
+        return bool(self.traceback) and is_echo(self.message)
 
     def __str__(self) -> str:
         text = f"rank {self.rank} failed: {self.message}"
@@ -247,7 +246,7 @@ def outcome_of(
         failure = _hung(sorted(told), failure, waited)
     by_signal = _CODES.get(stopping.first or signal.SIGTERM, ExitCode.TERMINATED)
     asked = {code for code in codes.values() if code in _ASKED}
-    if failure is not None and not (stopping.first and (failure.message == _LEFT or _ECHO.search(failure.message))):
+    if failure is not None and not (stopping.first and (failure.message == _LEFT or is_echo(failure.message))):
         return Outcome(exit_code=failure.exit_code, failure=failure)
     if stopping.first is not None:  # whoever ends in order does so after all have saved
         died = any(code < 0 and -code not in STOP_SIGNALS for code in codes.values())
@@ -291,7 +290,7 @@ def _silent_deaths(codes: Mapping[int, int], files: Mapping[int, Path]) -> list[
 def first_failure(codes: Mapping[int, int], files: Mapping[int, Path]) -> Failure | None:
     """The earliest record that is no echo of another rank's death; a rank that went silently comes before echoes."""
     records = sorted(_records(files), key=lambda record: float(record["time_s"]))
-    causes = [record for record in records if record["known"] or not _ECHO.search(record["message"])]
+    causes = [record for record in records if record["known"] or not is_echo(record["message"])]
     if not causes and _silent_deaths(codes, files):
         return None
     if not records:

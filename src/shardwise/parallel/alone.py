@@ -6,6 +6,7 @@ weights of the first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -55,17 +56,20 @@ def refuse_copies_and_loads(placed: Placed) -> None:
     """
     refuse_copies(placed)
     for part in placed.parts:
-        if placed.pipeline is not None or any(isinstance(p, DTensor) for p in part.root.parameters()):
-            # an attribute of the instance, as above
-            vars(part.root)["apply"] = partial(_apply, str(placed.plan), part.root)
+        for module in part.root.modules():
+            if placed.pipeline is not None or any(isinstance(p, DTensor) for p in module.parameters()):
+                for method in ("apply", "reset_parameters"):
+                    if callable(own := getattr(module, method, None)):
+                        # an attribute of the instance, as above
+                        vars(module)[method] = partial(_without_draws, str(placed.plan), own)
         check = partial(_check_loaded, placed.pipeline is not None)
         root: Any = part.root  # torch has no types for this hook
         root.register_load_state_dict_pre_hook(check)
 
 
-def _apply(plan: str, root: nn.Module, function: Any) -> nn.Module:
+def _without_draws(plan: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _WithoutDraws(plan):
-        return nn.Module.apply(root, function)
+        return method(*args, **kwargs)
 
 
 class _WithoutDraws(TorchFunctionMode):
@@ -79,7 +83,7 @@ class _WithoutDraws(TorchFunctionMode):
         """Every call of a torch function comes here."""
         if getattr(func, "__name__", "") in _DRAWS:
             raise ModelError(
-                f"module.apply after shardwise.apply: found `{func.__name__}`, which draws weights, and under "
+                f"after shardwise.apply: found `{func.__name__}`, which draws weights, in a module's method, and under "
                 f"`{self.plan}` each rank would draw for the part that it has, so that every plan starts from other "
                 "weights; needed: draws in the model's constructor, or `sw.apply(Net, plan, mesh, init=function)`, "
                 "which calls it with each module"
@@ -87,7 +91,11 @@ class _WithoutDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_DRAWS = {"uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_"}
+_DRAWS = {
+    "uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "random_", "cauchy_", "log_normal_",
+    "geometric_",
+}  # fmt: skip
+"""Functions that fill a tensor; of `torch.nn.init` those that a mode sees in place of what they call."""
 
 
 def _check_loaded(is_stage: bool, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.errors import ModelError
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.module_torch_private import in_transform
 from shardwise.parallel.placed import Placed, RandomKeys
 from shardwise.parallel.reruns import Reruns
 from shardwise.parallel.stage import StageModule
@@ -85,6 +86,8 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                     options["respect_saved_tensors_hooks"] = False  # what is kept of a block stays on the device
             reruns = None if plan.compile else Reruns(name, block)  # what looks at values would be compiled
             forward = partial(_recomputed, placed.randomness, reruns, forward, options)
+            if not plan.compile:
+                forward = partial(_refusing_transforms, name, forward)
         if plan.offload.activations:
             forward = partial(_offloaded, forward, mesh.device.type != "cpu")
         # an attribute of the instance: the class, the names and the state dict stay the user's
@@ -106,6 +109,23 @@ def refuse_running_statistics(name: str, block: nn.Module) -> None:
                 "ratio), or drop recompute or compile",
                 row="module.statistics-twice",
             )
+
+
+def _refusing_transforms(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Torch itself ends in one of three errors, two of them in the backward pass."""
+    where = "is called within"
+    if not in_transform():
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            where = "calls"
+    raise ModelError(
+        f"recompute: {name} {where} a transform of torch.func (grad, vjp, jvp, vmap, ...), which a second forward "
+        "cannot repeat; leave the block out (recompute=everyN or a ratio), or use a plan without recompute",
+        row="module.transformed",
+    )
 
 
 def _recomputed(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from weakref import WeakSet
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, PlanError, UsageError
@@ -26,6 +27,7 @@ from shardwise.parallel.declared import check_declared, declared_blocks, divide_
 from shardwise.parallel.derivatives import is_first_order, watch_forwards
 from shardwise.parallel.expert import shard_experts
 from shardwise.parallel.float8 import check_split
+from shardwise.parallel.gathered_torch_private import Gathered
 from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.limits import refuse_limits
 from shardwise.parallel.memory import MODEL_ROOM, fitting
@@ -117,7 +119,9 @@ def apply(
         _watch(placed)
         APPLIED.update(part.root for part in placed.parts)
         sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
-        return replicate_data(placed.with_(wrappers=sharded), plan, mesh)
+        by_hand = placed.pipeline is None and isinstance(placed.parts[0].run, FSDPModule)
+        gathered = Gathered(placed.parts[0].run) if by_hand else None
+        return replicate_data(placed.with_(wrappers=sharded, gathered=gathered), plan, mesh)
 
 
 def _watch(placed: Placed) -> None:

@@ -27,6 +27,7 @@ from shardwise.errors import LaunchError, UsageError
 from shardwise.findings import nearest
 from shardwise.launch.environment import HOST, LOCAL_INIT, Launch, asked_backend, read_environment
 from shardwise.parallel import host_torch_private
+from shardwise.parallel.echoes import forget_causes, share_cause
 from shardwise.parallel.mesh_torch_private import (
     HashStore,
     PrefixStore,
@@ -135,6 +136,11 @@ class Mesh:
         """True on rank 0 of the world: who prints and writes."""
         return self.rank == 0
 
+    @property
+    def tells(self) -> bool:
+        """True on one rank of those that call a loss function, the last stages of a pipeline: who speaks of it."""
+        return self.batch.rank == self.index("tp") == self.index("cp") == 0
+
     def barrier(self) -> None:
         """Wait until every rank of the world is here."""
         if self.world > 1:
@@ -209,6 +215,7 @@ def open_mesh(
     if own:
         _join(launch, backend or _backend(here), init, timeout_s)
     try:
+        forget_causes()
         mesh = replace(_arrange(plan, here), timeout_s=timeout_s)
         with _finishing(mesh):
             yield mesh
@@ -228,6 +235,7 @@ def _finishing(mesh: Mesh) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        share_cause(error, mesh.rank, mesh.world)
         _finish(mesh, error)
         raise
     _finish(mesh, None)

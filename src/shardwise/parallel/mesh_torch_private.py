@@ -11,6 +11,12 @@ from torch._C._distributed_c10d import HashStore as HashStore  # public as torch
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+def default_store() -> Store:
+    """The store in which the ranks of the default group met: `_get_default_store`."""
+    return _get_default_store()
 
 
 def grow_segments() -> None:

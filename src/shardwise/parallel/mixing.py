@@ -51,6 +51,7 @@ _DIM_OF: Mapping[Any, int] = {
     **{function: 2 for function in (torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
 }
 """Functions that reduce, order or weigh along a dim -> which of their arguments that is."""
+REDUCING = frozenset(_DIM_OF)
 _POOLING = (F.adaptive_avg_pool1d, F.avg_pool1d, torch.max_pool1d, F.max_pool1d)
 _MODULES = (
     nn.MultiheadAttention,
@@ -68,8 +69,13 @@ MIXING = frozenset((*_DIM_OF, *_POOLING, *CONVOLUTIONS, *_ALONG_A_DIM, *_CUTTING
 """Functions that `mixed` is asked about."""
 
 
-def mixed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[int, int]) -> str:
-    """How a call mixes tokens of tensors that begin with `shape` (rows, tokens of this rank); empty: it does not."""
+def mixed(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[int, int], *, numbers: bool = False
+) -> str:
+    """How a call mixes tokens of tensors that begin with `shape` (rows, tokens of this rank); empty: it does not.
+
+    `numbers`: a tensor of one number per token counts, too; in a forward it may be a row's statistics, as of experts.
+    """
     tensor, name = args[0] if args else kwargs.get("input"), getattr(func, "__name__", "a function")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
         return ""
@@ -89,7 +95,7 @@ def mixed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tu
         widths = args[1] if len(args) > 1 else kwargs["pad"]
         place = 2 * (tensor.dim() - 2)  # pairs of widths begin with the last dim
         return "pad along the sequence" if any(widths[place : place + 2]) else ""
-    if func in _DIM_OF and tensor.dim() == 2:  # one number per token, or a row's statistics, as of experts
+    if func in _DIM_OF and tensor.dim() == 2 and not numbers:
         return ""
     if func in _ALONG_A_DIM:
         found = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))

@@ -47,6 +47,11 @@ def hook_first(module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool
     module._forward_pre_hooks.update(hooks)
 
 
+def in_transform() -> bool:
+    """Whether what runs is within a transform of `torch.func`: `peek_interpreter_stack`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def copy_together(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy each into its place, cast where types differ: `torch._foreach_copy_`, one kernel for all of two types."""
     torch._foreach_copy_(into, tensors)

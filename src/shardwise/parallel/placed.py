@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError, UsageError
+from shardwise.parallel.gathered_torch_private import Gathered
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.plan import Plan
 
@@ -150,6 +151,8 @@ class Placed:
     wrappers: Mapping[str, int] = field(default_factory=dict)
     """Names of the parameters that are DTensors -> what changes when somebody assigns to their `.data`, which they
     ignore: of `parallel/torch_private.py`."""
+    gathered: Gathered | None = None
+    """Of sharded parameters without a pipeline: how long what a forward gathers stays."""
     trains: frozenset[str] | None = None
     """Names that an optimizer made from this steps; None: all that are trainable. See `train/several.py`."""
     after_step: tuple[Callable[[bool], None], ...] = ()
@@ -177,8 +180,7 @@ class Placed:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Original name -> parameter of this rank (a DTensor where it is sharded); a tied one by its first name.
 
-        Of what a forward has gathered the copies, as long as they are there: in a loss function, and after a forward
-        without backward until `reshard`.
+        Of what the forward of a step has gathered the copies, as long as they are there: in a loss function.
         """
         found: dict[str, nn.Parameter] = {}
         for part in self.parts:
@@ -195,6 +197,21 @@ class Placed:
             for module in part.run.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Within it what a forward gathers stays as the plan says; a forward of a script's own gives it back at once.
+
+        A script writes into parameters between its forwards: into copies, or into shards of which copies were there.
+        """
+        if self.gathered is None or self.gathered.is_kept:
+            yield
+            return
+        self.gathered.keep(True)
+        try:
+            yield
+        finally:
+            self.gathered.keep(False)
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Original name -> buffer of this rank."""
@@ -215,6 +232,7 @@ class Placed:
         if added or replaced or changed:
             name = (added or replaced or changed)[0]
             what = "made" if added else "replaced" if replaced else "unfrozen" if name in trains else "frozen"
+            what = what if name in found else "removed"
             raise ModelError(
                 f"parameter {name} was {what} after apply, which had set up how gradients are summed over ranks; do it "
                 "in the model's constructor"

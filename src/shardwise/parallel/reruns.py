@@ -1,7 +1,8 @@
 """`Reruns`: a forward that runs again in the backward pass meets the buffers of its first run, and changes none.
 
 Running statistics, counts, codebooks, vectors of a power iteration: `torch.utils.checkpoint` alone would have the
-second run see what the first has written, give other numbers than it, and write once more.
+second run see what the first has written, give other numbers than it, and write once more. The same holds for plain
+numbers and texts that modules keep (`self.calls += 1`, by which something is warmed up).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Reruns:
     """Of one block; `name` is for messages.
 
     Cost: in each first run a copy of the buffers that it writes, which lives until the backward pass; in the very
-    first a copy of all that the block has, and a comparison of their values.
+    first a copy of all that the block has, and a comparison of their values. A look at the attributes of its modules,
+    two microseconds for each of these.
     """
 
     def __init__(self, name: str, block: nn.Module) -> None:
@@ -33,22 +35,23 @@ class Reruns:
 
     def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward for one micro-batch: its first call is the first run, and every other a second one."""
-        places = buffers_in(self.block)
-        if not places or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return forward
-        paddings = paddings_of(self.block)
+        places, paddings = buffers_in(self.block), paddings_of(self.block)
         before: dict[Place, torch.Tensor] = {}
+        numbers: dict[Place, Any] = {}
         flags: list[bool] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not flags:
                 flags[:] = [padding.now for padding in paddings] or [False]
                 before.update(copies_of(places if self.written is None else self.written))
-                found = {place: _seen(place) for place in places}
+                found, kept = {place: _seen(place) for place in places}, numbers_in(self.block)
                 result = forward(*args, **kwargs)
+                numbers.update(_changed(kept, numbers_in(self.block)))
                 self._learn({place for place in places if _is_other(_seen(place), found[place])}, before)
                 return result
-            with put_in_place(copied(before)):
+            with put_in_place(copied(before)), _with_numbers(numbers):
                 now = [padding.now for padding in paddings]
                 for padding, flag in zip(paddings, flags, strict=False):
                     padding.now = flag
@@ -129,3 +132,45 @@ def put_in_place(tensors: Mapping[Place, torch.Tensor]) -> Iterator[None]:
     finally:
         for (module, key), buffer in now.items():
             module._buffers[key] = buffer
+
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+_NOTHING = object()
+"""In the place of an attribute that was not there."""
+
+
+def numbers_in(root: nn.Module) -> dict[Place, Any]:
+    """Attributes of modules that are numbers, texts or None."""
+    return {(m, key): value for m in root.modules() for key, value in vars(m).items() if type(value) in _PLAIN}
+
+
+def _changed(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> dict[Place, Any]:
+    """What was in each place where there is something else now."""
+    return {p: before.get(p, _NOTHING) for p, value in after.items() if before.get(p, _NOTHING) is not value}
+
+
+@contextmanager
+def _with_numbers(values: Mapping[Place, Any]) -> Iterator[None]:
+    """These as attributes, for a while."""
+    now = {(module, key): vars(module).get(key, _NOTHING) for module, key in values}
+    _put_numbers(values)
+    try:
+        yield
+    finally:
+        _put_numbers(now)
+
+
+@contextmanager
+def numbers_kept(root: nn.Module) -> Iterator[None]:
+    """What is written into such attributes within it is dropped."""
+    before = numbers_in(root)
+    yield
+    _put_numbers(_changed(before, numbers_in(root)))
+
+
+def _put_numbers(values: Mapping[Place, Any]) -> None:
+    for (module, key), value in values.items():
+        if value is _NOTHING:
+            vars(module).pop(key, None)
+        else:
+            vars(module)[key] = value

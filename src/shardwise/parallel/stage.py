@@ -85,8 +85,8 @@ def called_alone(what: str) -> ModelError:
     return ModelError(
         f"{what} was called by itself: found a call of the module, or of a method, by the script (in a loss function, "
         "or between steps), or a checkpoint around several blocks that runs again; needed: sw.evaluate or sw.generate "
-        "between steps, a forward that returns all that the loss takes, checkpoints within blocks "
-        "(recompute=blocks), or a plan with pp1",
+        "between steps, a forward that returns all that the loss takes, what a teacher says as data of the batch, "
+        "checkpoints within blocks (recompute=blocks), or a plan with pp1",
         row="module.called-by-parts",
     )
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from shardwise.errors import ModelError, PlanError
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline_torch_private import CARRIES_INTEGERS, SCHEDULE_CLASSES, Stage, run_schedule
-from shardwise.parallel.reruns import buffers_in, copies_of, put_in_place
+from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
 from shardwise.parallel.stage import StageModule, signature_of
 from shardwise.plan.schedule import stages_of
 
@@ -194,10 +194,11 @@ def _forget_oldest(kept: dict[tuple[Any, ...], Any]) -> None:
 
 @contextmanager
 def _no_side_effects(module: StageModule, device: torch.device) -> Iterator[None]:
-    """Random state, buffers and gathered parameters as they were."""
+    """Random state, buffers, numbers that modules count and gathered parameters as they were."""
     buffers = copies_of(buffers_in(module.root))
     devices = [] if device.type == "cpu" else [device]
-    with put_in_place(buffers), torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+    random = torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")
+    with put_in_place(buffers), numbers_kept(module.root), random:
         yield
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -42,7 +42,7 @@ def watched(unit: nn.Module, name: str, units: Container[object]) -> Callable[..
     seen: list[bool] = []
 
     def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seen or not torch.is_grad_enabled():
+        if seen or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         seen.append(True)
         before = dict(_values(unit, name, units))

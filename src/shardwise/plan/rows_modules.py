@@ -23,8 +23,8 @@ MODULES: Mapping[str, str] = {
     "module.sparse-gradient": "every plan: an embedding with `sparse=True`; its gradient is not summed over ranks.",
     "module.rows-together": "several data ranks, or micro-batches: embeddings with `max_norm` or "
     "`scale_grad_by_freq`, instance norms with running statistics; rows that are looked at together change the result.",
-    "module.second-derivatives": "sharded parameters, 16-bit types, pp: derivatives of derivatives "
-    "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); weights are gathered for one backward.",
+    "module.second-derivatives": "sharded parameters, 16-bit types, pp, tp, cp: derivatives of derivatives "
+    "(`torch.autograd.grad(..., create_graph=True)` in forward or in the loss); ranks work for one backward pass.",
     "module.weights-in-loss": "sharded parameters, pp: weights that the loss function takes itself, beside the model's "
     "output (a penalty on them); a rank has parts of them.",
     "module.copied": "sharded parameters, 16-bit types, pp, cp, tp, recompute, batch norm over ranks: a copy of the "
@@ -46,6 +46,7 @@ MODULES: Mapping[str, str] = {
     "would update twice.",
     "module.written-late": "recompute: a buffer that forward writes in some steps, and not in the first; of what it "
     "was nobody has a copy.",
+    "module.transformed": "recompute: transforms of `torch.func` (grad, jvp, vmap) in or around a block.",
     "module.tp-divides": "tp: a dim, or a number of heads, that the degree does not divide.",
     "module.rule-kind": "tp: a rule on a module of another kind than the rule is for.",
     "module.mixed-rules": "tp: split and whole outputs side by side in one module; split heads would meet wrong ones.",
@@ -57,7 +58,8 @@ MODULES: Mapping[str, str] = {
     "module.nested-columns": "seq: column layers in a module and in one around it; one of them must gather.",
     "module.replicate-in-block": "seq: a `replicate` layer in a block, which would see a part of the sequence.",
     "module.pictures": "seq: patches and a class token, an odd number of tokens.",
-    "module.mixes-tokens": "cp, seq: what mixes tokens and is not attention: convolutions, means over the sequence.",
+    "module.mixes-tokens": "cp, seq: what mixes tokens and is not attention: convolutions, means over the sequence; "
+    "cp: labels that the loss function shifts.",
     "module.no-positions": "cp: a forward that takes no positions; a rank holds tokens from the middle.",
     "module.attention-by-hand": "cp: attention in the model's own code (eager, capped logits), which sees a "
     "rank's tokens only.",

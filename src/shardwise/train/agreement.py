@@ -91,7 +91,7 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     if everyones := _exchanged(own, mesh):
         raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
     if mesh.num_gradient_ranks > 1:
-        after = (*state.placed.after_step, _FirstWrites(state.placed), HeldParameters(mesh, loss_fn))
+        after = (*state.placed.after_step, _Writes(state.placed), HeldParameters(mesh, loss_fn))
         # ranks along tp compute some gradients each for itself, which kernels on GPUs may round otherwise
         updates = (_FirstUpdate(state),) if mesh.size("tp") == 1 and not options.check_replicas else ()
         state.placed = state.placed.with_(after_step=(*after, *updates))
@@ -138,26 +138,36 @@ def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
     return everyones
 
 
-class _FirstWrites:
-    """After a process's first step: what forward wrote into buffers that checkpoints hold is equal where it must be.
+class _Writes:
+    """After a process's steps 1, 4, 16, 64, ...: what forward wrote into buffers that checkpoints hold is equal.
 
-    Statistics of a rank's own rows, which nobody sums, would make evaluation and checkpoints depend on the rank.
+    Statistics of a rank's own rows, which nobody sums, would make evaluation and checkpoints depend on the rank. Those
+    that begin after a while (a centre, when training is warm) are a warning: the run is worth something by then.
     """
 
     def __init__(self, placed: Placed) -> None:
         self._placed = placed  # not the state, which would hold itself, and its data loaders, by it
-        self._before: dict[str, int] | None = _sums_of_buffers(placed)
+        self._before, self._steps, self._next, self._is_told = _sums_of_buffers(placed), 0, 1, False
 
     def __call__(self, makes_update: bool) -> None:
-        """Compare, once. Cost: a pass over these buffers, an all-gather of three numbers."""
-        if self._before is None:
-            return
-        placed, before, self._before = self._placed, self._before, None
+        """Compare, now and then. Cost: a pass over these buffers, an all-gather of three numbers."""
+        self._steps += 1
+        if self._is_told or self._steps != self._next:
+            return  # ranks of other stages may have buffers where this one has none
+        self._next *= 4
+        placed, before = self._placed, self._before
         written = {name: found for name, found in _sums_of_buffers(placed).items() if before.get(name) != found}
         of_place = {f"buffer {name}": f"{found:x}" for name, found in written.items()}
         place = placed.mesh.index("pp") * placed.mesh.size("tp") + placed.mesh.index("tp")
-        if everyones := _exchanged(Facts(place, {}, of_place), placed.mesh):
-            raise ReplicaError(f"the first step: {_difference(everyones)}, as forward wrote it; {_SUMMED}")
+        if not (everyones := _exchanged(Facts(place, {}, of_place), placed.mesh)):
+            return
+        said = f"{_difference(everyones)}, as forward wrote it; {_SUMMED}"
+        if self._steps == 1:
+            raise ReplicaError(f"the first step: {said}")
+        self._is_told = True
+        if placed.mesh.is_first:
+            with suppress(Warning):  # `-W error` does not end a run that can go on
+                warnings.warn(f"step {self._steps} of this process: {said}", stacklevel=5)
 
 
 class _FirstUpdate:

@@ -11,6 +11,7 @@ from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.together import come_together
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
@@ -116,10 +117,10 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
         `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`. Of several losses
         the mean is the total, and the weight that of the first.
 
-    Cost: forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
+    Cost: a barrier, forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
 
     Raises:
-        UsageError: one batch in place of several; a loss function of other arguments.
+        UsageError: one batch in place of several; a loss function of other arguments; ranks that do not call it.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
@@ -140,9 +141,10 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
                 total[1] += float(loss.weight)
 
     modes = [(module, module.training) for part in placed.parts for module in part.run.modules()]
+    come_together("evaluate()", placed.mesh)
     placed.train(False)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), placed.gathering():
             for window in windows:
                 cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
                 micro = [placed.share(to_device(m, device)) for m in cut]

@@ -23,7 +23,7 @@ from shardwise.parallel.memory import STATE_ROOM, fitting
 from shardwise.parallel.own_steps import hand_over, stepping
 from shardwise.parallel.placed import Placed, named_in
 from shardwise.parallel.torch_private import empty_as
-from shardwise.train.assigned import assigning
+from shardwise.train.clipped import watched
 from shardwise.train.torch_private import local_of, shard_like, step_unseen
 from shardwise.train.update_rules import local_shard
 from shardwise.train.wrapped import check_inner_state
@@ -57,7 +57,7 @@ class NamedOptimizer:
         self._holders = list({id(p): p for p in (*self.params.values(), *self.live.values())}.values())
         """Every tensor that may hold a gradient, once."""
         self._numbers: dict[str, type] = {}
-        self._has_stepped = False
+        self._has_stepped = self.is_of_stage = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ class NamedOptimizer:
 
     def step(self) -> None:
         """Update from what was handed over; UsageError: nothing was; OutOfMemoryError: its state does not fit."""
-        with fitting(f"step of {self.kind}", STATE_ROOM), stepping(self.torch), assigning(self.torch):
+        with fitting(f"step of {self.kind}", STATE_ROOM), stepping(self.torch), watched(self):
             self.torch.step()
         if not self._has_stepped:
             self._has_stepped = True

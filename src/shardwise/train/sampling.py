@@ -13,6 +13,7 @@ from shardwise.errors import ModelError
 from shardwise.models import sample
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.together import come_together
 from shardwise.train.tokens import Tokenizer
 
 LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
@@ -123,9 +124,11 @@ def _continued(
 ) -> torch.Tensor:
     placed = whole.placed
     training = [part.root.training for part in placed.parts]
+    come_together("generate()", placed.mesh)
     placed.train(False)
     try:
-        out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
+        with placed.gathering():
+            out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
     finally:
         placed.train(any(training))
         placed.reshard()

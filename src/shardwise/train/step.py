@@ -60,7 +60,7 @@ class TrainStep:
         """See `make_step`."""
         self.state, self.options, placed = state, options, state.placed
         watch = partial(watched_loss, placed=placed)
-        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn))
+        self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn, placed))
         self._parameters = (trained := Trained(state)).parameters
         self._check_trained = trained.check
         self._retry = open_halving(state) if options.on_oom == "halve" else None
@@ -167,7 +167,8 @@ class TrainStep:
             padding.flags = zero
         self.state.optimizer.zero_grad()  # what a script's own backward passes since have left is of no step
         self._unused.begin()
-        losses = self._pipelined(micro, zero) if self.state.placed.pipeline else self._accumulated(micro, zero)
+        with (placed := self.state.placed).gathering():
+            losses = self._pipelined(micro, zero) if placed.pipeline else self._accumulated(micro, zero)
         return micro, zero, losses
 
     def _reduced(

@@ -8,12 +8,19 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UsageError
+from shardwise.parallel.placed import Placed
+from shardwise.train.means import remarked_means
 
 
-def told(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def told(loss_fn: Callable[..., Any], placed: Placed | None = None) -> Callable[[Any, Any], Any]:
     """The same loss function, whose errors say what it was given.
+
+    Args:
+        loss_fn: of a script.
+        placed: where it trains a model: means that it takes are remarked, see `means.py`.
 
     Raises:
         UsageError: it takes other arguments than two; and, when it is called, that it takes the output for the model.
@@ -38,16 +45,28 @@ def told(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
                 raise UsageError(f"the loss function {name} calls what it is given: it {found}; {_NEEDED}") from error
             error.add_note(f"The loss function {name} {found}; {_NEEDED}.")
             raise
+        except RuntimeError as error:
+            if _MIXED in str(error):
+                error.add_note(f"The loss function {name} was given {_kind(output)} as the output; {_WHOLE}.")
+            raise
 
-    return call
+    return call if placed is None else remarked_means(call, placed)
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor {tuple(value.shape)}"
+        split = f", split over ranks as {value.placements}," if isinstance(value, DTensor) else ""
+        return f"a tensor {tuple(value.shape)}{split}"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
 
 
+_MIXED = "mixed torch.Tensor and DTensor"
+"""Of torch's error at an operation on what is split over ranks and what is not."""
+_WHOLE = (
+    "what ranks have parts of (logits under `loss-parallel`, weights under `tp`) is a DTensor; needed: "
+    "sw.token_cross_entropy, which takes such logits, or the whole, `output.full_tensor()`, `weight.full_tensor()`; or "
+    "a plan without loss-parallel"
+)
 _NEEDED = (
     "needed: a function of the model's output and the micro-batch, `def loss_fn(output, batch)`, which the step calls "
     "after it has called the model itself"

@@ -68,6 +68,49 @@ def step_unseen(optimizer: torch.optim.Optimizer) -> None:
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody called `register_step_pre_hook` on an optimizer: `_optimizer_step_pre_hooks`."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
+def is_norm_of_all(function: Any) -> bool:
+    """Whether a function is what `clip_grad_norm_` takes the norms of all gradients by: `torch._foreach_norm`."""
+    return function is torch._foreach_norm
+
+
+_NODES = 100
+"""Operations that are looked at, the last ones of a loss."""
+_MEAN = 1
+"""torch's number for `reduction="mean"`."""
+
+
+def mean_of_labels(loss: Tensor) -> tuple[int, int, bool] | None:
+    """Of the first mean that `nll_loss` (in `cross_entropy`, too) takes on the way to a loss, wherever it was taken.
+
+    Labels that it ignores, and all of them, and whether classes have weights; None: there is none. By the attributes
+    `_saved_*` of the node of autograd.
+    """
+    nodes: list[Any] = [loss.grad_fn]
+    for place in range(_NODES):
+        if place >= len(nodes):
+            return None
+        node = nodes[place]
+        if getattr(node, "_saved_reduction", None) == _MEAN and hasattr(node, "_saved_ignore_index"):
+            labels = node._saved_target
+            has_values = type(labels) is Tensor and not labels.is_meta  # a traced step has none
+            ignored = 0 if not has_values else int((labels == _signed(node._saved_ignore_index)).sum())
+            return ignored, labels.numel(), node._saved_weight is not None
+        nodes += (
+            [following for following, _ in node.next_functions if following is not None] if node is not None else []
+        )
+    return None
+
+
+def _signed(number: int) -> int:
+    """Torch shows a negative one as it lies in memory."""
+    return number - 2**64 if number >= 2**63 else number
+
+
 def in_backward() -> bool:
     """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
     return int(torch._C._current_graph_task_id()) != -1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
 from shardwise.parallel.limits import refuse_gradient_hook
+from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import wrapper_of
 from shardwise.train.state import TrainState
 
@@ -22,9 +25,25 @@ class Trained:
         self._state, self._placed, named = state, state.placed, state.placed.named_parameters()
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self._places = _places(state.placed)
+        for optimizer in (state.optimizer, *getattr(state.optimizer, "parts", {}).values()):
+            optimizer.is_of_stage = state.placed.pipeline is not None
+
+    def _check_places(self) -> None:
+        """Whether it is more than what a forward has gathered."""
+        self._placed.reshard()
+        if any(held.get(key) is not value for held, key, value in self._places):
+            now = self._placed.named_parameters()
+            name = next((name for name, p in self.parameters.items() if now.get(name) is not p), "of a frozen module")
+            raise ModelError(
+                f"parameter {name} was replaced or removed after make_step (a module assigned anew, a weight that was "
+                "tied, pruned or parametrized): what is summed, stepped and saved is the one from before; do it in the "
+                "model's constructor. To go on with another model, save, and start again with a constructor that "
+                "makes it"
+            )
 
     def check(self) -> None:
-        """Refuse averages in their place, hooks on them, and those that were unfrozen since then (under DDP: frozen).
+        """Refuse others or averages in their place, hooks, and those unfrozen since then (under DDP: frozen).
 
         And those to whose `.data` somebody assigned, where that does nothing.
 
@@ -41,6 +60,8 @@ class Trained:
             self._state.ema.check_own("stepped")
         if self._placed.reduced is not None and not all(p.requires_grad for p in self.parameters.values()):
             self._placed.check_trainable()
+        if any(held.get(key) is not value for held, key, value in self._places):
+            self._check_places()
         for name, parameter in self.parameters.items():
             refuse_gradient_hook(name, parameter)
         for name, before in self._placed.wrappers.items():
@@ -58,3 +79,18 @@ class Trained:
                     "unfreeze it in the model's constructor. To train more from some step on, save, and start again "
                     "with a constructor that freezes less"
                 )
+
+
+def _places(placed: Placed) -> list[tuple[Mapping[str, Any], str, object]]:
+    """Where modules hold what is trained or sharded, and the modules that do."""
+    found: list[tuple[Mapping[str, Any], str, object]] = []
+    for module in (module for part in placed.parts for module in part.root.modules()):
+        found += [(module._parameters, key, p) for key, p in module._parameters.items() if _matters(p)]
+        for key, child in module._modules.items():
+            if child is not None and any(map(_matters, child.parameters())):
+                found.append((module._modules, key, child))
+    return found
+
+
+def _matters(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and (parameter.requires_grad or isinstance(parameter, DTensor))

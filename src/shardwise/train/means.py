@@ -1,0 +1,86 @@
+"""What a loss function takes over a part of the batch, and no division mends: remarked where a step has several parts.
+
+A mean counts by its rows. One over labels that count, or weights of classes, weighs ranks and micro-batches otherwise
+than one process does: the most common error of all in data parallelism. And a factor that is made of the gradient of a
+weight (balanced losses) is made of that part's rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.parallel.placed import Placed
+from shardwise.train.torch_private import mean_of_labels
+
+
+def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callable[[Any, Any], Any]:
+    """The same loss function, which is looked at where a step has several parts.
+
+    Cost: two microseconds per operation of the loss; in the first call a look at the labels.
+    """
+    parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
+    if parts == 1:
+        return loss_fn
+    looks, plan = _Looks(), f"`{placed.plan}` divides a batch into {parts} parts"
+
+    @partial(update_wrapper, wrapped=loss_fn, updated=())
+    def call(output: Any, batch: Any) -> Any:
+        with looks:
+            result = loss_fn(output, batch)
+        if looks.is_first and isinstance(result, torch.Tensor) and (found := _of_labels(result)):
+            _warn(
+                f"rank {placed.mesh.rank}: the loss function returned a mean, which counts by its rows, and found "
+                f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
+                "needed: a sum and its weight, as sw.token_cross_entropy(logits, labels) has, or sw.Loss(sum, weight)"
+            )
+        looks.is_first = False
+        if looks.gradients == 1 and placed.mesh.tells:
+            looks.gradients += 1
+            _warn(
+                "the loss function takes the gradient of a weight (torch.autograd.grad), which is that of a part's "
+                f"rows; {plan}, and what is made of it (a factor between two losses) is another number than of the "
+                "whole batch; use a factor that the parts share (of the step before, summed over ranks), or one part"
+            )
+        return result
+
+    return call
+
+
+def _of_labels(loss: torch.Tensor) -> str:
+    """Over what a mean of labels on the way to a loss is taken; empty: over all alike, or there is none."""
+    ignored, labels, is_weighted = mean_of_labels(loss) or (0, 0, False)
+    if is_weighted:
+        return "one of cross_entropy with weights of classes, by which it divides"
+    return f"one of cross_entropy over {labels - ignored} labels of {labels}, which ignores others" if ignored else ""
+
+
+def _warn(text: str) -> None:
+    with suppress(Warning):  # `-W error` does not end a run that may be meant so
+        warnings.warn(text, stacklevel=7)
+
+
+class _Looks(TorchFunctionMode):
+    """Whether gradients of weights are taken within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients, self.is_first = 0, True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every call of a torch function comes here."""
+        if func is torch.autograd.grad and not self.gradients:
+            inputs = inspect.signature(func).bind(*args, **(kwargs or {})).arguments["inputs"]
+            each = inputs if isinstance(inputs, list | tuple) else [inputs]
+            self.gradients = int(any(isinstance(one, nn.Parameter) for one in each))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,239 @@
+"""A script's own forwards beside its steps (a teacher, a look at the model), what it writes into weights, its hooks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ModelError
+from shardwise.parallel.compose import apply
+from shardwise.parallel.mesh import open_mesh
+from shardwise.parallel.placed import Placed
+from shardwise.plan.plan import Plan
+from shardwise.testing import World, fake_world
+from shardwise.train.loss import Loss, mean_over
+from shardwise.train.optimizers import sgd
+from shardwise.train.several import several as combined
+from shardwise.train.state import TrainState
+from shardwise.train.step import TrainStep, make_step
+
+DIM = 6
+
+
+class Net(nn.Module):
+    """Blocks, which are gathered each by itself, and layers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(torch.tanh(x))
+
+
+def rows(seed: int, placed: Placed) -> Tensor:
+    """This rank's part of 8."""
+    batch = placed.mesh.batch
+    whole = torch.randn(8, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return whole.tensor_split(batch.size)[batch.rank]
+
+
+def taught(text: str, is_frozen: bool) -> list[float]:
+    """Steps of a model whose teacher, a second one, follows it by a list of parameters that was made once."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed, teacher = (apply(Net, plan, mesh, seed=seed) for seed in (3, 4))
+        if is_frozen:
+            teacher.module.requires_grad_(False)
+        pairs = list(zip(teacher.parameters(), placed.parameters(), strict=True))
+
+        def loss_fn(output: Tensor, x: Tensor) -> Loss:
+            return mean_over((output - teacher.module(x.flip(1)).detach()).square())
+
+        step, found = make_step(TrainState(placed, sgd(placed, lr=0.3)), loss_fn), []
+        for number in range(3):
+            found.append(step(rows(number, placed)).loss)
+            with torch.no_grad():
+                for follower, leader in pairs:
+                    follower.lerp_(leader, 0.5)
+        return found
+
+
+@pytest.mark.parametrize(("text", "is_frozen"), [("fsdp2 / fp64", True), ("fsdp2 zero1 / fp64", False)])
+def test_a_teacher_is_what_the_script_has_written_into_it(world: World, text: str, is_frozen: bool) -> None:
+    """What its forward had gathered stayed, and it taught for ever what it was at first, without a word."""
+    (alone,) = world(1, taught, "dp1 / fp64", is_frozen)
+    assert world(2, taught, text, is_frozen) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def hooked(text: str, several: bool) -> str | list[float]:
+    """Losses of a run whose optimizer clips by itself; or what that is told."""
+    plan = Plan.parse(text)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+    def made(placed: Placed) -> Any:
+        optimizer = sgd(placed, lr=0.3)
+        optimizer.torch.register_step_pre_hook(clip)
+        return optimizer
+
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        optimizer = combined(placed, {"*": made}) if several else made(placed)
+        step = make_step(TrainState(placed, optimizer), lambda y, x: mean_over((y - x).square()))
+        try:
+            return [step(rows(number, placed)).loss for number in range(3)]
+        except ModelError as error:
+            return str(error)
+
+
+def test_a_hook_that_clips_by_a_norm_of_its_part_is_refused(world: World) -> None:
+    """Each rank scaled its part by another norm, without a word."""
+    (alone,) = world(1, hooked, "dp1 / fp64", False)
+    assert world(2, hooked, "dp2 / fp64", False) == [pytest.approx(alone, rel=1e-12)] * 2
+    for text, several, what in (("fsdp2 / fp64", False, "a shard"), ("pp2 / mb2 / fp64", True, "of one stage")):
+        for said in world(2, hooked, text, several):
+            assert "a norm over gradients (clip_grad_norm_), of which" in said and f"is {what}:" in said
+
+
+def changed(text: str, what: str, since: int) -> str:
+    """What a script is told that puts other weights into the model after some steps."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        module: Any = placed.module
+
+        def made() -> TrainStep:
+            return make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over(y.square()))
+
+        step = made() if since else None
+        for number in range(since):
+            assert step is not None
+            step(rows(number, placed))
+        if what == "tied":
+            module.last.weight = module.first.weight
+        elif what == "assigned":
+            module.last = nn.Linear(DIM, DIM, dtype=torch.float64)
+        else:
+            nn.utils.parametrize.register_parametrization(module.last, "weight", nn.Tanh())
+        with pytest.raises(ModelError) as caught:
+            (step or made())(rows(9, placed))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "since"),
+    [
+        ("dp1 / fp64", "assigned", 1),
+        ("dp2 / fp64", "tied", 1),
+        ("dp2 / fp64", "tied", 0),
+        ("fsdp2 / fp64", "tied", 2),
+        ("fsdp2 / fp64", "parametrized", 1),
+    ],
+)
+def test_weights_that_are_put_in_the_place_of_others_are_refused(
+    world: World, text: str, what: str, since: int
+) -> None:
+    """`fully_shard` went on with those from before, and a new module was in no optimizer, without a word."""
+    needed = "last.weight was replaced or removed after make_step" if since else "last.weight was removed after apply"
+    assert all(needed in said for said in world(Plan.parse(text).world, changed, text, what, since))
+
+
+def compiled(text: str) -> list[float]:
+    """Losses of a model that the script compiles itself."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh, warnings.catch_warnings(action="ignore"):  # dynamo trips over warnings of torch's own
+        placed = apply(Net, plan, mesh, seed=3)
+        placed.module.compile(backend="eager")
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square()))
+        return [step(rows(number, placed)).loss for number in range(2)]
+
+
+@pytest.mark.soak
+def test_a_model_that_the_script_compiles(world: World) -> None:
+    """What looks at values in a first forward was compiled, too, and ended in an AttributeError."""
+    (alone,) = world(1, compiled, "dp1 / fp64", timeout_s=100)
+    assert world(2, compiled, "fsdp2 / fp64", timeout_s=100) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def by_list(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:
+    return kept
+
+
+def by_module(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:
+    return list(placed.module.parameters())
+
+
+def by_name(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:
+    module: Any = placed.module
+    return [module.last.weight, module.blocks[1].bias]
+
+
+def clipped(text: str, written: Callable[[Placed, list[nn.Parameter]], list[nn.Parameter]], looks: str) -> list[float]:
+    """Steps between which a script looks at the model, and clips weights."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        kept = list(placed.parameters())
+        step, found = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square())), []
+        for number in range(3):
+            metrics = step(rows(number, placed))
+            found += [metrics.loss, metrics.grad_norm]
+            with torch.set_grad_enabled(looks == "for gradients"):
+                placed.module(rows(9, placed))
+            with torch.no_grad():
+                for parameter in written(placed, kept):
+                    parameter.clamp_(-0.2, 0.2)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "looks"),
+    [
+        ("fsdp2 / fp64", by_list, "for values"),
+        ("fsdp2 / fp64", by_name, "for gradients"),
+        ("fsdp2 zero2 / mb2 / fp64", by_module, "for values"),
+        ("fsdp2 zero1 / fp64", by_list, "for gradients"),
+        ("fsdp2 / reshard=false / fp64", by_name, "for values"),
+    ],
+)
+def test_weights_are_what_a_script_writes_after_a_look(world: World, text: str, written: Any, looks: str) -> None:
+    """It wrote into copies, or into shards of which copies were there; the next step took the other ones."""
+    (alone,) = world(1, clipped, "dp1 / fp64", written, looks)
+    assert world(2, clipped, text, written, looks) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def test_what_is_kept_on_some_ranks_is_given_back(world: World) -> None:
+    (alone,) = world(1, clipped, "dp1 / fp64", by_list, "for values")
+    found = world(4, clipped, "fsdp4 / reshard=2 / fp64", by_list, "for values")
+    assert found == [pytest.approx(alone, rel=1e-12)] * 4
+
+
+@pytest.mark.parametrize("text", ["fsdp4", "fsdp4 / reshard=2", "fsdp4 zero1", "dp2 fsdp2 / reshard=false"])
+def test_what_a_forward_gathers_stays_as_planned_within_a_step(text: str) -> None:
+    """The private name: `post_forward_mesh_info` of each group, None where what is gathered stays."""
+    plan = Plan.parse(text)
+    with fake_world(4), open_mesh(plan, device="cpu") as mesh:
+        placed: Any = apply(Net, plan, mesh)
+        groups = [group for group, _ in placed.gathered._planned]
+        assert len(groups) == 5 and shards(groups) == [4 // plan.axes.dp_replicate] * 5
+        with placed.gathering(), placed.gathering():
+            planned = {"fsdp4": 4, "fsdp4 / reshard=2": 2}.get(text)
+            assert shards(groups) == [None, *[planned] * 4]  # the model's own group comes first
+        assert shards(groups) == [4 // plan.axes.dp_replicate] * 5
+
+
+def shards(groups: list[Any]) -> list[int | None]:
+    found = [group.post_forward_mesh_info for group in groups]
+    return [info and info.shard_mesh_size for info in found]

@@ -1,0 +1,79 @@
+"""What every rank must call, called by one alone; and what the others say when one has failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import UsageError
+from shardwise.parallel import together
+from shardwise.testing import World, WorldError
+
+
+def model() -> nn.Module:
+    return sw.GPT(sw.GPTConfig(vocab_size=8, dim=8, num_layers=2, num_heads=2, max_seq_len=8))
+
+
+def left(text: str, call: str) -> str:
+    """Rank 0 looks at the model, the other one trains on; what ends that."""
+    plan, ids = sw.Plan.parse(text), torch.zeros(2, 4, dtype=torch.int64)
+    patch = pytest.MonkeyPatch()  # of this process, which ends with the test
+    patch.setattr(together, "_PATIENCE", 0.1)
+    with pytest.raises((UsageError, RuntimeError)) as caught, sw.open_mesh(plan, timeout_s=6.0) as mesh:
+        placed = sw.apply(model, plan, mesh, seed=3)
+        step: Any = sw.make_step(
+            sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda output, _: output.square().mean()
+        )
+        step(ids)
+        if mesh.is_first and call == "evaluate":
+            sw.evaluate(placed, lambda output, _: output.square().mean(), [ids])
+        if mesh.is_first and call == "generate":
+            sw.generate(placed, ids, 2)
+        step(ids)
+        dist.barrier()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(("text", "call"), [("dp2", "evaluate"), ("fsdp2", "generate")])
+def test_a_rank_that_looks_at_the_model_alone_says_so(world: World, text: str, call: str) -> None:
+    """Its messages were taken for those of a step: gloo ended the process, or one waited for ever."""
+    looks, trains = world(2, left, text, call)
+    assert trains.startswith("RuntimeError")
+    assert looks.startswith(
+        f"UsageError: {call}(): rank 0 has waited 1 s for the other ranks, and not all of them came"
+    )
+
+
+def failing(text: str) -> list[str]:
+    """The last rank fails in its loss function: this rank's error, and its notes."""
+    plan, ids = sw.Plan.parse(text), torch.zeros(4, 4, dtype=torch.int64)
+    with pytest.raises((KeyError, RuntimeError)) as caught, sw.open_mesh(plan) as mesh:
+
+        def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return output.mean() + 0 * batch["labels" if mesh.rank == mesh.world - 1 else "input_ids"].sum()
+
+        placed = sw.apply(model, plan, mesh, seed=3, sample={"input_ids": ids})
+        sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), loss_fn)({"input_ids": ids})
+    return [str(caught.value), *getattr(caught.value, "__notes__", [])]
+
+
+@pytest.mark.parametrize("text", ["pp2 / 1f1b mb2", "dp2"])
+def test_a_rank_that_loses_another_names_the_cause(world: World, text: str) -> None:
+    """Without `shardwise run`, which shows the first error alone, its own was all that it said: a closed connection."""
+    echo, cause = world(2, failing, text)
+    assert cause[0] == "'labels'" and not any("lost" in note for note in cause)
+    assert echo[-1] == "This rank lost another one. What ended that: rank 1: KeyError: 'labels'"
+
+
+def raising(text: str) -> None:
+    raise RuntimeError(" ".join(failing(text)))
+
+
+def test_a_world_shows_the_cause_first(world: World) -> None:
+    with pytest.raises(WorldError, match="^rank 1:\n"):
+        world(2, raising, "dp2")
