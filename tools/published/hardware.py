@@ -155,9 +155,15 @@ def _named(gpu: str) -> tuple[str, str]:
     return name, ""
 
 
+HOST_OF_GH200 = (120, 240, 480, 624)
+"""GB by which drivers name a GH200: those of its CPU, or of both (docs.nvidia.com, Grace Hopper)."""
+
+
 def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     """Memory by the size in the name, where it is not the preset's; frameworks see some 6 % more than 10^9 each."""
     stated = re.search(r"\b(\d+)gi?b?\b", name)
+    if stated and preset == "gh200" and int(stated.group(1)) in HOST_OF_GH200:
+        stated = None
     memory = int(stated.group(1)) * 1.06e9 if stated else cluster.device.memory
     if preset == "mi250x":
         return _carded(name, memory, cluster)

@@ -31,7 +31,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"deepspeed|ml-engineering|colossal", "deepspeed"),
     (
         r"megatron|\bnemo\b|dgxc|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
-        r"|automodel|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai",
+        r"|automodel|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow(?!-inc)|libai",
         "megatron",
     ),
     (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
