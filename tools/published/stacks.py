@@ -45,6 +45,8 @@ kernels, `fsdp` one of two, by year."""
 
 TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
 """Names of Google's devices, whose published configurations tune what is recomputed."""
+CORE_SINCE = 2023.0
+"""Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
 WEIGHED = 2025.5
 """Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
@@ -140,9 +142,9 @@ def megatron_era(cells: Cells) -> str:
         vendor = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
         late = vendor or (cells.year >= 2023.5 and cells.has("neox"))  # which bring a fused attention
         return "megatron-flash" if late or names_flash(cells) else "megatron-2021"
-    if (cells.year >= 2023.75 or low) and not _flash_sweep(cells):
+    if (cells.year >= CORE_SINCE or low) and not _flash_sweep(cells):
         return core
-    return "megatron-flash" if cells.year >= 2023 or names_flash(cells) else "megatron-2021"
+    return "megatron-flash" if names_flash(cells) or _flash_sweep(cells) else "megatron-2021"
 
 
 def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
