@@ -68,3 +68,13 @@ def test_the_owner_of_a_repository_is_not_what_ran() -> None:
     said = "Oneflow-Inc/DLPerf PyTorch/BERT/README.md; NVIDIA DeepLearningExamples, DDP"
     assert not variant("fsdp-1", **BARE | {"notes": said}).stack.name.startswith("megatron")
     assert variant("fsdp-1", **BARE | {"notes": "OneFlow 0.8"}).stack.name.startswith("megatron")
+
+
+def test_no_more_blocks_are_recomputed_than_need_be() -> None:
+    unsaid = BARE | {"source": "Megatron-LM", "activation_checkpoint": ""}
+    found = {
+        gpu: variant("core-8", **unsaid | {"gpu": gpu}).plan.recompute for gpu in ("h100-sxm-80g", "h200", "gb300")
+    }
+    shares = [found[gpu].ratio for gpu in ("h100-sxm-80g", "h200")]
+    assert all(found[gpu].mode == "ratio" for gpu in ("h100-sxm-80g", "h200")) and shares == [0.75, 0.5]
+    assert found["gb300"].mode in ("none", "ops")
