@@ -68,13 +68,33 @@ def test_the_owner_of_a_repository_is_not_what_ran() -> None:
     said = "Oneflow-Inc/DLPerf PyTorch/BERT/README.md; NVIDIA DeepLearningExamples, DDP"
     assert not variant("fsdp-1", **BARE | {"notes": said}).stack.name.startswith("megatron")
     assert variant("fsdp-1", **BARE | {"notes": "OneFlow 0.8"}).stack.name.startswith("megatron")
+    said = "hpcaitech/ColossalAI-Pytorch-lightning benchmark/README.md; PyTorch Lightning, DDP"
+    assert (
+        variant("fsdp-1", **BARE | {"notes": said, "n_gpus": "8", "dp_replicate": "8", "dp_shard": "1"}).stack.name
+        == "eager"
+    )
 
 
 def test_no_more_blocks_are_recomputed_than_need_be() -> None:
     unsaid = BARE | {"source": "Megatron-LM", "activation_checkpoint": ""}
-    found = {
-        gpu: variant("core-8", **unsaid | {"gpu": gpu}).plan.recompute for gpu in ("h100-sxm-80g", "h200", "gb300")
-    }
-    shares = [found[gpu].ratio for gpu in ("h100-sxm-80g", "h200")]
-    assert all(found[gpu].mode == "ratio" for gpu in ("h100-sxm-80g", "h200")) and shares == [0.75, 0.5]
-    assert found["gb300"].mode in ("none", "ops")
+    found = {gpu: variant("core-8", **unsaid | {"gpu": gpu}) for gpu in ("h100-96g", "h200", "gb300")}
+    assert [found[gpu].plan.recompute.ratio for gpu in ("h100-96g", "h200")] == [0.75, 0.5]
+    assert any("without which it would not fit" in line for line in found["h200"].assumed)
+    assert found["gb300"].plan.recompute.mode == "none"
+
+
+def test_an_exchange_between_experts_says_that_ranks_share_them() -> None:
+    few = dict.fromkeys(("dp_replicate", "tp", "pp", "cp", "n_params", "n_layers", "d_model", "ep"), "")
+    moe = BARE | few | {"model": "Mixtral 8x7B", "n_gpus": "16", "dp_shard": "16", "gpus_per_node": "8"}
+    for said in ("FSDP2 + EP", "DeepEP", "expert parallelism"):
+        row = variant("fsdp-1", **moe | {"notes": said})
+        assert row.plan.axes.ep == 8 and any("no degree" in line for line in row.assumed), said
+    for said in ("", "no expert parallelism", "steps + episodes"):
+        assert variant("fsdp-1", **moe | {"notes": said}).plan.axes.ep == 1, said
+    assert variant("fsdp-1", **moe | {"notes": "DeepEP", "ep": "4"}).plan.axes.ep == 4
+    assert variant("fsdp-1", **BARE | {"notes": "DeepEP"}).plan.axes.ep == 1, "a dense model has none"
+
+
+def test_in_a_graph_of_the_whole_step_the_host_waits_for_no_gather() -> None:
+    graphed = variant("fsdp-1", **BARE | {"notes": "torchtitan; CUDA graph of the whole step"})
+    assert graphed.stack.gather_wait == 0 < variant("fsdp-1", **BARE | {"notes": "torchtitan"}).stack.gather_wait

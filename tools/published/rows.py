@@ -206,7 +206,7 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
     for recompute in tried:
         one = replace(plan, recompute=recompute)
         memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
-        if memory.device - memory.held <= DOUBT * memory.limit:
+        if memory.device - memory.held <= (1.0 if recompute in PARTS else DOUBT) * memory.limit:
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one

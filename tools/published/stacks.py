@@ -106,7 +106,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
     if cells.noted(r"(?<!no )cuda graphs? of the (whole|entire|full) (step|iteration)"):
-        stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0)
+        stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
@@ -208,7 +208,7 @@ _TRAINERS = r"hugging ?face('s)? (transformers )?(trainer|accelerate)|(hf|transf
 def _without_sources(cells: Cells) -> str:
     """The row's words; where they name a trainer, without paths, whose names are no code that ran."""
     said = unsourced(cells.text)
-    return said if re.search(_TRAINERS, said) else cells.text
+    return said if re.search(rf"{_TRAINERS}|{LIBRARIES}", said) else cells.text
 
 
 def library(cells: Cells) -> bool:
