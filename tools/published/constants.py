@@ -37,7 +37,8 @@ def tables() -> str:
         "nvlink3 to 5 and efa are fitted; InfiniBand is what its adapters carry; the others are estimates. Each "
         "message pays its latencies, so efa's is near what NCCL's tuner and its plugin say (164 µs). The latency "
         "of nvlink3 was fitted to two stacks apart: 26 µs by vTrain and BLOOM, 20 µs by the study of Aleph Alpha. It "
-        "holds what ranks wait for each other.",
+        "holds what ranks wait for each other. In rings through several nodes a device's own copying (`network` of a "
+        "stack) goes on beside the sending, and times per byte combine by a power (`BESIDE` below).",
         table(
             ("link", "GB/s", "µs"),
             [(k, f"{v['bandwidth'] / 1e9:g}", f"{v['latency'] * 1e6:g}") for k, v in links.items()],
