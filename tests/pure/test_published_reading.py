@@ -64,6 +64,13 @@ def test_drivers_name_a_gh200_by_the_memory_of_its_cpu() -> None:
     assert variant("fsdp-1", **BARE | {"gpu": "NVIDIA GH200 144G HBM3e"}).cluster.device.memory > 1.4 * chip.memory
 
 
+def test_the_a100_of_64_gb_is_leonardos() -> None:
+    for name in ("NVIDIA A100-SXM-64GB", "a100-64g"):
+        device = variant("fsdp-1", **BARE | {"gpu": name}).cluster.device
+        assert (device.curve.units, round(device.memory / 1e9)) == (124, 68), name
+        assert device.rates.bf16 == pytest.approx(312e12 * 124 / 108, rel=1e-2), name
+
+
 def test_the_owner_of_a_repository_is_not_what_ran() -> None:
     said = "Oneflow-Inc/DLPerf PyTorch/BERT/README.md; NVIDIA DeepLearningExamples, DDP"
     assert not variant("fsdp-1", **BARE | {"notes": said}).stack.name.startswith("megatron")

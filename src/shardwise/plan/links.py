@@ -125,7 +125,7 @@ def collective_time(
     if kind == "send":
         return latency + size * (1 / (network.bandwidth if crosses else _among(cluster.local, 2)) + copying)
     wire, device = min(local, inside * network.bandwidth) if crosses else local, 1 / (1 / local + copying)
-    wide = (wire**-BESIDE + device**-BESIDE - local**-BESIDE) ** (-1 / BESIDE)
+    wide: float = (wire**-BESIDE + device**-BESIDE - local**-BESIDE) ** (-1 / BESIDE)
     part = size * (ranks - 1) / ranks
     if kind == "all_to_all":
         out = once * size * (ranks - inside) / ranks  # leaves the domain, through one adapter
