@@ -257,7 +257,7 @@ def test_a_word_names_the_links() -> None:
     [
         ("h100:8x2@ib40", "unknown link 'ib40'; did you mean 'ib400'"),
         ("h100:8x2@pcie5/ib400/eth100", "found 3 links, needed @network, or @local/network"),
-        ("a100:8x2", r"unknown; did you mean 'a100-40g' or 'a100-80g'\? A preset is written"),
+        ("a100:8x2", r"unknown; did you mean 'a100-40g' or 'a100-80g' or 'a100-64g'\? A preset is written"),
         ("h100:8x-1", "found the size '8x-1', needed devices per node and nodes, .* h100:8x16"),
         ("h100:8x2x2", "found the size '8x2x2'"),
         ("h100:\uff18", "found the size"),

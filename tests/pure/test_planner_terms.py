@@ -11,6 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.hardware.cluster import Link, Loading, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
+from shardwise.plan.datatime import Sends, exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import assumed_of
 from shardwise.plan.imbalance import busiest
@@ -308,3 +309,25 @@ def test_each_micro_batch_beyond_the_first_rounds_takes_as_long_as_those_before(
         return step.terms["compute"] + step.terms["pipeline"]
 
     assert seconds(48) - seconds(32) == pytest.approx(seconds(32) - seconds(16), rel=1e-3)
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def test_replicas_add_their_gradients_beside_what_shards_send_inside_a_node() -> None:
+    def sent(text: str) -> Sends:
+        plan = Plan.parse(text)
+        division = divide(LLAMA, plan, replace(WORK, global_batch=64), "balanced")
+        return sends_of(wire_of(division, division.ranks[0], load_cluster("h100:8x4"), load_stack("torchtitan")))
+
+    assert [sent(text).shared for text in ("dp4 fsdp8", "dp2 fsdp16", "fsdp32", "dp32")] == [False, True, True, True]
+    inside = sent("dp4 fsdp8")
+    both = inside.again + inside.reduce
+    assert inside.backward(1, inside.again) == max(both, inside.across) < both + inside.across
+    assert inside._replace(shared=True).backward(2, inside.again) == both + inside.across / 2
+    rounds, stack, passes = rounds_of(Plan.parse("dp4 fsdp8")), load_stack("torchtitan"), (0.01, 0.02)
+    times = [
+        exposed_time(rounds, each, passes, stack, waits=32, groups=33)[0]
+        for each in (inside, inside._replace(shared=True))
+    ]
+    assert times[1] - times[0] == pytest.approx(both + inside.across - max(both, inside.across))

@@ -42,14 +42,15 @@ def test_a_ring_through_the_network_uses_an_adapter_per_rank_of_a_node() -> None
 
 
 def test_a_share_is_time_of_the_devices_own_copying() -> None:
-    """Inside a node it is a share of the links; on a slow network its time per byte is the same, and so counts less."""
+    """Inside a node it is a share of the links; on a network it is done beside the sending, and of both mostly the
+    slower counts: it costs little where the network is slow."""
     inside = [collective_time("all_gather", 8e12, Group(8, 1), SLOW, share) for share in (1.0, 0.25)]
     assert inside[1] / inside[0] == pytest.approx(4, rel=1e-3)
     across = [collective_time("all_gather", 32e12, Group(32, 1), SLOW, share) for share in (1.0, 0.25)]
-    assert across[1] / across[0] == pytest.approx(1 + 3 * 80 / 100, rel=1e-3)
+    assert max(80 / 25, 1) <= across[1] / across[0] < 1.05 * 80 / 25 < 1 + 3 * 80 / 100, "not one after the other"
     poor = SLOW.with_(network=Link(bandwidth=1e9, latency=2e-5))
     slower = [collective_time("all_gather", 32e12, Group(32, 1), poor, share) for share in (1.0, 0.25)]
-    assert slower[1] / slower[0] == pytest.approx(1 + 3 * 8 / 100, rel=1e-3)
+    assert 1 <= slower[1] / slower[0] < 1.02 < 1 + 3 * 8 / 100
 
 
 def test_a_group_without_a_switch_has_its_own_wires_alone() -> None:

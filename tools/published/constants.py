@@ -26,7 +26,8 @@ def tables() -> str:
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
         "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
-        "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to. Of the others they "
+        "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
+        "Leonardo's A100 with 124 of its multiprocessors, and rates to match. Of the others they "
         "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
@@ -37,7 +38,8 @@ def tables() -> str:
         "nvlink3 to 5 and efa are fitted; InfiniBand is what its adapters carry; the others are estimates. Each "
         "message pays its latencies, so efa's is near what NCCL's tuner and its plugin say (164 µs). The latency "
         "of nvlink3 was fitted to two stacks apart: 26 µs by vTrain and BLOOM, 20 µs by the study of Aleph Alpha. It "
-        "holds what ranks wait for each other.",
+        "holds what ranks wait for each other. In rings through several nodes a device's own copying (`network` of a "
+        "stack) goes on beside the sending, and times per byte combine by a power (`BESIDE` below).",
         table(
             ("link", "GB/s", "µs"),
             [(k, f"{v['bandwidth'] / 1e9:g}", f"{v['latency'] * 1e6:g}") for k, v in links.items()],

@@ -48,6 +48,7 @@ _AXES = {
 }
 _EXPERTS = _words("ep", "expert")
 _DATA = rf"\bddp\b|{HYBRID}|{ZERO}[12]\b|\bdata[ -]parallel"
+_OF_DATA = _words("dp", "data")
 _LINK = r"(?:[ _-](?:size|degree|groups?|factor|dim|over|across|within|in|of))*[ =:(]+"
 _REPLICAS = rf"replica\w*{_LINK}(\d+)|(\d+)[ -](?:way )?replica"
 _SHARDS = rf"shard\w*{_LINK}(\d+)|(\d+)[ -](?:way )?shard|partition(?:[ _-]group)?{_LINK}(\d+)"
@@ -112,9 +113,11 @@ def sizes_of(cells: Cells, per_node: int = 8) -> Sizes:
     model = (known["tp"] or 1) * (known["pp"] or 1) * (known["cp"] or 1)
     sharded = cells["dp_shard"] and not shard  # `auto`, `-1`: all that are left
     by_data = (replicate or shard or stage_of(cells)) and data * model == count
+    by_data = by_data or (_noted(cells, _OF_DATA) or 0) * model == count
     if missing and count > 1 and not by_data and missing != ["cp"]:
         alone = stage_of(cells) or sharded or stage_said(cells) == 3 or cells.has(_DATA_ONLY) or _is_hybrid(cells)
-        alone = alone or (cells.has(rf"{_DATA}|{LIBRARIES}") and not cells.has(_MODEL))
+        data_only = re.search(rf"{_DATA}|{LIBRARIES}", _of_data(cells)) or expert_degree(cells) > 1
+        alone = alone or (data_only and not cells.has(_MODEL))
         if not alone and len(missing) == len(known):
             raise Skip("layout: not stated")
         cells.assume(f"no {', '.join(missing)}: the row names other axes only")
@@ -197,7 +200,7 @@ def stage_said(cells: Cells) -> int | None:
     stated = stage_of(cells)
     if stated is not None:
         return stated
-    stage = _first(rf"{ZERO}([123])(?![.\d])", cells.text)
+    stage = _first(rf"{ZERO}([123])(?!\.?\d)", cells.text)
     return stage or next((stage for stage, words in _NOTED if cells.has(words)), None)
 
 

@@ -31,6 +31,7 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"h100", "h100", ""),
     (r"a800", "a800", ""),
     (r"a100.*(40g|(?<!x)-40\b)", "a100-40g", ""),
+    (r"a100.*64g", "a100-64g", ""),
     (r"a100.*80g", "a100-80g", ""),
     (r"a100", "a100-80g", "an A100 of 80 GB"),
     (r"mi355", "mi355x", ""),
@@ -155,9 +156,15 @@ def _named(gpu: str) -> tuple[str, str]:
     return name, ""
 
 
+HOST_OF_GH200 = (120, 240, 480, 624)
+"""GB by which drivers name a GH200: those of its CPU, or of both (docs.nvidia.com, Grace Hopper)."""
+
+
 def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     """Memory by the size in the name, where it is not the preset's; frameworks see some 6 % more than 10^9 each."""
     stated = re.search(r"\b(\d+)gi?b?\b", name)
+    if stated and preset == "gh200" and int(stated.group(1)) in HOST_OF_GH200:
+        stated = None
     memory = int(stated.group(1)) * 1.06e9 if stated else cluster.device.memory
     if preset == "mi250x":
         return _carded(name, memory, cluster)

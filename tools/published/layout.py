@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import gcd
 
 from published.cells import Cells, Skip
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
@@ -196,6 +197,10 @@ def trained_share(cells: Cells, spec: ModelSpec) -> float:
     return min(rank * (attention + (0 if few else ffn)) * spec.num_layers / spec.num_params, 1.0)
 
 
+_EXCHANGES = r"\b(deep|hybrid)-?ep\b|(?<!no )(?<!without )expert[ -]parallel|(fsdp\d?|hsdp|tp|dp) ?\+ ?ep\b"
+"""Says that ranks share the experts."""
+
+
 def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_len: int) -> tuple[Plan, Workload]:
     """The layout and the work of a row.
 
@@ -204,6 +209,9 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     """
     sizes = sizes_of(cells, cluster.per_node)
     ep = expert_degree(cells) * inner_degree(cells, spec) if spec.num_experts else 1
+    if spec.num_experts and ep == 1 and not cells["ep"] and cells.has(_EXCHANGES):
+        ep = gcd(spec.num_experts, sizes.data * sizes.cp * sizes.tp)
+        cells.assume(f"ep {ep}, as the row names an exchange between experts and no degree")
     trained = trained_share(cells, spec)
     zero = zero_of(cells, stack.name, sizes, cluster.device.memory / _whole(spec, sizes, ep), trained)
     if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):

@@ -15,6 +15,9 @@ OF_LAYERS = (
     r"|offload(?:s|ing)? (?:the )?activations (?:of|in) (\d+) layers"
 )
 """Megatron's `cpu_offloading_num_layers` in words: whose activations move, and no states."""
+_KINDS = r"((cpu|optimizer|state|parameter|param|activation)s?[ _-])*offload(ing|ed)?"
+_OFF = rf"\b{_KINDS}( is| was)?[ =:]*(off|disabled|false|no(t|ne)?)\b|\b(no|not|without|w/o)( any)? {_KINDS}\b"
+"""Says that nothing moves."""
 
 
 def offloaded_layers(cells: Cells) -> int | None:
@@ -25,19 +28,19 @@ def offloaded_layers(cells: Cells) -> int | None:
 
 def offload_of(cells: Cells, zero: int) -> Offload:
     """States that live on the host, by cells and notes, and saved activations that wait there."""
-    stated = f"{cells['optimizer']} ; {cells['zero_stage']}".lower()
+    stated = re.sub(_OFF, "", f"{cells['optimizer']} ; {cells['zero_stage']}".lower())
     state = re.search(r"on cpu|offload", stated) is not None
     of_states = (
         rf"(optimizer|adam\w?)( states?)?|{ZERO}[123][ _+,(]*(with)?|(?<!no )(?<!activation )(?<!activations )cpu"
     )
-    layers, notes = offloaded_layers(cells), re.sub(OF_LAYERS, "", cells.notes)
+    layers, notes = offloaded_layers(cells), re.sub(f"{OF_LAYERS}|{_OFF}", "", cells.notes)
     noted = re.search(
         rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of|used? |not|off))"
         r"|(?<!no )(?<!without )(?<!no cpu )(?<!without cpu )offload(ed|ing)?[ _](of )?(the )?"
         r"(optimizer|param(eter)?s|gradients|grads)\b|zero-(offload|infinity)",
         notes,
     )
-    saved = cells.noted(r"activations? (check ?point\w* )?(cpu )?offload") is not None or layers is not None
+    saved = re.search(r"activations? (check ?point\w* )?(cpu )?offload", notes) is not None or layers is not None
     saved = (
         saved
         or re.fullmatch(r"(activations? )?(cpu )?offload(ing|ed)?", cells["activation_checkpoint"].lower()) is not None

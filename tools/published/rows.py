@@ -188,6 +188,10 @@ DOUBT = 1.1
 """An estimate that is so much larger than the device still leaves it open whether a job fits."""
 
 
+PARTS = tuple(Recompute(mode="ratio", ratio=share) for share in (0.25, 0.5, 0.75))
+"""Blocks of which no more are recomputed than need be."""
+
+
 def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:
     """The plan; where the row does not say what is recomputed, and would not fit, with the least that lets it fit."""
     plan, work = job
@@ -199,11 +203,11 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
     if not is_open and not {EVERY_SECOND, TWO_OF_THREE} & set(cells.assumed):
         return plan
     profile = profile_of(spec)
-    tried = (plan.recompute, *((Recompute(mode="ops"),) if is_open else ()), Recompute(mode="blocks"))
+    tried = (plan.recompute, *((Recompute(mode="ops"), *PARTS) if is_open else ()), Recompute(mode="blocks"))
     for recompute in tried:
         one = replace(plan, recompute=recompute)
         memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
-        if memory.device - memory.held <= DOUBT * memory.limit:
+        if memory.device - memory.held <= (1.0 if recompute in PARTS else DOUBT) * memory.limit:
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one

@@ -31,7 +31,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"deepspeed|ml-engineering|colossal", "deepspeed"),
     (
         r"megatron|\bnemo\b|dgxc|simumax|\bmcore\b|core 0\.|primus|mindspeed|metaseq"
-        r"|automodel|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow|libai",
+        r"|automodel|modellink|megascale|gigatron|nxd training|neuronx-distributed|paddle|oneflow(?!-inc)|libai",
         "megatron",
     ),
     (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
@@ -45,6 +45,8 @@ kernels, `fsdp` one of two, by year."""
 
 TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
 """Names of Google's devices, whose published configurations tune what is recomputed."""
+CORE_SINCE = 2023.0
+"""Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
 WEIGHED = 2025.5
 """Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
@@ -113,7 +115,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
     if cells.noted(r"(?<!no )cuda graphs? of the (whole|entire|full) (step|iteration)"):
-        stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0)
+        stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
@@ -182,9 +184,9 @@ def megatron_era(cells: Cells) -> str:
         vendor = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
         late = vendor or (cells.year >= 2023.5 and cells.has("neox"))  # which bring a fused attention
         return "megatron-flash" if late or names_flash(cells) else "megatron-2021"
-    if (cells.year >= 2023.75 or low) and not _flash_sweep(cells):
+    if (cells.year >= CORE_SINCE or low) and not _flash_sweep(cells):
         return core
-    return "megatron-flash" if cells.year >= 2023 or names_flash(cells) else "megatron-2021"
+    return "megatron-flash" if names_flash(cells) or _flash_sweep(cells) else "megatron-2021"
 
 
 def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
@@ -248,7 +250,7 @@ _TRAINERS = r"hugging ?face('s)? (transformers )?(trainer|accelerate)|(hf|transf
 def _without_sources(cells: Cells) -> str:
     """The row's words; where they name a trainer, without paths, whose names are no code that ran."""
     said = unsourced(cells.text)
-    return said if re.search(_TRAINERS, said) else cells.text
+    return said if re.search(rf"{_TRAINERS}|{LIBRARIES}", said) else cells.text
 
 
 def library(cells: Cells) -> bool:

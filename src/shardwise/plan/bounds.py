@@ -341,7 +341,7 @@ class Bounds(SizeBounds):
         if key not in self._least_sends:
             found = self._least_sends[key] = {}
             for spread in self.space.spreads(pipe):
-                found[spread.zero] = Sends(*map(min, self._sent(spread), found.get(spread.zero, repeat(inf))))
+                found[spread.zero] = Sends._make(map(min, self._sent(spread), found.get(spread.zero, repeat(inf))))
         return self._least_sends[key]
 
     def _sent(self, spread: Spread) -> Sends:

@@ -128,16 +128,26 @@ class Sends(NamedTuple):
     """Gradients, over their shards; without shards over all data ranks."""
     across: float
     """Gradients over replicas, once per step."""
+    shared: bool = True
+    """These go over the links of the others; False: shards are inside a node, replicas are not, and each kind has a
+    stream of its own (`_all_reduce_stream` of FSDP1, `all_reduce_stream` of `fully_shard`)."""
+
+    def backward(self, times: int, again: float = 0.0) -> float:
+        """Seconds of sending beside a backward pass, of `times` that share what replicas add."""
+        ours, theirs = again + self.reduce, self.across / times
+        return ours + theirs if self.shared else max(ours, theirs)
 
 
 def sends_of(wire: Wire) -> Sends:
     """What is sent for the parameters of a rank."""
     width, sharded = compute_width(wire.plan), wire.plan.zero > 0
+    shards = group_of(wire.plan.axes, "data")
     return Sends(
         gather=wire.time("all_gather", width) if sharded else 0.0,
         again=wire.time("all_gather", width, again=True) if sharded else 0.0,
         reduce=wire.time("reduce_scatter" if sharded else "all_reduce", wire.gradient, share=wire.trained),
         across=wire.across(),
+        shared=not sharded or shards.inside(wire.cluster) < shards.size,
     )
 
 
@@ -185,19 +195,19 @@ def exposed_time(
         waits: blocks whose gather the host waits for.
         groups: what is gathered and reduced one after the other.
     """
-    (gather, again, reduce, across), (forward, backward) = sends, passes
+    (gather, again, reduce, across), (forward, backward) = sends[:4], passes
     count, hides = rounds.micro_batches, stack.overlap_data
     first, last = gather / groups, reduce / groups
     if rounds.frees:
         wait = stack.gather_wait * (waits + (not rounds.reshards))  # gathered once, it is what `zero` 1 does below
-        ahead, back = max(0.0, gather - hides * forward), max(0.0, again + reduce + across / count - hides * backward)
+        ahead, back = max(0.0, gather - hides * forward), max(0.0, sends.backward(count, again) - hides * backward)
         exposed = (ahead + back + (1 + rounds.reshards) * wait + first + last) * count
         sent = (gather + again + reduce) * count + across
         if rounds.pp > 1 and stack.keeps_shards:  # backward passes leave weights for the forward passes between them
             early = min(count, rounds.pp)
             exposed = (max(0.0, again - hides * backward) + wait + first) * count
             exposed += (ahead + wait + first) * early
-            exposed += max(0.0, reduce + across - hides * backward) + last
+            exposed += max(0.0, sends.backward(1) - hides * backward) + last
             sent = again * count + gather * early + reduce + across
         return exposed, max(sent, exposed)
     times, wait = rounds.reductions, stack.gather_wait * (1 + waits) * (rounds.zero > 0)
@@ -206,7 +216,7 @@ def exposed_time(
         exposed = sent * stack.reduces_late + wait
         return exposed, exposed
     if stack.keeps_shards and not stack.eager:
-        added = reduce + across / times
+        added = sends.backward(times)
         ahead, back = max(0.0, gather - hides * forward), max(0.0, added - hides * backward)
         exposed = ahead + first + wait + (back + added / groups) * times
         return exposed, max(sent, exposed)

@@ -62,6 +62,12 @@ SWITCHED = 72
 rings run along one axis after the other."""
 
 
+BESIDE = 3
+"""Power by which the times that a byte takes on the network and in a device's own copying combine: 1 where they take
+turns, the slower alone where it is large. Fitted with the `network` of fsdp1 and megatron-flash, over nodes that have
+45 to 360 GB/s (`tools/published/elsewhere.csv`: yafsdp, ibmblog, modalities; the study of Aleph Alpha)."""
+
+
 def ring_latency(group: Group, cluster: Cluster) -> float:
     """Seconds of the steps of a ring through a group, whatever is sent.
 
@@ -102,6 +108,7 @@ def collective_time(
 
     `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the fast tier's bandwidth that it
     gets; what it lacks is time of the device's own copying, beside kernels that compute: the same per byte on any link.
+    A ring copies pieces of a message while others are on the network, so that mostly the slower of both counts.
     `once`: of what an all_to_all sends to other domains, the share that crosses; inside them it is handed on.
 
     Gathers and reduce-scatters are rings, an all-reduce is a ring or a tree, whichever is faster: latency and transfer
@@ -117,7 +124,8 @@ def collective_time(
     copying = (1 / share - 1) / cluster.local.bandwidth
     if kind == "send":
         return latency + size * (1 / (network.bandwidth if crosses else _among(cluster.local, 2)) + copying)
-    wide = 1 / (1 / (min(local, inside * network.bandwidth) if crosses else local) + copying)
+    wire, device = min(local, inside * network.bandwidth) if crosses else local, 1 / (1 / local + copying)
+    wide: float = (wire**-BESIDE + device**-BESIDE - local**-BESIDE) ** (-1 / BESIDE)
     part = size * (ranks - 1) / ranks
     if kind == "all_to_all":
         out = once * size * (ranks - inside) / ranks  # leaves the domain, through one adapter

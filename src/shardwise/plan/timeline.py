@@ -130,7 +130,7 @@ def _data_of(division: Division, cluster: Cluster, stack: Stack, rank: RankCosts
     plan, exposed, hidden = division.plan, step.terms.get("data", 0.0), step.hidden.get("data", 0.0)
     if not plan.zero:
         return _Data(0.0, 0.0, hidden, exposed, (False, False))
-    gather, again, reduce, across = sends_of(wire_of(division, rank.stages, cluster, stack))
+    gather, again, reduce, across = sends_of(wire_of(division, rank.stages, cluster, stack))[:4]
     scatter, rounds = reduce + across, rounds_of(plan)
     if not rounds.frees:  # gathered once, behind the next step's first forward
         share = gather / max(gather + scatter * rounds.reductions, 1e-12)
