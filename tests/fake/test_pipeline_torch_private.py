@@ -25,6 +25,7 @@ from shardwise.parallel.module_torch_private import (
 )
 from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, Stage, schedule_order
 from shardwise.parallel.torch_private import behind_backward, in_backward, saving_hook
+from shardwise.parallel.unused_torch_private import SUMS_APART, FSDPParam
 from shardwise.plan.plan import LOOPED, SCHEDULES
 
 
@@ -66,6 +67,11 @@ def test_a_stage_holds_what_it_sent_for_its_backward() -> None:
     assert theirs is None or list(inspect.signature(theirs).parameters) == ["self", "output"]
     assert (theirs is None) == (torch.__version__ < "2.15")
     assert Stage._output_slot_is_releasable is not theirs
+
+
+def test_where_fully_shard_adds_up_micro_batches() -> None:
+    assert SUMS_APART == (torch.__version__ < "2.15") == hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+    assert SUMS_APART or hasattr(torch.zeros(1), "grad_dtype")
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -22,7 +22,7 @@ def take_over(
     """Read into fresh tensors, and then, when no rank has anything against it, into the state.
 
     What the state must be now: the manifest, with what was changed on the way in place of what is stored; and
-    digests of the parts that were read as they are stored.
+    of the parts that were read as they are stored where they lie (`Arrival`).
 
     Raises:
         CheckpointError: on all ranks; the state is as it was.
