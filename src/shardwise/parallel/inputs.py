@@ -72,6 +72,8 @@ def model_inputs(batch: Any, signature: Signature) -> tuple[tuple[Any, ...], dic
 
 def _check_rows(batch: Mapping[Any, Any], takes: Mapping[Any, Any]) -> None:
     """A batch has as many rows as its first tensor: a table that stands before what the model gets would tell them."""
+    if (first := _first(batch)) is not None and first is _first(takes):
+        return
     given = [leaf.shape[0] for _, leaf in leaves(takes) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = num_rows(batch) if given else 0
     if given and rows not in given and _list_of_samples(batch) is None:
@@ -97,6 +99,8 @@ def num_rows(batch: Any) -> int:
     """
     if isinstance(batch, torch.Tensor) and batch.dim():
         return batch.shape[0]
+    if (first := _first(batch)) is not None:
+        return first.shape[0]
     if (items := _list_of_samples(batch)) is not None:
         return len(items)
     found = next((leaf for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
@@ -106,6 +110,13 @@ def num_rows(batch: Any) -> int:
             "dict with one whose first dim is the rows; give one in the collate function"
         )
     return found.shape[0]
+
+
+def _first(batch: Any) -> torch.Tensor | None:
+    """The tensor with rows that a batch begins with: most do, and it tells how many without a look at the rest."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    first = next(iter(values), None)
+    return first if isinstance(first, torch.Tensor) and first.dim() else None
 
 
 def _list_of_samples(batch: Any) -> list[torch.Tensor] | None:

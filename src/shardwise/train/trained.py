@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ModelError
 from shardwise.parallel.limits import refuse_gradient_hook
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.torch_private import wrapper_of
+from shardwise.parallel.torch_private import has_gradient_hook, wrapper_of
 from shardwise.train.state import TrainState
 
 
@@ -26,6 +27,7 @@ class Trained:
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self._places = _places(state.placed)
+        self._held = [value for _, _, value in self._places]
         for optimizer in (state.optimizer, *getattr(state.optimizer, "parts", {}).values()):
             optimizer.is_of_stage = state.placed.pipeline is not None
 
@@ -60,10 +62,11 @@ class Trained:
             self._state.ema.check_own("stepped")
         if self._placed.reduced is not None and not all(p.requires_grad for p in self.parameters.values()):
             self._placed.check_trainable()
-        if any(held.get(key) is not value for held, key, value in self._places):
+        if not all(map(is_, self._held, [held.get(key) for held, key, _ in self._places])):
             self._check_places()
-        for name, parameter in self.parameters.items():
-            refuse_gradient_hook(name, parameter)
+        if any(map(has_gradient_hook, self.parameters.values())):
+            for name, parameter in self.parameters.items():
+                refuse_gradient_hook(name, parameter)
         for name, before in self._placed.wrappers.items():
             sharded: Any = self.parameters.get(name)
             if isinstance(sharded, DTensor) and wrapper_of(sharded) != before:
