@@ -14,7 +14,10 @@ from shardwise.testing import World
 
 
 class Block(nn.Module):
-    """A table that is made once and grows, room that each forward fills, and counts that a step begins at zero."""
+    """A table that is made once and grows, room that each forward fills, and counts that a step begins at zero.
+
+    And numbers in attributes: a length that is found once, and what an evaluation would change.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,10 +25,12 @@ class Block(nn.Module):
         for name in ("table", "room", "per_step"):
             self.register_buffer(name, torch.zeros(2), persistent=False)
         self.register_buffer("kept", torch.zeros(2))
+        self.length = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(self.table) < 4:
             self.table = torch.arange(4.0)
+        self.length = max(self.length, len(x))
         self.room.fill_(3)
         self.per_step.zero_().add_(1)
         self.kept.add_(1)
@@ -39,8 +44,10 @@ class Counting(Block):
         super().__init__()
         self.in_place = in_place
         self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         if self.in_place:
             self.seen.add_(1)
         else:
@@ -48,12 +55,29 @@ class Counting(Block):
         return super().forward(x) / self.seen
 
 
+class Telling(Block):
+    """Counts too, and tells a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
 class Chain(nn.Module):
     """Only its last block has buffers that steps change."""
 
-    def __init__(self, *, counts: bool = True) -> None:
+    def __init__(self, last: list[Block]) -> None:
         super().__init__()
-        last = [Counting(True), Counting(False)] if counts else [Block(), Block()]
         self.layers = nn.ModuleList([Block(), Block(), *last])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +94,13 @@ def said(text: str, path: str, counts: bool) -> list[list[str]]:
     """Of each of four saves the warnings."""
     plan, found = sw.Plan.parse(text), []
     with sw.open_mesh(plan) as mesh:
-        placed = sw.apply(lambda: Chain(counts=counts), plan, mesh, sample=torch.ones(2, 4))
+        others = Block if plan.axes.pp > 1 else Telling  # which stages of a pipeline may not
+        placed = sw.apply(
+            lambda: Chain([Counting(True), Counting(False)] if counts else [others(), others()]),
+            plan,
+            mesh,
+            sample=torch.ones(2, 4),
+        )
         state = sw.TrainState(placed, sw.adamw(placed, lr=1e-3))
         step, store = sw.make_step(state, loss_fn), sw.Store(path)
         for _ in range(4):
@@ -87,5 +117,6 @@ def test_a_buffer_that_no_checkpoint_has_and_steps_change_is_said_once(world: Wo
     number = sw.Plan.parse(plan).world
     first, second, [text], after = world(number, said, plan, str(tmp_path / "a"), True)[0]
     assert "buffers with persistent=False that steps change: layers.2.seen, layers.3.seen; no checkpoint" in text
+    assert "numbers in attributes of modules that steps change: layers.2.calls, layers.3.calls; no checkpoint" in text
     assert first == second == after == []
     assert world(number, said, plan, str(tmp_path / "b"), False)[0] == [[]] * 4

@@ -292,7 +292,8 @@ _NOT_VALUES = {"full_tensor", "to_local", "local_parameters", "numel", "dim", "s
 @_rule(
     "shard.number",
     "A number that is read off a weight after `shardwise.apply` (`float(weight.norm())`, `.item()`): of a sharded one "
-    "torch gives each rank that of its own shard. `full_tensor()` before it, on every rank, has the whole.",
+    "torch gives each rank that of its own shard, which the run refuses. `full_tensor()` before it, on every rank, has "
+    "the whole.",
 )
 def _number(facts: Facts) -> Iterator[Hit]:
     for site in facts.script.sites:
