@@ -187,9 +187,9 @@ _OWN_FILLS = ("apply", "reset_parameters")
 
 @_rule(
     "init.after-apply",
-    "Weights that are drawn after `shardwise.apply`, or noise for them (`torch.randn_like(weight)`): each rank draws "
-    "for the part that it has, so every plan has other weights. In the constructor, or as `apply(..., init=)`, they "
-    "are the same under all.",
+    "Weights that are drawn after `shardwise.apply`, or noise for them (`torch.randn_like(weight)`): in a pipeline "
+    "each stage draws for the layers that it has, so it has other weights than other plans. In the constructor, or as "
+    "`apply(..., init=)`, they are the same under all.",
 )
 def _after_apply(facts: Facts) -> Iterator[Hit]:
     for site in facts.script.sites:
@@ -206,8 +206,8 @@ def _after_apply(facts: Facts) -> Iterator[Hit]:
         if placed and site.name != "shardwise.apply":
             yield Hit(
                 node=site.node,
-                what=f"`{source(site.node)}` draws for weights after apply: each rank for its own part",
-                found="weights of what shardwise.apply gave, of which a rank may have parts",
+                what=f"`{source(site.node)}` draws for weights after apply: in a pipeline a stage for its own layers",
+                found="weights of what shardwise.apply gave, of which a rank may have a stage",
                 fix="draw in the module's constructor, or give apply(..., init=fn), which calls fn(submodule)",
                 severity="warning",
             )

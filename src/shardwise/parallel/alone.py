@@ -49,7 +49,7 @@ def _refuse_copy(plan: str, memo: Any) -> NoReturn:
 
 
 def refuse_copies_and_loads(placed: Placed) -> None:
-    """Let copies of a placed module be refused, loads of what is not its own, and draws of weights that are shared out.
+    """Let copies of a placed module be refused, loads of what is not its own, and draws for a stage's weights.
 
     Raises:
         ModelError: at one of them.
@@ -57,7 +57,7 @@ def refuse_copies_and_loads(placed: Placed) -> None:
     refuse_copies(placed)
     for part in placed.parts:
         for module in part.root.modules():
-            if placed.pipeline is not None or any(isinstance(p, DTensor) for p in module.parameters()):
+            if placed.pipeline is not None:
                 for method in ("apply", "reset_parameters"):
                     if callable(own := getattr(module, method, None)):
                         # an attribute of the instance, as above
@@ -84,7 +84,7 @@ class _WithoutDraws(TorchFunctionMode):
         if getattr(func, "__name__", "") in _DRAWS:
             raise ModelError(
                 f"after shardwise.apply: found `{func.__name__}`, which draws weights, in a module's method, and under "
-                f"`{self.plan}` each rank would draw for the part that it has, so that every plan starts from other "
+                f"`{self.plan}` each stage would draw for the layers that it has, so that every plan starts from other "
                 "weights; needed: draws in the model's constructor, or `sw.apply(Net, plan, mesh, init=function)`, "
                 "which calls it with each module"
             )

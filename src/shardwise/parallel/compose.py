@@ -32,9 +32,9 @@ from shardwise.parallel.init import blueprint_for, materialize
 from shardwise.parallel.limits import refuse_limits
 from shardwise.parallel.memory import MODEL_ROOM, fitting
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.numbers_torch_private import refuse_numbers_of_parts
 from shardwise.parallel.other_weights import refuse_other_weights
 from shardwise.parallel.own_steps import refuse_own_steps
+from shardwise.parallel.parts_torch_private import mind_parts
 from shardwise.parallel.pipeline import cut_pipeline
 from shardwise.parallel.placed import Batch, Part, Placed, Placement
 from shardwise.parallel.precision import convert_precision
@@ -121,7 +121,7 @@ def apply(
         APPLIED.update(part.root for part in placed.parts)
         sharded = {name: wrapper_of(p) for name, p in placed.named_parameters().items() if isinstance(p, DTensor)}
         if sharded:
-            refuse_numbers_of_parts()
+            mind_parts()
         by_hand = placed.pipeline is None and isinstance(placed.parts[0].run, FSDPModule)
         gathered = Gathered(placed.parts[0].run) if by_hand else None
         return replicate_data(placed.with_(wrappers=sharded, gathered=gathered), plan, mesh)
