@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
-from shardwise.train.assigned import assigning
 from shardwise.train.torch_private import has_step_hooks, is_norm_of_all
+from shardwise.train.whole_steps import of_whole
 
 
 class Stepped(Protocol):
@@ -35,7 +35,7 @@ def watched(optimizer: Stepped) -> Iterator[None]:
     Cost: without hooks nothing.
     """
     norms = _Whole(optimizer) if has_step_hooks(optimizer.torch) else nullcontext()
-    with assigning(optimizer.torch), norms:
+    with of_whole(optimizer.torch, is_of_stage=optimizer.is_of_stage), norms:
         yield
 
 
