@@ -8,6 +8,7 @@ from itertools import chain, repeat, zip_longest
 from typing import Any, cast
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.format import same
 from shardwise.errors import CheckpointError, ModelError
@@ -143,6 +144,13 @@ _NO = object()
 
 
 def _held(key: str, value: object) -> Any:
+    if isinstance(value, DTensor):
+        if not all(place.is_replicate() for place in value.placements):
+            raise ModelError(
+                f"optimizer: value {key!r} of a group is a sharded tensor {tuple(value.shape)}; keep it in the state "
+                "of a parameter, which is stored in parts"
+            )
+        value = value.to_local()
     try:
         held = value if _is_plain(value) and not isinstance(value, list | tuple) else to_json(plain(value))
     except TypeError:

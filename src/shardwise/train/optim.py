@@ -24,8 +24,9 @@ from shardwise.parallel.own_steps import hand_over, stepping
 from shardwise.parallel.placed import Placed, named_in
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.clipped import watched
-from shardwise.train.torch_private import local_of, shard_like, step_unseen
+from shardwise.train.torch_private import local_of, shard_like
 from shardwise.train.update_rules import local_shard
+from shardwise.train.whole_steps import step_alone
 from shardwise.train.wrapped import check_inner_state
 
 PREFIX = "optim."
@@ -240,15 +241,14 @@ class NamedOptimizer:
             group["params"] = [parameter] if i == self._group_of[id(parameter)] else []
         parameter.grad = torch.zeros_like(parameter)
         try:
-            step_unseen(self.torch)
+            step_alone(self.torch)
         finally:
             for group, kept in zip(self.param_groups, groups, strict=True):  # some count steps in their groups
                 group.clear()
                 group.update(kept)
             parameter.grad = grad
             local_shard(parameter).copy_(before)
-        state: dict[str, Any] = self.torch.state.pop(parameter, {})
-        return state
+        return dict(self.torch.state.pop(parameter, {}))
 
 
 def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Placed) -> NamedOptimizer:
