@@ -78,6 +78,12 @@ def test_unknown_flag_is_a_usage_error() -> None:
     assert code_of("train", "--sead", "3") == ExitCode.USAGE
 
 
+def test_a_word_too_many_is_told_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("verify", "train.py", "fsdp2", "--json") == ExitCode.USAGE
+    said = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "extra argument(s) (fsdp2); needed: subject, and options, as --plan" in said
+
+
 def test_an_error_is_one_message_without_a_traceback() -> None:
     ran = call("train", "--set", "train.sead=3", "--dry-run")
     assert ran.returncode == ExitCode.USAGE

@@ -69,9 +69,27 @@ class Verbs(TyperGroup):
             raise RuntimeError("interrupted") from stop
 
 
+class Verb(TyperCommand):
+    """A command that says of a word too many where it may belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Words and options; as its parent, whose message of words too many gets what is expected."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            text = str(getattr(error, "message", ""))
+            if "unexpected extra argument" in text:
+                words = [each.name for each in self.params if each.param_type_name == "argument"]
+                options = [each.opts[0] for each in self.params if each.param_type_name == "option"][:3]
+                vars(error)["message"] = (
+                    f"{text}; needed: {' '.join(map(str, words)) or 'no word'}, and options, as {', '.join(options)}"
+                )
+            raise
+
+
 def _command(name: str) -> TyperCommand:
     app = typer.Typer(add_completion=False)
-    app.command(name)(getattr(import_module(f"shardwise.cli.{name}"), name))
+    app.command(name, cls=Verb)(getattr(import_module(f"shardwise.cli.{name}"), name))
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
