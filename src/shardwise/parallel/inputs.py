@@ -177,6 +177,11 @@ def split_rows(batch: Any, num_parts: int) -> list[Any]:
     return [_rows(batch, start, size, rows) for start, size in zip(starts, sizes, strict=True)]
 
 
+def take_rows(batch: Any, start: int, size: int) -> Any:
+    """Some rows of a batch, in its form, as `split_rows` cuts them."""
+    return _rows(batch, start, size, num_rows(batch))
+
+
 def divide_rows(batch: Any, num_parts: int) -> tuple[list[Any], tuple[bool, ...]]:
     """A batch as that many micro-batches, and which of them are padding: copies of a row, where there are too few.
 

@@ -58,6 +58,38 @@ def collections_kept(functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
                 (held.extend if isinstance(held, list | deque) else held.update)(kept)
 
 
+@contextmanager
+def values_kept(function: Callable[..., Any]) -> Iterator[None]:
+    """What the function assigns while it lasts is undone: to names around it, and to attributes of objects it names."""
+    inner: Any = inspect.unwrap(function)
+    around, names = getattr(inner, "__globals__", {}), getattr(getattr(inner, "__code__", None), "co_names", ())
+    before = {name: around[name] for name in names if name in around}
+    cells = [(cell, cell.cell_contents) for cell in getattr(inner, "__closure__", None) or () if not _is_empty(cell)]
+    passed_by = type | ModuleType | FunctionType | nn.Module
+    held = [
+        vars(value)
+        for _, value in named_by(function)
+        if hasattr(value, "__dict__") and not isinstance(value, passed_by)
+    ]
+    fields = [(now, dict(now)) for now in held]
+    try:
+        yield
+    finally:
+        around.update(before)
+        for cell, value in cells:
+            cell.cell_contents = value
+        for now, kept in fields:
+            now.clear()
+            now.update(kept)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:  # nothing was assigned to it yet
+        return True
+
+
 def _ids(held: Any) -> Any:
     if isinstance(held, dict):
         return {key: id(value) for key, value in held.items()}

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.placed import Placed
+from shardwise.train.of_rows import Repeatable, unlike_parts
 from shardwise.train.torch_private import mean_of_labels
 
 _EVERY = 17
@@ -29,24 +30,34 @@ _EVERY = 17
 def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callable[[Any, Any], Any]:
     """The same loss function, which is looked at where a step has several parts.
 
-    Cost: in one call of `_EVERY` two microseconds per operation of the loss; in the first a look at the labels.
+    Cost: in one call of `_EVERY` two microseconds per operation of the loss; in the first a look at the labels, and on
+    one rank at parts of it, see `unlike_parts`.
     """
     parts = placed.mesh.batch.size * placed.plan.batch.micro_batches
     if parts == 1:
         return loss_fn
     looks, calls, plan = _Looks(), count(), f"`{placed.plan}` divides a batch into {parts} parts"
+    repeatable = Repeatable()
 
     @partial(update_wrapper, wrapped=loss_fn, updated=())
     def call(output: Any, batch: Any) -> Any:
-        with looks if next(calls) % _EVERY == 0 else nullcontext():
+        number = next(calls)
+        with looks if number % _EVERY == 0 else nullcontext(), repeatable.watched() if not number else nullcontext():
             result = loss_fn(output, batch)
-        if looks.is_first and isinstance(result, torch.Tensor) and (found := _of_labels(result)):
-            _warn(
-                f"rank {placed.mesh.rank}: the loss function returned a mean, which counts by its rows, and found "
-                f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
-                "needed: a sum and its weight, as sw.token_cross_entropy(logits, labels) has, or sw.Loss(sum, weight)"
-            )
-        looks.is_first = False
+        if not number:
+            if isinstance(result, torch.Tensor) and (found := _of_labels(result)):
+                _warn(
+                    f"rank {placed.mesh.rank}: the loss function returned a mean, which counts by its rows, and found "
+                    f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
+                    "needed: a sum and its weight: sw.token_cross_entropy(logits, labels), or sw.Loss(sum, weight)"
+                )
+            elif placed.mesh.tells and repeatable.holds and (said := unlike_parts(loss_fn, output, batch)):
+                _warn(
+                    f"the loss function is no mean over rows, nor a sum over them: {said}; {plan}, each with a loss of "
+                    "its own, which is another training than that of one process; needed: what adds up over rows "
+                    "(sw.mean_over(per_row), sw.Loss(sum, weight)), or, where rows are compared with each other, one "
+                    "part or what gathers them over ranks first (docs/loss.md)"
+                )
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
             _warn(
@@ -77,7 +88,7 @@ class _Looks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gradients, self.is_first = 0, True
+        self.gradients = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,0 +1,159 @@
+"""Whether a loss is what a step takes it for, a mean over rows or a sum over them with its weight: told by parts.
+
+Each micro-batch of each rank has a loss of its own. A sum that is returned as a mean, a mean over tokens that count, a
+root of a mean, a loss that compares rows (in-batch negatives, a statistic of the batch): of parts each is another
+number than of the whole, without a word.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.model.nested import leaves, put
+from shardwise.parallel.inputs import num_rows, take_rows
+from shardwise.parallel.named import collections_kept, named_by, values_kept
+from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
+from shardwise.train.loss import as_loss
+
+ENOUGH, MOST = 2**22, 2**26
+"""Numbers of an output that are looked at, and above which two rows are too many."""
+PARTS = 4
+"""So many that those of a mean over what counts hardly have equal numbers of it."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Of a sum; of half types a tenth."""
+LossFn = Callable[[Any, Any], Any]
+
+
+class Repeatable:
+    """Whether a function may be called once more for a look.
+
+    Not what may meet other ranks, by which a loss can be that of the whole batch, and not what is compiled, anew for
+    other shapes; under a profiler nobody knows.
+    """
+
+    def __init__(self) -> None:
+        self.holds = True
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it each function that Python calls is looked at."""
+        if sys.getprofile() is not None:
+            self.holds = False
+            yield
+            return
+        sys.setprofile(self._look)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _look(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call" and any(home in frame.f_code.co_filename for home in _OTHERS):
+            self.holds = False
+
+
+_OTHERS = ("/torch/distributed/", "/torch/_dynamo/")
+
+
+def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
+    """How the loss of some rows differs from what the losses of their parts make; empty: it does not.
+
+    Or nobody can tell: of outputs other than tensors with these rows, of one row, of a loss that draws or fails on
+    parts. What it leaves in lists, dicts, attributes, names and buffers is put back, and the generator is.
+
+    Args:
+        loss_fn: of which `Repeatable` holds.
+        output: of the model.
+        batch: the micro-batch that it is of.
+
+    Cost: three times the loss function, on `ENOUGH` numbers of the output or two rows, without gradients.
+    """
+    tensors = {path: leaf for path, leaf in leaves(output) if isinstance(leaf, torch.Tensor)}
+    rows = num_rows(batch)
+    if rows < 2 or not tensors or not all(_has(tensor, rows) for tensor in tensors.values()):
+        return ""
+    per_row = sum(tensor.numel() for tensor in tensors.values()) // rows
+    count = min(rows, max(2, ENOUGH // max(1, per_row)))
+    if count * per_row > MOST:
+        return ""
+    cuts = [count * i // min(count, PARTS) for i in range(min(count, PARTS) + 1)]
+    pieces = [(0, count), (0, count), *pairwise(cuts)]
+    outputs = [put(output, {path: tensor[slice(*piece)] for path, tensor in tensors.items()}) for piece in pieces]
+    batches = [take_rows(batch, start, stop - start) for start, stop in pieces]
+    with torch.no_grad(), _kept(loss_fn, next(iter(tensors.values())).device), warnings.catch_warnings(action="ignore"):
+        try:
+            results = [loss_fn(*each) for each in zip(outputs, batches, strict=True)]
+        except Exception:  # of a function that was made for whole micro-batches
+            return ""
+    found = [_numbers(result, stop - start) for result, (start, stop) in zip(results, pieces, strict=True)]
+    return _compared(*found, tolerance=max(_TOLERANCE.get(t.dtype, 0.1) for t in tensors.values()), rows=count)
+
+
+def _has(tensor: torch.Tensor, rows: int) -> bool:
+    """A plain tensor, with values and these rows."""
+    return type(tensor) is torch.Tensor and not tensor.is_meta and tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def _numbers(result: Any, rows: int) -> tuple[float, float, float]:
+    """A loss's sum and weight, and what the function gave."""
+    loss = as_loss(result, rows)
+    value = float(result) if isinstance(result, torch.Tensor) else float(loss.sum)
+    return float(loss.sum), float(loss.weight), value
+
+
+@contextmanager
+def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
+    """What a call leaves is undone, as far as names lead to it: from the function, and from those that it calls."""
+    functions, modules = _reached(function)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(collections_kept(functions))
+        for each in functions:
+            stack.enter_context(values_kept(each))
+        for module in modules:
+            stack.enter_context(put_in_place(copies_of(buffers_in(module))))
+            stack.enter_context(numbers_kept(module))
+        yield
+
+
+def _reached(function: LossFn) -> tuple[list[LossFn], list[nn.Module]]:
+    """A function and those of the user's that it names, and the modules that they name."""
+    functions, modules = [function], list[nn.Module]()
+    for each in functions:  # which grows
+        for _, value in named_by(each):
+            new: list[Any] = [value]
+            if isinstance(value, nn.Module) and value not in modules:
+                modules.append(value)
+                new = [type(module).forward for module in value.modules()]
+            functions += [f for f in new if isinstance(f, FunctionType) and f not in functions and _is_of_user(f)]
+    return functions, modules
+
+
+def _is_of_user(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] not in ("torch", "numpy", "transformers", "shardwise")
+
+
+def _compared(
+    whole: tuple[float, float, float],
+    again: tuple[float, float, float],
+    *parts: tuple[float, float, float],
+    tolerance: float,
+    rows: int,
+) -> str:
+    total, weight = sum(each[0] for each in parts), sum(each[1] for each in parts)
+    scale = max(abs(whole[0]), sum(abs(each[0]) for each in parts))
+    if not math.isfinite(whole[0]) or abs(again[0] - whole[0]) > tolerance * abs(whole[0]):
+        return ""
+    if abs(total - whole[0]) <= tolerance * scale and abs(weight - whole[1]) <= 1e-6 * whole[1]:
+        return ""
+    return f"of {rows} rows it gives {whole[2]:.5g}, of parts of these {', '.join(f'{each[2]:.5g}' for each in parts)}"

@@ -1,0 +1,177 @@
+"""A loss that is no mean over rows trains otherwise in parts than as a whole: it is said at the first step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.testing import World
+
+ROWS = 12
+Pair = tuple[Tensor, Tensor]
+SEEN: list[float] = []
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Named(dict[str, Any]):
+    """An output whose parts are attributes, as those of `transformers` are."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Dictionary(Net):
+    def forward(self, x: Tensor) -> Named:
+        return Named(logits=super().forward(x), note=None)
+
+
+class Centred(nn.Module):
+    """Keeps a mean of what it has seen, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, output: Tensor, batch: Pair) -> Tensor:
+        self.calls += 1
+        self.mean.lerp_(output.detach().mean(0), 0.1)
+        SEEN.append(float(output.detach().sum()))
+        return (output - self.mean).square().mean()
+
+
+def kept_in_mind() -> Callable[[Tensor, Pair], Tensor]:
+    """The same without a module."""
+    number, history = 0, list[float]()
+
+    def loss_fn(output: Tensor, batch: Pair) -> Tensor:
+        nonlocal number
+        number += 1
+        history.append(float(output.detach().sum()))
+        return output.square().mean() * (1 + 0.1 * number + 0.01 * len(history))
+
+    return loss_fn
+
+
+def masked(output: Tensor, batch: Pair) -> Tensor:
+    counts = batch[1] > 0
+    return (output.square().mean(1) * counts).sum() / counts.sum()
+
+
+def compared(output: Tensor, batch: Pair) -> Tensor:
+    return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
+
+
+def noisy(output: Tensor, batch: Pair) -> Tensor:
+    return (output + torch.randn_like(output)).square().mean()
+
+
+def gathered(output: Tensor, batch: Pair) -> Tensor:
+    """Compares rows with those of all ranks."""
+    others = [torch.zeros_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, output.detach())
+    labels = torch.arange(len(output)) + dist.get_rank() * len(output)
+    return F.cross_entropy(output @ torch.cat(others).t(), labels)
+
+
+UNLIKE: dict[str, Callable[..., Any]] = {
+    "sum": lambda output, batch: F.cross_entropy(output, batch[1], reduction="sum"),
+    "sum of squares": lambda output, batch: output.square().sum(),
+    "masked": masked,
+    "compared": compared,
+    "root": lambda output, batch: F.mse_loss(output, batch[0][:, :3]).sqrt(),
+    "spread": lambda output, batch: output.std(0).mean(),
+    "dice": lambda output, batch: 1 - (output.sigmoid() * batch[0][:, :3]).sum() / output.sigmoid().sum(),
+    "largest": lambda output, batch: output.square().max(),
+    "mean as a sum": lambda output, batch: sw.Loss(F.cross_entropy(output, batch[1]), 1),
+    "attributes": lambda output, batch: output.logits.square().sum(),
+}
+ALIKE: dict[str, Callable[..., Any]] = {
+    "mean": lambda output, batch: F.cross_entropy(output, batch[1]),
+    "batchmean": lambda output, batch: F.kl_div(
+        output.log_softmax(-1), batch[0][:, :3].softmax(-1), reduction="batchmean"
+    ),
+    "sum and weight": lambda output, batch: sw.token_cross_entropy(output, batch[1], ignore_index=2),
+    "mean over rows": lambda output, batch: sw.mean_over(output.square().mean(1)),
+    "penalty": lambda output, batch: F.mse_loss(output, batch[0][:, :3]) + 3.0,
+    "noisy": noisy,
+    "attributes": lambda output, batch: output.logits.square().mean(),
+    "whole": lambda output, batch: output.square().mean() if len(output) > 5 else 1 / 0,
+}
+
+
+def said(text: str, kind: str, name: str) -> list[str]:
+    """What is said of a loss in two steps."""
+    plan = sw.Plan.parse(f"{text} / fp64")
+    loss_fn = gathered if kind == "gathered" else (UNLIKE if kind == "unlike" else ALIKE)[name]
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(Dictionary if name == "attributes" else Net, plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), loss_fn)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
+        mine = slice(mesh.batch.rank, None, mesh.batch.size)
+        for _ in range(2):
+            step((x[mine], torch.arange(ROWS)[mine] // 2 % 3))
+    return [str(each.message) for each in caught if "no mean over rows" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_loss_that_does_not_add_up_is_remarked_once(world: World, name: str) -> None:
+    """Each part had a loss of its own, and training was another than in one process, without a word."""
+    assert world(1, said, "dp1", "unlike", name) == [[]]
+    (text,) = world(1, said, "dp1 / mb2", "unlike", name)[0]
+    assert "of 6 rows it gives" in text and "`dp1 / mb2 / fp64` divides a batch into 2 parts" in text
+
+
+@pytest.mark.parametrize("text", ["dp2", "fsdp2", "pp2 / mb2"])
+def test_one_rank_says_it(world: World, text: str) -> None:
+    found = world(2, said, text, "unlike", "sum")
+    assert sorted(map(len, found)) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_adds_up_or_cannot_be_told_is_not(world: World, name: str) -> None:
+    assert world(1, said, "dp1 / mb2", "alike", name) == [[]]
+
+
+def test_a_loss_that_meets_other_ranks_is_not_called_again(world: World) -> None:
+    assert world(2, said, "dp2", "gathered", "") == [[], []]
+
+
+def followed(text: str, kind: str) -> list[float]:
+    """Losses of a function that remembers, which a look leaves as it is; and how often it was called."""
+    plan = sw.Plan.parse(f"{text} / fp64")
+    SEEN.clear()
+    loss_fn: Any = Centred() if kind == "module" else kept_in_mind()
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Net, plan, mesh, seed=1)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), loss_fn)
+        x = torch.arange(48.0, dtype=torch.float64).view(12, 4).cos()
+        # the same rows twice: parts of a batch that have equal losses
+        found = [step([(half, half), (half, half)] if plan.batch.micro_batches > 1 else (x, x)).loss for half in (x, x)]
+        return [*found, loss_fn.calls if kind == "module" else 0, len(SEEN)]
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_what_a_loss_remembers_is_as_without_the_look(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    looked = world(1, followed, "dp1 / mb2", kind)[0]
+    monkeypatch.setattr("shardwise.train.means.unlike_parts", lambda *_: "")
+    with_none = followed("dp1 / mb2", kind)
+    assert looked == with_none and (kind == "function" or looked[2:] == [4, 4])
