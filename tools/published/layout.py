@@ -10,7 +10,7 @@ from published.cells import Cells, Skip
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
-from published.stacks import CORE, engine, framework, library
+from published.stacks import CORE, TORCH, engine, framework, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
@@ -121,6 +121,9 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     if not text:
         cells.assume(half)
         return half, ""
+    if "fp4" in text and stack in TORCH:
+        cells.assume("products in fp4 counted as those of fp8, beside what PyTorch's own kernels take to quantize")
+        return "bf16", "fp8"
     if "fp4" in text:
         return "bf16", "fp4"
     if re.search(r"fp8|float8|\be[45]m[32]\b", text):
@@ -346,7 +349,8 @@ def _communication(cells: Cells, stack: str, precision: str, *, accumulates: boo
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
         return Communication(reshard_after_forward=False)
-    if cells.noted(r"mode pure") or stack == "deepspeed":
+    whole_half = stack in TORCH and precision == "bf16-pure"  # gradients are reduced in their own type
+    if whole_half or cells.noted(r"mode pure") or stack == "deepspeed":
         return Communication(reduce_dtype="fp16" if precision == "fp16" else "bf16")
     if stack == "megatron-2021" and precision == "fp16":
         return Communication(reduce_dtype="fp16")
