@@ -245,7 +245,9 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         float8=_float8(cells, compute),
         recompute=recompute_of(cells, spec, stack, sizes.pp),
         offload=offload_of(cells, zero),
-        communication=_communication(cells, stack.name, precision, accumulates=zero == 3 and count > 1),
+        communication=_communication(
+            cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data
+        ),
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
         ),
@@ -340,7 +342,7 @@ def _float8(cells: Cells, compute: str) -> Float8:
     return Float8(recipe="tensorwise", all_gather=gather)
 
 
-def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool) -> Communication:
+def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool, ranks: int) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
     if accumulates and cells.noted(
         r"reshard_after_forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"
@@ -349,8 +351,8 @@ def _communication(cells: Cells, stack: str, precision: str, *, accumulates: boo
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
         return Communication(reshard_after_forward=False)
-    whole_half = stack in TORCH and precision == "bf16-pure"  # gradients are reduced in their own type
-    if whole_half or cells.noted(r"mode pure") or stack == "deepspeed":
+    own_type = ranks > 1 and stack in TORCH and precision == "bf16-pure"  # in which PyTorch reduces a gradient
+    if own_type or cells.noted(r"mode pure") or stack == "deepspeed":
         return Communication(reduce_dtype="fp16" if precision == "fp16" else "bf16")
     if stack == "megatron-2021" and precision == "fp16":
         return Communication(reduce_dtype="fp16")

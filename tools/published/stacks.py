@@ -193,7 +193,9 @@ def megatron_era(cells: Cells) -> str:
         return "megatron-2021"
     low = re.search(r"fp[48]|float8", cells["precision"].lower())  # of those, Transformer Engine alone multiplies so
     if cells.has(rf"bloom sizing|{_FORKS}") and not low:
-        vendor = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
+        if cells.year >= CORE_SINCE and re.search(GAUDI, cells["gpu"].lower()):
+            return core  # Habana's fork has its overlap, and the device sends beside what computes
+        vendor = cells.year >= 2023.5 and re.search(r"mi[23]\d\d", cells["gpu"].lower())
         late = vendor or (cells.year >= 2023.5 and cells.has("neox"))  # which bring a fused attention
         return "megatron-flash" if late or names_flash(cells) else "megatron-2021"
     if (cells.year >= CORE_SINCE or low) and not _flash_sweep(cells):
