@@ -173,3 +173,10 @@ def test_recompute_of_frameworks_on_xla() -> None:
         "fsdp-1", **said | {"source": "torchprime", "gpu": "tpu-v6e", "interconnect": "", "notes": "PyTorch/XLA"}
     )
     assert prime.plan.recompute.mode == "blocks"
+
+
+def test_deepspeed_sharded_the_parameters_of_megatrons_models_in_2021() -> None:
+    said = {"source": "Megatron-LM", "notes": "DeepSpeed ZeRO-3 with Megatron-LM", "zero_stage": "3"}
+    said |= {"tp": "4", "pp": "1", "dp_replicate": "1", "dp_shard": "2", "n_gpus": "8"}
+    found = [variant("core-8", **BARE | said | {"date": date}).stack.name for date in ("2021-05", "2025-05")]
+    assert found[0] == "deepspeed" and found[1].startswith("megatron"), found

@@ -49,6 +49,8 @@ TRAINIUM = r"trainium|\btrn\d|neuron-?core"
 """Names of AWS's devices."""
 GAUDI = r"gaudi|\bhl-?[23]25"
 """Names of Habana's devices."""
+MEGATRON_FSDP = 2024.5
+"""Year from which Megatron-Core shards parameters over data ranks by itself."""
 CORE_SINCE = 2023.0
 """Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
 WEIGHED = 2025.5
@@ -208,6 +210,8 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     if found == "library":
         found = "eager" if nodes == 1 else "deepspeed"
         cells.assume(f"stack {found}, as the row names a trainer only")
+    if found in ("megatron", "deepspeed") and sharded and cells.year < MEGATRON_FSDP and cells.has("deepspeed"):
+        return "deepspeed"  # whose engine shards parameters, whatever lays out the rest
     if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp")):
         return megatron_era(cells)
     if found == "fsdp2" and (cells.devices or 1) == 1:
