@@ -180,3 +180,48 @@ def test_deepspeed_sharded_the_parameters_of_megatrons_models_in_2021() -> None:
     said |= {"tp": "4", "pp": "1", "dp_replicate": "1", "dp_shard": "2", "n_gpus": "8"}
     found = [variant("core-8", **BARE | said | {"date": date}).stack.name for date in ("2021-05", "2025-05")]
     assert found[0] == "deepspeed" and found[1].startswith("megatron"), found
+
+
+def test_attention_is_counted_as_the_code_of_the_date_counts_it() -> None:
+    """Longer where all of attention is counted: more operations in the same TFLOP/s."""
+    said = BARE | {"tokens_per_s_per_gpu": "", "step_time_s": "", "tflops_per_gpu": "400", "seq_len": "8192"}
+    for base, source, last, first in (
+        ("core-8", "Megatron-LM", "2024-12", "2025-04"),
+        ("core-8", "NeMo", "2025-08", "2025-09"),
+        ("core-8", "MaxText", "2025-07", "2025-08"),
+        ("fsdp-1", "verl FSDP", "2025-12", "2026-02"),
+    ):
+        full, half = (variant(base, **said | {"source": source, "date": date}).step_time for date in (last, first))
+        assert full and half and full > 1.02 * half, source
+
+
+def test_tflops_that_count_recompute_are_those_of_four_passes() -> None:
+    said = BARE | {
+        "tokens_per_s_per_gpu": "",
+        "step_time_s": "",
+        "tflops_per_gpu": "100",
+        "activation_checkpoint": "full",
+    }
+    with_, without = (
+        variant("fsdp-1", **said | {"notes": words}).step_time for words in ("TFLOPs count recompute", "")
+    )
+    assert with_ and without and 1.3 < with_ / without < 1.34
+
+
+def test_deepspeed_gathered_each_tensor_by_itself_before_2022() -> None:
+    said = BARE | {"source": "DeepSpeed", "zero_stage": "3"}
+    shares = [variant("fsdp-1", **said | {"date": date}).stack.network for date in ("2021-05", "2022-06")]
+    assert shares[0] < 0.5 * shares[1]
+    assert variant("fsdp-1", **said | {"date": "2021-05", "zero_stage": "2"}).stack.network == shares[1]
+
+
+def test_what_a_source_leaves_to_its_rules_is_not_said() -> None:
+    said = BARE | {
+        "activation_checkpoint": "",
+        "source": "JAX",
+        "gpu": "tpu-v5p",
+        "interconnect": "",
+        "micro_batch": "8",
+    }
+    row = variant("fsdp-1", **said | {"notes": "recompute by its rules, not printed beside it"})
+    assert row.infers_recompute, row.assumed

@@ -28,7 +28,8 @@ def tables() -> str:
         "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
         "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
         "Leonardo's A100 with 124 of its multiprocessors, and rates to match; mi350x is mi355x with 1,000 W for "
-        "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages. Of the others they "
+        "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
+        "at the share that mi300x has. Of the others they "
         "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
@@ -86,7 +87,11 @@ def tables() -> str:
         "What PyTorch runs on Gaudi is compiled (its bridge makes graphs), and Gaudi's fork of Megatron-DeepSpeed is "
         "megatron-core. PyTorch's fp4 counts as fp8, its gradients of weights in bf16 are reduced in bf16, and a full "
         "CUDA graph holds the step. A row that says whether it compiled and names no framework ran PyTorch's own. "
-        "DeepSpeed's engine, where a row names it, sharded parameters until Megatron-Core did so itself (mid-2024).",
+        "DeepSpeed's engine, where a row names it, sharded parameters until Megatron-Core did so itself (mid-2024); "
+        "before 2022 it gathered each tensor by itself, which `network` of 0.12 stands for: 1.7 times as slow on eight "
+        "p4d, by its pull request 1453. TFLOP/s and MFU are counted as a stack's code of the date does: with the half "
+        "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
+        "in MaxText (its pull request 1988), January 2026 in verl (4959).",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -181,7 +181,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
 
 _INFERRED = "recompute="
 _UNSAID = (
-    r"(recomput\w*|check ?pointing)( mode)?(( and| or|,) [\w -]{2,40})?( is| was| are)? "
+    r"(recomput\w*|check ?pointing)( mode)?((( and| or|,) [\w -]{2,40})|( by| in| of) [\w -]{2,40},)?( is| was| are)? "
     r"not (stated|printed|mentioned|given|said|named|known|shown|listed|read|counted|in the \w+)"
 )
 DOUBT = 1.1
