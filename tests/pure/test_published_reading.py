@@ -225,3 +225,18 @@ def test_what_a_source_leaves_to_its_rules_is_not_said() -> None:
     }
     row = variant("fsdp-1", **said | {"notes": "recompute by its rules, not printed beside it"})
     assert row.infers_recompute, row.assumed
+
+
+def test_trainers_on_jax_accumulate_no_gradients_unless_told() -> None:
+    said = BARE | {"micro_batch": "", "global_batch": "64", "n_gpus": "8", "dp_replicate": "1", "dp_shard": "8"}
+    said |= {"gpu": "tpu-v5p", "interconnect": "", "activation_checkpoint": ""}
+    for source, micro in (("MaxText", 1), ("MaxText, gradient accumulation 4", 4)):
+        row = variant("fsdp-1", **said | {"source": "MaxText", "notes": source})
+        assert row.plan.batch.micro_batches == micro, row.assumed
+    tight = variant("fsdp-1", **said | {"source": "MaxText", "gpu": "tpu-v5e", "global_batch": "512"})
+    assert tight.plan.recompute.mode == "blocks" and tight.plan.batch.micro_batches == 1
+
+
+def test_transformer_engine_multiplies_fp32_in_tf32() -> None:
+    kinds = [variant(base, precision="fp32").workload.compute for base in ("core-8", "fsdp-1")]
+    assert kinds == ["tf32", ""] or kinds == ["tf32", None], kinds

@@ -91,7 +91,8 @@ def tables() -> str:
         "before 2022 it gathered each tensor by itself, which `network` of 0.12 stands for: 1.7 times as slow on eight "
         "p4d, by its pull request 1453. TFLOP/s and MFU are counted as a stack's code of the date does: with the half "
         "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
-        "in MaxText (its pull request 1988), January 2026 in verl (4959).",
+        "in MaxText (its pull request 1988), January 2026 in verl (4959). Trainers on JAX accumulate no gradients "
+        "unless a row says so; Transformer Engine multiplies fp32 in tf32.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -137,6 +137,9 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
         return ("bf16-pure", "fp16") if pure and trainer else ("fp16", "")
     if "tf32" in text:
         return "fp32", "tf32"
+    if re.search(r"(fp|float)32|single", text) and stack in CORE and rates.tf32 > rates.fp32:
+        cells.assume("products of fp32 in tf32, as Transformer Engine's are")
+        return "fp32", "tf32"
     if re.search(r"(fp|float)32|single", text):
         return "fp32", ""
     return half, ""  # `mixed`, `amp`, `16-mixed`

@@ -211,6 +211,9 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
+    if is_open and stack.name == "jax" and plan.axes.pp == 1:
+        cells.assume(f"{_INFERRED}blocks, with which it comes nearest to fitting")
+        return replace(plan, recompute=Recompute(mode="blocks"))
     return plan
 
 
