@@ -165,7 +165,7 @@ def test_what_the_date_of_a_release_changes() -> None:
 
 def test_the_forks_of_vendors_have_fused_attention() -> None:
     said = {"source": "Megatron-DeepSpeed", "notes": "", "model": "Llama 2 7B", "date": "2024-05"}
-    assert variant("nano-1", **said, gpu="Gaudi2").stack.name == "megatron-flash"
+    assert variant("nano-1", **said, gpu="MI250X").stack.name == "megatron-flash"
     assert variant("nano-1", **said).stack.name == "megatron-2021"
 
 

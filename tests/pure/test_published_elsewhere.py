@@ -24,7 +24,7 @@ def found() -> tuple[list[Row], list[Result]]:
 def test_most_of_what_nobody_fitted_is_as_far_off_as_the_page_says(found: tuple[list[Row], list[Result]]) -> None:
     rows, results = found
     text = " ".join((ROOT / "docs/planner.md").read_text(encoding="utf-8").split())
-    assert f"Of {len(rows)} runs of {len({row.group for row in rows})} other sources" in text
+    assert f"Of {len(rows)} runs of {len({row.id.rsplit('-', 1)[0] for row in rows})} other sources" in text
     errors = [abs(error) for error in times(results)]
     half, most, nine = (round(100 * quantile(errors, share)) for share in (0.5, 0.75, 0.9))
     assert f"of half is within {half} %, of three of four within {most} %, and of nine of ten within {nine} %" in text

@@ -6,6 +6,7 @@ import pytest
 
 from published.cells import Skip
 from published.rows import row_of
+from shardwise.hardware.cluster import Cluster
 from shardwise.plan.plan import Offload
 from tests.pure.test_published import RAWS, variant
 
@@ -105,3 +106,137 @@ def test_an_exchange_between_experts_says_that_ranks_share_them() -> None:
 def test_in_a_graph_of_the_whole_step_the_host_waits_for_no_gather() -> None:
     graphed = variant("fsdp-1", **BARE | {"notes": "torchtitan; CUDA graph of the whole step"})
     assert graphed.stack.gather_wait == 0 < variant("fsdp-1", **BARE | {"notes": "torchtitan"}).stack.gather_wait
+
+
+def test_a_core_of_trainium_is_half_a_chip() -> None:
+    def cluster(gpu: str, count: str) -> Cluster:
+        alone = {"n_gpus": count, "gpus_per_node": count, "dp_replicate": count, "global_batch": "64"}
+        return variant("core-8", **BARE | alone | {"gpu": gpu}).cluster
+
+    chip = cluster("trn1.32xlarge", "16")
+    for core in (cluster("trn1.32xlarge", "32"), cluster("Trainium NeuronCore", "16")):
+        assert core.device.rates.bf16 == chip.device.rates.bf16 / 2 and core.device.memory == chip.device.memory / 2
+        assert core.local.bandwidth == chip.local.bandwidth / 2
+
+
+def test_gaudi_compiles_what_pytorch_runs() -> None:
+    said = BARE | {"gpu": "gaudi2", "notes": "Hugging Face Trainer"}
+    assert variant("fsdp-1", **said | {"compile": ""}).stack.fused
+    assert not variant("fsdp-1", **said | {"compile": "", "gpu": "a100-80g"}).stack.fused
+    fork = BARE | {"notes": "Megatron-DeepSpeed", "date": "2024-06", "precision": "bf16"}
+    assert variant("core-8", **fork | {"gpu": "gaudi2"}).stack.name == "megatron-core"
+    assert variant("core-8", **fork | {"gpu": "mi250x"}).stack.name == "megatron-flash"
+
+
+def test_what_is_not_stated_of_compiling_is_not_that_nothing_was() -> None:
+    said = BARE | {"compile": "", "gpu": "h200"}
+    unsaid, none = (
+        variant("fsdp-1", **said | {"notes": f"torchtitan; {words}"}).stack
+        for words in ("compile not stated", "not compiled")
+    )
+    assert unsaid.fused and not none.fused
+    layout = {"zero_stage": "0", "dp_replicate": "4", "dp_shard": "1", "tp": "2", "n_gpus": "8", "compile": "false"}
+    assert variant("fsdp-1", **BARE | layout).stack.name == "torchtitan", "whoever says so has blocks of PyTorch"
+
+
+def test_fp4_of_pytorch_is_no_faster_than_its_fp8() -> None:
+    work = [
+        variant(base, **BARE | {"source": source, "gpu": "gb200", "precision": "nvfp4"}).workload
+        for base, source in (("fsdp-1", "torchtitan"), ("core-8", "Megatron-Bridge"))
+    ]
+    assert [one.compute for one in work] == ["fp8", "fp4"]
+
+
+def test_gradients_of_weights_in_16_bits_are_reduced_in_16_bits() -> None:
+    rows = [variant("fsdp-1", **BARE | {"source": "torchtitan", "precision": kind}) for kind in ("bf16 pure", "bf16")]
+    assert [row.plan.communication.reduce_dtype for row in rows] == ["bf16", None]
+
+
+def test_full_cuda_graphs_hold_the_whole_step() -> None:
+    for said, host in (("HybridEP, full CUDA graphs", 0.0), ("full CG", 0.0), ("partial CUDA graphs", None)):
+        row = variant("core-8", **BARE | {"source": "Megatron-Core", "notes": said})
+        assert (row.stack.block_host == 0.0) is (host == 0.0), said
+
+
+def test_a_feed_forward_four_times_as_wide_has_no_gate() -> None:
+    sizes = {"model": "mystery", "n_params": "", "n_layers": "8", "d_model": "1024", "n_heads": "8", "vocab": "32000"}
+    assert variant("fsdp-1", **BARE | sizes | {"d_ff": "4096"}).spec.ffn == "plain"
+    assert variant("fsdp-1", **BARE | sizes | {"d_ff": "2816"}).spec.ffn == "gated"
+
+
+def test_recompute_of_frameworks_on_xla() -> None:
+    said = BARE | {"activation_checkpoint": "", "source": "MaxText", "gpu": "h100"}
+    assert variant("core-8", **said | {"tp": "1", "pp": "1"}).plan.recompute.mode == "blocks"
+    piped = variant("core-8", **said | {"tp": "4", "pp": "2", "dp_replicate": "1", "n_gpus": "8"})
+    assert piped.plan.recompute.mode != "blocks", "as few as fit, where stages hold few micro-batches"
+    prime = variant(
+        "fsdp-1", **said | {"source": "torchprime", "gpu": "tpu-v6e", "interconnect": "", "notes": "PyTorch/XLA"}
+    )
+    assert prime.plan.recompute.mode == "blocks"
+
+
+def test_deepspeed_sharded_the_parameters_of_megatrons_models_in_2021() -> None:
+    said = {"source": "Megatron-LM", "notes": "DeepSpeed ZeRO-3 with Megatron-LM", "zero_stage": "3"}
+    said |= {"tp": "4", "pp": "1", "dp_replicate": "1", "dp_shard": "2", "n_gpus": "8"}
+    found = [variant("core-8", **BARE | said | {"date": date}).stack.name for date in ("2021-05", "2025-05")]
+    assert found[0] == "deepspeed" and found[1].startswith("megatron"), found
+
+
+def test_attention_is_counted_as_the_code_of_the_date_counts_it() -> None:
+    """Longer where all of attention is counted: more operations in the same TFLOP/s."""
+    said = BARE | {"tokens_per_s_per_gpu": "", "step_time_s": "", "tflops_per_gpu": "400", "seq_len": "8192"}
+    for base, source, last, first in (
+        ("core-8", "Megatron-LM", "2024-12", "2025-04"),
+        ("core-8", "NeMo", "2025-08", "2025-09"),
+        ("core-8", "MaxText", "2025-07", "2025-08"),
+        ("fsdp-1", "verl FSDP", "2025-12", "2026-02"),
+    ):
+        full, half = (variant(base, **said | {"source": source, "date": date}).step_time for date in (last, first))
+        assert full and half and full > 1.02 * half, source
+
+
+def test_tflops_that_count_recompute_are_those_of_four_passes() -> None:
+    said = BARE | {
+        "tokens_per_s_per_gpu": "",
+        "step_time_s": "",
+        "tflops_per_gpu": "100",
+        "activation_checkpoint": "full",
+    }
+    with_, without = (
+        variant("fsdp-1", **said | {"notes": words}).step_time for words in ("TFLOPs count recompute", "")
+    )
+    assert with_ and without and 1.3 < with_ / without < 1.34
+
+
+def test_deepspeed_gathered_each_tensor_by_itself_before_2022() -> None:
+    said = BARE | {"source": "DeepSpeed", "zero_stage": "3"}
+    shares = [variant("fsdp-1", **said | {"date": date}).stack.network for date in ("2021-05", "2022-06")]
+    assert shares[0] < 0.5 * shares[1]
+    assert variant("fsdp-1", **said | {"date": "2021-05", "zero_stage": "2"}).stack.network == shares[1]
+
+
+def test_what_a_source_leaves_to_its_rules_is_not_said() -> None:
+    said = BARE | {
+        "activation_checkpoint": "",
+        "source": "JAX",
+        "gpu": "tpu-v5p",
+        "interconnect": "",
+        "micro_batch": "8",
+    }
+    row = variant("fsdp-1", **said | {"notes": "recompute by its rules, not printed beside it"})
+    assert row.infers_recompute, row.assumed
+
+
+def test_trainers_on_jax_accumulate_no_gradients_unless_told() -> None:
+    said = BARE | {"micro_batch": "", "global_batch": "64", "n_gpus": "8", "dp_replicate": "1", "dp_shard": "8"}
+    said |= {"gpu": "tpu-v5p", "interconnect": "", "activation_checkpoint": ""}
+    for source, micro in (("MaxText", 1), ("MaxText, gradient accumulation 4", 4)):
+        row = variant("fsdp-1", **said | {"source": "MaxText", "notes": source})
+        assert row.plan.batch.micro_batches == micro, row.assumed
+    tight = variant("fsdp-1", **said | {"source": "MaxText", "gpu": "tpu-v5e", "global_batch": "512"})
+    assert tight.plan.recompute.mode == "blocks" and tight.plan.batch.micro_batches == 1
+
+
+def test_transformer_engine_multiplies_fp32_in_tf32() -> None:
+    kinds = [variant(base, precision="fp32").workload.compute for base in ("core-8", "fsdp-1")]
+    assert kinds == ["tf32", ""] or kinds == ["tf32", None], kinds

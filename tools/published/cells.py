@@ -50,7 +50,8 @@ _MOST = {"n_layers": 10_000, "n_gpus": 1e7, "pp": 10_000, "vp": 1_000}
 
 
 _NOT_COMPILED = (
-    r"\b(no|without|w/o|not) (torch[._ ])?compiled?\b|\bcompile( is| was)?[ =:]*(off|disabled|false|no\b|not)"
+    r"\b(no|without|w/o|not) (torch[._ ])?compiled?\b"
+    r"|\bcompile( is| was)?[ =:]*(off|disabled|false|no\b|not\b(?! (stated|printed|said|given|known)))"
 )
 _COMPILED = (
     r"torch[._ ]compiled?\b|\+ ?compile\b|\bcompile[ =:]+(on|true|yes|enabled)|\bcompiled (model|blocks|layers)"

@@ -27,7 +27,9 @@ def tables() -> str:
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
         "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
         "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
-        "Leonardo's A100 with 124 of its multiprocessors, and rates to match. Of the others they "
+        "Leonardo's A100 with 124 of its multiprocessors, and rates to match; mi350x is mi355x with 1,000 W for "
+        "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
+        "at the share that mi300x has. Of the others they "
         "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
@@ -82,6 +84,15 @@ def tables() -> str:
         "203 and 208). The gradients of rows of 2022 to 2023 that name Megatron are in fp32, and the memory beside "
         "the tensors of megatron-2021 is that of DeepSpeed's forks alone. Whole weights in fp32 under autocast have "
         "norms, softmax and the residual stream in fp32 (`torch.amp`'s list of operators).",
+        "What PyTorch runs on Gaudi is compiled (its bridge makes graphs), and Gaudi's fork of Megatron-DeepSpeed is "
+        "megatron-core. PyTorch's fp4 counts as fp8, its gradients of weights in bf16 are reduced in bf16, and a full "
+        "CUDA graph holds the step. A row that says whether it compiled and names no framework ran PyTorch's own. "
+        "DeepSpeed's engine, where a row names it, sharded parameters until Megatron-Core did so itself (mid-2024); "
+        "before 2022 it gathered each tensor by itself, which `network` of 0.12 stands for: 1.7 times as slow on eight "
+        "p4d, by its pull request 1453. TFLOP/s and MFU are counted as a stack's code of the date does: with the half "
+        "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
+        "in MaxText (its pull request 1988), January 2026 in verl (4959). Trainers on JAX accumulate no gradients "
+        "unless a row says so; Transformer Engine multiplies fp32 in tf32.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

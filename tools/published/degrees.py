@@ -216,6 +216,10 @@ def is_sharded(cells: Cells) -> bool:
     return stage_said(cells) == 3
 
 
+_WHOLE = r"max(text|diffusion)|axlearn|\bpax\b|\bjax\b"
+"""Trainers that accumulate no gradients unless told to."""
+
+
 def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:
     """Global batch and micro-batches per rank; the global batch is their product with the micro-batch.
 
@@ -239,8 +243,10 @@ def batch_of(cells: Cells, sizes: Sizes, seq_len: int) -> tuple[int, int]:
         return (micro or 1) * count * sizes.data, count
     if micro is None:
         per_rank = max(total // sizes.data, 1)
-        micro = max(per_rank // accumulate, 1) if accumulate else 1
-        cells.assume(f"{MICRO} {micro}{', from the notes' if accumulate else ''}")
+        whole = accumulate is None and sizes.pp == 1 and cells.has(_WHOLE)
+        micro = max(per_rank // accumulate, 1) if accumulate else per_rank if whole else 1
+        told = ", from the notes" if accumulate else ", all of a rank's batch" if whole else ""
+        cells.assume(f"{MICRO} {micro}{told}")
     count = max(round(total / (sizes.data * micro)), 1)
     if count * micro * sizes.data != total:
         cells.assume(f"global batch {count * micro * sizes.data}, which the layout divides, not {total}")

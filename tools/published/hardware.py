@@ -143,7 +143,8 @@ def cluster_of(cells: Cells) -> Cluster:
         per_node = next(n for n in range(min(count, per_node), 0, -1) if count % n == 0)
     domain = base.domain if base.domain > base.per_node else per_node
     cluster = base.with_(name=name, nodes=count // per_node, per_node=per_node, domain=min(domain, count))
-    return _limited(cells, preset, name, _sized(preset, name, _linked(cells, name, wires, cluster)))
+    cluster = _linked(cells, name, wires, _cored(preset, name, base, cluster))
+    return _limited(cells, preset, name, _sized(preset, name, cluster))
 
 
 def _named(gpu: str) -> tuple[str, str]:
@@ -171,6 +172,29 @@ def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     if abs(memory / cluster.device.memory - 1) < 0.1:
         return cluster
     return cluster.with_(device=replace(cluster.device, name=name, memory=memory))
+
+
+CORES = {"trainium": 2, "trainium2": 8}
+"""NeuronCores of a chip, which AWS's own tools count as the devices."""
+
+
+def _cored(preset: str, name: str, base: Cluster, cluster: Cluster) -> Cluster:
+    """A core of a chip, where there are as many devices on a node as it has cores, or the name says so."""
+    cores = CORES.get(preset, 1)
+    parts = cluster.per_node // base.per_node if cluster.per_node > base.per_node else 1
+    if "neuroncore" in name.replace("-", "") or (parts > 1 and cores % parts == 0):
+        parts = parts if parts > 1 else cores
+    else:
+        return cluster
+    chip = cluster.device
+    rates = replace(chip.rates, **{f.name: getattr(chip.rates, f.name) / parts for f in fields(chip.rates)})
+    core = replace(chip, memory=chip.memory / parts, bandwidth=chip.bandwidth / parts, rates=rates)
+    core = replace(core, curve=replace(chip.curve, units=max(chip.curve.units // parts, 1)))
+    return cluster.with_(
+        device=core,
+        local=replace(cluster.local, bandwidth=cluster.local.bandwidth / parts),
+        network=replace(cluster.network, bandwidth=cluster.network.bandwidth / parts),
+    )
 
 
 def _carded(name: str, memory: float, cluster: Cluster) -> Cluster:

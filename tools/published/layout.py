@@ -10,7 +10,7 @@ from published.cells import Cells, Skip
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
-from published.stacks import CORE, engine, framework, library
+from published.stacks import CORE, TORCH, engine, framework, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
@@ -121,6 +121,9 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     if not text:
         cells.assume(half)
         return half, ""
+    if "fp4" in text and stack in TORCH:
+        cells.assume("products in fp4 counted as those of fp8, beside what PyTorch's own kernels take to quantize")
+        return "bf16", "fp8"
     if "fp4" in text:
         return "bf16", "fp4"
     if re.search(r"fp8|float8|\be[45]m[32]\b", text):
@@ -133,6 +136,9 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     if re.search(r"fp16|float16|half", text):
         return ("bf16-pure", "fp16") if pure and trainer else ("fp16", "")
     if "tf32" in text:
+        return "fp32", "tf32"
+    if re.search(r"(fp|float)32|single", text) and stack in CORE and rates.tf32 > rates.fp32:
+        cells.assume("products of fp32 in tf32, as Transformer Engine's are")
         return "fp32", "tf32"
     if re.search(r"(fp|float)32|single", text):
         return "fp32", ""
@@ -242,7 +248,9 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         float8=_float8(cells, compute),
         recompute=recompute_of(cells, spec, stack, sizes.pp),
         offload=offload_of(cells, zero),
-        communication=_communication(cells, stack.name, precision, accumulates=zero == 3 and count > 1),
+        communication=_communication(
+            cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data
+        ),
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
         ),
@@ -337,7 +345,7 @@ def _float8(cells: Cells, compute: str) -> Float8:
     return Float8(recipe="tensorwise", all_gather=gather)
 
 
-def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool) -> Communication:
+def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool, ranks: int) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
     if accumulates and cells.noted(
         r"reshard_after_forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"
@@ -346,7 +354,8 @@ def _communication(cells: Cells, stack: str, precision: str, *, accumulates: boo
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
         return Communication(reshard_after_forward=False)
-    if cells.noted(r"mode pure") or stack == "deepspeed":
+    own_type = ranks > 1 and stack in TORCH and precision == "bf16-pure"  # in which PyTorch reduces a gradient
+    if own_type or cells.noted(r"mode pure") or stack == "deepspeed":
         return Communication(reduce_dtype="fp16" if precision == "fp16" else "bf16")
     if stack == "megatron-2021" and precision == "fp16":
         return Communication(reduce_dtype="fp16")

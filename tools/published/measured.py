@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from published.cells import MEASURED, Cells
-from published.stacks import CORE
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -28,6 +27,13 @@ _ALLOCATED = (
     r"allocated is in the memory|(torch|peak) memory allocated"
 )
 _UNFIT = r"\booms?\b|out[ -]of[ -]memory|(does|did) not fit|(doesn't|didn't) fit|exceeds (the )?(device |gpu )?memory"
+
+LATER = 3000.0
+CAUSAL_CORE = {"megatron-core": 2025.2, "megatron-bridge": 2025.65}
+"""Year from which a stack's TFLOP/s and MFU count the half of attention that is not masked. Megatron-LM of December
+2024 counted all, that of July 2025 half; NeMo all until Megatron-Bridge took its place."""
+CAUSAL = ((r"maxtext", 2025.57), (r"\bverl\b", 2026.05))
+"""The same of those that count by themselves: MaxText's pull request 1988, verl's 4959."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +133,13 @@ def step_time_of(
 
 def flops_way(cells: Cells, stack: Stack, plan: Plan) -> Flops:
     """How the source counts: its words, else the habit of its stack."""
-    causal = stack.name == "deepspeed" or (stack.name in CORE and cells.year >= 2025.5)
+    since = next((year for words, year in CAUSAL if cells.has(words)), CAUSAL_CORE.get(stack.name, LATER))
+    causal = stack.name == "deepspeed" or cells.year >= since
     if cells.noted(r"causal (mfu|attention)|attention \(half\)|causal \(half\)"):
         causal = True
     if cells.noted(r"non-causal|full attention|without causal|megatron formula"):
         causal = False
-    recompute = cells.noted(r"hardware flops|incl\.? recompute|counts recompute|hfu only") is not None
+    recompute = cells.noted(r"hardware flops|incl\.? recompute|counts? recompute|hfu only") is not None
     tera = cells.number("tflops_per_gpu")  # an MFU never counts it (arXiv:2204.02311), Megatron's TFLOP/s of then do
     recompute = recompute or bool(tera and stack.name == "megatron-2021" and plan.recompute.mode == "blocks")
     if cells.noted(r"no recompute counted|without recompute|and no recompute"):

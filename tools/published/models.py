@@ -192,6 +192,9 @@ def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
     if not cells.count("vocab"):
         cells.assume(f"vocabulary {sizes['vocab_size']}")
     sizes["num_layers"] = cells.count("n_layers") or _layers(_total(cells, name), cells, sizes)
+    if not gpt and sizes["ffn_dim"] == 4 * dim:
+        sizes["ffn"] = "plain"
+        cells.assume("feed-forwards of two products, as those with a gate are not four times as wide")
     if re.search(_EXPERTS, f"{name} {cells.notes}") or (cells.count("ep") or 1) > 1:
         sizes |= _experts(cells, name, sizes)
     sizes["tie_embeddings"] = gpt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from published.cells import Cells
-from published.stacks import CORE, TPU
+from published.stacks import CORE, TPU, TRAINIUM
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Recompute
 from shardwise.plan.stack import Stack
@@ -78,10 +78,13 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return _selective(cells, stack)
     if cells.noted(_ALL):
         return Recompute(mode="blocks")
+    if cells.has(r"torchprime"):
+        cells.assume("recompute of every block, torchprime's default")
+        return Recompute(mode="blocks")
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")
         return Recompute(mode="blocks")
-    if stack.name == "jax" and not re.search(TPU, cells["gpu"].lower()):
+    if stack.name == "jax" and pp == 1 and not re.search(rf"{TPU}|{TRAINIUM}", cells["gpu"].lower()):
         cells.assume("recompute of every block, MaxText's default")
         return Recompute(mode="blocks")
     if cells.noted(r"counts recompute|incl\.? recompute"):

@@ -181,7 +181,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
 
 _INFERRED = "recompute="
 _UNSAID = (
-    r"(recomput\w*|check ?pointing)( mode)?(( and| or|,) [\w -]{2,40})?( is| was| are)? "
+    r"(recomput\w*|check ?pointing)( mode)?((( and| or|,) [\w -]{2,40})|( by| in| of) [\w -]{2,40},)?( is| was| are)? "
     r"not (stated|printed|mentioned|given|said|named|known|shown|listed|read|counted|in the \w+)"
 )
 DOUBT = 1.1
@@ -211,6 +211,9 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
+    if is_open and stack.name == "jax" and plan.axes.pp == 1:
+        cells.assume(f"{_INFERRED}blocks, with which it comes nearest to fitting")
+        return replace(plan, recompute=Recompute(mode="blocks"))
     return plan
 
 

@@ -45,6 +45,16 @@ kernels, `fsdp` one of two, by year."""
 
 TPU = r"tpu|trillium|ironwood|\bv\d[ep]?-\d"
 """Names of Google's devices, whose published configurations tune what is recomputed."""
+TRAINIUM = r"trainium|\btrn\d|neuron-?core"
+"""Names of AWS's devices."""
+GAUDI = r"gaudi|\bhl-?[23]25"
+"""Names of Habana's devices."""
+MEGATRON_FSDP = 2024.5
+"""Year from which Megatron-Core shards parameters over data ranks by itself."""
+GATHERED_SINGLY = 0.12
+"""`network` of DeepSpeed's sharded parameters before `COALESCED`: each tensor was gathered by itself, into a list."""
+COALESCED = 2022.0
+"""Year from which it gathers them together and ahead (its pull request 1453: 1.7 times as fast on eight p4d)."""
 CORE_SINCE = 2023.0
 """Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
 WEIGHED = 2025.5
@@ -90,6 +100,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
     compiled = cells.compiled
+    if compiled is None and name in (*TORCH, "deepspeed") and re.search(GAUDI, cells["gpu"].lower()):
+        compiled = True
+        cells.assume("compiled, as Gaudi's software makes graphs of what PyTorch runs")
     if stack.attention == "unfused" and (compiled or name == "jax"):  # compilers fuse the softmax
         stack = replace(stack, attention="fused-softmax")
     if compiled:
@@ -99,6 +112,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
         stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
     stack = _of_its_time(cells, stack)
+    if name == "deepspeed" and sharded and cells.year < COALESCED:
+        stack = replace(stack, network=GATHERED_SINGLY)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
@@ -114,7 +129,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
-    if cells.noted(r"(?<!no )cuda graphs? of the (whole|entire|full) (step|iteration)"):
+    if cells.noted(_GRAPHED):
         stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
@@ -159,6 +174,11 @@ KERNELS = 0.76e9
 """Bytes that they take, beyond a device's `context`: 1,343 MiB in all on a V100 (transformers' docs of 2022)."""
 GATHERS_AGAIN = 2024.6
 """Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
+_GRAPHED = (
+    r"(?<!no )cuda graphs? of the (whole|entire|full) (step|iteration)"
+    r"|(?<!no )\bfull[ -]((step|iteration)[ -])?(cuda[ -]?graphs?|cg)\b"
+)
+"""Words for a CUDA graph that holds a step."""
 GRAPHED = 1e-6
 """Seconds from a kernel to the next in a CUDA graph, which the device starts by itself."""
 
@@ -181,7 +201,9 @@ def megatron_era(cells: Cells) -> str:
         return "megatron-2021"
     low = re.search(r"fp[48]|float8", cells["precision"].lower())  # of those, Transformer Engine alone multiplies so
     if cells.has(rf"bloom sizing|{_FORKS}") and not low:
-        vendor = cells.year >= 2023.5 and re.search(r"gaudi|hl-[23]25|mi[23]\d\d", cells["gpu"].lower())
+        if cells.year >= CORE_SINCE and re.search(GAUDI, cells["gpu"].lower()):
+            return core  # Habana's fork has its overlap, and the device sends beside what computes
+        vendor = cells.year >= 2023.5 and re.search(r"mi[23]\d\d", cells["gpu"].lower())
         late = vendor or (cells.year >= 2023.5 and cells.has("neox"))  # which bring a fused attention
         return "megatron-flash" if late or names_flash(cells) else "megatron-2021"
     if (cells.year >= CORE_SINCE or low) and not _flash_sweep(cells):
@@ -194,6 +216,8 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     if found == "library":
         found = "eager" if nodes == 1 else "deepspeed"
         cells.assume(f"stack {found}, as the row names a trainer only")
+    if found in ("megatron", "deepspeed") and sharded and cells.year < MEGATRON_FSDP and cells.has("deepspeed"):
+        return "deepspeed"  # whose engine shards parameters, whatever lays out the rest
     if found == "megatron" or (found == "deepspeed" and _divides(cells, "tp", "pp")):
         return megatron_era(cells)
     if found == "fsdp2" and (cells.devices or 1) == 1:
@@ -215,6 +239,8 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
         name = "eager"
     elif sharded and not _divides(cells, "pp") or not (cells["zero_stage"] or cells["ep"] or any(known.values())):
         name = _torch_era(cells)  # PyTorch's FSDP and DDP
+    elif cells["compile"]:
+        name = _torch_era(cells)  # whoever says whether it was compiled has blocks of PyTorch
     elif not _divides(cells, "tp", "pp", "cp") and (cells.count("ep") or 1) == 1 and _of_torch(cells):
         name = "deepspeed" if _says(cells, rf"{ZERO}2\b") else _torch_era(cells)
     else:
