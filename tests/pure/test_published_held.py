@@ -103,6 +103,8 @@ def test_freed_blocks_are_a_share_of_what_passes_and_given_back_before_memory_ru
         ("tune-1", {"notes": "max reserved; samples as they are"}, HOLES, inf),
         ("tune-1", {"notes": "max reserved, without packing"}, HOLES, inf),
         ("tune-1", {"notes": "max reserved, packed"}, 0.0, inf),
+        ("tune-1", {"notes": "max reserved; Alpaca of 2,000 samples, packed"}, 0.0, inf),
+        ("tune-1", {"notes": "max reserved; Alpaca as it is"}, HOLES, inf),
     ],
 )
 def test_freed_blocks_by_the_words_of_a_row(base: str, cells: dict[str, str], share: float, most: float) -> None:
@@ -119,6 +121,7 @@ def test_fsdp_gathered_all_blocks_ahead_before_it_had_a_limit() -> None:
         assert _memory(plan, early).held == _memory(plan, FSDP1).held, plan
     dates = [variant("foundry-1", date=date).stack.gathers_ahead for date in ("2022-10", "2023-12")]
     assert dates == [True, False] and 2023 < LIMITED < 2023.9
+    assert not variant("foundry-1", date="2022-10", notes="FSDP1, limit_all_gathers=True").stack.gathers_ahead
 
 
 def test_megatrons_offload_leaves_weights_and_gradients_on_the_device() -> None:

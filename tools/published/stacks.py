@@ -147,11 +147,11 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, context=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
-    if stack.name == "fsdp1" and cells.year < LIMITED:
+    if stack.name == "fsdp1" and cells.year < LIMITED and not cells.noted(_HELD_BACK):
         stack = replace(stack, gathers_ahead=True)
     if cells.noted(r"expandable[_ ]segments") or not cells.noted(DEVICE + "|reserved"):
         stack = replace(stack, cached=0.0)
-    elif stack.name in (*TORCH, "deepspeed") and cells.noted(VARIED):
+    elif stack.name in (*TORCH, "deepspeed") and cells.noted(VARIED) and not cells.noted(r"(?<!not )\bpacked"):
         stack = replace(stack, cached=HOLES, most_cached=inf)
     return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
 
@@ -174,6 +174,7 @@ VARIED = (
 """Words for micro-batches of other lengths each time."""
 HOLES = 0.8
 """Share of what comes and goes that those leave in blocks of other sizes: see `Stack.cached`."""
+_HELD_BACK = r"limit_all_gathers[ =]+true|rate limiter (on|enabled)|with (the )?(fsdp )?rate limiter"
 LIMITED = 2023.7
 """Year until which FSDP1 gathers as far ahead as its host gets (torch 2.1 limits it unless told otherwise)."""
 LAZY = 2022.75
