@@ -189,9 +189,9 @@ def test_units_in_cells(name: str, text: str, value: float | None) -> None:
 
 def test_a_model_that_no_table_has(rows: dict[str, Row]) -> None:
     sizes = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab"), "")
-    vicuna = variant("fsdp-1", model="Vicuna 13B", n_params="", **sizes)
-    assert vicuna.spec.num_params == pytest.approx(13e9, rel=0.05)
-    assert any("width 5120" in line for line in vicuna.assumed)
+    koala = variant("fsdp-1", model="Koala 13B", n_params="", **sizes)
+    assert koala.spec.num_params == pytest.approx(13e9, rel=0.05)
+    assert any("width 5120" in line for line in koala.assumed)
     with pytest.raises(Skip, match="neither a known name"):
         variant("fsdp-1", model="SwitchMoE 26B", n_params="", **sizes)
 

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from published.stacks import CHUNKED, HOLES, KEPT, LIMITED
+from published.stacks import CHUNKED, HOLES, KEPT, LIMITED, SHIFTED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -152,6 +152,13 @@ def test_litgpt_keeps_the_log_softmax_of_every_chunk_and_a_head_of_its_own() -> 
         ("StableLM-base-alpha-3b", (16, 4096, 16384, "plain")),
         ("StableLM base alpha 7B", (16, 6144, 24576, "plain")),
         ("ViT-g/14 DINOv2", (40, 1536, 4096, "gated")),
+        ("Qwen-14B", (40, 5120, 13696, "gated")),
+        ("Qwen2.5-14B", (48, 5120, 13824, "gated")),
+        ("Qwen1.5-1.8B", (24, 2048, 5504, "gated")),
+        ("Vicuna 13B", (40, 5120, 13824, "gated")),
+        ("CodeGen 6B", (33, 4096, 16384, "plain")),
+        ("stablelm-3b-4e1t", (32, 2560, 6912, "gated")),
+        ("RoBERTa-large", (24, 1024, 4096, "plain")),
     ],
 )
 def test_sizes_of_models_by_name(model: str, sizes: tuple[int, int, int, str]) -> None:
@@ -162,3 +169,33 @@ def test_sizes_of_models_by_name(model: str, sizes: tuple[int, int, int, str]) -
 def test_a_familys_sizes_are_no_code_that_ran() -> None:
     row = variant("tune-1", **BARE | {"source": "a script", "notes": "PyTorch FSDP2; GPT-NeoX sizes"})
     assert not row.stack.name.startswith("megatron")
+
+
+def test_frozen_weights_under_autocast_are_fp32_and_cast_as_long_as_needed() -> None:
+    size, work = LLAMA.num_params, replace(WORK, trained=0.01, adapters=Adapters(on=("q", "v"), copies=3.0))
+    block = profile_of(LLAMA).blocks[0].params
+    for plan, stack, weights, casts in (
+        ("bf16", EAGER, 4 * size, 2 * size),
+        ("bf16 / recompute=blocks", EAGER, 4 * size, 2 * block),
+        ("bf16-pure", EAGER, 2 * size, 0),
+        ("fp32", EAGER, 4 * size, 0),
+        ("bf16", DEEPSPEED, 2 * size, 0),
+    ):
+        terms = estimate_memory(profile_of(LLAMA), Plan.parse(plan), work, stack=stack).worst.terms
+        assert terms["weights"] == weights, plan
+        assert terms.get("gathered", 0) == pytest.approx(casts, rel=0.01), plan
+
+
+def test_trl_loads_fp32_and_a_loop_on_fsdp2_has_its_own_loss() -> None:
+    tuned = BARE | {"model": "Llama 3.1 8B LoRA", "precision": "bf16", "gpu": "h200"}
+    found = [
+        variant("tune-1", **tuned | {"source": source, "date": date}).plan.precision
+        for source, date in (("TRL", "2025-06"), ("TRL", "2026-06"), ("peft", "2026-06"))
+    ]
+    assert found == ["bf16-pure", "bf16", "bf16-pure"]
+    alone = BARE | {"date": "2026-01"}
+    loss = [
+        variant("new-2", **alone | {"notes": notes}).stack.logit_bytes
+        for notes in ("PyTorch FSDP2 with Hugging Face models", "Hugging Face Trainer")
+    ]
+    assert loss == [load_stack("torchtitan").logit_bytes, SHIFTED_LOSS]

@@ -95,6 +95,10 @@ def tables() -> str:
         "sit on queries and values where a row says nothing else (on every projection in axolotl, LLaMA-Factory, "
         "unsloth, ms-swift, xtuner). litgpt has one adapter for queries, keys and values, a head apart from the "
         "embedding, and keeps the log-softmax of every chunk of the loss.",
+        "From January 2026 TRL loads weights in fp32 where a row of adapters does not say otherwise (its pull "
+        "request 4778): frozen weights under autocast are fp32, and their casts are there until the backward pass "
+        "has used them. Of the models of `transformers`, BLOOM, MPT, CodeGen, GPT-J and GPT-Neo have no fused "
+        "attention at any date unless a row names one.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

@@ -108,13 +108,18 @@ _PURE = (
 """How notes say that weights and states are in 16 bits."""
 
 
+WIDE = 2026.0
+"""Year from which TRL loads weights in fp32 where it is not told otherwise (its pull request 4778)."""
+
+
 def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     """(plan's precision, dtype of the products where it differs). `rates`: mixed is fp16 where bf16 has no unit."""
     text = cells["precision"].lower()
     half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
     pure = "true" in text or "pure" in text or cells.noted(_PURE) is not None
     trainer = stack in ("eager", "deepspeed", "fsdp1", "torchtitan")
-    tunes = cells.has(r"torchtune|thunder") or (trainer and adapts(cells))
+    wide = stack != "deepspeed" and cells.year >= WIDE and cells.has(r"\btrl\b")
+    tunes = cells.has(r"torchtune|thunder") or (trainer and adapts(cells) and not wide)
     if tunes and re.search(r"bf16|fp16", text) and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
     if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):

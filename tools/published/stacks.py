@@ -139,6 +139,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
+    if stack.name == "eager" and engine(cells) == "fsdp2" and not trainer:
+        stack = replace(stack, logit_bytes=_preset("torchtitan").logit_bytes)  # a loop of its own, on one device
     if stack.logit_bytes == UNFUSED_LOSS and cells.year >= SHIFTED:
         stack = replace(stack, logit_bytes=SHIFTED_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):

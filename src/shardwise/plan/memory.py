@@ -268,9 +268,10 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
-    if workload.trained < 1:  # adapters: frozen weights need neither fp32 nor a master copy
-        trained = whole * workload.trained
-        return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}
+    if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
+        trained, cast = whole * workload.trained, stack.name not in OWN and not stack.master
+        held = width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
+        return {"weights": kept * held, "gradients": trained * 4, "optimizer": trained * (state + 4)}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
     sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
     summed, updated = summed * share, stepped * share
@@ -321,6 +322,9 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         return cast_whole(division, stages, stack)
     if not plan.reshards:
         gathered = plan.zero == 3 or sharded
+        if division.workload.trained < 1 and not gathered and plan.recompute.mode == "blocks":
+            blocks = (division.dense(block) for stage in stages for block, _ in stage.counts)
+            return max(blocks, default=0.0) * width if width < 4 else 0.0  # autocast keeps no casts of frozen weights
         return (division.whole(stages) + apart * gathered) * width if width < 4 or gathered else 0.0
     counts = [(division.dense(block) + division.filled(block), n) for stage in stages for block, n in stage.counts]
     most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
