@@ -118,6 +118,9 @@ def test_models_of_transformers_had_no_fused_attention_before_its_version_of_dec
         row = variant("new-2", **BARE | {"date": date, "notes": "Hugging Face Trainer"})
         assert row.stack.attention == kernel and 2023.5 < SDPA < 2024.5
     assert variant("new-2", **BARE | {"date": "2023-06", "notes": "a loop of its own"}).stack.attention == "flash2"
+    late = BARE | {"date": "2025-06", "notes": "Hugging Face Trainer"}
+    found = [variant("new-2", **late | {"model": name}).stack.attention for name in ("bloom-560m", "GPT-NeoX 20B")]
+    assert found == ["unfused", "flash2"], "and some never had one"
 
 
 def test_parameters_that_are_offloaded_leave_the_device() -> None:

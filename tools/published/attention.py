@@ -40,6 +40,8 @@ SDPA = 2023.9
 """Year from which the models of transformers run torch's fused attention (version 4.36)."""
 LAYERS = r"hugging ?face|(hf|transformers) trainer|\bpeft\b|\btrl\b|llama-?(recipes|cookbook)|transformers \d"
 """Words for those models."""
+_OWN_SCORES = r"bloom|\bmpt\b|codegen|gpt-?neo(?!x)|gpt-?j\b|deberta"
+"""Those among them that it never reached."""
 HOPPER = 2024.5
 """Year from which stacks on Transformer Engine have kernels made for Hopper (FlashAttention 3: arXiv:2407.08608)."""
 CUDNN = 2026.0
@@ -62,7 +64,8 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
         cells.assume("attention with sinks runs at the rate of FlashAttention 2 before cuDNN's kernels take them")
     if stack == "fsdp1" and kernel == "flash2" and cells.year < TRITON:
         kernel = "triton"
-    if stack in ("eager", "deepspeed", "fsdp1") and cells.year < SDPA and cells.has(LAYERS):
+    plain = cells.year < SDPA or re.search(_OWN_SCORES, cells["model"].lower()) is not None
+    if stack in ("eager", "deepspeed", "fsdp1") and plain and cells.has(LAYERS):
         kernel = "unfused"
     named = _named(cells)
     if named == "triton" and cells.year >= TRITON:

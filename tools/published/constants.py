@@ -83,7 +83,8 @@ def tables() -> str:
         "until July 2025 (`adamw_torch_fused`); before August 2024 nanotron keeps what it gathers (its pull requests "
         "203 and 208). The gradients of rows of 2022 to 2023 that name Megatron are in fp32, and the memory beside "
         "the tensors of megatron-2021 is that of DeepSpeed's forks alone. Whole weights in fp32 under autocast have "
-        "norms, softmax and the residual stream in fp32 (`torch.amp`'s list of operators).",
+        "norms, softmax and the residual stream in fp32 (`torch.amp`'s list of operators). Before September 2023 "
+        "FSDP1 gathers as far ahead as its host gets, which is all blocks (torch 2.1 holds back by default).",
         "What PyTorch runs on Gaudi is compiled (its bridge makes graphs), and Gaudi's fork of Megatron-DeepSpeed is "
         "megatron-core. PyTorch's fp4 counts as fp8, its gradients of weights in bf16 are reduced in bf16, and a full "
         "CUDA graph holds the step. A row that says whether it compiled and names no framework ran PyTorch's own. "
@@ -93,6 +94,22 @@ def tables() -> str:
         "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
         "in MaxText (its pull request 1988), January 2026 in verl (4959). Trainers on JAX accumulate no gradients "
         "unless a row says so; Transformer Engine multiplies fp32 in tf32.",
+        "`cached` and `most_cached`: freed blocks that fit nothing else, which reserved memory and what nvidia-smi "
+        "shows include until memory runs out; read off runs of Megatron-Core (7 to 17 GiB beyond what is counted, "
+        "here and in `elsewhere.csv`) and of DeepSpeed. Where a row says that its samples are neither packed nor of "
+        "one length, four fifths of what comes and goes; none with `expandable_segments`, and where the row does "
+        "not say that its number is reserved or the device's. Offloaded, Megatron leaves weights and summed "
+        "gradients on the device.",
+        "Adapters (LoRA): a frozen product keeps nothing of its input; each adapter keeps a copy of its own, 3 "
+        "bytes per element in 16 bits, with the mask of its dropout; without dropout (torchtune, LLaMA-Factory, "
+        "unsloth, Megatron) it shares the input, but from June 2024 PEFT casts it for each (its version 0.12). They "
+        "sit on queries and values where a row says nothing else (on every projection in axolotl, LLaMA-Factory, "
+        "unsloth, ms-swift, xtuner). litgpt has one adapter for queries, keys and values, a head apart from the "
+        "embedding, and keeps the log-softmax of every chunk of the loss.",
+        "From January 2026 TRL loads weights in fp32 where a row of adapters does not say otherwise (its pull "
+        "request 4778): frozen weights under autocast are fp32, and their casts are there until the backward pass "
+        "has used them. Of the models of `transformers`, BLOOM, MPT, CodeGen, GPT-J and GPT-Neo have no fused "
+        "attention at any date unless a row names one.",
         _stacks(),
         "### In the formulas",
         "Numbers that hold for every device and stack.",

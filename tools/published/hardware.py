@@ -65,6 +65,7 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"4090", "rtx4090", ""),
     (r"4080", "rtx4080", ""),
     (rf"4070{_PLAIN}", "rtx4070", ""),
+    (r"4070-?ti-?s(uper)?\b", "rtx4070tis", ""),
     (r"3090", "rtx3090", ""),
     (r"3080", "rtx3080", ""),
     (rf"3070{_PLAIN}", "rtx3070", ""),

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from math import gcd
 
-from published.cells import Cells, Skip
+from published.adapters import INT8, adapters_of, adapts, trained_share
+from published.cells import Cells
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
@@ -107,13 +108,18 @@ _PURE = (
 """How notes say that weights and states are in 16 bits."""
 
 
+WIDE = 2026.0
+"""Year from which TRL loads weights in fp32 where it is not told otherwise (its pull request 4778)."""
+
+
 def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
     """(plan's precision, dtype of the products where it differs). `rates`: mixed is fp16 where bf16 has no unit."""
     text = cells["precision"].lower()
     half = "fp16" if stack == "megatron-2021" or rates.fp16 > rates.bf16 else "bf16"
     pure = "true" in text or "pure" in text or cells.noted(_PURE) is not None
     trainer = stack in ("eager", "deepspeed", "fsdp1", "torchtitan")
-    tunes = cells.has(r"torchtune|thunder") or (trainer and _adapts(cells))
+    wide = stack != "deepspeed" and cells.year >= WIDE and cells.has(r"\btrl\b")
+    tunes = cells.has(r"torchtune|thunder") or (trainer and adapts(cells) and not wide)
     if tunes and re.search(r"bf16|fp16", text) and "mixed" not in text:  # weights, frozen or not, and states too
         pure = True
     if not text and cells.noted(r"(?<!no )(?<!without )\b(mx)?fp8 (hybrid|training|mixed|recipe)|\b(with|in) fp8\b"):
@@ -128,7 +134,7 @@ def precision_of(cells: Cells, stack: str, rates: Rates) -> tuple[str, str]:
         return "bf16", "fp4"
     if re.search(r"fp8|float8|\be[45]m[32]\b", text):
         return ("bf16-pure" if cells.has(r"thunder") else "bf16"), "fp8"
-    if re.search(_INT8, text):
+    if re.search(INT8, text):
         cells.assume("products of 8-bit integers counted as those of fp8")
         return "bf16", "fp8"
     if "bf16" in text or "bfloat16" in text:
@@ -159,48 +165,6 @@ def optimizer_of(cells: Cells, spec: ModelSpec, stack: str, precision: str) -> s
         cells.assume("moments of Adam in bf16, as in Megatron-Bridge's recipes of models with latent attention")
         return "adamw-bf16"
     return "adamw-bf16" if precision == "bf16-pure" or "bf16 states" in text else "adamw"
-
-
-_ADAPTERS = r"(?<![a-z])(rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
-_LOW_BASE = r"(?<![a-z])qlora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
-"""Words for adapters, and for frozen weights of 4 bits below them."""
-_INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)\b"
-"""Products of 8-bit integers, and no states in them."""
-
-
-def _adapts(cells: Cells) -> bool:
-    """Whether adapters are trained: not where notes say that all is, and what names them is the source's own name."""
-    named = re.search(
-        _ADAPTERS, " ; ".join(cells[name].lower() for name in ("model", "optimizer", "precision", "notes"))
-    )
-    return cells.has(_ADAPTERS) and (named is not None or not cells.noted(r"full[ -](parameter|fine-?tun)"))
-
-
-def trained_share(cells: Cells, spec: ModelSpec) -> float:
-    """Adapters on the projections of every block (arXiv:2106.09685), over the model; 1 without adapters.
-
-    Of rank 16 and on every projection where the notes say nothing else.
-    """
-    if cells.has(_LOW_BASE) or (
-        cells.has(_ADAPTERS) and cells.has(r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b")
-    ):
-        raise Skip("model: weights in 4 bits, which no plan says")
-    frozen = cells.has(_ADAPTERS) and re.search(_INT8, cells["precision"].lower())
-    if frozen or cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
-        raise Skip("model: weights in 8 bits, which no plan says")
-    if not _adapts(cells):
-        return 1.0
-    width = spec.num_heads * spec.head_dim
-    attention = 2 * (spec.dim + width) + 2 * (spec.dim + spec.num_kv_heads * spec.head_dim)
-    ffn = 3 * (spec.dim + spec.ffn_dim)
-    stated = cells.noted(r"rank[ =:]+(\d+)|\br ?[=:] ?(\d+)|lora[_ -]?r(?:ank)?[ =:]+(\d+)")
-    rank = int(next(n for n in stated.groups() if n)) if stated else 16
-    few = cells.noted(
-        r"(attention|q_proj|qkv|q, ?v|query)[^;]* only|only (on )?(the )?(attention|q|query)|q_proj, ?v_proj"
-    )
-    if not stated or not few:
-        cells.assume(f"adapters of rank {rank} on {'attention' if few else 'every projection'}")
-    return min(rank * (attention + (0 if few else ffn)) * spec.num_layers / spec.num_params, 1.0)
 
 
 _EXCHANGES = r"\b(deep|hybrid)-?ep\b|(?<!no )(?<!without )expert[ -]parallel|(fsdp\d?|hsdp|tp|dp) ?\+ ?ep\b"
@@ -238,6 +202,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         optimizer=optimizer_of(cells, spec, stack.name, precision),
         compute=compute,
         trained=trained,
+        adapters=adapters_of(cells, spec, stack.name, 4.0 if precision == "fp32" else 2.0),
     )
     plan = Plan(
         axes=axes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from published.cells import MEASURED, Cells
+from published.stacks import DEVICE
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -69,7 +70,7 @@ def _speed_cells(cells: Cells) -> bool:
 
 def memory_kind_of(cells: Cells, stack: str) -> MemoryKind:
     """allocated, reserved or device, by the words of the notes; reserved where they say nothing."""
-    if cells.noted(r"nvidia-smi|rocm-smi|amd-smi|nvml|gpustat|device[- ]level|rocm memory"):
+    if cells.noted(DEVICE):
         return "device"
     if cells.noted(_ALLOCATED):
         return "allocated"

@@ -279,7 +279,7 @@ def _layers(total: float | None, cells: Cells, sizes: dict[str, Any]) -> int:
 
 def _tied(cells: Cells, spec: ModelSpec) -> ModelSpec:
     """One table for embedding and head or two: what the notes say, or what the printed total decides."""
-    if cells.noted(r"untied"):
+    if cells.noted(r"untied") or cells.has(r"lit-?gpt"):  # which has two where checkpoints have one
         return replace(spec, tie_embeddings=False)
     if cells.noted(r"\btied (embedding|head)"):
         return replace(spec, tie_embeddings=True)

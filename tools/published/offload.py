@@ -35,7 +35,7 @@ def offload_of(cells: Cells, zero: int) -> Offload:
     )
     layers, notes = offloaded_layers(cells), re.sub(f"{OF_LAYERS}|{_OFF}", "", cells.notes)
     noted = re.search(
-        rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of|used? |not|off))"
+        rf"({of_states})[ _-]?((cpu|optimizer) )?offload(ing|ed)?\b(?! (of(?! all)|used? |not|off))"
         r"|(?<!no )(?<!without )(?<!no cpu )(?<!without cpu )offload(ed|ing)?[ _](of )?(the )?"
         r"(optimizer|param(eter)?s|gradients|grads)\b|zero-(offload|infinity)",
         notes,

@@ -162,7 +162,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
         raise Skip("measurement: none")
     return Row(
         id=cells["id"],
-        group=cells["id"].split("-")[0],
+        group=cells["id"].rsplit("-", 1)[0],
         kind=kind_of(plan, experts=spec.kind == "moe"),
         spec=spec,
         cluster=cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 from published.attention import LAYERS, attention_of, is_old, names_flash
 from published.cells import Cells, unsourced
@@ -16,7 +17,9 @@ from shardwise.plan.stack import Stack, load_stack
 CORE = ("megatron-core", "megatron-bridge")
 """Stacks on Megatron-Core and Transformer Engine."""
 
-_FORKS = r"megatron-deepspeed|bigscience|gpt-?neox(?![ -]?(20b|\d|tokeni|model|arch|vocab|like|style))"
+_FORKS = (
+    r"megatron-deepspeed|bigscience|gpt-?neox(?![ -]?(20b|\d|tokeni|model|arch|vocab|like|style|sizes|config|family))"
+)
 """Codes on Megatron-LM of 2021 and DeepSpeed."""
 _RULES: tuple[tuple[str, str], ...] = (
     (
@@ -67,6 +70,8 @@ DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = 2.5
 """Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
+KEPT = 4.5
+"""Bytes per logit of litgpt's, whose chunks' log-softmax is kept in 16 bits too."""
 FUSED_LOSS = 6.0
 """Bytes per logit of one kernel for the loss: logits and their gradient in 16 bits, and what is freed between them."""
 UNFUSED_LOSS = 12.0
@@ -122,7 +127,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if layers is not None:
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
     if _chunks(cells):
-        stack = replace(stack, logit_bytes=CHUNKED)
+        stack = replace(stack, logit_bytes=KEPT if cells.has(r"lit-?gpt") else CHUNKED)
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
     elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=0.5, fused=True)
@@ -149,6 +154,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
+    if stack.name == "eager" and engine(cells) == "fsdp2" and not trainer:
+        stack = replace(stack, logit_bytes=_preset("torchtitan").logit_bytes)  # a loop of its own, on one device
     if stack.logit_bytes == UNFUSED_LOSS and cells.year >= SHIFTED:
         stack = replace(stack, logit_bytes=SHIFTED_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
@@ -157,6 +164,12 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, context=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
+    if stack.name == "fsdp1" and cells.year < LIMITED and not cells.noted(_HELD_BACK):
+        stack = replace(stack, gathers_ahead=True)
+    if cells.noted(r"expandable[_ ]segments") or not cells.noted(DEVICE + "|reserved"):
+        stack = replace(stack, cached=0.0)
+    elif stack.name in (*TORCH, "deepspeed") and cells.noted(VARIED) and not cells.noted(r"(?<!not )\bpacked"):
+        stack = replace(stack, cached=HOLES, most_cached=inf)
     return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
 
 
@@ -168,6 +181,19 @@ _SLICED = (
 NONE = 2023.2
 """Year until which PyTorch's loops set gradients to zero, which keeps them, and not to None, and step one parameter
 after the other (torch 2.0)."""
+DEVICE = r"nvidia-smi|rocm-smi|amd-smi|nvml|gpustat|device[- ]level|rocm memory"
+"""Words for what the driver shows."""
+VARIED = (
+    r"samples as they are|alpaca (as it is|of|samples)|(varying|variable|different|natural) (sequence )?lengths|"
+    r"lengths vary|\b(not|un|without |no )[ -]?pack(ed|ing)\b|pad(ded|ding) to the longest|dynamic padding|"
+    r"longest sample"
+)
+"""Words for micro-batches of other lengths each time."""
+HOLES = 0.8
+"""Share of what comes and goes that those leave in blocks of other sizes: see `Stack.cached`."""
+_HELD_BACK = r"limit_all_gathers[ =]+true|rate limiter (on|enabled)|with (the )?(fsdp )?rate limiter"
+LIMITED = 2023.7
+"""Year until which FSDP1 gathers as far ahead as its host gets (torch 2.1 limits it unless told otherwise)."""
 LAZY = 2022.75
 """Year until which CUDA loads every kernel of its libraries at the start (before 11.7)."""
 KERNELS = 0.76e9

@@ -56,6 +56,7 @@ NAMES = (
     (r"GeForce RTX 3070", "rtx3070"),
     (r"GeForce RTX 3080", "rtx3080"),
     (r"GeForce RTX 4070", "rtx4070"),
+    (r"GeForce RTX 4070 Ti SUPER", "rtx4070tis"),
     (r"GeForce RTX 3090", "rtx3090"),
     (r"GeForce RTX 4080", "rtx4080"),
     (r"GeForce RTX 4090", "rtx4090"),

@@ -14,6 +14,19 @@ from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
+from shardwise.plan.workload import Adapters
+
+PARTS = {
+    "qkv": ("q", "k", "v", "qkv"),
+    "q": ("q",),
+    "q-down": ("q",),
+    "kv-down": ("k",),
+    "kv-up": ("v",),
+    "out": ("o",),
+    "up": ("gate", "up"),
+    "down": ("down",),
+}
+"""Parameters in a product, as adapters name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +53,17 @@ class Saving:
     """A column-sharded product keeps its gathered input (DTensor), not its shard of the sequence (Megatron)."""
     weighs_inside: bool = False
     """What experts give is not kept: `Stack.weighs_inside`."""
+    adapters: Adapters | None = None
 
 
-def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "") -> Saving:
-    """The knobs of a plan under a stack; `compute` is the workload's."""
-    return _saving(plan.axes.tp, plan.tensor.sequence, plan.precision, (stack, seq_len, compute))
+def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "", adapters: Adapters | None = None) -> Saving:
+    """The knobs of a plan under a stack; `compute` and `adapters` are the workload's."""
+    return _saving(plan.axes.tp, plan.tensor.sequence, plan.precision, (stack, seq_len, compute, adapters))
 
 
 @lru_cache(maxsize=1024)
-def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str]) -> Saving:
-    stack, seq_len, compute = rest
+def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str, Adapters | None]) -> Saving:
+    stack, seq_len, compute, adapters = rest
     width = _WIDTHS[precision]
     return Saving(
         tp=tp,
@@ -64,6 +78,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         experts=stack.keeps_experts,
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
+        adapters=adapters,
     )
 
 
@@ -120,10 +135,18 @@ def _saved_input(op: Matmul, how: Saving) -> float:
     if not op.trained:
         return 0.0
     width = how.inputs if how.inputs and op.name not in ("head", "router") else how.width
+    kept = (op.saves * width if how.adapters is None else _adapted(op, how.adapters, width)) * max(op.chosen, 1)
     if op.split == "row":  # its input is sharded along its own inner size
-        return op.saves * width * max(op.chosen, 1) / (how.tp if not op.experts else 1)
-    shard = how.tp if how.sequence and not (how.gathered and op.split == "column") else 1
-    return op.saves * width * max(op.chosen, 1) / shard
+        return kept / (how.tp if not op.experts else 1)
+    return kept / (how.tp if how.sequence and not (how.gathered and op.split == "column") else 1)
+
+
+def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
+    """Bytes per row that the adapters of a frozen product keep of its input."""
+    beside = sum(
+        part in adapters.on for part in PARTS.get(op.name.removeprefix("shared-").removeprefix("experts-"), ())
+    )
+    return op.ins * op.rows * beside * adapters.copies if adapters.copies else op.saves * width * (beside > 0)
 
 
 def _saved_attention(op: Attention, how: Saving) -> float:

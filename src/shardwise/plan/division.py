@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from shardwise.errors import PlanError
 from shardwise.model.profile import Block, Profile
+from shardwise.plan.activations import Saving, saving_of
 from shardwise.plan.plan import Plan, Schedule
+from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Ranks, Stage, alike_ranks, stages_of_ranks
 from shardwise.plan.workload import Workload
 
@@ -35,6 +37,10 @@ class Division:
         """Dtype of the products that are not in the plan's precision; empty: all are."""
         as_planned = "fp8" if self.plan.float8.recipe != "none" and not self.plan.float8.emulate else ""
         return self.workload.compute or as_planned
+
+    def saving(self, stack: Stack) -> Saving:
+        """What decides on the bytes that its operators keep."""
+        return saving_of(self.plan, stack, self.workload.seq_len, self.compute, self.workload.adapters)
 
     @cached_property
     def micro_batch(self) -> float:

@@ -16,11 +16,9 @@ from shardwise.model.profile import Profile
 from shardwise.plan.activations import (
     again_in,
     compute_width,
-    is_gathered,
     kept_bytes,
     kept_in,
     saved_bytes,
-    saving_of,
     working_bytes,
 )
 from shardwise.plan.around import copied, outside_step
@@ -28,6 +26,7 @@ from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
+from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedule import actions, in_flight
@@ -52,6 +51,8 @@ class RankMemory:
     terms: Mapping[str, float]
     phase: str
     """When the peak is reached: in a step loss, backward or update; outside of it place, load or save."""
+    most_passing: float = 0.0
+    """The most that comes and goes, in whichever phase."""
 
     @property
     def allocated(self) -> float:
@@ -78,8 +79,8 @@ class Memory:
     peaks: Mapping[str, float] = field(default_factory=dict)
     """Phase -> allocated bytes of the worst rank in that phase."""
     held: float = 0.0
-    """Freed blocks that streams behind the host have not given back; before memory runs out the allocator waits for
-    them."""
+    """Freed blocks that the allocator keeps, or that streams behind the host have not given back, until memory runs
+    out: see `plan.holding`."""
     workspace: float = 0.0
     """Of libraries, in the allocator."""
     outside: tuple[RankMemory, ...] = ()
@@ -160,20 +161,25 @@ def estimate_memory(
     groups = sum(size > 1 for size in (axes.pp, axes.dp_replicate, axes.dp_shard * axes.cp, axes.tp, axes.ep))
     context = (device.context if device else 0.0) + stack.context
     context += COMMUNICATOR * (groups + (1 if plan.world > 1 else 0))
+    stages, (largest, peaks) = division.ranks[worst], ranks[worst]
+    ahead = held_ahead(division, stack, device)
+    left = held_apart(division, stages, peaks, states[worst], stack)
+    left += held_freed(division, stages, largest.most_passing, stack)
     memory = Memory(
         stages=tuple(rank for rank, _ in ranks),
         fragmentation=stack.fragmentation,
         context=context,
         limit=device.memory if device else 0.0,
         peaks=max((peaks for _, peaks in ranks), key=lambda peaks: max(peaks.values())),
-        held=held_ahead(division, stack, device) + held_apart(division, *ranks[worst], states[worst], stack),
+        held=ahead + left,
         workspace=0.0 if stack.eager else WORKSPACE,
         host=0.0 if stack.eager else max(division.of_ranks(partial(copied, division, stack=stack))),
         offloaded=offloaded_of(division, stack) if plan.offload.state and not stack.eager else (),
     )
     memory = _with_outside(memory, division, states, stack)
-    if memory.held and 0 < memory.limit < memory.device:  # a full device gets them back
-        return replace(memory, held=0.0)
+    short = memory.device - memory.limit
+    if memory.held and memory.limit and short > 0:  # its host waits, and the rest gives back what is asked for
+        return replace(memory, held=max(0.0, min(memory.held - ahead, memory.held - short)))
     return memory
 
 
@@ -192,27 +198,6 @@ def _with_outside(memory: Memory, division: Division, states: Sequence[Mapping[s
     whole = replace(memory, outside=outside, peaks={**memory.peaks, **peaks})
     beyond = whole.reserved_of(whole.peak) - whole.reserved_of(whole.worst)
     return replace(whole, held=max(0.0, memory.held - beyond))
-
-
-def held_apart(
-    division: Division, rank: RankMemory, peaks: Mapping[str, float], states: Mapping[str, float], stack: Stack
-) -> float:
-    """Bytes of two streams' memory beyond the peak: that of gradients, and the most that all else needs at once.
-
-    Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs). One process
-    has one stream; of what its cast weights leave there, every other piece is too small for a gradient.
-    """
-    plan = division.plan
-    if casts_weights(plan) and stack.name in OWN and not stack.eager:
-        stages = division.ranks[rank.rank]
-        left = cast_whole(division, stages, stack) - cast_last(division, stages)
-        return left / 2 if rank.phase == "backward" else 0.0
-    if not stack.grads_apart or plan.offload.state or not is_gathered(plan):
-        return 0.0
-    gradients = states["gradients"]
-    added = gradients if plan.batch.micro_batches > 1 else 0.0
-    others = max(peaks["loss"] - added, peaks["backward"] - gradients)
-    return max(0.0, others + gradients - rank.allocated) + added
 
 
 def _rank_memory(
@@ -244,7 +229,8 @@ def _rank_memory(
     if plan.offload.state:
         whole = gradients if accumulates_whole(plan, stack) else 0.0
         for name, terms in phases.items():
-            phases[name] = _without_states(terms, stack) | {"gradients": whole * (name != "update")}
+            rest = _without_states(terms, stack)
+            phases[name] = {"gradients": whole * (name != "update")} | rest if stack.offloads_grads else rest
     elif stack.name in OWN and not stack.fused and any(block.courses for block in division.profile.blocks):
         whole_states = states_of(division, stages, replace(stack, eager=True))
         for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}).items():
@@ -262,12 +248,14 @@ def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
 def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[RankMemory, dict[str, float]]:
     sums = {name: sum(terms.values()) for name, terms in phases.items()}
     phase = max(sums, key=lambda name: sums[name])
-    return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase), sums
+    most = max(total - sum(phases[name].get(term, 0.0) for term in STATES) for name, total in sums.items())
+    return RankMemory(rank, {name: value for name, value in phases[phase].items() if value}, phase, most), sums
 
 
 def _without_states(terms: Mapping[str, float], stack: Stack) -> dict[str, float]:
-    """States live on the host; the device sees what is gathered, and the weights where the stack leaves them."""
-    gone = set(STATES) - (set() if stack.offloads_weights else {"weights"})
+    """States live on the host; the device sees what is gathered, and what the stack leaves there."""
+    stays = {"weights": not stack.offloads_weights, "gradients": not stack.offloads_grads}
+    gone = {name for name in STATES if not stays.get(name)}
     return {name: value for name, value in terms.items() if name not in gone}
 
 
@@ -280,9 +268,10 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
-    if workload.trained < 1:  # adapters: frozen weights need neither fp32 nor a master copy
-        trained = whole * workload.trained
-        return {"weights": kept * width, "gradients": trained * 4, "optimizer": trained * (state + 4)}
+    if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
+        trained, cast = whole * workload.trained, stack.name not in OWN and not stack.master
+        held = width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
+        return {"weights": kept * held, "gradients": trained * 4, "optimizer": trained * (state + 4)}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
     sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
     summed, updated = summed * share, stepped * share
@@ -333,6 +322,9 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         return cast_whole(division, stages, stack)
     if not plan.reshards:
         gathered = plan.zero == 3 or sharded
+        if division.workload.trained < 1 and not gathered and plan.recompute.mode == "blocks":
+            blocks = (division.dense(block) for stage in stages for block, _ in stage.counts)
+            return max(blocks, default=0.0) * width if width < 4 else 0.0  # autocast keeps no casts of frozen weights
         return (division.whole(stages) + apart * gathered) * width if width < 4 or gathered else 0.0
     counts = [(division.dense(block) + division.filled(block), n) for stage in stages for block, n in stage.counts]
     most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
@@ -345,7 +337,7 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes that all micro-batches in flight on a rank have kept, and one recomputed block in full."""
     plan = division.plan
-    how = saving_of(plan, stack, division.workload.seq_len, division.compute)
+    how = division.saving(stack)
     recomputes = plan.recompute.mode != "none"
     again = max(again_in(stage, plan, how) for stage in stages) * division.tokens if recomputes else 0.0
     kept = [kept_in(stage, plan, how) for stage in stages]
@@ -362,7 +354,7 @@ def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack
 
 def _block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes that the largest block keeps of one micro-batch without recompute."""
-    how = saving_of(division.plan, stack, division.workload.seq_len, division.compute)
+    how = division.saving(stack)
     return max((saved_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 
@@ -377,7 +369,7 @@ def _logits(division: Division, stack: Stack) -> float:
 
 def _working(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Gradients of the widest operator, alive for a moment in the backward pass."""
-    how = saving_of(division.plan, stack, division.workload.seq_len, division.compute)
+    how = division.saving(stack)
     return max((working_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
 
 

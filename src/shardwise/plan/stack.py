@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from math import inf
 from typing import Any, Literal
 
 from shardwise.errors import UsageError
@@ -85,8 +86,18 @@ class Stack:
     grads_apart: bool = False
     """`fully_shard` reduces gradients on a stream of their own: what they leave there at the end of a step is not given
     to the activations of the next, until memory runs out."""
+    cached: float = 0.0
+    """Freed blocks that nothing else fits into, as a share of the most that comes and goes: the allocator gives them
+    back before memory runs out, and shows them until then (without PyTorch's `expandable_segments`)."""
+    most_cached: float = inf
+    """Bytes of them at most: what comes and goes in equal sizes in every step needs no more blocks after a few."""
+    gathers_ahead: bool = False
+    """zero 3: nothing holds back the host, whose gathers of all blocks are on their way at once (FSDP1 before
+    `limit_all_gathers`)."""
     offloads_weights: bool = True
     """Offloaded states include the shards of the weights; False: those stay on the device."""
+    offloads_grads: bool = True
+    """And the gradients; False: those add up on the device, and are copied for the step."""
     runs_ahead: float = 0.0
     """Whole activations `[tokens, dim]` that the allocator keeps for streams that have not caught up with the host,
     where collectives run on a stream of their own: see `stalls.held_ahead`."""

@@ -9,7 +9,7 @@ from math import log2
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, recomputed_in, saving_of
+from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, recomputed_in
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.division import Division, divide
@@ -311,7 +311,7 @@ def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -
 def _offloaded(division: Division, rank: RankCosts, cluster: Cluster, stack: Stack) -> float:
     """Seconds per micro-batch that saved tensors on their way to the host and back do not hide behind compute."""
     plan = division.plan
-    how = saving_of(plan, stack, division.workload.seq_len, division.compute)
+    how = division.saving(stack)
     blocks = [(block, stage.start + i) for stage in rank.stages for i, block in enumerate(stage.blocks)]
     moved = sum(kept_bytes(block, index, plan, how) for block, index in blocks) * division.tokens
     one_way = moved * stack.offloads_blocks / cluster.host_bandwidth

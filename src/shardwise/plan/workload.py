@@ -26,6 +26,20 @@ COMPUTE = ("", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank products beside frozen ones (arXiv:2106.09685): beside which, and what each keeps for its weights.
+
+    Nothing else of a frozen product's input is kept.
+    """
+
+    on: tuple[str, ...]
+    """Parameters that have one: q, k, v, o, gate, up, down; `qkv` where one does for all three."""
+    copies: float = 0.0
+    """Bytes per element of its input that each keeps for itself: what dropout makes of it, and the mask; 0: it keeps
+    the input as it is, as others do that read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """One optimizer step: `global_batch` sequences of `seq_len` tokens."""
 
@@ -37,6 +51,8 @@ class Workload:
     that can run them."""
     trained: float = 1.0
     """Share of the parameters that get gradients and state (adapters: a few per thousand)."""
+    adapters: Adapters | None = None
+    """Which those are, where all others are frozen; None: products keep their inputs as where all are trained."""
     imbalance: float = 1.0
     """Tokens that the busiest rank of `ep` has for its experts, over the mean of the ranks; 1: all have as many."""
     sample_bytes: float = 0.0

@@ -1,0 +1,50 @@
+"""Freed blocks that the caching allocator shows as taken, until memory runs out and it gives them back.
+
+Of a host ahead of its device, `plan.stalls.held_ahead` has those of tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.plan.activations import compute_width, is_gathered
+from shardwise.plan.casting import cast_last, cast_whole
+from shardwise.plan.division import Division
+from shardwise.plan.engines import casts_weights
+from shardwise.plan.stack import Stack
+from shardwise.plan.stages import Stage
+from shardwise.plan.updating import OWN
+
+
+def held_apart(
+    division: Division, stages: tuple[Stage, ...], peaks: Mapping[str, float], states: Mapping[str, float], stack: Stack
+) -> float:
+    """Bytes of two streams' memory beyond the peak: that of gradients, and the most that all else needs at once.
+
+    Micro-batches that add up gradients leave as much again on the stream that reduces them (seen on GPUs). One process
+    has one stream; of what its cast weights leave there, every other piece is too small for a gradient.
+    """
+    plan = division.plan
+    if casts_weights(plan) and stack.name in OWN and not stack.eager:
+        left = cast_whole(division, stages, stack) - cast_last(division, stages)
+        return left / 2 if max(peaks, key=lambda phase: peaks[phase]) == "backward" else 0.0
+    if not stack.grads_apart or plan.offload.state or not is_gathered(plan):
+        return 0.0
+    gradients = states["gradients"]
+    added = gradients if plan.batch.micro_batches > 1 else 0.0
+    others = max(peaks["loss"] - added, peaks["backward"] - gradients)
+    return max(0.0, others + gradients - max(peaks.values())) + added
+
+
+def held_freed(division: Division, stages: tuple[Stage, ...], passing: float, stack: Stack) -> float:
+    """Bytes of freed blocks: of weights gathered too early, and of what comes and goes (`passing`) in other sizes."""
+    return _gathered_early(division, stages, stack) + min(stack.cached * passing, stack.most_cached)
+
+
+def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """All blocks' weights but two blocks', where nothing holds back the host: see `Stack.gathers_ahead`."""
+    plan = division.plan
+    if not stack.gathers_ahead or plan.zero < 3 or division.shards == 1:
+        return 0.0
+    most = max((division.dense(block) for stage in stages for block in stage.blocks), default=0.0)
+    return max(0.0, division.whole(stages) - 2 * most) * compute_width(plan)

@@ -1,0 +1,201 @@
+"""What adapters keep, what allocators hold beside it, and what an offload leaves on the device; by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from published.stacks import CHUNKED, HOLES, KEPT, LIMITED, SHIFTED_LOSS
+from shardwise.hardware.cluster import load_cluster
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.plan import Offload, Plan
+from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.workload import Adapters
+from tests.pure.test_planner_memory import LLAMA, WORK
+from tests.pure.test_published import variant
+from tests.pure.test_published_words import BARE
+
+EAGER, DEEPSPEED, CORE, FSDP1 = map(load_stack, ("eager", "deepspeed", "megatron-core", "fsdp1"))
+DIM, KEYS, FFN = 64, 32, 192
+
+
+def _memory(plan: str, stack: Stack, spec: ModelSpec = LLAMA, **device: float) -> Memory:
+    here = replace(load_cluster("h100:8").device, **device) if device else None
+    return estimate_memory(profile_of(spec), Plan.parse(plan), WORK, stack=stack, device=here)
+
+
+@pytest.mark.parametrize(
+    ("on", "copies", "kept"),
+    [
+        ((), 0.0, 0),
+        (("q", "v"), 0.0, 2 * DIM),
+        (("q", "v"), 3.0, 2 * 3 * DIM),
+        (("qkv",), 3.0, 3 * DIM),
+        (("q", "k", "v", "o"), 3.0, 4 * 3 * DIM),
+        (("gate", "up", "down"), 3.0, 3 * (2 * DIM + FFN)),
+        (("gate", "up", "down"), 0.0, 2 * (DIM + FFN)),
+    ],
+)
+def test_of_frozen_products_only_adapters_keep_inputs(on: tuple[str, ...], copies: float, kept: int) -> None:
+    block, plan = profile_of(LLAMA).blocks[0], Plan.parse("bf16-pure")
+    none = saved_bytes(block, saving_of(plan, EAGER, 128, adapters=Adapters(on=())))
+    some = saved_bytes(block, saving_of(plan, EAGER, 128, adapters=Adapters(on=on, copies=copies)))
+    assert some - none == kept
+    trained = saved_bytes(block, saving_of(plan, EAGER, 128))
+    assert trained - none == 2 * (2 * DIM + FFN), "inputs of qkv, up and down; that of out is the attention's output"
+
+
+@pytest.mark.parametrize(
+    ("cells", "on", "copies"),
+    [
+        ({"source": "peft"}, ("q", "v"), 3.0),
+        ({"source": "peft", "precision": "fp32"}, ("q", "v"), 5.0),
+        ({"source": "litgpt"}, ("qkv",), 3.0),
+        ({"source": "axolotl"}, ("q", "k", "v", "o", "gate", "up", "down"), 3.0),
+        ({"source": "LLaMA-Factory", "date": "2024-02"}, ("q", "k", "v", "o", "gate", "up", "down"), 0.0),
+        ({"source": "LLaMA-Factory", "date": "2025-02"}, ("q", "k", "v", "o", "gate", "up", "down"), 2.0),
+        ({"source": "peft", "notes": "q_proj, v_proj; no dropout"}, ("q", "v"), 0.0),
+        ({"source": "peft", "notes": "attention projections only"}, ("q", "k", "v", "o"), 3.0),
+        ({"source": "peft", "notes": "on all linear layers"}, ("q", "k", "v", "o", "gate", "up", "down"), 3.0),
+    ],
+)
+def test_adapters_by_the_words_of_a_row(cells: dict[str, str], on: tuple[str, ...], copies: float) -> None:
+    plain = {"model": "Llama-2-7B LoRA", "date": "2024-02", "precision": "bf16"}
+    row = variant("tune-1", **BARE | plain | cells)
+    assert row.workload.adapters == Adapters(on=on, copies=copies)
+    share = variant("tune-1", **BARE | plain | cells | {"notes": "rank 8; " + cells.get("notes", "")}).workload.trained
+    assert share == pytest.approx(row.workload.trained / 2), "rank 16 where nothing says another"
+
+
+def test_whole_parameters_have_no_adapters_though_the_source_is_named_for_them() -> None:
+    row = variant(
+        "tune-1", **BARE | {"source": "hf", "notes": "huggingface/peft README.md; full-parameter fine-tuning"}
+    )
+    assert row.workload.adapters is None and row.workload.trained == 1.0
+
+
+def test_freed_blocks_are_a_share_of_what_passes_and_given_back_before_memory_runs_out() -> None:
+    some, all_of_it = (replace(DEEPSPEED, cached=share, most_cached=inf) for share in (0.5, 1.0))
+    plain = _memory("fsdp8 bf16", replace(DEEPSPEED, cached=0.0))
+    passing = plain.worst.most_passing
+    assert passing >= plain.worst.passing > 0 and plain.held == 0
+    assert _memory("fsdp8 bf16", some).held == 0.5 * _memory("fsdp8 bf16", all_of_it).held == 0.5 * passing
+    assert _memory("fsdp8 bf16", replace(some, most_cached=7.0)).held == 7.0
+    need = _memory("fsdp8 bf16", replace(DEEPSPEED, cached=0.0), memory=1e12).device
+    tight = _memory("fsdp8 bf16", all_of_it, memory=need + 0.25 * passing)
+    assert tight.device == pytest.approx(tight.limit) and tight.fits, "as much as there is room for"
+    assert not _memory("fsdp8 bf16", all_of_it, memory=need - 1).fits
+
+
+@pytest.mark.parametrize(
+    ("base", "cells", "share", "most"),
+    [
+        ("core-8", {"notes": "memory of nvidia-smi"}, CORE.cached, CORE.most_cached),
+        ("core-8", {"notes": "max reserved"}, CORE.cached, CORE.most_cached),
+        ("core-8", {"notes": "peak memory"}, 0.0, CORE.most_cached),
+        ("core-8", {"notes": "max reserved; expandable segments"}, 0.0, CORE.most_cached),
+        ("tune-1", {"notes": "max reserved"}, 0.0, inf),
+        ("tune-1", {"notes": "max reserved; samples as they are"}, HOLES, inf),
+        ("tune-1", {"notes": "max reserved, without packing"}, HOLES, inf),
+        ("tune-1", {"notes": "max reserved, packed"}, 0.0, inf),
+        ("tune-1", {"notes": "max reserved; Alpaca of 2,000 samples, packed"}, 0.0, inf),
+        ("tune-1", {"notes": "max reserved; Alpaca as it is"}, HOLES, inf),
+    ],
+)
+def test_freed_blocks_by_the_words_of_a_row(base: str, cells: dict[str, str], share: float, most: float) -> None:
+    stack = variant(base, **BARE | cells).stack
+    assert (stack.cached, stack.most_cached) == (share, most)
+
+
+def test_fsdp_gathered_all_blocks_ahead_before_it_had_a_limit() -> None:
+    early = replace(FSDP1, gathers_ahead=True)
+    block = profile_of(LLAMA).blocks[0].params
+    gathered = (LLAMA.num_params - 2 * block) * 2
+    assert _memory("fsdp8 bf16", early).held - _memory("fsdp8 bf16", FSDP1).held == pytest.approx(gathered, rel=0.01)
+    for plan in ("dp8 bf16", "fsdp8 zero1 bf16"):
+        assert _memory(plan, early).held == _memory(plan, FSDP1).held, plan
+    dates = [variant("foundry-1", date=date).stack.gathers_ahead for date in ("2022-10", "2023-12")]
+    assert dates == [True, False] and 2023 < LIMITED < 2023.9
+    assert not variant("foundry-1", date="2022-10", notes="FSDP1, limit_all_gathers=True").stack.gathers_ahead
+
+
+def test_megatrons_offload_leaves_weights_and_gradients_on_the_device() -> None:
+    plan = replace(Plan.parse("fsdp8 zero1 bf16"), offload=Offload(state=True))
+    size = LLAMA.num_params
+    for stack, weights, gradients in ((CORE, size * 2, size * 4), (replace(CORE, offloads_grads=True), size * 2, 0)):
+        memory = estimate_memory(profile_of(LLAMA), plan, WORK, stack=stack)
+        terms = memory.worst.terms
+        assert terms["weights"] == weights and terms.get("gradients", 0) == gradients
+        assert "optimizer" not in terms and "master" not in terms
+    for said, offload in (
+        ("optimizer CPU offload of all states", True),
+        ("activation CPU offload of 20 layers", False),
+    ):
+        assert variant("core-8", **BARE | {"notes": said}).plan.offload.state is offload, said
+
+
+def test_litgpt_keeps_the_log_softmax_of_every_chunk_and_a_head_of_its_own() -> None:
+    tuned = {"date": "2024-02", "activation_checkpoint": "full", "model": "Gemma 2B"}
+    litgpt, torchtune = (variant("tune-1", **BARE | tuned | {"source": name}) for name in ("litgpt", "torchtune"))
+    assert (litgpt.stack.logit_bytes, torchtune.stack.logit_bytes) == (KEPT, CHUNKED)
+    assert (litgpt.spec.tie_embeddings, torchtune.spec.tie_embeddings) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("StableLM-base-alpha-3b", (16, 4096, 16384, "plain")),
+        ("StableLM base alpha 7B", (16, 6144, 24576, "plain")),
+        ("ViT-g/14 DINOv2", (40, 1536, 4096, "gated")),
+        ("Qwen-14B", (40, 5120, 13696, "gated")),
+        ("Qwen2.5-14B", (48, 5120, 13824, "gated")),
+        ("Qwen1.5-1.8B", (24, 2048, 5504, "gated")),
+        ("Vicuna 13B", (40, 5120, 13824, "gated")),
+        ("CodeGen 6B", (33, 4096, 16384, "plain")),
+        ("stablelm-3b-4e1t", (32, 2560, 6912, "gated")),
+        ("RoBERTa-large", (24, 1024, 4096, "plain")),
+    ],
+)
+def test_sizes_of_models_by_name(model: str, sizes: tuple[int, int, int, str]) -> None:
+    spec = variant("tune-1", **BARE | {"model": model}).spec
+    assert (spec.num_layers, spec.dim, spec.ffn_dim, spec.ffn) == sizes
+
+
+def test_a_familys_sizes_are_no_code_that_ran() -> None:
+    row = variant("tune-1", **BARE | {"source": "a script", "notes": "PyTorch FSDP2; GPT-NeoX sizes"})
+    assert not row.stack.name.startswith("megatron")
+
+
+def test_frozen_weights_under_autocast_are_fp32_and_cast_as_long_as_needed() -> None:
+    size, work = LLAMA.num_params, replace(WORK, trained=0.01, adapters=Adapters(on=("q", "v"), copies=3.0))
+    block = profile_of(LLAMA).blocks[0].params
+    for plan, stack, weights, casts in (
+        ("bf16", EAGER, 4 * size, 2 * size),
+        ("bf16 / recompute=blocks", EAGER, 4 * size, 2 * block),
+        ("bf16-pure", EAGER, 2 * size, 0),
+        ("fp32", EAGER, 4 * size, 0),
+        ("bf16", DEEPSPEED, 2 * size, 0),
+    ):
+        terms = estimate_memory(profile_of(LLAMA), Plan.parse(plan), work, stack=stack).worst.terms
+        assert terms["weights"] == weights, plan
+        assert terms.get("gathered", 0) == pytest.approx(casts, rel=0.01), plan
+
+
+def test_trl_loads_fp32_and_a_loop_on_fsdp2_has_its_own_loss() -> None:
+    tuned = BARE | {"model": "Llama 3.1 8B LoRA", "precision": "bf16", "gpu": "h200"}
+    found = [
+        variant("tune-1", **tuned | {"source": source, "date": date}).plan.precision
+        for source, date in (("TRL", "2025-06"), ("TRL", "2026-06"), ("peft", "2026-06"))
+    ]
+    assert found == ["bf16-pure", "bf16", "bf16-pure"]
+    alone = BARE | {"date": "2026-01"}
+    loss = [
+        variant("new-2", **alone | {"notes": notes}).stack.logit_bytes
+        for notes in ("PyTorch FSDP2 with Hugging Face models", "Hugging Face Trainer")
+    ]
+    assert loss == [load_stack("torchtitan").logit_bytes, SHIFTED_LOSS]

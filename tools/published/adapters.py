@@ -1,0 +1,91 @@
+"""Adapters of a row (arXiv:2106.09685): whether there are any, beside which products, and what they keep."""
+
+from __future__ import annotations
+
+import re
+
+from published.cells import Cells, Skip, unsourced
+from published.stacks import CORE
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.workload import Adapters
+
+ADAPTERS = r"(?<![a-z])(rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
+_LOW_BASE = r"(?<![a-z])qlora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
+"""Words for adapters, and for frozen weights of 4 bits below them."""
+INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)\b"
+"""Products of 8-bit integers, and no states in them."""
+_ATTENTION = r"(attention|q_proj|qkv|query_key_value|q, ?v|query)[^;]* only|only (on )?(the )?(attention|q|query)"
+_TWO = r"q_proj ?(,|and|\+) ?v_proj|\bq ?(,|and|\+) ?v\b|query ?(,|and|\+) ?value"
+"""How notes name products: all of attention, or queries and values."""
+_PLAIN = r"torchtune|llama[- ]?factory|unsloth|(no|without) (lora )?dropout|dropout[ =:]*(of )?0(\.0*)?(?![.\d])"
+"""Recipes without dropout in front of adapters."""
+
+
+def adapts(cells: Cells) -> bool:
+    """Whether adapters are trained: not where notes say that all is, and what names them is the source's own name."""
+    said = " ; ".join(cells[name].lower() for name in ("model", "optimizer", "precision"))
+    named = re.search(ADAPTERS, f"{said} ; {unsourced(cells.notes)}")
+    return cells.has(ADAPTERS) and (named is not None or not cells.noted(r"full[ -](parameter|fine-?tun)"))
+
+
+def trained_share(cells: Cells, spec: ModelSpec) -> float:
+    """Adapters on the projections of every block, over the model; 1 without adapters.
+
+    Of rank 16, and where their library has them, where the notes say nothing else.
+    """
+    if cells.has(_LOW_BASE) or (cells.has(ADAPTERS) and cells.has(r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b")):
+        raise Skip("model: weights in 4 bits, which no plan says")
+    frozen = cells.has(ADAPTERS) and re.search(INT8, cells["precision"].lower())
+    if frozen or cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
+        raise Skip("model: weights in 8 bits, which no plan says")
+    if not adapts(cells):
+        return 1.0
+    stated = cells.noted(r"rank[ =:]+(\d+)|\br ?[=:] ?(\d+)|lora[_ -]?r(?:ank)?[ =:]+(\d+)")
+    rank, on = int(next(n for n in stated.groups() if n)) if stated else 16, _beside(cells, spec)
+    if not stated or not _said(cells):
+        cells.assume(f"adapters of rank {rank} on {', '.join(on)}")
+    width, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sides = {"q": spec.dim + width, "k": spec.dim + keys, "v": spec.dim + keys, "o": spec.dim + width}
+    sides |= dict.fromkeys(("gate", "up", "down"), (spec.dim + spec.ffn_dim) * max(spec.num_experts, 1))
+    return min(rank * sum(sides[part] for part in on) * spec.num_layers / spec.num_params, 1.0)
+
+
+def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float) -> Adapters | None:
+    """Beside which products, and the bytes of their own copies; None: no adapters. `width`: bytes of an activation.
+
+    PEFT's are fp32 beside frozen 16 bits since its version 0.12, and cast what they are fed, each for itself.
+    """
+    if not adapts(cells):
+        return None
+    on, fused = _beside(cells, spec), cells.has(r"lit-?gpt|query_key_value|c_attn|lit-?parrot")
+    if fused and {"q", "k", "v"} & set(on):
+        on = ("qkv", *(part for part in on if part not in "qkv"))
+    plain = stack in CORE or cells.has(_PLAIN)
+    cast = plain and stack not in CORE and cells.year >= FP32 and not cells.has(r"torchtune|unsloth")
+    return Adapters(on=on, copies=width if cast else 0.0 if plain else width + 1)
+
+
+FP32 = 2024.5
+"""Year from which PEFT's adapters are in fp32 beside weights of 16 bits."""
+
+
+_FUSED = r"(query_key_value|c_attn) only"
+_EVERY = r"(every|all) (projection|linear|product|module|layer)|all[ -]linear|(gate|up|c)_proj|\bmlp\b|\bw1\b"
+_WIDELY = r"axolotl|llama[- ]?factory|unsloth|\b(ms-)?swift\b|xtuner"
+"""Libraries whose recipes put them on every projection; others on queries and values (as arXiv:2106.09685)."""
+
+
+def _said(cells: Cells) -> bool:
+    return cells.noted(f"{_TWO}|{_FUSED}|{_ATTENTION}|{_EVERY}") is not None
+
+
+def _beside(cells: Cells, spec: ModelSpec) -> tuple[str, ...]:
+    """Parameters that have one."""
+    if cells.noted(_FUSED):
+        return "q", "k", "v"
+    if cells.noted(_TWO) or not (_said(cells) or cells.has(_WIDELY)):
+        return "q", "v"
+    attention = "q", "k", "v", "o"
+    if cells.noted(_ATTENTION):
+        return attention
+    return *attention, *(("gate", "up", "down") if spec.ffn == "gated" else ("up", "down"))
