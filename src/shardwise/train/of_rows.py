@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.model.nested import leaves, put
+from shardwise.parallel.generators import restore, states
 from shardwise.parallel.inputs import num_rows, take_rows
 from shardwise.parallel.named import collections_kept, named_by, values_kept
 from shardwise.parallel.reruns import buffers_in, copies_of, numbers_kept, put_in_place
@@ -69,7 +70,7 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
     """How the loss of some rows differs from what the losses of their parts make; empty: it does not.
 
     Or nobody can tell: of outputs other than tensors with these rows, of one row, of a loss that draws or fails on
-    parts. What it leaves in lists, dicts, attributes, names and buffers is put back, and the generator is.
+    parts. What it leaves in lists, dicts, attributes, names and buffers is put back, and generators are.
 
     Args:
         loss_fn: of which `Repeatable` holds.
@@ -115,8 +116,9 @@ def _numbers(result: Any, rows: int) -> tuple[float, float, float]:
 def _kept(function: LossFn, device: torch.device) -> Iterator[None]:
     """What a call leaves is undone, as far as names lead to it: from the function, and from those that it calls."""
     functions, modules = _reached(function)
+    generators = states(device)
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.callback(restore, generators, device)
         stack.enter_context(collections_kept(functions))
         for each in functions:
             stack.enter_context(values_kept(each))
