@@ -78,9 +78,10 @@ def values_kept(function: Callable[..., Any]) -> Iterator[None]:
         around.update(before)
         for cell, value in cells:
             cell.cell_contents = value
-        for now, kept in fields:
-            now.clear()
-            now.update(kept)
+        for now, kept in fields:  # not cleared: another thread may look
+            now.update({key: value for key, value in kept.items() if now.get(key) is not value})
+            for key in now.keys() - kept.keys():
+                del now[key]
 
 
 def _is_empty(cell: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import ModelError
 from shardwise.model.nested import leaves, put
 from shardwise.parallel.generators import restore, states
 from shardwise.parallel.inputs import num_rows, take_rows
@@ -80,7 +81,10 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
     Cost: three times the loss function, on `ENOUGH` numbers of the output or two rows, without gradients.
     """
     tensors = {path: leaf for path, leaf in leaves(output) if isinstance(leaf, torch.Tensor)}
-    rows = num_rows(batch)
+    try:
+        rows = num_rows(batch)
+    except ModelError:
+        return ""
     if rows < 2 or not tensors or not all(_has(tensor, rows) for tensor in tensors.values()):
         return ""
     per_row = sum(tensor.numel() for tensor in tensors.values()) // rows
@@ -89,14 +93,14 @@ def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
         return ""
     cuts = [count * i // min(count, PARTS) for i in range(min(count, PARTS) + 1)]
     pieces = [(0, count), (0, count), *pairwise(cuts)]
-    outputs = [put(output, {path: tensor[slice(*piece)] for path, tensor in tensors.items()}) for piece in pieces]
-    batches = [take_rows(batch, start, stop - start) for start, stop in pieces]
+    found = []
     with torch.no_grad(), _kept(loss_fn, next(iter(tensors.values())).device), warnings.catch_warnings(action="ignore"):
         try:
-            results = [loss_fn(*each) for each in zip(outputs, batches, strict=True)]
-        except Exception:  # of a function that was made for whole micro-batches
+            for start, stop in pieces:
+                part = put(output, {path: tensor[start:stop] for path, tensor in tensors.items()})
+                found.append(_numbers(loss_fn(part, take_rows(batch, start, stop - start)), stop - start))
+        except Exception:  # of a function, or a batch, that was made for whole micro-batches
             return ""
-    found = [_numbers(result, stop - start) for result, (start, stop) in zip(results, pieces, strict=True)]
     return _compared(*found, tolerance=max(_TOLERANCE.get(t.dtype, 0.1) for t in tensors.values()), rows=count)
 
 

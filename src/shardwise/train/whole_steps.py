@@ -23,9 +23,10 @@ from shardwise.train.torch_private import local_of, step_unseen
 
 @contextmanager
 def of_whole(optimizer: torch.optim.Optimizer, *, is_of_stage: bool) -> Iterator[None]:
-    """Within it, what a step of the optimizer assigns goes into shards, and numbers that it reads are of the whole.
+    """Within it a step of the optimizer over shards is that of the whole tensors.
 
-    Torch's own optimizers do neither, and are left alone.
+    What it assigns goes into shards, numbers that it reads are of the whole, sums over ranks are made when they arise,
+    and plain tensors count as whole on every rank. Torch's own optimizers need none of it, and are left alone.
 
     Args:
         optimizer: the user's.
@@ -34,7 +35,7 @@ def of_whole(optimizer: torch.optim.Optimizer, *, is_of_stage: bool) -> Iterator
     Raises:
         ModelError: within it, of what cannot be done.
 
-    Cost: a collective for each number, which all ranks read in the same order.
+    Cost: a collective for each sum and number, which all ranks make in the same order.
     """
     if steps_shards(optimizer):
         try:
@@ -141,7 +142,9 @@ def _wholes(values: Iterable[Any]) -> list[Any]:
 def _reduced(result: Any) -> Any:
     """What a function gave; sums over ranks that are yet to be made are made: torch writes nothing into them."""
     if isinstance(result, list | tuple):
-        return type(result)(map(_reduced, result)) if any(isinstance(each, DTensor) for each in result) else result
+        return (
+            type(result)(tuple(map(_reduced, result))) if any(isinstance(each, DTensor) for each in result) else result
+        )
     if not isinstance(result, DTensor) or not any(place.is_partial() for place in result.placements):
         return result
     return result.redistribute(placements=[Replicate() if p.is_partial() else p for p in result.placements])
