@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -480,3 +481,48 @@ def test_a_part_of_a_model_without_an_index_is_not_the_model(tmp_path: Path, nam
     assert convert(tmp_path / name, tmp_path.with_suffix(".out"), Options()).num_weights == 1  # named: it is meant
     (tmp_path / name).rename(tmp_path / name.replace("00002", "00001"))
     assert convert(tmp_path, tmp_path.with_suffix(".whole"), Options()).num_weights == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "said"),
+    [
+        (
+            "model_optim_rng.pt",
+            {"args": Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)},
+            "args.tensor_model_parallel_size 2",
+        ),
+        ("model_optim_rng.pt", {"args": {"pipeline_model_parallel_size": 4}}, "args.pipeline_model_parallel_size 4"),
+        ("mp_rank_00_model_states.pt", {"mp_world_size": 2}, "mp_world_size 2"),
+        ("x.pt", {"mp_world_size": 1, "num_experts": [8]}, r"num_experts \[8\], which are in files of their own"),
+    ],
+)
+def test_what_says_that_it_is_a_part_is_not_the_model(name: str, says: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00" / name
+    path.parent.mkdir()
+    torch.save({"model": {"w": torch.ones(2)}, **says}, path)
+    for source in (path, path.parent):
+        with pytest.raises(CheckpointError, match=rf"found a part of a model \({said}\); needed the whole model"):
+            convert(source, tmp_path / "a", Options())
+    whole = {key: 1 if key == "mp_world_size" else [] for key in says} | {"args": Namespace(lr=1, num_experts=8)}
+    torch.save({"model": {"w": torch.ones(2)}, "num_experts": [], **whole}, path)
+    assert convert(path, tmp_path / "a", Options()).num_weights == 1
+
+
+def test_files_of_ranks_are_parts_by_their_names(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "consolidated.00.pth")
+    assert convert(tmp_path, tmp_path.with_suffix(".one"), Options()).num_weights == 1
+    torch.save({"w": torch.ones(2)}, tmp_path / "consolidated.01.pth")
+    for source in (tmp_path, tmp_path / "consolidated.00.pth", tmp_path / "consolidated.01.pth"):
+        with pytest.raises(CheckpointError, match=r"consolidated.00.pth, consolidated.01.pth, by the name parts of ra"):
+            convert(source, tmp_path.with_suffix(".two"), Options())
+
+
+def test_zero_with_older_names_of_files_and_one_that_says_it_is_a_part(tmp_path: Path) -> None:
+    truth = Truth()
+    folder = write_zero12(tmp_path / "a", truth, 2) / "global_step12"
+    for path in folder.glob("*_optim_states.pt"):
+        path.rename(folder / path.name.replace("_optim_states", "optim_states"))
+    same(held(convert(tmp_path / "a", tmp_path / "out", Options()).path), truth.expected())
+    change(folder / "mp_rank_00_model_states.pt", mp_world_size=2)
+    with pytest.raises(CheckpointError, match=r"found a part of a model \(mp_world_size 2\)"):
+        convert(tmp_path / "a", tmp_path / "b", Options())
