@@ -526,3 +526,12 @@ def test_zero_with_older_names_of_files_and_one_that_says_it_is_a_part(tmp_path:
     change(folder / "mp_rank_00_model_states.pt", mp_world_size=2)
     with pytest.raises(CheckpointError, match=r"found a part of a model \(mp_world_size 2\)"):
         convert(tmp_path / "a", tmp_path / "b", Options())
+
+
+@pytest.mark.parametrize("prefix", ["optimizer.state", "chained_0.optimizer.state"])
+def test_an_optimizers_tensors_of_megatron_are_no_weights(prefix: str, tmp_path: Path) -> None:
+    names = [f"{prefix}.{key}.decoder.w" for key in ("exp_avg", "fp32_param")]
+    save_dcp(tmp_path / "a", {"decoder.w": torch.ones(2), **dict.fromkeys(names, torch.zeros(2))})
+    done = convert(tmp_path / "a", tmp_path / "b", Options())
+    assert held(done.path).keys() == {"model.decoder.w"}
+    assert done.notes == (f"the optimizer's state: it has none by parameter, but {', '.join(names)}",)
