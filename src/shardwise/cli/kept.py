@@ -89,7 +89,7 @@ def _check_model(wanted: str, config: Mapping[str, Any], plan: Plan) -> None:
     from shardwise.checkpoint.compare import find, place_of
 
     with suppress(CheckpointError):  # the load will say what is wrong with it
-        manifest = find(place_of(wanted)).reader().manifest
+        manifest = find(place_of(wanted)).manifest()
         changes = find_changes(Before.of_checkpoint(manifest.config, manifest.plan_fields), config, plan)
         sizes = [c for c in changes if c.key.startswith("model.") and c.kind == "maths" and c.key not in _OTHER]
         if sizes:

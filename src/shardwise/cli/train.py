@@ -298,7 +298,7 @@ def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
 
         with suppress(CheckpointError):  # the load will say what is wrong with it
             found = find(str(settings.checkpoints or run.checkpoints) if holds else settings.resume)
-            manifest = found.reader().manifest
+            manifest = found.manifest()
             told, before = RunDir(found.path), Before.of_checkpoint(manifest.config, manifest.plan_fields)
     changes = find_changes(before, configuration_json(derived), derived.plan)
     if holds or settings.resume != "auto":  # what a run began with is in its checkpoints

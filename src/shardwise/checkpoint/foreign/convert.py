@@ -213,8 +213,7 @@ def _sources(found: Foreign, options: Options) -> dict[str, Source]:
     sources |= {f"{OPTIM}{n}.{key}": s for n, states in found.optimizer.items() for key, s in states.items()}
     if options.like is not None:
         with reading(options.like):
-            known = find(options.like)
-            like = Manifest.read(known.path, known.files)
+            like = find(options.like).manifest()
         sources = _made_like(sources, found, like, options.like)
     for name in sources:
         _check_storable(name)
