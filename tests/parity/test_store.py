@@ -203,7 +203,7 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
         ("optimizer", "optim.cube.momentum_buffer"),
         (
             "missing",
-            "0 of its tensors are not in this run []; it has less than this run; of another model, `shardwise ckpt export` it",
+            "are not in this run []; it has less than this run; of another model, `shardwise ckpt export` it",
         ),
         ("optimizer", "; only the optimizer is another one: weights_only=True begins with the weights and a new one;"),
         ("compiled", "; their names differ by what torch.compile(module) puts in; module.compile() does not"),
