@@ -535,3 +535,24 @@ def test_an_optimizers_tensors_of_megatron_are_no_weights(prefix: str, tmp_path:
     done = convert(tmp_path / "a", tmp_path / "b", Options())
     assert held(done.path).keys() == {"model.decoder.w"}
     assert done.notes == (f"the optimizer's state: it has none by parameter, but {', '.join(names)}",)
+
+
+def test_an_export_in_fp32_is_of_the_masters(tmp_path: Path) -> None:
+    plan = sw.Plan.parse("dp1 / bf16-pure")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: nn.Linear(4, 4), plan, mesh, seed=1)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-3))
+        sw.make_step(state, lambda y, x: sw.mean_over(y.float().square()))([torch.ones(2, 4)])
+        saved = sw.Store(tmp_path / "a").save(state).path
+        masters = {
+            n.removeprefix("optim.").removesuffix(".master"): t for n, t in state.tensors().items() if "master" in n
+        }
+        weights = {name: tensor.detach() for name, tensor in placed.named_parameters().items()}
+    assert any(not torch.equal(masters[name], weights[name].float()) for name in weights)
+    expected = {"float32": masters, "float64": {n: t.double() for n, t in masters.items()}, "bfloat16": weights}
+    for dtype, tensors in expected.items():
+        export(saved, tmp_path / f"{dtype}.safetensors", ExportOptions(dtype=dtype))
+        same(load_file(tmp_path / f"{dtype}.safetensors"), tensors)
+    done = export(saved, tmp_path / "x.safetensors", ExportOptions())
+    same(load_file(tmp_path / "x.safetensors"), weights)
+    assert "the fp32 masters, of which these weights are the rounding: --dtype float32 writes them" in done.notes
