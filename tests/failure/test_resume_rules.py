@@ -234,6 +234,12 @@ def test_a_run_goes_on_where_its_record_lies(
     assert out("config.toml") == "new"
 
 
+def test_a_longer_schedule_is_said(train: Train, here: Path) -> None:
+    for steps, said in ((2, ""), (4, "step 2: the learning rate's schedule: 0.55 -> 0.775 at step 1\n")):
+        ran = train(here, "c", "--steps", str(steps), "--schedule", "linear", "--warmup", "0")
+        assert ran.returncode == 0 and said in ran.stdout and ("schedule: 0" in ran.stdout) == bool(said)
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     check_not_lost(run, None)
