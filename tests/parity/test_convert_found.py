@@ -556,3 +556,12 @@ def test_an_export_in_fp32_is_of_the_masters(tmp_path: Path) -> None:
     done = export(saved, tmp_path / "x.safetensors", ExportOptions())
     same(load_file(tmp_path / "x.safetensors"), weights)
     assert "the fp32 masters, of which these weights are the rounding: --dtype float32 writes them" in done.notes
+
+
+def test_weights_in_float8_are_not_cast_and_that_is_said(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "a", Options(dtype="bfloat16"))
+    same(held(done.path), {"model.w": tensors["w"], "model.w_scale": tensors["w_scale"].bfloat16()})
+    assert done.notes == ("--dtype of float8, whose numbers mean nothing without their scales: w",)
+    assert not convert(tmp_path / "x.safetensors", tmp_path / "b", Options()).notes
