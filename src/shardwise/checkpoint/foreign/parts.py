@@ -34,8 +34,8 @@ def check_is_all(value: Mapping[Any, Any], where: str) -> None:
         CheckpointError: naming what says so.
     """
     args = value.get("args")
-    read = args.get if isinstance(args, Instance | dict) else {}.get
-    sizes = {f"args.{key}": read(key) for key in _SIZES} | {_DEEPSPEED: value.get(_DEEPSPEED)}
+    known: Any = args if isinstance(args, Instance | dict) else {}
+    sizes = {f"args.{key}": known.get(key) for key in _SIZES} | {_DEEPSPEED: value.get(_DEEPSPEED)}
     said = [f"{key} {size}" for key, size in sizes.items() if type(size) is int and size > 1]
     if _DEEPSPEED in value and value.get(_EXPERTS):
         said.append(f"{_EXPERTS} {str(value[_EXPERTS])[:40]}, which are in files of their own")
