@@ -44,7 +44,8 @@ class Probe:
     Raises:
         UsageError: no rows.
 
-    Cost: memory and time of a step on these rows without its update, at each save and load.
+    Cost: memory and time of a step on these rows without its update, at each save and load; of two at the first one
+    under DDP on three ranks or more, whose sums depend on the order that its buckets have from the second pass on.
 
     >>> store = Store("runs/a", probe=Probe([dataset[i] for i in range(4)], loss_fn))  # doctest: +SKIP
     """
