@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwise.cli.main import main
 from shardwise.errors import CheckpointError, ExitCode, UsageError
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
@@ -204,6 +205,39 @@ def test_what_a_path_to_resume_means(here: Path) -> None:
     assert find_checkpoint(store / "step-00000002") == store / "step-00000002"
     with pytest.raises(CheckpointError, match="no complete checkpoint lies there"):
         find_checkpoint(here)
+
+
+def test_a_run_goes_on_where_its_record_lies(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Moved, copied, or from elsewhere; another `out` that somebody gives, or writes into the file, counts."""
+
+    def out(file: Path | str, *words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(file), "--data", str(here / "text.txt"), *words, "--dry-run", "--json"])
+        assert ended.value.code == 0
+        return str(json.loads(capsys.readouterr().out)["out"])
+
+    monkeypatch.chdir(here)
+    assert out("a/config.toml") == "a"
+    (here / "link").symlink_to("a")
+    assert out("link/config.toml") == "a"
+    shutil.copytree("a", "copy")
+    (here / "a").rename("b")
+    assert out("b/config.toml") == "b" and out("copy/config.toml") == "copy"
+    assert out("b/config.toml", "--out", "c") == "c"
+    assert out(shutil.copy("b/config.toml", "mine.toml")) == "a"
+    monkeypatch.chdir("b")
+    assert out("config.toml") == "." and out(here / "b" / "config.toml") == str(here / "b")
+    text = Path("config.toml").read_text()
+    Path("config.toml").write_text(text.replace('out = "a"', 'out = "new"'))
+    assert out("config.toml") == "new"
+
+
+def test_a_longer_schedule_is_said(train: Train, here: Path) -> None:
+    for steps, said in ((2, ""), (4, "step 2: the learning rate's schedule: 0.55 -> 0.775 at step 1\n")):
+        ran = train(here, "c", "--steps", str(steps), "--schedule", "linear", "--warmup", "0")
+        assert ran.returncode == 0 and said in ran.stdout and ("schedule: 0" in ran.stdout) == bool(said)
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -480,3 +481,87 @@ def test_a_part_of_a_model_without_an_index_is_not_the_model(tmp_path: Path, nam
     assert convert(tmp_path / name, tmp_path.with_suffix(".out"), Options()).num_weights == 1  # named: it is meant
     (tmp_path / name).rename(tmp_path / name.replace("00002", "00001"))
     assert convert(tmp_path, tmp_path.with_suffix(".whole"), Options()).num_weights == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "said"),
+    [
+        (
+            "model_optim_rng.pt",
+            {"args": Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)},
+            "args.tensor_model_parallel_size 2",
+        ),
+        ("model_optim_rng.pt", {"args": {"pipeline_model_parallel_size": 4}}, "args.pipeline_model_parallel_size 4"),
+        ("mp_rank_00_model_states.pt", {"mp_world_size": 2}, "mp_world_size 2"),
+        ("x.pt", {"mp_world_size": 1, "num_experts": [8]}, r"num_experts \[8\], which are in files of their own"),
+    ],
+)
+def test_what_says_that_it_is_a_part_is_not_the_model(name: str, says: Any, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00" / name
+    path.parent.mkdir()
+    torch.save({"model": {"w": torch.ones(2)}, **says}, path)
+    for source in (path, path.parent):
+        with pytest.raises(CheckpointError, match=rf"found a part of a model \({said}\); needed the whole model"):
+            convert(source, tmp_path / "a", Options())
+    whole = {key: 1 if key == "mp_world_size" else [] for key in says} | {"args": Namespace(lr=1, num_experts=8)}
+    torch.save({"model": {"w": torch.ones(2)}, "num_experts": [], **whole}, path)
+    assert convert(path, tmp_path / "a", Options()).num_weights == 1
+
+
+def test_files_of_ranks_are_parts_by_their_names(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "consolidated.00.pth")
+    assert convert(tmp_path, tmp_path.with_suffix(".one"), Options()).num_weights == 1
+    torch.save({"w": torch.ones(2)}, tmp_path / "consolidated.01.pth")
+    for source in (tmp_path, tmp_path / "consolidated.00.pth", tmp_path / "consolidated.01.pth"):
+        with pytest.raises(CheckpointError, match=r"consolidated.00.pth, consolidated.01.pth, by the name parts of ra"):
+            convert(source, tmp_path.with_suffix(".two"), Options())
+
+
+def test_zero_with_older_names_of_files_and_one_that_says_it_is_a_part(tmp_path: Path) -> None:
+    truth = Truth()
+    folder = write_zero12(tmp_path / "a", truth, 2) / "global_step12"
+    for path in folder.glob("*_optim_states.pt"):
+        path.rename(folder / path.name.replace("_optim_states", "optim_states"))
+    same(held(convert(tmp_path / "a", tmp_path / "out", Options()).path), truth.expected())
+    change(folder / "mp_rank_00_model_states.pt", mp_world_size=2)
+    with pytest.raises(CheckpointError, match=r"found a part of a model \(mp_world_size 2\)"):
+        convert(tmp_path / "a", tmp_path / "b", Options())
+
+
+@pytest.mark.parametrize("prefix", ["optimizer.state", "chained_0.optimizer.state"])
+def test_an_optimizers_tensors_of_megatron_are_no_weights(prefix: str, tmp_path: Path) -> None:
+    names = [f"{prefix}.{key}.decoder.w" for key in ("exp_avg", "fp32_param")]
+    save_dcp(tmp_path / "a", {"decoder.w": torch.ones(2), **dict.fromkeys(names, torch.zeros(2))})
+    done = convert(tmp_path / "a", tmp_path / "b", Options())
+    assert held(done.path).keys() == {"model.decoder.w"}
+    assert done.notes == (f"the optimizer's state: it has none by parameter, but {', '.join(names)}",)
+
+
+def test_an_export_in_fp32_is_of_the_masters(tmp_path: Path) -> None:
+    plan = sw.Plan.parse("dp1 / bf16-pure")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: nn.Linear(4, 4), plan, mesh, seed=1)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-3))
+        sw.make_step(state, lambda y, x: sw.mean_over(y.float().square()))([torch.ones(2, 4)])
+        saved = sw.Store(tmp_path / "a").save(state).path
+        masters = {
+            n.removeprefix("optim.").removesuffix(".master"): t for n, t in state.tensors().items() if "master" in n
+        }
+        weights = {name: tensor.detach() for name, tensor in placed.named_parameters().items()}
+    assert any(not torch.equal(masters[name], weights[name].float()) for name in weights)
+    expected = {"float32": masters, "float64": {n: t.double() for n, t in masters.items()}, "bfloat16": weights}
+    for dtype, tensors in expected.items():
+        export(saved, tmp_path / f"{dtype}.safetensors", ExportOptions(dtype=dtype))
+        same(load_file(tmp_path / f"{dtype}.safetensors"), tensors)
+    done = export(saved, tmp_path / "x.safetensors", ExportOptions())
+    same(load_file(tmp_path / "x.safetensors"), weights)
+    assert "the fp32 masters, of which these weights are the rounding: --dtype float32 writes them" in done.notes
+
+
+def test_weights_in_float8_are_not_cast_and_that_is_said(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2).to(torch.float8_e4m3fn), "w_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    done = convert(tmp_path / "x.safetensors", tmp_path / "a", Options(dtype="bfloat16"))
+    same(held(done.path), {"model.w": tensors["w"], "model.w_scale": tensors["w_scale"].bfloat16()})
+    assert done.notes == ("--dtype of float8, whose numbers mean nothing without their scales: w",)
+    assert not convert(tmp_path / "x.safetensors", tmp_path / "b", Options()).notes

@@ -179,6 +179,11 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
             state.placed.module.cubes = state.placed.module.cube
             del state.placed.module.cube
             state.optimizer = adamw(state.placed, 0.01)
+        if what == "compiled":
+            inner = torch.nn.ParameterDict({"_orig_mod": state.placed.module.cube})
+            del state.placed.module.cube
+            state.placed.module.cube = inner
+            state.optimizer = adamw(state.placed, 0.01)
         if what == "extra":
             del state.placed.module.cube
             state.optimizer = adamw(state.placed, 0.01)
@@ -196,7 +201,12 @@ def load_wrong(path: str, what: str) -> tuple[str, bool]:
         ("shape", "model.up.weight"),
         ("type", "float64"),
         ("optimizer", "optim.cube.momentum_buffer"),
-        ("missing", "model.added'], 0 of its tensors are not in this run []; it has less than this run; load"),
+        (
+            "missing",
+            "are not in this run []; it has less than this run; of another model, `shardwise ckpt export` it",
+        ),
+        ("optimizer", "; only the optimizer is another one: weights_only=True begins with the weights and a new one;"),
+        ("compiled", "; their names differ by what torch.compile(module) puts in; module.compile() does not"),
         ("renamed", "model.cubes: did you mean 'model.cube'?; load"),
         ("extra", "model.cube"),
     ],

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,10 +25,15 @@ from shardwise.checkpoint.layout import local_of, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
+from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
+from shardwise.train.loss import mean_over
 from shardwise.train.optimizers import adamw
+from shardwise.train.probe import Probe
+from shardwise.train.state import TrainState
+from shardwise.train.step import make_step
 from tests.parity.placing import LAYOUTS, State, place
 
 
@@ -181,6 +186,44 @@ def test_a_precision_that_is_changed_on_purpose_is_proven_within_the_looser_one(
     assert "~ 1.001 (within 0.0" in probed(FAR, plans=plans).proof.line
     with pytest.raises(CheckpointError, match="needed the same within 0.0"):
         probed(1.05, plans=plans)
+
+
+class Crossed(nn.Sequential):
+    """Uses its layers in an order that DDP learns from their gradients alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self[2], self[0], self[3], self[1]):
+            x = layer(x)
+        return x
+
+
+def cancelling() -> tuple[list[Tensor], Probe]:
+    """Rows whose gradients nearly cancel over three ranks, so that in another order their sum is another one."""
+    row = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    rows = [row, -row, 1e-6 * row.flip(0)]
+    return rows, Probe(rows, lambda output, _: mean_over(output))
+
+
+def of_ddp(path: str, saves: bool) -> str:
+    """A state under DDP on three ranks that is saved after a step, or loaded: what the proof says."""
+    plan, (rows, probe) = Plan.parse("dp3"), cancelling()
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: Crossed(*(nn.Linear(16, 16, bias=False) for _ in range(4))), plan, mesh, seed=1)
+        state = TrainState(placed, adamw(placed, 0.01))
+        store = Store(path, probe=probe)
+        if saves:
+            make_step(state, probe.loss_fn)([rows[mesh.rank][None]])
+            store.save(state)
+            return ""
+        loaded = store.load_latest(state)
+        assert loaded is not None and loaded.proof.probe is not None and loaded.proof.tolerance == 0
+        return loaded.proof.line
+
+
+def test_a_probe_sums_at_a_load_as_at_the_save(world: World, tmp_path: Path) -> None:
+    world(3, of_ddp, str(tmp_path), True)
+    for line in world(3, of_ddp, str(tmp_path), False):
+        assert "probe gradient norm" in line
 
 
 def test_other_rows_are_said(probed: Callable[..., Loaded]) -> None:

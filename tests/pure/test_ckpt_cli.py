@@ -7,11 +7,13 @@ import os
 import shutil
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.compare import diff, find, place_of, verify
+from shardwise.checkpoint.compare import Found, diff, find, place_of, verify
 from shardwise.checkpoint.format import Box, whole
+from shardwise.checkpoint.reading import Reader
 from shardwise.cli.main import main
 from shardwise.errors import CheckpointError
 from tests.checkpoints import SPLITS, content, write_checkpoint
@@ -134,6 +136,33 @@ def test_diff(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert kinds == {
         "model.b": "only in the first", "new": "only in the second", "model.w": "shape", "model.ids": "type",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("inspect",), ("verify",), ("diff", "7"), ("export", "x.safetensors")])
+@pytest.mark.parametrize("at", ["manifest", "data"])
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: Any,
+    at: str,
+) -> None:
+    """Its removal comes after it was found, or after its manifest was read."""
+    newest, owner, name = store / "step-00000008", *((Found, "reader") if at == "manifest" else (Reader, "__enter__"))
+    right = getattr(owner, name)
+
+    def then(self: Any) -> Any:
+        shutil.rmtree(newest, ignore_errors=True)
+        return right(self)
+
+    second = {"7": store / "step-00000007", "x.safetensors": tmp_path / "x.safetensors"}
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, then)
+        code = run(words[0], store, *(second[word] for word in words[1:]))
+    said = capsys.readouterr().err
+    assert (code, said) == (0, "") if words == ("inspect",) and at == "data" else code == 4
+    assert not said or f"{newest}: it was removed while it was read" in said
 
 
 def test_refusals(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -495,3 +495,10 @@ def test_a_reader_that_answers_nonsense_is_an_error(
     )
     with pytest.raises(CheckpointError, match="what ends the process that reads it"):
         convert(tmp_path / "x.pt", tmp_path / "target", Options())
+
+
+def test_a_reader_that_is_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.pt").write_bytes(zipped())
+    monkeypatch.setattr(sandbox, "_START", "import os; os.kill(os.getpid(), 9) # {}")
+    with pytest.raises(CheckpointError, match=r"ends the process that reads it \(it was killed: by the kernel, where"):
+        convert(tmp_path / "x.pt", tmp_path / "target", Options())

@@ -53,3 +53,18 @@ def test_the_error_of_a_rank_gives_its_code(name: str, tmp_path: Path, capsys: p
     code = main(["--script", str(tmp_path / "script.py")])
     assert code == getattr(errors, name).exit_code and code in set(ExitCode)
     assert capsys.readouterr().err == f"{name}: the message\n"
+
+
+def test_ctrl_c_while_a_rank_reports_its_error_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    (tmp_path / "script.py").write_text("raise RuntimeError('lost the others')\n")
+    script = ["--script", str(tmp_path / "script.py")]
+    assert main(script) == ExitCode.RANK_FAILED
+    told = capsys.readouterr().err
+    assert told.endswith("RuntimeError: lost the others\n") and "entry.py" not in told  # from the script's own frame on
+    monkeypatch.setattr("traceback.format_exception", interrupted)
+    assert main(script) == ExitCode.INTERRUPTED and not capsys.readouterr().err

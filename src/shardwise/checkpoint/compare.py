@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,9 +33,33 @@ class Found(NamedTuple):
     damaged: tuple[Skipped, ...]
     files: Files
 
-    def reader(self) -> Reader:
-        """Of the checkpoint."""
-        return Reader(self.path, files=self.files)
+    def manifest(self) -> Manifest:
+        """Of the checkpoint.
+
+        Raises:
+            CheckpointError: as `reader`.
+        """
+        with self.reader() as reader:
+            return reader.manifest
+
+    @contextmanager
+    def reader(self) -> Iterator[Reader]:
+        """Of the checkpoint.
+
+        Raises:
+            DamagedError: see `Reader`.
+            CheckpointError: it went while it was read.
+        """
+        try:
+            with Reader(self.path, files=self.files) as reader:
+                yield reader
+        except DamagedError as error:
+            if self.files.is_file(self.path / FILE):
+                raise
+            raise CheckpointError(
+                f"{self.path}: it was removed while it was read, as a run that saves there does with all but the "
+                "newest; try again, or have it keep more (train.keep)"
+            ) from error
 
 
 def find(path: str | os.PathLike[str]) -> Found:
@@ -126,7 +152,7 @@ def inspect(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     found = find(path)
-    manifest = Manifest.read(found.path, found.files)
+    manifest = found.manifest()
     keys = ("step", "sequence", "created", "run", "plan", "mesh", "world", "device", "versions", "metric", "scalars")
     tensors = {
         name: {"dtype": t.dtype, "shape": list(t.shape), "bytes": t.num_bytes, "checksum": f"{t.checksum:016x}"}
@@ -193,7 +219,12 @@ def diff(first: Path, second: Path) -> list[Difference]:
     Raises:
         CheckpointError: one is damaged, or there is none.
     """
-    with find(first).reader() as a, find(second).reader() as b:
+    return diff_found(find(first), find(second))
+
+
+def diff_found(first: Found, second: Found) -> list[Difference]:
+    """As `diff`, of checkpoints that were found."""
+    with first.reader() as a, second.reader() as b:
         ours, theirs = a.manifest.tensors, b.manifest.tensors
         found = [Difference(name, "only in the first", "") for name in ours if name not in theirs]
         found += [Difference(name, "only in the second", "") for name in theirs if name not in ours]

@@ -22,7 +22,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest, ProbeResult
-from shardwise.checkpoint.partial_state import check_trains_the_same, hint_of
+from shardwise.checkpoint.partial_state import FITS, check_trains_the_same, hint_of
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -150,7 +150,7 @@ def check_names(manifest: Manifest, template: Mapping[str, Tensor], seen: list[i
             )
             raise CheckpointError(
                 f"{name}: shape {entry.shape} {entry.dtype} in the checkpoint, {shape} {dtype} in this run; "
-                f"load it with the model sizes and precision that it was saved with{other}"
+                f"load it with the model sizes and precision that it was saved with{other or FITS}"
             )
 
 

@@ -12,6 +12,8 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
 from shardwise.findings import near
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+FITS = "; of another model, `shardwise ckpt export` it, and give `apply` a module that has loaded what fits of that"
 MODEL, EMA, OPTIM, MASTER = "model.", "ema.", "optim.", ".master"
 
 
@@ -81,7 +83,7 @@ def scalars_for(manifest: Manifest, live: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def hint_of(manifest: Manifest, template: Mapping[str, Tensor], missing: Sequence[str], extra: Sequence[str]) -> str:
-    """What names that differ may come from: a tensor of the same kind, shape and type under another name, at most.
+    """What names that differ may come from: an optimizer, a wrapper, or a tensor of the same kind, shape and type.
 
     Args:
         manifest: of the checkpoint.
@@ -89,8 +91,19 @@ def hint_of(manifest: Manifest, template: Mapping[str, Tensor], missing: Sequenc
         missing: names of those that the checkpoint lacks.
         extra: names of those that no rank has.
     """
+    names = [*missing, *extra]
+    if all(name.startswith(OPTIM) and name.endswith(MASTER) for name in names):
+        return "fp32 masters are what `bf16-pure` keeps, and no other precision"
+    if all(name.startswith(OPTIM) for name in names):
+        optimizer = manifest.scalars.get("optimizer")
+        named = f", {optimizer.get('name')} at the save" if isinstance(optimizer, dict) else ""
+        return f"only the optimizer is another one{named}: weights_only=True begins with the weights and a new one"
+    if missing and {*map(_bare, missing)} <= {*map(_bare, extra)}:
+        return (
+            "their names differ by what torch.compile(module) puts in; module.compile() does not, nor does the plan's"
+        )
     if not missing:
-        hint = "it has more than this run"
+        hint = f"it has more than this run{FITS}"
         if "imported" in manifest.scalars:  # DCP stores a tied weight under each of its names
             hint += "; `ckpt convert --rename` leaves out what is given an empty name, as a tied weight's other name"
         return hint
@@ -101,4 +114,9 @@ def hint_of(manifest: Manifest, template: Mapping[str, Tensor], missing: Sequenc
         alike = [other for other in alike if (manifest.tensors[other].shape, manifest.tensors[other].dtype) == wanted]
         if found := near(name, alike):
             return f"{name}: {found}"
-    return "it has less than this run" if not extra else "none of these has nearly the name of one of those"
+    return ("it has less than this run" if not extra else "none of these has nearly the name of one of those") + FITS
+
+
+def _bare(name: str) -> str:
+    """Without what wrappers put into a name."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -163,11 +163,11 @@ def _say_skipped(skipped: Iterable[Mapping[str, str]], instead: str) -> None:
 
 def _diff(first: Path, second: Path, all_tensors: bool, json: bool) -> ExitCode:
     """A run whose newest checkpoint is damaged is not what was asked for, however equal an older one is."""
-    from shardwise.checkpoint.compare import diff, find
+    from shardwise.checkpoint.compare import diff_found, find
 
     a, b = find(first), find(second)
     skipped = {str(item.path): {"path": str(item.path), "reason": item.reason} for item in (*a.damaged, *b.damaged)}
-    found = diff(a.path, b.path)
+    found = diff_found(a, b)
     _say_skipped(skipped.values(), f"{a.path} and {b.path} are compared; name the checkpoints that are meant")
     if json:
         print_json({

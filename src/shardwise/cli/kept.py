@@ -1,13 +1,15 @@
-"""`--checkpoints`: another place than the run's directory, looked at before a process starts."""
+"""Where a run is, and `--checkpoints`, another place than its directory: looked at before a process starts."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.config import Configuration
 from shardwise.errors import ChangedError, CheckpointError, UsageError
 from shardwise.train.changes import Before, find_changes
 from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
@@ -15,6 +17,22 @@ from shardwise.train.rundir import RunDir, check_out, check_writable, find_check
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.train.settings import TrainSettings
+
+
+def of_its_run(configuration: Configuration, file: Path | None) -> Configuration:
+    """A run's own record means the run that it lies in, wherever that was moved to, or this start is made from.
+
+    Args:
+        configuration: of a file, whose `out` somebody may have changed, and flags.
+        file: it, if there is one.
+    """
+    if file is None or configuration.origin("train.out").kind != "file":
+        return configuration
+    run, out = RunDir(file.parent), str(configuration.settings.train.out)
+    is_record = file.name == run.config_toml.name and _before(run, "out") == out
+    if not is_record or os.path.realpath(out) == os.path.realpath(run.path):
+        return configuration
+    return configuration.derive({"train.out": (str(run.path), f"its run lies there, and not at {out!r}, as it says")})
 
 
 def check_places(run: RunDir, settings: TrainSettings) -> None:
@@ -48,7 +66,7 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
             f"--checkpoints {place} holds checkpoints, and --resume never would overwrite them; choose another place, "
             "or leave --resume out to continue"
         )
-    before = _place_before(run)
+    before = _before(run, "checkpoints")
     has_begun = before is not None or run.has_checkpoints
     if settings.resume == "auto" and has_begun and before != place and not holds:
         raise UsageError(
@@ -89,7 +107,7 @@ def _check_model(wanted: str, config: Mapping[str, Any], plan: Plan) -> None:
     from shardwise.checkpoint.compare import find, place_of
 
     with suppress(CheckpointError):  # the load will say what is wrong with it
-        manifest = find(place_of(wanted)).reader().manifest
+        manifest = find(place_of(wanted)).manifest()
         changes = find_changes(Before.of_checkpoint(manifest.config, manifest.plan_fields), config, plan)
         sizes = [c for c in changes if c.key.startswith("model.") and c.kind == "maths" and c.key not in _OTHER]
         if sizes:
@@ -143,9 +161,9 @@ def _check_there(wanted: str, flag: str) -> None:
         find_checkpoint(place, flag)
 
 
-def _place_before(run: RunDir) -> str | None:
-    """What `--checkpoints` was at the last start in this directory."""
+def _before(run: RunDir, key: str) -> str | None:
+    """What a setting of `train` was at the last start in this directory, as text."""
     if run.identity() is None:
         return None
-    found = json.loads(Path(run.config_json).read_text(encoding="utf-8"))["settings"]["train"].get("checkpoints")
+    found = json.loads(Path(run.config_json).read_text(encoding="utf-8"))["settings"]["train"].get(key)
     return str(found) if found is not None else None

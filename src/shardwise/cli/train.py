@@ -29,7 +29,7 @@ from shardwise.cli.counts import LENGTH_HELP, length_of
 from shardwise.cli.derive import Derived, Surroundings, derive
 from shardwise.cli.devices import launched, surroundings
 from shardwise.cli.elastic import Asked, ElasticOption, FailuresOption, WaitOption, elastic_policy, known_of, plan_here
-from shardwise.cli.kept import check_places, check_weights, has_checkpoints
+from shardwise.cli.kept import check_places, check_weights, has_checkpoints, of_its_run
 from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import console, plan_json, print_json
 from shardwise.cli.resolved import configuration_json, configuration_table, configuration_toml, print_plan
@@ -125,7 +125,8 @@ def train(
     how = How(allow=tuple(allow or ()), recover=recover, asked=asked, json=json)
     # what is printed is the answer there, and elsewhere no reason to end a run
     with nullcontext() if json or dry_run else redirect_stdout(lasting(sys.stdout)):
-        raise typer.Exit(_train(read_configuration(config, _given(ctx.params), sets or ()), how, dry_run=dry_run))
+        configuration = of_its_run(read_configuration(config, _given(ctx.params), sets or ()), config)
+        raise typer.Exit(_train(configuration, how, dry_run=dry_run))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +299,7 @@ def _changes(derived: Derived, run: RunDir, how: How) -> list[Change]:
 
         with suppress(CheckpointError):  # the load will say what is wrong with it
             found = find(str(settings.checkpoints or run.checkpoints) if holds else settings.resume)
-            manifest = found.reader().manifest
+            manifest = found.manifest()
             told, before = RunDir(found.path), Before.of_checkpoint(manifest.config, manifest.plan_fields)
     changes = find_changes(before, configuration_json(derived), derived.plan)
     if holds or settings.resume != "auto":  # what a run began with is in its checkpoints

@@ -44,21 +44,26 @@ def main(argv: list[str]) -> int:
     reporting = None
     if argv[0] == "--report":
         reporting, argv = Reporting(int(argv[1]), Path(argv[2]), int(argv[3])), argv[4:]
-    kind, target, args = argv[0], argv[1], argv[2:]
     try:
-        if reporting is not None:
-            _prepare(reporting)
-        sys.argv = [target, *args]
-        if kind == "--module":
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(target).resolve().parent)
-            runpy.run_path(target, run_name="__main__")
-    except KeyboardInterrupt:
+        try:
+            _run(argv, reporting)
+        except Exception as error:
+            return _report(error, reporting)
+    except KeyboardInterrupt:  # in the report, too
         return ExitCode.INTERRUPTED
-    except Exception as error:
-        return _report(error, reporting)
     return ExitCode.OK
+
+
+def _run(argv: list[str], reporting: Reporting | None) -> None:
+    kind, target, args = argv[0], argv[1], argv[2:]
+    if reporting is not None:
+        _prepare(reporting)
+    sys.argv = [target, *args]
+    if kind == "--module":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(target).resolve().parent)
+        runpy.run_path(target, run_name="__main__")
 
 
 def _prepare(reporting: Reporting) -> None:
@@ -99,7 +104,7 @@ def _below_runpy(error: Exception) -> TracebackType | None:
     """The traceback from the user's first frame on: our frames and runpy's say nothing of the failure."""
     frame = error.__traceback__
     while frame is not None and (
-        "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code is main.__code__
+        "runpy" in frame.tb_frame.f_code.co_filename or frame.tb_frame.f_code in (main.__code__, _run.__code__)
     ):
         frame = frame.tb_next
     return frame or error.__traceback__

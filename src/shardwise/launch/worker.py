@@ -153,6 +153,9 @@ def _notes(
         yield from (f"skipped {item.path.name}: {item.reason}" for item in loaded.skipped)
         yield f"step {step}: continuing from {loaded.path}"
         yield loaded.proof.line
+        yield from (
+            f"step {step}: the learning rate's {change}" for change in loaded.changes if change.startswith("schedule: ")
+        )
         if settings.weights is not None:
             yield f"weights of {settings.weights}: not read, as the run goes on from a checkpoint"
 

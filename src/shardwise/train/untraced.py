@@ -47,14 +47,21 @@ def settle(state: TrainState, measure: Callable[[], object]) -> None:
         state: about to be trained.
         measure: forward and backward passes that reduce gradients.
     """
-    if state.step and not state.is_joined and _reorders(state.placed):
-        with untraced(state.placed):
-            measure()
+    if state.step and not state.is_joined:
+        order_buckets(state.placed, measure)
     state.is_joined = True
 
 
-def _reorders(placed: Placed) -> bool:
-    return placed.mesh.num_gradient_ranks > 2 and any(isinstance(p.run, DistributedDataParallel) for p in placed.parts)
+def order_buckets(placed: Placed, measure: Callable[[], object]) -> None:
+    """Make the sums that follow in the order that those of all later passes have; nothing where there is one order.
+
+    Args:
+        placed: see `settle`.
+        measure: see `settle`.
+    """
+    if placed.mesh.num_gradient_ranks > 2 and any(isinstance(p.run, DistributedDataParallel) for p in placed.parts):
+        with untraced(placed):
+            measure()
 
 
 @contextmanager

@@ -209,12 +209,14 @@ def _sources(found: Foreign, options: Options) -> dict[str, Source]:
     if strange:
         found.optimizer = {}
         found.notes.append(f"the optimizer's state: it is of parameters that are left out: {shown(strange)}")
+    scaled = [name for name, source in found.weights.items() if source.dtype.startswith("float8")]
+    if options.dtype is not None and scaled:
+        found.notes.append(f"--dtype of float8, whose numbers mean nothing without their scales: {shown(scaled)}")
     sources = {MODEL + name: _typed(s, options.dtype, name) for name, s in found.weights.items()}
     sources |= {f"{OPTIM}{n}.{key}": s for n, states in found.optimizer.items() for key, s in states.items()}
     if options.like is not None:
         with reading(options.like):
-            known = find(options.like)
-            like = Manifest.read(known.path, known.files)
+            like = find(options.like).manifest()
         sources = _made_like(sources, found, like, options.like)
     for name in sources:
         _check_storable(name)

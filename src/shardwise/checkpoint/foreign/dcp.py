@@ -23,6 +23,8 @@ _PARTS = ("state", _GROUPS)
 """Of an optimizer's state_dict."""
 _FLAT = "_flat_param"
 _OPTIMIZER = re.compile(r"(opt|optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
+_MEGATRON = re.compile(r"(chained_\d+\.)?optimizer\.(state|distributed|param_state)\.")
+"""How names of an optimizer's tensors begin in Megatron's `torch_dist`: by the key of the state, then the parameter."""
 Path_ = tuple[Any, ...]
 
 
@@ -150,6 +152,10 @@ def _paths(where: Path, planner: Any, names: Sequence[str]) -> dict[str, Path_]:
         paths = {
             n: ("optim", *str(path[0]).split(".", 1)) if _is_flat(path, *_PARTS) else path for n, path in paths.items()
         }
+    paths = {
+        n: ("optimizer", *path) if len(path) == 1 and _MEGATRON.match(str(path[0])) else path
+        for n, path in paths.items()
+    }
     for name in paths:
         other = first.setdefault(_joined(paths[name]), name)
         if other != name:
@@ -352,7 +358,8 @@ def _optimizer(
     }
     found = {name: entries for name, entries in found.items() if entries}
     if not found:
-        return {}, "the optimizer's state: it has none by parameter" if states else ""
+        held = [path for entries in states.values() for path in entries]
+        return {}, f"the optimizer's state: it has none by parameter, but {shown(held)}" if states else ""
     if len(found) > 1:
         return {}, (
             f"the optimizer's state: there are {len(found)} optimizers ({shown(list(found))}), one can be taken over"

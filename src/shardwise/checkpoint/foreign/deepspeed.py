@@ -32,6 +32,7 @@ from shardwise.checkpoint.foreign.deepspeed_ranks import (
 )
 from shardwise.checkpoint.foreign.deepspeed_universal import universal_parts
 from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.parts import check_is_all
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
 from shardwise.checkpoint.foreign.torch_files import of_value
@@ -73,6 +74,7 @@ def read_deepspeed(
     model, ranks = values[: len(models)], [_rank(v, p) for v, p in zip(values[len(models) :], optims, strict=True)]
     stage3 = isinstance(_inner(values[-1], optims[-1]).get("fp32_flat_groups"), list)
     _check_count(values[len(models) :], optims)
+    check_is_all(_dict(model[0]), str(models[0]))
     shapes = _shapes(_field(model[0], "param_shapes", models[0]), models[0])
     if not any(shapes):
         raise CheckpointError(f"{models[0]}: found no parameters in 'param_shapes', needed some; copy the file again")

@@ -12,7 +12,7 @@ from shardwise.checkpoint.foreign.state import shown
 from shardwise.errors import CheckpointError
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")  # older ones without the last _
 OTHER = re.compile(r"layer_\d+.*|expert_.*|.*expp_rank_.*")
 _LATEST, _LATEST_UNIVERSAL = "latest", "latest_universal"
 UNIVERSAL = "zero"

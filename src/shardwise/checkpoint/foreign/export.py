@@ -21,11 +21,12 @@ from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, 
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes
 from shardwise.checkpoint.format import whole
 from shardwise.checkpoint.header import encode_header
+from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part, arrange, entry_at
 from shardwise.errors import CheckpointError, UsageError
 
 To = Literal["safetensors", "torch", "lightning", "dcp"]
-MODEL, OPTIM, EMA = "model.", "optim.", "ema."
+MODEL, OPTIM, EMA, MASTER = "model.", "optim.", "ema.", ".master"
 MAX_SHARD = 5 * 10**9
 FILE_SUFFIXES: dict[To, tuple[str, ...]] = {
     "safetensors": (".safetensors",), "lightning": (".ckpt",), "torch": (".pt", ".pth", ".bin", ".ckpt"), "dcp": (),
@@ -141,9 +142,7 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
         reader.check_directory()
         names = list(reader.manifest.tensors)
         weights = {
-            name.removeprefix(MODEL): _typed(Stored(reader, name), options.dtype)
-            for name in names
-            if name.startswith(MODEL)
+            name.removeprefix(MODEL): _weight(reader, name, options.dtype) for name in names if name.startswith(MODEL)
         }
         if not weights:
             raise CheckpointError(f"{found.path}: found no weights, needed tensors under `{MODEL}`; give another one")
@@ -161,6 +160,8 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
         notes += _beside(reader.manifest.scalars, options)
         if any(name.startswith(EMA) for name in names):
             notes.append("the moving average of the weights, which has no place in these files")
+        if options.dtype is None and not options.optimizer and any(map(_is_master, names)):
+            notes.append("the fp32 masters, of which these weights are the rounding: --dtype float32 writes them")
         if not options.optimizer and any(name.startswith(OPTIM) for name in names):
             notes.append("the optimizer's state; --optimizer takes it along" * (options.to != "safetensors"))
         if options.optimizer and not states:
@@ -180,10 +181,18 @@ def _beside(scalars: Mapping[str, Any], options: ExportOptions) -> list[str]:
     return notes
 
 
-def _typed(source: Source, dtype: str | None) -> Source:
+def _is_master(name: str) -> bool:
+    """Whether a tensor is the fp32 copy of a weight that an optimizer steps."""
+    return name.startswith(OPTIM) and name.endswith(MASTER)
+
+
+def _weight(reader: Reader, name: str, dtype: str | None) -> Source:
+    """A weight in a type: of its fp32 master, if it has one, for it is the master's rounding."""
+    source, master = Stored(reader, name), f"{OPTIM}{name.removeprefix(MODEL)}{MASTER}"
     if dtype is None or source.dtype not in FLOATS or source.dtype == dtype:
         return source
-    return Cast(source, dtype, "export")
+    exact = Stored(reader, master) if master in reader.manifest.tensors else source
+    return exact if exact.dtype == dtype else Cast(exact, dtype, "export")
 
 
 def export(source: Path, target: Path, options: ExportOptions) -> Exported:

@@ -150,6 +150,8 @@ def ask(module: str, request: Mapping[str, Any], descriptors: Sequence[int], whe
         process.kill()
         process.wait()
     try:
+        if process.returncode == -9 and not out:
+            raise ValueError("it was killed: by the kernel, where memory is out")
         if process.returncode not in (0, -9) or len(out) > MAX_ANSWER:
             raise ValueError(f"it ended with {process.returncode}")
         answer = json.loads(out)

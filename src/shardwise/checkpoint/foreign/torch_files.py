@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.checkpoint.foreign.beside import LIGHTNING, META, SUFFIXES, is_weights_file
 from shardwise.checkpoint.foreign.deepspeed_single import add_state
 from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.parts import check_alone, check_is_all
 from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, step_of, weights_of
@@ -31,6 +32,7 @@ def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = Fals
     Raises:
         CheckpointError: refused by the reader, or without a state_dict.
     """
+    check_alone(files, path)
     if path.is_file():
         return of_value(_values(files, [path], unsafe)[0], str(path), in_order, optimizer)
     names = [name for name in files.names(path) if is_weights_file(name)]
@@ -61,13 +63,15 @@ def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> 
     """What a file of torch.save holds, whatever of the usual shapes it has.
 
     Raises:
-        CheckpointError: there is no state_dict in it; or it is one file of DeepSpeed's ZeRO, whose fp32 weights and
-            optimizer's state lie in others, and the state is wanted, or the weights are not there either.
+        CheckpointError: there is no state_dict in it; it is a part of a model; or it is one file of DeepSpeed's ZeRO,
+            whose fp32 weights and optimizer's state lie in others, and the state is wanted, or the weights are not
+            there either.
     """
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{where}: found a {kind_of(value)}, needed a state_dict, or a dict that holds one; save model.state_dict()"
         )
+    check_is_all(value, where)
     alone = _zero_alone(value, where, optimizer)
     lightning = LIGHTNING in value
     averaged = lightning and has_tensors(value.get(_TRAINED)) and has_tensors(value.get(_AVERAGE))
