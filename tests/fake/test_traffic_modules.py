@@ -61,7 +61,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     name: factory(name)
     for name in ("pictures", "two", "residual", "unet", "encoder-decoder", "rows", "tables", "tied", "frozen")
 }
-MODULES |= {name: factory(name) for name in ("gpt2", "llama", "bert", "t5")}
+MODULES |= {name: factory(name) for name in ("gpt2", "llama", "bert", "t5", "qwen3_moe")}
 MODULES |= FACTORIES
 MODULES |= {
     "half frozen": brought.HalfFrozen,
@@ -106,6 +106,8 @@ FAST = [
     ("pp2 fsdp2 / 1f1b mb4 / bf16", "sharing"),
     ("fsdp2 / wrap=5000 / mb2", "residual"),
     ("fsdp4 / prefetch=3 / mb2", "half frozen"),
+    ("dp2 / static-graph", "pictures"),  # buffers are compared after its fourth step
+    ("dp2 / mb2", "qwen3_moe"),  # products by group in fp32
 ]
 DATA = [
     "dp2",
