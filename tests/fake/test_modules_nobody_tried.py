@@ -63,13 +63,12 @@ class LargeTable(Words):
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("plan", ["fsdp4", "dp2 / mb2", "dp1", "fsdp4 / mb2", "dp1 / mb2 / bf16", "dp2 / mb4"])
+@pytest.mark.parametrize("plan", ["fsdp4", "dp1", "dp2 / mb2", "fsdp4 / mb2", "dp1 / mb2 / bf16", "dp2 / mb4"])
 def test_gradients_of_a_tied_table_are_counted_once(plan: str) -> None:
     """The head's, which waits through all blocks, the table's, and their sum."""
     near_the_trace(LargeTable, plan, 16, 8, within=0.01)
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "made",
     [

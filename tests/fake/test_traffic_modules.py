@@ -106,8 +106,6 @@ FAST = [
     ("pp2 fsdp2 / 1f1b mb4 / bf16", "sharing"),
     ("fsdp2 / wrap=5000 / mb2", "residual"),
     ("fsdp4 / prefetch=3 / mb2", "half frozen"),
-    ("dp2 / static-graph", "pictures"),  # buffers are compared after its fourth step
-    ("dp2 / mb2", "qwen3_moe"),  # products by group in fp32
 ]
 DATA = [
     "dp2",
@@ -178,6 +176,17 @@ def differences(text: str, name: str, rank: int, optimizer: str = "adamw") -> li
 @pytest.mark.parametrize(("plan", "name"), FAST)
 def test_what_is_predicted_equals_the_trace(plan: str, name: str) -> None:
     assert not differences(plan, name, Plan.parse(plan).world - 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        ("dp2 / static-graph", "pictures"),  # buffers are compared after its fourth step
+        ("dp2 / mb2", "qwen3_moe"),  # products by group in fp32
+    ],
+)
+def test_what_was_traced_or_predicted_otherwise(plan: str, name: str) -> None:
+    assert not differences(plan, name, 1)
 
 
 UPDATES = ["dp2", "fsdp4 / mb2", "dp2 fsdp3 / bf16", "fsdp2 / bf16-pure", "pp2 fsdp2 / 1f1b mb4"]
