@@ -118,6 +118,9 @@ def leaves():
 def nothing():
     return nn.Sequential(nn.ReLU())
 
+def lazy():
+    return nn.Sequential(nn.Embedding(8, 8), nn.LazyLinear(8))
+
 def needs(size):
     return Net()
 
@@ -269,6 +272,7 @@ def test_what_has_not_the_rows_of_the_batch_is_said(here: Path) -> None:
         ("planned_net:Looks", r"`item` in forward \(Looks\) failed on meta.*--trace-on cpu runs it for real"),
         ("planned_net:leaves", "the factory failed: SystemExit: 0"),
         ("planned_net:nothing", "returned Sequential without parameters, needed a torch.nn.Module to train"),
+        ("planned_net:lazy", "1.weight has no size yet: its module is a lazy one"),
         ("planned_net:Wide", r"`linear` in .* failed on meta: .*sizes that go together"),
         ("planned_net:Ends", r"failed on meta: SystemExit: 7"),
         ("planned_net:Frames", "a sample of planned_net:Frames counts as 5000 tokens, always; leave --seq out"),

@@ -98,11 +98,16 @@ def test_an_error_is_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None
     assert error["exit_code"] == ExitCode.USAGE
 
 
+class NoException(BaseException):
+    """As what pytest's `skip` raises."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, NoException])
 def test_an_unexpected_error_leaves_its_traceback_in_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
-        raise ZeroDivisionError("planted")
+        raise kind("planted")
 
     monkeypatch.setattr("shardwise.cli.train.read_configuration", fail)
     assert code_of("train", "--dry-run") == ExitCode.INTERNAL

@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         if isinstance(end.__context__, BrokenPipeError):  # for any broken pipe typer and rich end with 1
             sys.exit(READER_LEFT if _has_no_reader() else _internal(words, end.__context__))
         raise
-    except Exception as error:
+    except BaseException as error:  # a user's own need not be an Exception: pytest's skip is none
         if stop := _interruption(error):
             sys.exit(_interrupted(words, stop))
         if hasattr(error, "format_message"):  # typer's or click's: a missing argument, an option that does not exist

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import nearest
@@ -82,13 +83,18 @@ class Factory:
         """What the function returned.
 
         Raises:
-            ModelError: no module to train.
+            ModelError: no module to train, or one whose parameters have no sizes yet.
         """
         if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
             found = type(made).__name__ + (" without parameters" if isinstance(made, nn.Module) else "")
             raise ModelError(
                 f"model {self.model!r}: the factory returned {found}, needed a torch.nn.Module to train; return the "
                 "model"
+            )
+        if lazy := [name for name, p in made.named_parameters() if isinstance(p, UninitializedParameter)]:
+            raise ModelError(
+                f"model {self.model!r}: {lazy[0]} has no size yet: its module is a lazy one, which takes it from its "
+                "first input; needed sizes before anything runs: say them (nn.Linear in place of nn.LazyLinear)"
             )
         return made
 

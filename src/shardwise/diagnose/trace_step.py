@@ -123,9 +123,12 @@ def measure_step(training: Training, plan: Plan, mesh: Mesh) -> StepTrace:
 
 
 def _steps_to_settle(placed: Placed) -> int:
-    """Steps until one is like every later one: DDP puts its buckets in order in the second one, or in the third."""
+    """Steps until one is like every later one: DDP puts its buckets in order in the second one, or in the third.
+
+    The fourth is none: buffers are compared after it.
+    """
     replicas = any(isinstance(part.run, DistributedDataParallel) for part in placed.parts)
-    return 2 + replicas + (replicas and placed.plan.communication.static_graph)
+    return 2 + replicas + 2 * (replicas and placed.plan.communication.static_graph)
 
 
 def _count_steps(training: Training, placed: Placed, ledger: Ledger) -> StepTrace:

@@ -111,6 +111,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
             recording.given_out = 0 if values is None else values.numel()
             added = len(added_to_loss(output))
             others = sum(tensor.requires_grad for _, tensor in tensors_in(output))
+            _refuse_output(module, output, values)
         except ModelError:
             raise
         except (Exception, SystemExit) as error:
@@ -140,6 +141,23 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         return _with_through(profile, _described(module, sample, how, dtype, steps))
     finally:
         hook.remove()
+
+
+def _refuse_output(module: nn.Module, output: Any, values: torch.Tensor | None) -> None:
+    """Of what no step could go backward from; a frozen module has another refusal."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    kind = type(module).__name__
+    if values is None:
+        raise ModelError(
+            f"describe: the forward of {kind} returned {type(output).__name__}, in which no floating tensor was found; "
+            "needed what a loss takes: return a tensor, or a tuple, a dict or a dataclass of tensors"
+        )
+    if not values.requires_grad:
+        raise ModelError(
+            f"describe: what the forward of {kind} returned has no gradient, though its parameters are trained; needed "
+            "an output that depends on them: leave out no_grad, detach and the like"
+        )
 
 
 def _ask(block: nn.Module, args: Any, kwargs: Any) -> Any:

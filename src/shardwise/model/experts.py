@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+BY_GROUP = "runs_by_group"
+"""The attribute of a copy's experts whose real products are grouped ones."""
+
 
 def keep_rows(copy: nn.Module) -> None:
     """Exchange the stand-ins of a meta copy whose experts are two stacks: into the hidden size, and out of it."""
@@ -23,6 +26,7 @@ def keep_rows(copy: nn.Module) -> None:
         if isinstance(forward, partial) and len(stacks) == 2:
             # an attribute of the instance: this copy is only ever traced
             object.__setattr__(module, "forward", partial(_forward, module, stacks, forward))
+            object.__setattr__(module, BY_GROUP, True)
 
 
 def _forward(module: nn.Module, stacks: list[nn.Parameter], other: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -139,7 +139,12 @@ class Lifetimes(TorchDispatchMode):
 
 
 def courses_of(
-    runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float, out: int, trained: Mapping[int, int]
+    runs: Sequence[Lifetimes],
+    rows: Sequence[int],
+    tokens: float,
+    out: int,
+    trained: Mapping[int, int],
+    tied: bool = False,
 ) -> dict[int, Course]:
     """Block, or what is before or behind all of them -> what it holds, from three runs of a step.
 
@@ -152,22 +157,27 @@ def courses_of(
         out: place of what a loss takes, which is counted with the loss.
         trained: bytes of each block's trained parameters. Gradients of one that is called several times wait until all
             calls have gone backward, and are left out.
+        tied: the head is the table that is read before: of its gradients the head's own moments have the head's, and
+            the rest is left out.
     """
     first = runs[0]
     sizes = _sizes(runs, rows, tokens)
     added = {place for kind, place, *_ in first.events if kind == "added"}
+    shared = _of_tied(first, sizes, added) if tied else frozenset[int]()
     kept, left = _kept(first, sizes, out)
     found: dict[tuple[int, bool, bool], list[Held]] = {}
     before, total = {}, Held()
     for phase in sorted(kept):
         before[phase], total = total, _sum(total, kept[phase])
     waiting = {phase: _waiting(first.calls, phase, trained) for phase in kept}
-    live, gradients, fresh = Held(), dict.fromkeys(kept, 0.0), set[int]()
+    live, gradients, fresh, apart = Held(), dict.fromkeys(kept, 0.0), set[int](), 0.0
     made: dict[int, int] = {}
     """Place of each storage that the backward pass has made -> phase."""
     for kind, place, phase, backward, inside in first.events:
         if kind == "added":
             fresh.discard(place)
+        elif place in shared:
+            apart += first.sizes[place] if kind == "made" else -first.sizes[place]
         elif kind == "made" and place in added and backward:
             gradients[phase] += first.sizes[place] / first.width
             fresh.add(place)
@@ -179,20 +189,40 @@ def courses_of(
                 made.pop(place, None)
         if kind == "made":
             held = _sum(live, before[phase], -1)
-            held = held._replace(once=held.once - waiting[phase] * backward)
+            held = held._replace(once=held.once - waiting[phase] * backward + apart * (phase == AFTER))
             waits = sum(first.sizes[each] for each in fresh) / first.width
             if backward and out >= 0:
                 held = _sum(held, sizes[out], -1)
             given = sum(sizes[each].per_token for each, maker in made.items() if maker != phase)
             held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn, given=given)
             found.setdefault((phase, backward, inside), []).append(held)
-    courses: dict[int, list[Course]] = {}
-    for phase in kept:
-        within, behind = (found.get((phase, False, inside), []) for inside in (True, False))
-        backward_pass = largest(found.get((phase, True, False), []))
-        course = Course(kept[phase], largest([*within, *behind]), backward_pass, left[phase], largest(within[:-1]))
-        courses.setdefault(first.calls[phase] if 0 <= phase < AFTER else phase, []).append(course)
-    return {phase: _average(each) for phase, each in courses.items()}
+    courses = {at: _course(kept[at], left[at], *(found.get((at, *way), []) for way in WAYS)) for at in kept}
+    return _by_block(first.calls, courses)
+
+
+WAYS = ((False, True), (False, False), (True, False))
+"""Of the moments of a phase: whether they are in the backward pass, and within the block."""
+
+
+def _course(kept: Held, left: Held, within: list[Held], behind: list[Held], backward: list[Held]) -> Course:
+    return Course(kept, largest([*within, *behind]), largest(backward), left, largest(within[:-1]))
+
+
+def _of_tied(run: Lifetimes, sizes: Sequence[Held], added: set[int]) -> frozenset[int]:
+    """Places of the gradients of a tied table: the head's, which waits through all blocks, the table's, their sum."""
+    made = {place: phase for kind, place, phase, backward, _ in run.events if kind == "made" and backward}
+    ended = {place: phase for kind, place, phase, backward, _ in run.events if kind == "ended" and backward}
+    whole = [place for place in made if sizes[place] == Held(once=run.sizes[place])]  # whatever the rows
+    heads = {p for p in whole if p not in added and (made[p], ended.get(p)) == (AFTER, BEFORE)}
+    alike = {run.sizes[place] for place in heads}
+    return frozenset(heads | {p for p in whole if made[p] == BEFORE and run.sizes[p] in alike})
+
+
+def _by_block(calls: Sequence[int], courses: Mapping[int, Course]) -> dict[int, Course]:
+    found: dict[int, list[Course]] = {}
+    for phase, course in courses.items():
+        found.setdefault(calls[phase] if 0 <= phase < AFTER else phase, []).append(course)
+    return {block: _average(each) for block, each in found.items()}
 
 
 def _waiting(calls: Sequence[int], phase: int, trained: Mapping[int, int]) -> int:

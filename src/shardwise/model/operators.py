@@ -27,8 +27,8 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
     for index in range(len(names)):
         found = [] if index else [replace(op, split="none") for op in _operators(recording, BEFORE, ())]
         own = [name for name, owner in owners.items() if owner == index]
-        apart, calls = index in recording.fed_apart, max(1, recording.calls.count(index))
-        block = replace(_block(recording, index, own, tuple(found)), buffers=buffers[index], apart=apart, calls=calls)
+        facts = {"buffers": buffers[index], **recording.facts(index, own)}
+        block = replace(_block(recording, index, own, tuple(found)), **facts)
         chain.append(alike.setdefault(tuple(vars(block).values()), block))
     head, tied = _head(recording, owners)
     products = head.matmuls
@@ -45,7 +45,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         embedding=total - rest,
         vocab=vocab,
         dim=dim,
-        head=head,
+        head=replace(head, last=recording.last_of(n for n, at in owners.items() if at in (BEFORE, AFTER))),
         tied=tied,
         heads=attentions[0].heads if attentions else 0,
         kv_heads=attentions[0].kv_heads if attentions else 0,
@@ -250,8 +250,7 @@ def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
     ins, outs = nodes[0].sizes
     if not experts:  # of a part of it, as of the queries alone
         outs = math.prod(recording.shapes[name]) // ins
-    kept = [key for node in nodes for key in node.ins if key not in recording.parameters]
-    saves = found.take_elements(kept)
+    saves = found.take_elements([key for node in nodes for key in node.ins if key not in recording.parameters])
     rows = sum(node.rows * node.sizes[0] * node.sizes[1] for node in nodes) / (ins * outs)
     chosen = max(1, round(rows / recording.tokens)) if experts else 0
     split: Split = "row" if found.split[members[0]] else "column"
@@ -270,6 +269,7 @@ def _matmul(found: _Phase, name: str, members: list[int], own: bool) -> Matmul:
         covers=max(1.0, rows * outs / given),
         own=own,
         biased=nodes[0].name == "addmm",
+        again=name in recording.by_group or nodes[0].again,
     )
 
 
@@ -295,7 +295,7 @@ def _computed(found: _Phase) -> list[tuple[int, Op]]:
             ops.append((pairs[i], _written_out(found, node, found.nodes[pairs[i]])))
         elif node.sizes[0] and not node.is_matmul and i not in pairs.values():
             kept, rows = found.take_elements(node.ins), found.per_token(node.rows)
-            ops.append((i, Matmul(node.name, *node.sizes, "none", kept, rows=rows, own=False)))
+            ops.append((i, Matmul(node.name, *node.sizes, "none", kept, rows=rows, own=False, again=node.again)))
     return ops
 
 
@@ -332,7 +332,7 @@ def _written_out(found: _Phase, scores: Node, mixed: Node) -> Attention:
         kept=kept,
         rows=scores.rows / scores.batch * samples / recording.tokens,
         reach=scores.sizes[1] * recording.samples / recording.tokens,
-        scores=found.per_token(sum(scores.outs.values())),
+        scores=0.0 if scores.again else found.per_token(sum(scores.outs.values())),
     )
 
 

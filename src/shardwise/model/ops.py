@@ -38,6 +38,8 @@ class Matmul:
     """False: its weight is counted elsewhere, or is computed."""
     biased: bool = False
     """Its kernel adds a vector to the result."""
+    again: bool = False
+    """Per-operator recompute runs it again: torch does not list its kernel among the costly ones."""
 
     @property
     def params(self) -> int:
@@ -80,7 +82,8 @@ class Attention:
     reach: float = 1.0
     """Keys per token of the sequence: of windows less, of an encoder's output other than one."""
     scores: float = 0
-    """Elements per token of the scores of one that is written out in products; 0: no fused kernel has them."""
+    """Elements per token of the scores of one that is written out in products, where per-operator recompute keeps them;
+    0: no fused kernel has them."""
 
     @property
     def saves(self) -> float:

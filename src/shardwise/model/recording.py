@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from shardwise.model.experts import BY_GROUP
 from shardwise.model.nested import Path
 from shardwise.model.ops import Attention
 
 BEFORE, AFTER = -1, 1 << 30
 """Phases of a forward that are no block's; a block's phase is its number."""
+
+LISTED = ("mm", "addmm", "bmm", "linear", "convolution")
+"""Products whose results per-operator recompute keeps; a sum with products of a batch (`baddbmm`) is none of them."""
 
 
 class Call(NamedTuple):
@@ -53,6 +57,11 @@ class Node:
         """A product with a parameter."""
         return bool(self.weight)
 
+    @property
+    def again(self) -> bool:
+        """Per-operator recompute runs it again."""
+        return self.name not in LISTED
+
 
 @dataclass
 class Recording:
@@ -69,6 +78,8 @@ class Recording:
     """Bytes of an element of what is computed with."""
     unused: frozenset[str] = frozenset()
     """Those of `frozen` that nobody froze: forward does not use them."""
+    by_group: frozenset[str] = frozenset()
+    """Stacks whose products are grouped ones in a real step, which per-operator recompute runs again."""
     nodes: list[Node] = field(default_factory=list)
     saved: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     """Phase -> storage -> a tensor in it that autograd keeps."""
@@ -98,6 +109,7 @@ class Recording:
     def of(cls, module: nn.Module, shape: tuple[int, int]) -> Recording:
         """For one forward of a module on so many samples, of so many tokens together."""
         named = dict(module.named_parameters())
+        experts = [(path, inner) for path, inner in module.named_modules() if hasattr(inner, BY_GROUP)]
         floats = [p.element_size() for p in named.values() if p.is_floating_point()]
         return cls(
             samples=shape[0],
@@ -106,6 +118,7 @@ class Recording:
             shapes={name: tuple(p.shape) for name, p in named.items()},
             frozen=frozenset(name for name, p in named.items() if not p.requires_grad),
             width=max(floats, default=4),
+            by_group=frozenset(f"{path}.{name}" for path, inner in experts for name, _ in inner.named_parameters()),
         )
 
     def keep(self, tensor: torch.Tensor, phase: int) -> None:
@@ -128,6 +141,14 @@ class Recording:
         keys = {key_of(tensor) for tensor in before.values()}
         new = [path for path, tensor in there.items() if key_of(tensor) not in keys]
         return float(sum(own[path].numel() for path in new if path in own)) if phase or last else 0.0
+
+    def facts(self, index: int, own: Sequence[str]) -> dict[str, Any]:
+        """What a `Block` with these parameters says of itself beside its operators."""
+        return {"apart": index in self.fed_apart, "calls": max(1, self.calls.count(index)), "last": self.last_of(own)}
+
+    def last_of(self, names: Iterable[str]) -> int:
+        """Elements of the last of these parameters that nobody froze."""
+        return next((math.prod(self.shapes[n]) for n in reversed([*names]) if n not in self.frozen - self.unused), 0)
 
     def operation(self, call: Call) -> None:
         """An operation was run."""

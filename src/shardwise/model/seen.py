@@ -54,10 +54,10 @@ def courses_seen(
     chosen = enough(module, names, profile)
     if chosen != names:
         try:
-            return _of_blocks(module, names, chosen, sample, dtype)
+            return _of_blocks(module, names, chosen, sample, dtype, profile.tied)
         except Exception:  # the module's own: it misses a block
             pass
-    return _of_blocks(module, names, names, sample, dtype)
+    return _of_blocks(module, names, names, sample, dtype, profile.tied)
 
 
 def why_not(module: nn.Module, error: Exception) -> str:
@@ -69,7 +69,12 @@ def why_not(module: nn.Module, error: Exception) -> str:
 
 
 def _of_blocks(
-    module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...], sample: Any, dtype: torch.dtype
+    module: nn.Module,
+    names: tuple[str, ...],
+    chosen: tuple[str, ...],
+    sample: Any,
+    dtype: torch.dtype,
+    tied: bool,
 ) -> dict[int, Course]:
     """Of steps with twice, three times and six times the rows of a sample."""
     runs, rows, tokens, out = [], [], 1.0, -1
@@ -84,7 +89,7 @@ def _of_blocks(
             runs.append(lifetimes)
         blocks = enumerate(map(copied.get_submodule, chosen))
         trained = {i: sum(p.nbytes for p in block.parameters() if p.requires_grad) for i, block in blocks}
-    found = courses_of(runs, rows, tokens, out, trained)
+    found = courses_of(runs, rows, tokens, out, trained, tied)
     return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
 
 

@@ -173,7 +173,8 @@ def kept_outputs(block: Block, how: Saving) -> float:
     for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
             shard = how.tp if op.split == "column" or how.sequence else 1
-            total += op.gives * how.width / shard * how.products if how.experts or not op.experts else 0.0
+            listed = not op.again and (how.experts or not op.experts)
+            total += op.gives * how.width / shard * how.products * listed
         elif isinstance(op, Attention):
             total += (op.heads * op.v_dim * how.width + 4 * op.heads) * op.rows / how.tp
     return min(total, saved_bytes(block, how))

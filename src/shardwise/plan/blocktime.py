@@ -161,7 +161,8 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
 def _ran_again(op: Op, stack: Stack) -> float:
     """Share of an operator that per-operator recompute runs again."""
     if isinstance(op, Matmul):
-        return 1 - stack.keeps_products if stack.keeps_experts or not op.experts else 1.0
+        listed = not op.again and (stack.keeps_experts or not op.experts)
+        return 1 - stack.keeps_products * listed
     return float(isinstance(op, Pointwise))
 
 

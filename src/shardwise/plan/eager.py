@@ -229,7 +229,7 @@ def outputs_of(block: Block, local: Local) -> tuple[float, float]:
         if isinstance(op, Attention):
             share = (op.heads * op.v_dim * width + 4 * op.heads) * op.rows / tp
             kept, used = kept + share + op.scores * width / tp, used + share
-        elif isinstance(op, Matmul):
+        elif isinstance(op, Matmul) and not op.again:
             share = op.gives * width / (tp if op.split == "column" else 1)
             kept += share
             used += share if op.name != "down" else 0.0

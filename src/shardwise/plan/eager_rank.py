@@ -107,8 +107,10 @@ class _Rank(RankSizes):
         terms["gathered"] = sum(map(self.params, waiting)) * self.width
         several = self.plan.batch.micro_batches * (not self.sums_first)
         shards = self.division.shards if self.plan.zero else 1
-        if several < 2:  # they have no shards yet
-            terms["gradients"] -= sum(map(self.summed, waiting)) / shards * self.own_width
+        if several < 2:  # they have no shards yet; those of the unit are in the type of sums
+            narrow = (self.own_width < self.reduced_width) * unit
+            terms["gradients"] -= (narrow + sum(map(self.summed, waiting))) / shards * self.own_width
+            terms["gradients"] += narrow / shards * self.reduced_width * self.sums_first
             return terms
         if not self.plan.reshards:
             terms["gathered"] = self.gathered(0)
@@ -311,7 +313,8 @@ class _Rank(RankSizes):
         elif not self.accumulates:
             new += done * self.width
         elif is_replicated(self.plan) and self.plan.batch.micro_batches == 2 and self.plan.communication.bucket_view:
-            there = done + head + held.gradients - held.fresh  # the first one's are not, or lie in the buckets again
+            # the first one's are not, or lie in the buckets again; a tied table's wait for their sum
+            there = done + head - self.tied(False) + held.gradients - held.fresh
             new -= min(there * self.width, self.gradients / 2 - there * self.width)
         new += (self.tied(place < 0) + sum(map(self.trained, begun))) * self.width
         return {"gradients": new, "logits": self.logit() * self.width}

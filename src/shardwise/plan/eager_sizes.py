@@ -326,6 +326,8 @@ class RankSizes:
 
     def last_of(self, block: Block) -> float:
         """Elements of a block's last parameter; of one without products, as a table is, of its only one."""
+        if block.last is not None and self.local.tp == self.local.ep == 1:
+            return block.last
         own = [op for op in block.matmuls if op.trained and not op.experts]
         if not own:
             return self.trained(block)
