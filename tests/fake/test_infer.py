@@ -84,6 +84,28 @@ def test_heads_that_meet_a_whole_tensor_stay_whole() -> None:
     assert {styles("sloped")[f"tower.*.look.l{i}"] for i in (1, 2, 3, 4)} == {"replicate"}
 
 
+class Weighed(nn.Module):
+    """Features times a number of their own row: a rank with a part of them has a part of that number's gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inside = kind, nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("table", torch.ones(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inside(x)
+        number = {"norm": x.norm(dim=-1, keepdim=True), "sum": x.sum(-1, keepdim=True), "buffer": self.table}[self.kind]
+        return x + self.down(self.up(x) * number)
+
+
+@pytest.mark.parametrize(("kind", "split"), [("norm", False), ("sum", False), ("buffer", True)])
+def test_what_meets_a_whole_tensor_with_a_gradient_stays_whole(kind: str, split: bool) -> None:
+    found = infer_rules(lambda: Weighed(kind), [torch.empty(2, 8, 8)])
+    assert (found.rules["up"] == "column") == split
+    assert split or any("whose gradient would be a part" in row.reason for row in found.rows)
+
+
 def test_layers_that_mix_places_are_split_too() -> None:
     found = styles("mixer")
     assert (found["floors.*.places.0"], found["floors.*.places.2"]) == ("column", "row")

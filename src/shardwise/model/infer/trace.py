@@ -104,6 +104,8 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         self.made_by: dict[Key, str] = {}
         self.is_input: set[int] = set()
         self.weights: dict[int, set[str]] = {}
+        self.learned: set[int] = set()
+        """Storages of what parameters have a part in: a backward pass goes through them."""
         self.inputs: dict[str, torch.Tensor] = {}
         self.modules = dict(module.named_modules())
         self.hidden = 0
@@ -187,6 +189,7 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             self._end(mark.sources, f"{name} takes it in another order", fused=False)
             mark = None
         self.flow.calls.setdefault(name, []).append(mark)
+        self.learned.add(_storage(output))
         self.made_by[_key(output)] = name
         self.marks.pop(_key(output), None)
         if mark is not None and not goes_in:  # a layer that works on each head alone
@@ -222,6 +225,8 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             for tensor in results:
                 self.marks.pop(_key(tensor), None)
         self._note_weights(name, (operands, marks), results, taken=taken)
+        if any(_storage(t) in self.learned or _storage(t) in self.weights for t in operands):
+            self.learned |= {_storage(t) for t in results if t.is_floating_point()}
         if taken:
             self.is_input |= {_storage(t) for t in results}
         maker = self.made_by.get(_key(operands[0])) if len(operands) == 1 and results else None
@@ -250,6 +255,7 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             result=tuple(results[0].shape),
         )
         try:
+            self._check_whole(name, *operands)
             split = after(call, pointwise=torch.Tag.pointwise in func.tags)
         except EndsSplitError as error:
             where = f", in {self.frames[-1]}" if TOKENS in sources and self.frames and self.frames[-1] else ""
@@ -262,6 +268,21 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         for tensor in results:
             if split is not None and tensor.dim() > split.dim:
                 self._put(tensor, Mark(split, sources))
+
+    def _check_whole(self, name: str, operands: list[torch.Tensor], marks: list[Mark | None]) -> None:
+        """Refuse what is whole and learned beside a split: of its gradient each rank would have the part of its slice.
+
+        Parameters themselves are taken care of, and so are outputs of whole linear layers.
+
+        Raises:
+            EndsSplitError: there is such a tensor.
+        """
+        for tensor, mark in zip(operands, marks, strict=True):
+            held = _storage(tensor)
+            if mark is None and held in self.learned and held not in self.weights and _key(tensor) not in self.made_by:
+                raise EndsSplitError(
+                    f"`{name}` joins it with a whole tensor of shape {list(tensor.shape)}, whose gradient would be a part"
+                )
 
     def _note_weights(
         self,
