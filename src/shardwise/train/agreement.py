@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
@@ -85,6 +86,8 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     initialised the parameters.
     """
     mesh = state.mesh
+    if state.placed.plan.batch.micro_batches > 1:
+        state.placed = state.placed.with_(after_step=(*state.placed.after_step, _Counted(state.placed)))
     if mesh.world == 1:
         return
     own = Facts(mesh.index("pp"), dict(_of_all(state, options, loss_fn)), dict(_of_place(state)))
@@ -168,6 +171,35 @@ class _Writes:
         if placed.mesh.is_first:
             with suppress(Warning):  # `-W error` does not end a run that can go on
                 warnings.warn(f"step {self._steps} of this process: {said}", stacklevel=5)
+
+
+class _Counted:
+    """After a process's first step of several micro-batches: buffers that each of them has written are warned of.
+
+    A counter, a moving mean, a queue, a codebook. Statistics of batch norms are known to be those of micro-batches.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed, self._before = placed, _sums_of_buffers(placed)
+        self._is_told = placed.plan.batch.micro_batches == 1 or not placed.mesh.tells
+
+    def __call__(self, makes_update: bool) -> None:
+        """Look, once. Cost: a pass over the buffers that checkpoints hold."""
+        if self._is_told:
+            return
+        self._is_told, placed = True, self._placed
+        modules = {name: module for part in placed.parts for name, module in part.root.named_modules()}
+        norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+        written = sorted(name for name, found in _sums_of_buffers(placed).items() if self._before.get(name) != found)
+        if found := [name for name in written if not isinstance(modules.get(name.rpartition(".")[0]), norms)]:
+            more, count = f" and {len(found) - 3} more" if len(found) > 3 else "", placed.plan.batch.micro_batches
+            with suppress(Warning):  # `-W error` does not end a run that may be meant so
+                warnings.warn(
+                    f"forward writes the buffers {', '.join(found[:3])}{more}, and `{placed.plan}` calls it {count} "
+                    "times in a step, where one process calls it once: what they count or average is another number; "
+                    "needed: one micro-batch, or a script that writes them once per step, after it",
+                    stacklevel=5,
+                )
 
 
 class _FirstUpdate:
