@@ -281,7 +281,7 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             held = _storage(tensor)
             if mark is None and held in self.learned and held not in self.weights and _key(tensor) not in self.made_by:
                 raise EndsSplitError(
-                    f"`{name}` joins it with a whole tensor of shape {list(tensor.shape)}, whose gradient would be a part"
+                    f"`{name}` joins it with a whole {list(tensor.shape)}, whose gradient would be a part"
                 )
 
     def _note_weights(
