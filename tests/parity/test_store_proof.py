@@ -226,6 +226,17 @@ def test_a_probe_sums_at_a_load_as_at_the_save(world: World, tmp_path: Path) -> 
         assert "probe gradient norm" in line
 
 
+def test_a_probe_leaves_parts_in_evaluation(tmp_path: Path) -> None:
+    """A frozen batch norm trained on after the first save, without a word."""
+    with open_mesh(Plan.parse("dp1")) as mesh:
+        placed = apply(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()), Plan.parse("dp1"), mesh)
+        placed.module[1].eval()
+        state = TrainState(placed, adamw(placed, lr=0.01))
+        probe = Probe([torch.ones(4)] * 2, lambda output, _: mean_over(output.square().mean(1)))
+        Store(tmp_path, probe=probe).save(state)
+        assert [module.training for module in placed.module] == [True, False, True]
+
+
 def test_other_rows_are_said(probed: Callable[..., Loaded]) -> None:
     proof = probed(7.0, rows="b" * 64).proof
     assert proof.other_rows and proof.line.endswith("probe not compared: its rows are not those of the save")

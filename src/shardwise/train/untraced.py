@@ -25,7 +25,8 @@ def untraced(placed: Placed) -> Iterator[None]:
 
     Cost: a copy of the buffers.
     """
-    buffers, modes = Buffers(placed), [part.run.training for part in placed.parts]
+    buffers = Buffers(placed)
+    modes = [(module, module.training) for part in placed.parts for module in part.run.modules()]
     buffers.keep()
     placed.train(True)
     try:
@@ -33,8 +34,8 @@ def untraced(placed: Placed) -> Iterator[None]:
             yield
     finally:
         buffers.restore()
-        for part, mode in zip(placed.parts, modes, strict=True):
-            part.run.train(mode)
+        for module, mode in modes:  # each: a script may train with a part in evaluation
+            module.training = mode
 
 
 def settle(state: TrainState, measure: Callable[[], object]) -> None:
