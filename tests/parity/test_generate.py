@@ -37,8 +37,10 @@ def drawn(text: str) -> dict[str, list[list[int]]]:
     with sw.open_mesh(plan) as mesh:
         for name, factory in models().items():
             placed = sw.apply(factory, plan, mesh, seed=grid.SEED)
+            modules = [module for part in placed.parts for module in part.root.modules()]
+            modules[-1].eval()  # as a script trains it
             found[name] = [sw.generate(placed, PROMPTS, 5, **draw).tolist() for draw in DRAWS]
-            assert all(part.root.training for part in placed.parts)
+            assert [module.training for module in modules] == [True] * (len(modules) - 1) + [False]
     return found
 
 
@@ -51,7 +53,9 @@ def alone() -> dict[str, list[list[int]]]:
         draws = [
             {"max_seq_len": draw.get("seq_len"), **{k: v for k, v in draw.items() if k != "seq_len"}} for draw in DRAWS
         ]
+        module.eval()
         found[name] = [generate(logits, PROMPTS, 5, **draw).tolist() for draw in draws]
+        assert logits.training and not module.training
     return found
 
 

@@ -29,6 +29,7 @@ from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
+from shardwise.train.loop import evaluate
 from shardwise.train.loss import mean_over
 from shardwise.train.optimizers import adamw
 from shardwise.train.probe import Probe
@@ -234,6 +235,8 @@ def test_a_probe_leaves_parts_in_evaluation(tmp_path: Path) -> None:
         state = TrainState(placed, adamw(placed, lr=0.01))
         probe = Probe([torch.ones(4)] * 2, lambda output, _: mean_over(output.square().mean(1)))
         Store(tmp_path, probe=probe).save(state)
+        assert [module.training for module in placed.module] == [True, False, True]
+        evaluate(placed, probe.loss_fn, [torch.ones(2, 4)])
         assert [module.training for module in placed.module] == [True, False, True]
 
 

@@ -46,7 +46,7 @@ def generate(
     if max_seq_len is None:
         max_seq_len = getattr(getattr(model, "config", None), "max_seq_len", None)
     generator = torch.Generator().manual_seed(seed)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         for _ in range(max_new_tokens):
@@ -59,5 +59,6 @@ def generate(
                 following = torch.multinomial(chances, 1, generator=generator)
             ids = torch.cat((ids, following.to(ids.device)), dim=1)
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
     return ids

@@ -268,6 +268,17 @@ class Placed:
         for part in self.parts:
             part.run.train(mode)
 
+    @contextmanager
+    def in_mode(self, training: bool) -> Iterator[None]:
+        """All modules in training, or in evaluation, for a while; a script may train with parts in evaluation."""
+        modes = [(module, module.training) for part in self.parts for module in part.run.modules()]
+        self.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
     def with_(self, **changes: Any) -> Placed:
         """A copy with some fields replaced: what a pass returns."""
         return replace(self, **changes)

@@ -140,11 +140,9 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
                 total[0] += float(loss.sum)
                 total[1] += float(loss.weight)
 
-    modes = [(module, module.training) for part in placed.parts for module in part.run.modules()]
     come_together("evaluate()", placed.mesh)
-    placed.train(False)
     try:
-        with torch.no_grad(), placed.gathering():
+        with placed.in_mode(False), torch.no_grad(), placed.gathering():
             for window in windows:
                 cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
                 micro = [placed.share(to_device(m, device)) for m in cut]
@@ -155,8 +153,6 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
                     args, kwargs = model_inputs(batch, signature)
                     add(loss_fn(placed.parts[0].run(*args, **kwargs), batch), batch, is_zero)
     finally:
-        for module, mode in modes:
-            module.training = mode
         placed.reshard()
     placed.mesh.all_reduce_sum(summed := totals.to(device))
     sums = [Loss(*row) for row in summed]

@@ -123,14 +123,11 @@ def _continued(
     whole: WholeModel, ids: torch.Tensor, max_new_tokens: int, temperature: float, seed: int
 ) -> torch.Tensor:
     placed = whole.placed
-    training = [part.root.training for part in placed.parts]
     come_together("generate()", placed.mesh)
-    placed.train(False)
     try:
-        with placed.gathering():
+        with placed.in_mode(False), placed.gathering():
             out = sample.generate(whole, ids.to(placed.mesh.device), max_new_tokens, temperature, seed, whole.seq_len)
     finally:
-        placed.train(any(training))
         placed.reshard()
     if dist.is_initialized() and placed.mesh.world > 1:
         dist.broadcast(out, src=0)

@@ -26,16 +26,12 @@ def untraced(placed: Placed) -> Iterator[None]:
     Cost: a copy of the buffers.
     """
     buffers = Buffers(placed)
-    modes = [(module, module.training) for part in placed.parts for module in part.run.modules()]
     buffers.keep()
-    placed.train(True)
     try:
-        with _same_generators(placed.mesh.device):
+        with placed.in_mode(True), _same_generators(placed.mesh.device):
             yield
     finally:
         buffers.restore()
-        for module, mode in modes:  # each: a script may train with a part in evaluation
-            module.training = mode
 
 
 def settle(state: TrainState, measure: Callable[[], object]) -> None:
