@@ -181,7 +181,7 @@ class _Counted:
 
     def __init__(self, placed: Placed) -> None:
         self._placed, self._before = placed, _sums_of_buffers(placed)
-        self._is_told = placed.plan.batch.micro_batches == 1 or not placed.mesh.tells
+        self._is_told = not placed.mesh.tells
 
     def __call__(self, makes_update: bool) -> None:
         """Look, once. Cost: a pass over the buffers that checkpoints hold."""
