@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError, UsageError
+from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import open_mesh
+from shardwise.plan.plan import Plan
 from shardwise.testing.world import World
 from shardwise.train.optim import NamedOptimizer, name_optimizer, stepped_parameters
 from shardwise.train.optimizers import OPTIMIZERS, adamw, lamb, lion, muon, sgd
 from shardwise.train.state import TrainState
 from shardwise.train.update_rules import Lamb, Muon
+from shardwise.train.whole_steps import state_after_step
 from tests.parity.placing import LAYOUTS, Net, full, gradients, place, train
 
 STEPS, TOLERANCE = 3, {torch.float64: 1e-11, torch.float32: 1e-6}
@@ -221,6 +225,27 @@ def state_round_trip(kind: str) -> bool:
         train(again, fresh, range(2, 4))
         ours, theirs = placed.named_parameters(), again.named_parameters()
         return all(torch.equal(full(ours[name]), full(theirs[name])) for name in ours)
+
+
+def shapes_stepped(plan: str) -> list[tuple[int, ...]]:
+    """Of the parameters of six layers that are alike, those that a template steps."""
+    stepped: list[tuple[int, ...]] = []
+
+    def noted(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+        stepped.append(tuple(parameter.shape))
+        return state_after_step(optimizer, parameter)
+
+    with open_mesh(Plan.parse(plan)) as mesh:
+        placed = apply(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), Plan.parse(plan), mesh, seed=0)
+        names = [f"optim.{name}.exp_avg" for name in placed.named_parameters()]
+        with patch("shardwise.train.optim.state_after_step", noted):
+            adamw(placed, lr=0.01).state_template(names)
+    return stepped
+
+
+@pytest.mark.parametrize("plan", ["dp2", "fsdp2"])
+def test_one_parameter_of_each_kind_is_stepped_for_a_template(world: World, plan: str) -> None:
+    assert all(len(stepped) == len(set(stepped)) == 2 for stepped in world(2, shapes_stepped, plan))
 
 
 @pytest.mark.share(2)

@@ -15,6 +15,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.memory import in_huge_pages
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import ignore
 from shardwise.checkpoint.torch_private import version_of
@@ -104,6 +105,7 @@ def fill(
             target, size = item.of(tensor), DTYPES[part.dtype].size
             direct = _in_place(target)
             place = target if direct else torch.empty(part.box.sizes, dtype=target.dtype)
+            in_huge_pages(place)
             data: Any = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
             read = DIGEST.of() if part.name in whole else None
             reader.read(part.name, part.box, data.reshape(part.box.sizes), read.update if read else ignore)

@@ -26,7 +26,7 @@ from shardwise.parallel.torch_private import empty_as
 from shardwise.train.clipped import watched
 from shardwise.train.torch_private import local_of, shard_like
 from shardwise.train.update_rules import local_shard
-from shardwise.train.whole_steps import step_alone
+from shardwise.train.whole_steps import state_after_step
 from shardwise.train.wrapped import check_inner_state
 
 PREFIX = "optim."
@@ -144,7 +144,7 @@ class NamedOptimizer:
         """Fresh tensors for the state that a checkpoint holding `names` would load; values unspecified.
 
         The optimizer is left as it is. Every rank calls it: a rule that gathers does so here.
-        Cost: one step of those parameters that have no state yet, and the memory of the state.
+        Cost: a step of one parameter of each kind without a state (of each one, where the optimizer is the user's).
 
         Args:
             names: of tensors of a checkpoint.
@@ -156,9 +156,10 @@ class NamedOptimizer:
             if key != MASTER or param not in self._masters:
                 wanted.setdefault(param, set()).add(key)
         tensors: dict[str, dict[str, Tensor]] = {}
+        alike: dict[Any, dict[str, Any]] = {}
         # the largest first, whose step takes most: what is made for a look is gone before there is much of the rest
         for name in sorted(self.params, key=lambda name: -self.params[name].numel()):
-            state = (self.torch.state.get(self.params[name]) or self._state_after_step(name)) if name in wanted else {}
+            state = self._state_made(name, alike) if name in wanted else {}
             self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
             made = {key for key, value in state.items() if value is not None}
             if late and made and made <= wanted[name]:
@@ -232,23 +233,22 @@ class NamedOptimizer:
             return self._numbers[key](tensor.item())
         return tensor if isinstance(parameter, DTensor) else local_shard(tensor)
 
-    def _state_after_step(self, name: str) -> dict[str, Any]:
-        """The state that a step of one parameter leaves: its keys, shapes and types are wanted, nothing else."""
-        parameter = self.params[name]
-        grad, before = parameter.grad, local_shard(parameter).clone()
-        groups = [dict(group) for group in self.param_groups]
-        for i, group in enumerate(self.param_groups):
-            group["params"] = [parameter] if i == self._group_of[id(parameter)] else []
-        parameter.grad = torch.zeros_like(parameter)
-        try:
-            step_alone(self.torch)
-        finally:
-            for group, kept in zip(self.param_groups, groups, strict=True):  # some count steps in their groups
-                group.clear()
-                group.update(kept)
-            parameter.grad = grad
-            local_shard(parameter).copy_(before)
-        return dict(self.torch.state.pop(parameter, {}))
+    def _state_made(self, name: str, alike: dict[Any, dict[str, Any]]) -> Mapping[str, Any]:
+        """The state of a parameter, or one like that which its first step makes.
+
+        Torch's rules and those of this library make the same of all parameters of one kind: one of them is stepped.
+        """
+        parameter, live = self.params[name], self.live[name]
+        kind: tuple[Any, ...] = (name,)
+        if there := self.torch.state.get(parameter):
+            return there
+        if type(self.torch).__module__.startswith(("torch.", "shardwise.")):
+            kind = (self._group_of.get(id(parameter)), parameter.dtype, live.shape)  # the same on every rank
+            kind += (live.device_mesh, live.placements) if isinstance(live, DTensor) else ()
+        if kind not in alike:
+            made = state_after_step(self.torch, parameter)
+            alike[kind] = {key: empty_as(it) if isinstance(it, Tensor) else it for key, it in made.items()}
+        return alike[kind]
 
 
 def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Placed) -> NamedOptimizer:

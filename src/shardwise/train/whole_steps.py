@@ -52,10 +52,27 @@ def of_whole(optimizer: torch.optim.Optimizer, *, is_of_stage: bool) -> Iterator
         yield
 
 
-def step_alone(optimizer: torch.optim.Optimizer) -> None:
-    """A step that no hook sees, with nothing said of what it lacks: what it leaves as state is looked at."""
-    with of_whole(optimizer, is_of_stage=False):
-        step_unseen(optimizer)
+@torch.no_grad()
+def state_after_step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The state that a step of one parameter leaves: its keys, shapes and types are wanted, nothing else.
+
+    No hook sees the step, and optimizer and parameter are as they were.
+    """
+    grad, before = parameter.grad, local_of(parameter).clone()
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if each is parameter]
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        with of_whole(optimizer, is_of_stage=False):
+            step_unseen(optimizer)
+    finally:
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):  # some count steps in their groups
+            group.clear()
+            group.update(kept)
+        parameter.grad = grad
+        local_of(parameter).copy_(before)
+    return dict(optimizer.state.pop(parameter, {}))
 
 
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
