@@ -233,7 +233,7 @@ class NamedOptimizer:
             return self._numbers[key](tensor.item())
         return tensor if isinstance(parameter, DTensor) else local_shard(tensor)
 
-    def _state_made(self, name: str, alike: dict[Any, dict[str, Any]]) -> Mapping[str, Any]:
+    def _state_made(self, name: str, alike: dict[Any, dict[str, Any]]) -> dict[str, Any]:
         """The state of a parameter, or one like that which its first step makes.
 
         Torch's rules and those of this library make the same of all parameters of one kind: one of them is stepped.
@@ -241,7 +241,7 @@ class NamedOptimizer:
         parameter, live = self.params[name], self.live[name]
         kind: tuple[Any, ...] = (name,)
         if there := self.torch.state.get(parameter):
-            return there
+            return dict(there)
         if type(self.torch).__module__.startswith(("torch.", "shardwise.")):
             kind = (self._group_of.get(id(parameter)), parameter.dtype, live.shape)  # the same on every rank
             kind += (live.device_mesh, live.placements) if isinstance(live, DTensor) else ()
