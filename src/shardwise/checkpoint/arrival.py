@@ -15,7 +15,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.memory import in_huge_pages
+from shardwise.checkpoint.memory import host_memory, in_huge_pages
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import ignore
 from shardwise.checkpoint.torch_private import version_of
@@ -76,6 +76,13 @@ def _in_place(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
+def _room(targets: list[Tensor]) -> Tensor:
+    """Memory of the host for the largest that is not read in place: one after the other is."""
+    others = [target for target in targets if not _in_place(target)]
+    pinned = any(not target.is_cpu for target in others)
+    return host_memory(max((target.nbytes for target in others), default=0), pinned=pinned)
+
+
 def fill(
     path: Path, manifest: Manifest, files: Files, template: Mapping[str, Tensor], whole: Container[str]
 ) -> Arrivals:
@@ -90,8 +97,8 @@ def fill(
         template: this rank's tensors.
         whole: names of those that are `as_stored` on every rank; what is returned are their parts.
 
-    Cost: reads the blocks in which they lie, once, and takes digests; memory of a few MiB, and of one tensor at a time
-    where it is not on the CPU.
+    Cost: reads the blocks in which they lie, once, and takes digests; memory of a few MiB, and of the largest part that
+    cannot be read in place: it is not on the CPU, or not contiguous.
 
     Raises:
         DamagedError: naming file, tensor and offset.
@@ -100,12 +107,14 @@ def fill(
     with Reader(path, manifest, files) as reader, torch.no_grad():
         held = held_by(template)
         held.sort(key=lambda item: reader.place(item.part.name, item.part.box))
+        room = _room([item.of(template[item.part.name]) for item in held])
         for item in held:
             tensor, part = template[item.part.name], item.part
             target, size = item.of(tensor), DTYPES[part.dtype].size
-            direct = _in_place(target)
-            place = target if direct else torch.empty(part.box.sizes, dtype=target.dtype)
-            in_huge_pages(place)
+            if direct := _in_place(target):
+                in_huge_pages(place := target)
+            else:
+                place = room[: part.num_bytes].view(target.dtype).view(part.box.sizes)
             data: Any = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
             read = DIGEST.of() if part.name in whole else None
             reader.read(part.name, part.box, data.reshape(part.box.sizes), read.update if read else ignore)
