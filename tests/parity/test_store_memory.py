@@ -8,7 +8,7 @@ import torch
 from shardwise.checkpoint.memory import host_memory, in_huge_pages
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 3 * 2**21 + 5])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 2**22 + 4096, 3 * 2**22 + 5])
 def test_what_is_asked_for_holds_what_is_written(num_bytes: int) -> None:
     for memory in (host_memory(num_bytes), torch.empty(num_bytes, dtype=torch.uint8)):
         in_huge_pages(memory)

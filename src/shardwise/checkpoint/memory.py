@@ -23,12 +23,15 @@ def host_memory(num_bytes: int, *, pinned: bool = False) -> Tensor:
 def in_huge_pages(tensor: Tensor) -> None:
     """Ask for huge pages under a tensor on the CPU that nobody has written to yet.
 
-    Where the kernel has none, or others are at home in its pages already, nothing changes.
+    Where the kernel has none, nothing changes. Small tensors are left alone: the kernel counts each stretch of memory
+    that is treated differently, and a process may have 65,530.
     """
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if size > 0:
+    if size >= _WORTH:
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 _LIBC = ctypes.CDLL(None)
+_WORTH = 4 * 1024 * 1024
+"""Two huge pages of most processors: one lies within it, wherever it begins."""
