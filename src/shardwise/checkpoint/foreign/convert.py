@@ -15,6 +15,7 @@ from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.directory import MARKER, Directory
 from shardwise.checkpoint.files import LOCAL, reading
 from shardwise.checkpoint.foreign.beside import (
+    COMMON,
     META,
     METADATA,
     SUFFIXES,
@@ -141,7 +142,8 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     elif kind == "lightning" and source.is_dir() and is_deepspeed(files, source):
         kind = "deepspeed"  # Lightning's strategy of the name
     kind = "torch" if kind == "fsdp" else kind
-    code = any(map(Path.is_file, states_in(files, source))) or (kind == "dcp" and META in files.names(source))
+    code = any(map(Path.is_file, states_in(files, source)))
+    code = code or (kind == "dcp" and bool({META, COMMON} & {*files.names(source)}))
     if options.unsafe and kind in ("dcp", "safetensors") and not code:
         raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
     if kind == "deepspeed":
