@@ -159,7 +159,7 @@ def _add_kept(found: Foreign, value: dict[Any, Any], name: str) -> None:
 
 
 def _add_step(found: Foreign, value: dict[Any, Any], where: str) -> str | None:
-    """Add the step that a dict says, or a note that it is none; its key, if there is one."""
+    """Add the step that a dict says, or a note that it is none; its key, where it is one."""
     keys = [key for key in STEP_KEYS if value.get(key) is not None]
     counted = next((key for key in keys if step_of(value[key]) is not None), None)
     if counted is not None:
@@ -170,7 +170,7 @@ def _add_step(found: Foreign, value: dict[Any, Any], where: str) -> str | None:
         found.notes.append(
             f"the step, which is {found.step} here: {where} says {keys[0]} {said}, needed a whole number"
         )
-    return counted or next(iter(keys), None)
+    return counted
 
 
 def _is_optimizer(value: dict[Any, Any]) -> Callable[[Any], bool]:
