@@ -178,10 +178,16 @@ def _late(manifest: Manifest, scalars: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def wanted(state: Templated, manifest: Manifest, *, weights_only: bool) -> tuple[Manifest, Reading, set[str]]:
-    """What is read of a checkpoint, into what, and which tensors are here as they are stored."""
-    if weights_only:
-        known, template = weights(manifest, state.template(()))
+def wanted(state: Templated, manifest: Manifest, masters: Collection[str] | None) -> tuple[Manifest, Reading, set[str]]:
+    """What is read of a checkpoint, into what, and which tensors are here as they are stored.
+
+    Args:
+        state: it is left as it is.
+        manifest: of the checkpoint.
+        masters: see `partial_state.weights`, where the weights alone are wanted; None: everything is.
+    """
+    if masters is not None:
+        known, template = weights(manifest, state.template(()), masters)
     else:
         check_imported(manifest)
         late = _late(manifest, state.scalars())

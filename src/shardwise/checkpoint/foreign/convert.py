@@ -261,12 +261,12 @@ def _made_like(sources: dict[str, Source], found: Foreign, like: Manifest, path:
             "an empty name leaves a tensor out"
         )
     state = {name: entry for name, entry in like.tensors.items() if name.startswith(OPTIM)}
-    masters = {name for name in state if name.endswith(MASTER)}
-    have = {name for name in sources if name.startswith(OPTIM)} | (masters if found.optimizer else set())
+    masters = {name: entry for name, entry in state.items() if name.endswith(MASTER)}
+    have = {name for name in sources if name.startswith(OPTIM)} | (masters.keys() if found.optimizer else set())
     if state and have and have != set(state):
         found.optimizer = {}
         found.notes.append(f"the optimizer's state: that of {path} has other keys: {shown(sorted(have ^ set(state)))}")
-    taken = wanted | (state if state and found.optimizer else {})
+    taken = wanted | masters | (state if found.optimizer else {})  # a weight in 16 bits may be here in 32
     fresh = {}
     for name, entry in taken.items():
         weight = MODEL + name.removeprefix(OPTIM).removesuffix(MASTER)
