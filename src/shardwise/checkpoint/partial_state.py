@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.checkpoint.format import MODEL, OPTIM, parameter_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
 from shardwise.findings import near
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 FITS = "; of another model, `shardwise ckpt export` it, and give `apply` a module that has loaded what fits of that"
-MODEL, EMA, OPTIM, MASTER = "model.", "ema.", "optim.", ".master"
+EMA, MASTER = "ema.", ".master"
 
 
 def weights(
@@ -61,13 +62,10 @@ def check_trains_the_same(manifest: Manifest, own: Collection[str], extra: Colle
     Raises:
         CheckpointError: naming the parameters.
     """
-    models = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
     kept: dict[str, set[str]] = {}
     for name in manifest.tensors:
         if name.startswith(OPTIM):
-            parts = name.removeprefix(OPTIM).split(".")  # a key of state may hold dots
-            held = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-            kept.setdefault(next(filter(models.__contains__, held), ""), set()).add(name)
+            kept.setdefault(parameter_of(name, manifest.tensors), set()).add(name)
     gone = [name for name, keys in kept.items() if keys <= {*extra}]
     is_all = {*extra} == {key for name in gone for key in kept[name]}
     if gone and is_all and len(gone) < len(kept) and any(name.startswith(OPTIM) for name in own):
