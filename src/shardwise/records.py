@@ -16,12 +16,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from io import FileIO
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.findings import nearest
 
 T = TypeVar("T")
@@ -112,6 +111,26 @@ def _fits(hint: Any, value: object) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def check_types(row: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    """Refuse plain data of other types than those that are read of it; what is not there is None.
+
+    Raises:
+        RecordError: naming the key, what was found and what is needed.
+    """
+    for key, hint in types.items():
+        value = row.get(key)
+        if not _fits(hint, value):
+            raise RecordError((key,), f"found {_shown(value)}, needed {_named(hint)}")
+        for item in value if isinstance(value, list) else [value]:
+            most = _MOST_FLOAT if isinstance(item, float) else _MOST_INT
+            if isinstance(item, int | float) and not abs(item) < most:
+                raise RecordError((key,), f"found {_shown(item)}, needed a number below {most:.3g}")
+
+
+_MOST_INT, _MOST_FLOAT = 2**62, 1e100
+"""What arrays of 64 bits hold, and of what sums are finite."""
 
 
 _MANY = {int: "integers", float: "numbers", str: "strings"}
@@ -268,65 +287,6 @@ def write_text(file: Path, text: str) -> None:
         raise ConfigError(
             f"{file}: cannot be written ({error.strerror}); check the folder, its permissions and its free space"
         ) from None
-
-
-def append_line(file: FileIO, record: Mapping[str, Any]) -> None:
-    """Append a record as one line of JSON, whole or not at all: half of one could not be read when others follow.
-
-    Args:
-        file: opened unbuffered, for appending.
-        record: plain data.
-
-    Raises:
-        OSError: it cannot be written; the file is as it was.
-    """
-    end, line = os.fstat(file.fileno()).st_size, f"{json.dumps(record)}\n".encode()
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError:
-        with suppress(OSError):
-            file.truncate(end)
-        raise
-
-
-def add_record(path: Path, record: Mapping[str, Any]) -> None:
-    """The same at the end of a file. Where that fails, as on a full disk, it is said, and the run goes on."""
-    try:
-        with path.open("a+b", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size
-            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":  # a crash of the machine left half a line
-                file.write(b"\n")
-            append_line(file, record)
-    except OSError as error:
-        text = f"{path} lacks a record: {error.strerror or error}; the run goes on, and later ones are tried"
-        say(f"shardwise: {text}")
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that was cut by a crash is left out.
-
-    Raises:
-        UsageError: it cannot be read, or a line before the last one is no record.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(
-            f"{path}: cannot be read ({error.strerror}); needed a file of records; give it back"
-        ) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if not isinstance(row := json.loads(line), dict):
-                raise ValueError(f"a {type(row).__name__}")
-            rows.append(row)
-        except (ValueError, RecursionError) as error:
-            if number < len(lines):
-                raise UsageError(
-                    f"{path}:{number}: found no JSON record ({str(error)[:100]}); repair or remove the line"
-                ) from None
-    return rows
 
 
 @contextmanager

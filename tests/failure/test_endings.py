@@ -20,6 +20,7 @@ import pytest
 
 from shardwise.cli.run import recovery
 from shardwise.errors import ConfigError, ExitCode, UsageError
+from shardwise.journal import read_records
 from shardwise.launch import local
 from shardwise.launch.elastic import Change, Elastic, Fleet, Team, Transition
 from shardwise.launch.job import Job
@@ -29,7 +30,7 @@ from shardwise.launch.stopping import Stopping
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worlds import World, Worlds
 from shardwise.plan.plan import Plan
-from shardwise.records import read_records, say
+from shardwise.records import say
 from shardwise.train import metrics
 from shardwise.train.metrics import MetricsLog
 from shardwise.train.outliving import Copy
@@ -448,20 +449,27 @@ def test_metrics_on_a_full_disk_end_no_run(
     assert line.startswith("shardwise: metrics are not written: No space left on device (")
 
 
-def test_records_that_are_damaged_are_named(tmp_path: Path) -> None:
-    """A crash of the machine leaves half a line: the next record is one of its own."""
+def test_records_that_are_damaged_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A crash of the machine leaves half a line, which goes; what else is no record is somebody's, and stays."""
     path = tmp_path / "events.jsonl"
     run = RunDir(tmp_path)
     run.add_event("weights", asked="a")
-    for torn in (b'{"event": "wei', b"\xff", b"[1]"):
-        path.write_bytes(whole := path.read_bytes().splitlines(keepends=True)[0])
-        with path.open("ab") as file:
-            file.write(torn)
+    whole = path.read_bytes()
+    for torn in (b'{"event": "wei', b'{"event": "wei\0\0', b"\0\0"):
+        path.write_bytes(whole + torn)
         assert len(run.read_events("weights")) == 1
+        run.add_event("weights", asked="b")  # the start after that, and the one after it, go on
+        assert path.read_bytes().startswith(whole + b"{") and len(run.read_events("weights")) == 2
+        assert "events.jsonl: its last line was half written" in capfd.readouterr().err
+    for foreign in (b"\xff", b"[1]"):
+        path.write_bytes(whole + foreign)
         run.add_event("weights", asked="b")
-        assert path.read_bytes().startswith(whole + torn + b"\n{")
+        assert path.read_bytes().startswith(whole + foreign + b"\n{")
         with pytest.raises(UsageError, match=r"events.jsonl:2: found no JSON record .*remove the line"):
             run.read_events("weights")
+    path.write_bytes(whole.rstrip(b"\n"))  # an editor that ends no line
+    run.add_event("weights", asked="b")
+    assert len(run.read_events("weights")) == 2
     path.unlink()
     path.mkdir()
     with pytest.raises(UsageError, match="cannot be read"):

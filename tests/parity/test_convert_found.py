@@ -320,6 +320,24 @@ def test_a_meta_file_is_read_by_the_restricted_reader(tmp_path: Path) -> None:
         convert(source, tmp_path / "d", Options(unsafe=True))
 
 
+def test_the_step_of_megatrons_torch_dist_is_read_from_its_common_file_or_it_is_said(tmp_path: Path) -> None:
+    source = tmp_path / "iter_0000500"
+    save_dcp(source, {"decoder.weight": torch.ones(3, 2)})
+    (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({"iteration": 500, "checkpoint_version": 3.0, "args": Namespace(seq_length=8)}, source / "common.pt")
+    done = convert(source, tmp_path / "a", Options())
+    assert done.step == 500 and done.notes == (
+        "what a Shardwise run keeps elsewhere or has no use for: checkpoint_version, args",
+    )
+    torch.save({"iteration": 500, "args": Runs(tmp_path / "ran")}, source / "common.pt")
+    done = convert(source, tmp_path / "b", Options())
+    (note,) = done.notes
+    assert done.step == 0 and note.startswith("what common.pt says, as the step, which is 0 here: ")
+    assert not (tmp_path / "ran").exists()
+    torch.save({"args": Namespace()}, source / "common.pt")
+    assert "the step, which is 0 here: common.pt says none" in convert(source, tmp_path / "c", Options()).notes
+
+
 # ---------------------------------------------------------------- what is said, and what comes back
 
 

@@ -165,6 +165,20 @@ def test_a_trainers_optimizer_beside_safetensors_needs_names(tmp_path: Path) -> 
     assert done.notes == (f"the optimizer's state: it is in optimizer.pt; give {source}, which holds both",)
 
 
+@pytest.mark.parametrize("said", ["NaN", '"3"', "null", "-1", "2.5", "1e400", "true", ""])
+def test_a_trainers_step_that_is_no_number_is_said(tmp_path: Path, said: str) -> None:
+    source = tmp_path / "checkpoint-3"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
+    (source / "trainer_state.json").write_text('{"log_history": []' + (f', "global_step": {said}}}' if said else "}"))
+    done = convert(source, tmp_path / "a", Options())
+    (note,) = done.notes
+    assert done.step == 0 and note.startswith("the step, which is 0 here: trainer_state.json says ")
+    torch.save({"model": {"w": torch.ones(2)}, "step": float("nan")}, tmp_path / "x.pt")
+    done = convert(tmp_path / "x.pt", tmp_path / "b", Options())
+    assert done.step == 0 and done.notes[0].endswith("x.pt says step nan, needed a whole number")
+
+
 # ---------------------------------------------------------------- DeepSpeed's files under each other's name
 
 

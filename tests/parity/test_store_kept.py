@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.checkpoint.layout import numpy_bytes
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError
@@ -74,3 +76,33 @@ def test_a_train_state_says_what_another_state_did_not_save() -> None:
         assert state.step == 0
         loaded = Store(KEPT / "nowhere").load(state, kept, weights_only=True)
         assert loaded.proof.line == "resume proof: 9/9 tensors, checksums ok"
+
+
+def pure(path: str, text: str) -> dict[str, torch.Tensor]:
+    """Weights and fp32 masters of a `bf16-pure` run: as saved, where nothing lies there yet; else as another run has
+    them that begins with these weights, one of which it does not train."""
+    is_first = not Path(path).exists()
+    plan = sw.Plan.parse(f"{text} / bf16-pure")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), plan, mesh, seed=int(is_first))
+        if not is_first:
+            placed.named_parameters()["0.bias"].requires_grad_(False)
+        state, store = TrainState(placed, adamw(placed, lr=1e-3)), Store(path)
+        if is_first:
+            sw.make_step(state, lambda y, x: sw.mean_over(y.float().square()))([torch.ones(2, 4)] * 2)
+            store.save(state)
+        else:
+            assert store.load(state, path, weights_only=True).proof.line.startswith("resume proof: 7/7 tensors")
+        found = {name: t for name, t in state.tensors().items() if "exp_avg" not in name and "step" not in name}
+        return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in found.items()}
+
+
+@pytest.mark.parametrize("text", ["fsdp2", "dp2"])
+def test_weights_alone_take_the_masters_that_are_stored(world: World, tmp_path: Path, text: str) -> None:
+    """They began with the weights' 16 bits, though the checkpoint holds 32: another run, without a word."""
+    saved = pure(str(tmp_path / "s"), "dp1")
+    for found in world(2, pure, str(tmp_path / "s"), text):
+        assert found.keys() == saved.keys() - {"optim.0.bias.master"}
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+    weight = saved["model.0.weight"].float()
+    assert not torch.equal(saved["optim.0.weight.master"], weight)

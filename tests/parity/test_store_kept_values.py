@@ -174,17 +174,17 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(value: object, key: obje
             state.scalars()
 
 
-class KeepsList(Base):
+class KeepsSet(Base):
     def of(self, parameter: torch.Tensor) -> float:
-        self.state[parameter].setdefault("l", []).append(1)
+        self.state[parameter].setdefault("l", [set()])[0].add(1)
         return 1.0
 
 
 def test_state_that_cannot_be_stored_is_told_at_the_first_step(tmp_path: Path) -> None:
     plan = sw.Plan()
     with sw.open_mesh(plan) as mesh:
-        state = started(mesh, plan, KeepsList)
-        with pytest.warns(UserWarning, match="no checkpoint will hold this run: KeepsList: state 'l' of '0.weight'"):
+        state = started(mesh, plan, KeepsSet)
+        with pytest.warns(UserWarning, match="no checkpoint will hold this run: KeepsSet: state 'l.0' of '0.weight'"):
             go(state, 1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -22,6 +22,7 @@ LAYERS = {
     "errors": 0,
     "extras": 0,
     "findings": 0,
+    "journal": 0,
     "records": 0,
     "version": 0,
     "hardware.cluster": 1,

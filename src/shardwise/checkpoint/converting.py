@@ -6,19 +6,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.arrival import as_stored
-from shardwise.checkpoint.format import DamagedError
+from shardwise.checkpoint.format import OPTIM, DamagedError
 from shardwise.checkpoint.loading import Converted, Proof, checksums
 from shardwise.checkpoint.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.partial_state import check_imported, weights
+from shardwise.checkpoint.saveable import Kind
+from shardwise.checkpoint.scalars import NUMBERS
 from shardwise.errors import CheckpointError
-
-Kind = tuple[tuple[int, ...], str]
-"""Shape and type."""
 
 
 class Conversion(Protocol):
@@ -155,7 +153,9 @@ def with_converted(proof: Proof, manifest: Manifest, converted: tuple[Converted,
 class Templated(Protocol):
     """A state that says what it would read; `shardwise.checkpoint.saveable.Saveable` is one."""
 
-    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
+    def template(
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Fresh tensors of what a checkpoint holding `names` would load."""
         ...
 
@@ -164,27 +164,28 @@ class Templated(Protocol):
         ...
 
 
-def _late(manifest: Manifest, scalars: Mapping[str, Any]) -> frozenset[str]:
-    """State of an optimizer of the kind that is here, like its parameter: it may have been made in a later step."""
+def _late(manifest: Manifest, scalars: Mapping[str, Any]) -> dict[str, Kind]:
+    """State of an optimizer of the kind that is here: some of it may have been made in a later step than the first."""
     own, saved = (each.get("optimizer") or {} for each in (scalars, manifest.scalars))
     if not own or own.get("name") != saved.get("name"):
-        return frozenset()
-    found = []
-    for name, entry in manifest.tensors.items():
-        parameter = manifest.tensors.get(f"model.{name.removeprefix('optim.').rpartition('.')[0]}")
-        is_like = parameter is not None and entry.shape == parameter.shape
-        if name.startswith("optim.") and is_like and getattr(torch, entry.dtype).is_floating_point:
-            found.append(name)
-    return frozenset(found)
+        return {}
+    return {name: (e.shape, e.dtype) for name, e in manifest.tensors.items() if name.startswith(OPTIM)}
 
 
-def wanted(state: Templated, manifest: Manifest, *, weights_only: bool) -> tuple[Manifest, Reading, set[str]]:
-    """What is read of a checkpoint, into what, and which tensors are here as they are stored."""
-    if weights_only:
-        known, template = weights(manifest, state.template(()))
+def wanted(state: Templated, manifest: Manifest, masters: Collection[str] | None) -> tuple[Manifest, Reading, set[str]]:
+    """What is read of a checkpoint, into what, and which tensors are here as they are stored.
+
+    Args:
+        state: it is left as it is.
+        manifest: of the checkpoint.
+        masters: see `partial_state.weights`, where the weights alone are wanted; None: everything is.
+    """
+    if masters is not None:
+        known, template = weights(manifest, state.template(()), masters)
     else:
         check_imported(manifest)
-        late = _late(manifest, state.scalars())
-        known, template = manifest, state.template(manifest.tensors.keys(), **({"late": late} if late else {}))
+        late, numbers = _late(manifest, state.scalars()), manifest.scalars.get(NUMBERS, ())
+        how: dict[str, Any] = {"late": late, "numbers": numbers} if late else {}
+        known, template = manifest, state.template(manifest.tensors.keys(), **how)
     reading = Reading.of(state, known, template)
     return known, reading, as_stored(known, reading.template) - reading.sources

@@ -9,12 +9,14 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.errors import CheckpointError
 
+MODEL, OPTIM = "model.", "optim."
+"""How the names of tensors begin: of parameters and buffers, and of the state of the optimizer."""
 MAX_NAME = 512
 MAX_DIMS = 16
 MAX_ELEMENTS = 2**56
@@ -129,6 +131,16 @@ def check_name(name: object, what: str) -> str:
             "joined by single . - + or :; rename the parameter"
         )
     return name
+
+
+def parameter_of(name: str, tensors: Container[str]) -> str:
+    """The parameter of a tensor of the optimizer, by the names of all tensors; empty: none has it.
+
+    A key of state may hold dots, as `history.0` of a list does.
+    """
+    parts = name.removeprefix(OPTIM).split(".")
+    held = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((parameter for parameter in held if MODEL + parameter in tensors), "")
 
 
 def piece_key(name: str, box: Box, shape: Sequence[int]) -> str:

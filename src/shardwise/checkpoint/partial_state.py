@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from shardwise.checkpoint.format import MODEL, OPTIM, parameter_of
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
 from shardwise.findings import near
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 FITS = "; of another model, `shardwise ckpt export` it, and give `apply` a module that has loaded what fits of that"
-MODEL, EMA, OPTIM, MASTER = "model.", "ema.", "optim.", ".master"
+EMA, MASTER = "ema.", ".master"
 
 
-def weights(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[Manifest, dict[str, Tensor]]:
-    """A manifest and tensors of a state without what is not the model's."""
-    known = {name: entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
-    return replace(manifest, tensors=known), {name: t for name, t in tensors.items() if name.startswith(MODEL)}
+def weights(
+    manifest: Manifest, tensors: Mapping[str, Tensor], masters: Collection[str]
+) -> tuple[Manifest, dict[str, Tensor]]:
+    """A manifest and tensors of a state without what is not the model's.
+
+    Args:
+        manifest: of the checkpoint.
+        tensors: this rank's.
+        masters: fp32 copies that some rank keeps of its weights; those that are stored too are the model's.
+    """
+    known = {n: entry for n, entry in manifest.tensors.items() if n.startswith(MODEL) or n in masters}
+    return replace(manifest, tensors=known), {n: t for n, t in tensors.items() if n.startswith(MODEL) or n in known}
+
+
+def masters_in(tensors: Iterable[str]) -> list[str]:
+    """Names of the fp32 copies that an optimizer steps in place of weights."""
+    return [name for name in tensors if name.startswith(OPTIM) and name.endswith(MASTER)]
 
 
 def followers(loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the weights that a state keeps: averages, which begin with the weights, and fp32 masters."""
+    """Copies of the weights that a state keeps and did not load: averages, which begin with them, and fp32 masters."""
     found = {}
     for name, tensor in live.items():
+        if name in loaded:
+            continue
         if name.startswith(EMA):
             found[name] = loaded[MODEL + name.removeprefix(EMA)].detach().to(tensor.dtype, copy=True)
         elif name.startswith(OPTIM) and name.endswith(MASTER):
@@ -46,13 +62,10 @@ def check_trains_the_same(manifest: Manifest, own: Collection[str], extra: Colle
     Raises:
         CheckpointError: naming the parameters.
     """
-    models = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
     kept: dict[str, set[str]] = {}
     for name in manifest.tensors:
         if name.startswith(OPTIM):
-            parts = name.removeprefix(OPTIM).split(".")  # a key of state may hold dots
-            held = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-            kept.setdefault(next(filter(models.__contains__, held), ""), set()).add(name)
+            kept.setdefault(parameter_of(name, manifest.tensors), set()).add(name)
     gone = [name for name, keys in kept.items() if keys <= {*extra}]
     is_all = {*extra} == {key for name in gone for key in kept[name]}
     if gone and is_all and len(gone) < len(kept) and any(name.startswith(OPTIM) for name in own):
@@ -92,7 +105,7 @@ def hint_of(manifest: Manifest, template: Mapping[str, Tensor], missing: Sequenc
         extra: names of those that no rank has.
     """
     names = [*missing, *extra]
-    if all(name.startswith(OPTIM) and name.endswith(MASTER) for name in names):
+    if names == masters_in(names):
         return "fp32 masters are what `bf16-pure` keeps, and no other precision"
     if all(name.startswith(OPTIM) for name in names):
         optimizer = manifest.scalars.get("optimizer")

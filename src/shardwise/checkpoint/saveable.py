@@ -12,6 +12,9 @@ from shardwise.parallel.generators import Drawn
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 
+Kind = tuple[tuple[int, ...], str]
+"""Shape and type of a stored tensor."""
+
 
 class Saveable(Protocol):
     """What a store saves and loads; `TrainState` is one."""
@@ -34,11 +37,14 @@ class Saveable(Protocol):
         """Everything else as JSON, the same on every rank; `step` is in it."""
         ...
 
-    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
+    def template(
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Fresh tensors, of the names, layouts and types that a checkpoint holding `names` would load here.
 
-        `late`: those of them that an optimizer of the same kind may have made after its first step, each like its
-        parameter. A state without an optimizer in its scalars is given none.
+        `late`: shape and type of those of them that an optimizer of the same kind may have made after its first step.
+        `numbers`: keys of its state that were numbers of Python's. A state without an optimizer in its scalars is given
+        neither.
         """
         ...
 

@@ -271,7 +271,8 @@ class Store:
         The path of a whole store stands for the newest checkpoint in it that is whole, as in `load_latest`.
 
         With `weights_only` the model's parameters and buffers alone: the optimizer is as new, averages of the weights
-        begin with them, and step, data and seed stay. So a checkpoint without optimizer state, or of another optimizer,
+        begin with them, and step, data and seed stay. The fp32 masters of `bf16-pure` are the stored ones, else the
+        weights. So a checkpoint without optimizer state, or of another optimizer,
         begins a run.
 
         With `convert_state` AdamW's averages may be stored in another type than its `state_dtype`: they are read and
@@ -311,7 +312,8 @@ class Store:
         changes = () if weights_only else changed(peers, manifest, state, converts=convert_state)
         how = {"weights_only": weights_only, "convert_state": convert_state}
         kept, converted, arrived = take_over(state, path, manifest, files, **how)
-        proof = prove(peers, *(weights(kept, state.tensors()) if weights_only else (kept, state.tensors())), arrived)
+        live = state.tensors()
+        proof = prove(peers, *(weights(kept, live, kept.tensors) if weights_only else (kept, live)), arrived)
         proof = with_converted(proof, manifest, converted)
         if not weights_only:
             peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))

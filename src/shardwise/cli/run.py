@@ -20,6 +20,7 @@ from shardwise.cli.nodes import ranks_per_host, supervised
 from shardwise.cli.output import plan_json, print_json
 from shardwise.cli.planning import BatchOption, OptimizerOption, SeqOption, question
 from shardwise.errors import ExitCode, PlanError, UsageError
+from shardwise.journal import add_record
 from shardwise.launch.elastic_plan import Known
 from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
@@ -29,7 +30,7 @@ from shardwise.launch.stopping import Stopping, catching
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import change
-from shardwise.records import add_record, say
+from shardwise.records import say
 
 if TYPE_CHECKING:
     from shardwise.launch.recovery import Recovering, Recovery

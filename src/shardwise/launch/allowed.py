@@ -58,7 +58,7 @@ def quarantined(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
     """
     found: list[tuple[int, int]] = []
     for event in events:
-        nth, rows = event.get("nth"), event["rows"]
+        nth, rows = event.get("nth"), event.get("rows")
         if nth is None:  # of an older version, which told each once
             found += [] if rows is None or tuple(rows) in found else [(rows[0], rows[1])]
         else:  # 0: of another order of samples from here on

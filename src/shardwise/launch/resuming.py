@@ -17,11 +17,11 @@ from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.saveable import Prober
 from shardwise.checkpoint.store import Loaded, Store
 from shardwise.errors import CheckpointError
+from shardwise.journal import add_record
 from shardwise.launch.environment import recovery_place
 from shardwise.launch.runjob import RunJob
 from shardwise.launch.variables import variables
 from shardwise.parallel.mesh import Mesh
-from shardwise.records import add_record, read_records
 from shardwise.train.changes import CONTENT
 from shardwise.train.outliving import Place
 from shardwise.train.rundir import RunDir
@@ -114,7 +114,7 @@ def read_held_out(run: RunDir, step: int, mesh: Mesh, stored: float | None = Non
 
     `stored`: what its checkpoint says; on a machine that is new to the run there is no record.
     """
-    rows = read_records(run.metrics) if mesh.is_first and run.metrics.exists() else []
+    rows = run.read_metrics() if mesh.is_first else []
     found = [row["eval_loss"] for row in rows if "eval_loss" in row]
     loss = _shared(found[-1] if found and found[-1] is not None else math.inf, mesh)
     return HeldOut({step: stored if stored is not None and not math.isfinite(loss) else loss})
@@ -141,9 +141,9 @@ def record_resume(run: RunDir, loaded: Loaded) -> None:
 
 def open_cadence(run: RunDir, settings: TrainSettings, mesh: Mesh) -> Cadence:
     """When a run saves; every start that went on from a checkpoint counts as a failure, for `auto`."""
-    rows = read_records(run.metrics) if mesh.is_first and run.metrics.exists() else []
-    resumes = run.resumes.read_text(encoding="utf-8").count("\n") if run.resumes.exists() else 0
-    hours = sum(float(row.get("step_s") or 0.0) for row in rows) / 3600
+    rows = run.read_metrics() if mesh.is_first else []
+    resumes = run.resumes.read_bytes().count(b"\n") if run.resumes.exists() else 0
+    hours = sum(max(0.0, float(row.get("step_s") or 0.0)) for row in rows) / 3600
     return Cadence(
         Every.parse(settings.checkpoint_every),
         world=mesh.world,

@@ -18,7 +18,6 @@ from shardwise.errors import CheckpointError, ExitCode
 from shardwise.launch.resuming import HeldOut
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
-from shardwise.records import read_records
 from shardwise.train.batches import Window, eval_batches
 from shardwise.train.build import Text, make_loss, token_loss
 from shardwise.train.loop import evaluate, steps
@@ -123,7 +122,7 @@ class Session:
         rows: list[dict[str, Any]] = []
         if self.log is not None:
             with can_lack(self.run.metrics):
-                rows = read_records(self.run.metrics)
+                rows = self.run.read_metrics()
         summary = Summary(
             step=self.state.step,
             tokens=int(self.state.weight),

@@ -14,7 +14,8 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.extras import optional_module
-from shardwise.records import append_line, read_records, say
+from shardwise.journal import append_line, read_metrics
+from shardwise.records import say
 from shardwise.train.rundir import write_text
 
 PEAK_FLOPS: Mapping[str, float] = {
@@ -119,7 +120,7 @@ def _cut(path: Path, after_step: int) -> None:
     lines = [
         line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
     ]  # none cut by a crash
-    keep = [line for line, row in zip(lines, read_records(path), strict=False) if row.get("step", 0) <= after_step]
+    keep = [line for line, row in zip(lines, read_metrics(path), strict=False) if row["step"] <= after_step]
     are_first = keep == lines[: len(keep)]
     os.truncate(path, sum(map(len, keep if are_first else lines)))
     if are_first:

@@ -30,6 +30,7 @@ from shardwise.launch.variables import variables
 from shardwise.parallel import generators
 from shardwise.parallel.mesh import Mesh
 from shardwise.train.outliving import DATA, Board, Header, Place, call_process
+from shardwise.train.state_values import Kind
 from shardwise.train.stateful import own_place
 from shardwise.train.torch_private import copy_all
 
@@ -60,7 +61,9 @@ class State(Protocol):
         """Everything else, as JSON."""
         ...
 
-    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
+    def template(
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Fresh tensors of those names, as they would be here."""
         ...
 
@@ -158,16 +161,19 @@ class Mirror:
 
         Their values are those of no step; `join` brings the right ones.
         """
-        names: set[str] = set()
+        kinds: dict[str, Kind] = {}
+        scalars: dict[str, Any] = {}
         for rank in self.place.memory.ranks:
             for slot in self.place.memory.pair(rank):
                 # the rank that writes it trains on: what was described is sure only while the same copy is there
                 while (before := slot.header()).count:
                     text = slot.text(before)
                     if slot.header() == before:
-                        names |= {str(name) for name, *_ in json.loads(text)["parts"]}
+                        description = json.loads(text)
+                        found, scalars = map(Part.from_json, description["parts"]), description["scalars"]
+                        kinds |= {part.key[0]: (part.whole, part.dtype) for part in found}
                         break
-        template = state.template(names, late=names)
+        template = state.template(kinds, late=kinds, numbers=scalars.get("optimizer_numbers", ()))
         self._template = (signature(template), held_by(template))
         with torch.no_grad():
             state.load_tensors(template)
@@ -248,7 +254,8 @@ class Mirror:
             own = description if rank == self.place.rank % ranks else own
         if ranks != state.mesh.world and any(place != places[0] for place in places):
             own_place(None, range(ranks), state.mesh)  # of other ranks
-        template = state.template(found, late=found)
+        kinds = {name: (parts[0][0].whole, parts[0][0].dtype) for name, parts in found.items()}
+        template = state.template(kinds, late=kinds, numbers=own["scalars"].get("optimizer_numbers", ()))
         layout, boxes = self._template
         with torch.no_grad():
             for held in boxes if signature(template) == layout else held_by(template):

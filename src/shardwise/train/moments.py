@@ -16,9 +16,8 @@ from torch import Tensor
 from shardwise.errors import CheckpointError
 from shardwise.train.low_bits import CODES, MOMENTS, SCALES, Coded, LowBitAdamW, Plain
 from shardwise.train.optim import MASTER, PREFIX, NamedOptimizer
+from shardwise.train.state_values import Kind
 
-Kind = tuple[tuple[int, ...], str]
-"""Shape and torch's name of the type of a tensor."""
 STOCHASTIC = "bfloat16-stochastic"
 _PLAIN = ("float64", "float32", "bfloat16")
 _BESIDE = {"step", MASTER}

@@ -6,24 +6,22 @@ The step function hands gradients over by name (`take_grads`), the store reads a
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ModelError, UsageError
+from shardwise.errors import ModelError
 from shardwise.findings import nearest
 from shardwise.parallel.memory import STATE_ROOM, fitting
 from shardwise.parallel.own_steps import hand_over, stepping
 from shardwise.parallel.placed import Placed, named_in
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.clipped import watched
+from shardwise.train.state_values import NUMBERS, Kind, empty_beside, filled, frame, leaves
 from shardwise.train.torch_private import local_of, shard_like
 from shardwise.train.update_rules import local_shard
 from shardwise.train.whole_steps import state_after_step
@@ -57,8 +55,12 @@ class NamedOptimizer:
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._holders = list({id(p): p for p in (*self.params.values(), *self.live.values())}.values())
         """Every tensor that may hold a gradient, once."""
-        self._numbers: dict[str, type] = {}
+        self._numbers: dict[str, dict[str, type]] = {}
+        self._frames: dict[str, Any] = {}
+        """Lists, tuples and dicts in the state of each parameter."""
         self._has_stepped = self.is_of_stage = False
+        self._is_own = type(optimizer).__module__.startswith("shardwise.")
+        """It makes all of its state in the first step; what a checkpoint has more is of another `state_dtype`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -139,8 +141,19 @@ class NamedOptimizer:
             tensors |= self._named_state(name, self.torch.state.get(parameter, {}))
         return tensors
 
+    def numbers(self) -> list[str]:
+        """Keys of state that are numbers of Python's, for every parameter that has them: stored as tensors."""
+        found: dict[str, bool] = {}
+        for parameter in self.params.values():
+            for key, value in leaves(self.torch.state.get(parameter, {})).items():
+                if value is not None and found.get(key, True):
+                    found[key] = not isinstance(value, Tensor)
+        return sorted(key for key, is_number in found.items() if is_number)
+
     @torch.no_grad()
-    def state_template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
+    def state_template(
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Fresh tensors for the state that a checkpoint holding `names` would load; values unspecified.
 
         The optimizer is left as it is. Every rank calls it: a rule that gathers does so here.
@@ -148,8 +161,9 @@ class NamedOptimizer:
 
         Args:
             names: of tensors of a checkpoint.
-            late: those of them that come though a first step does not make them (slow weights, a mean that begins
-                later): each as its parameter is.
+            late: shape and type of those of them that come though a first step does not make them (slow weights, a
+                mean that begins later): each cut as its parameter is, as far as it has the same dims.
+            numbers: keys of state that were numbers of Python's, and no tensors without dims.
         """
         wanted: dict[str, set[str]] = {}
         for param, key in (_split(name, self.params) for name in names):
@@ -159,14 +173,35 @@ class NamedOptimizer:
         alike: dict[Any, dict[str, Any]] = {}
         # the largest first, whose step takes most: what is made for a look is gone before there is much of the rest
         for name in sorted(self.params, key=lambda name: -self.params[name].numel()):
-            state = self._state_made(name, alike) if name in wanted else {}
-            self._numbers |= {key: type(value) for key, value in state.items() if isinstance(value, int | float)}
-            made = {key for key, value in state.items() if value is not None}
-            if late and made and made <= wanted[name]:
-                came = sorted(key for key in wanted[name] - made if f"{PREFIX}{name}.{key}" in late)
-                state = {**state, **dict.fromkeys(came, self.params[name].detach())}
-            tensors[name] = {key: empty_as(tensor) for key, tensor in self._named_state(name, state).items()}
+            state = self._state_like(name, wanted[name], alike) if name in wanted else {}
+            self._frames[name], values = frame(state), leaves(state)
+            made = {key for key, value in values.items() if value is not None}
+            if late and made and made <= wanted[name] and not self._is_own:
+                came = {key: late.get(f"{PREFIX}{name}.{key}") for key in sorted(wanted[name] - made)}
+                values |= {
+                    key: self._late(name, kind, key in numbers) for key, kind in came.items() if kind is not None
+                }
+            self._numbers[name] = {key: type(value) for key, value in values.items() if isinstance(value, int | float)}
+            tensors[name] = {key: empty_as(tensor) for key, tensor in self._named_state(name, values).items()}
         return {key: tensor for name in self.params for key, tensor in tensors[name].items()}
+
+    def _state_like(self, name: str, wanted: set[str], alike: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+        """State of a parameter that has none but the wanted: what is here, or what a first step leaves."""
+        state: dict[str, Any] = self.torch.state.get(self.params[name]) or {}
+        is_more = any(value is not None and key not in wanted for key, value in leaves(state).items())
+        return self._state_made(name, alike) if is_more or not state else state
+
+    def _late(self, name: str, kind: Kind, is_number: bool) -> Any:
+        """What stands for state that is made after the first step."""
+        parameter, live, (shape, dtype) = self.params[name].detach(), self.live[name], kind
+        if is_number and not shape and dtype in NUMBERS:
+            return NUMBERS[dtype]()
+        if shape == tuple(live.shape):
+            same = str(parameter.dtype) == f"torch.{dtype}"
+            return parameter if same else torch.empty_like(parameter, dtype=getattr(torch, dtype))
+        if isinstance(live, DTensor) and not isinstance(parameter, DTensor):
+            return None  # of rules over shards nobody knows what it is a part of
+        return empty_beside(parameter, shape, getattr(torch, dtype))
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -189,7 +224,8 @@ class NamedOptimizer:
                 local_shard(parameter).copy_(local_shard(states[name].pop(MASTER)))
             self.torch.state.pop(parameter, None)
             if states[name]:
-                self.torch.state[parameter] = {k: self._stepped_state(parameter, k, t) for k, t in states[name].items()}
+                found = {key: self._stepped_state(name, key, t) for key, t in states[name].items()}
+                self.torch.state[parameter] = filled(self._frames.get(name, {}), found)
 
     def local_state(self) -> dict[str, Tensor]:
         """`state_tensors`, each as the plain tensor that is here: `(local shape)`."""
@@ -215,7 +251,7 @@ class NamedOptimizer:
         """Of one parameter, as its optimizer holds it; numbers as tensors."""
         values = {MASTER: self.params[name].detach(), **state} if name in self._masters else state
         named: dict[str, Tensor] = {}
-        for key, value in values.items():
+        for key, value in leaves(values).items():
             if isinstance(value, Tensor):
                 named[f"{PREFIX}{name}.{key}"] = value
             elif isinstance(value, int | float):
@@ -224,24 +260,22 @@ class NamedOptimizer:
             elif value is not None:
                 raise ModelError(
                     f"{type(self.torch).__name__}: state {key!r} of {name!r} is a {type(value).__name__}; only tensors "
-                    "and numbers can be saved by name; use another optimizer"
+                    "and numbers, and lists, tuples and dicts of them, can be saved by name; use another optimizer"
                 )
         return named
 
-    def _stepped_state(self, parameter: Tensor, key: str, tensor: Tensor) -> Any:
-        if key in self._numbers:
-            return self._numbers[key](tensor.item())
-        return tensor if isinstance(parameter, DTensor) else local_shard(tensor)
+    def _stepped_state(self, name: str, key: str, tensor: Tensor) -> Any:
+        if key in self._numbers.get(name, ()):
+            return self._numbers[name][key](tensor.item())
+        return tensor if isinstance(self.params[name], DTensor) else local_shard(tensor)
 
     def _state_made(self, name: str, alike: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-        """The state of a parameter, or one like that which its first step makes.
+        """The state that the first step of a parameter makes: keys, shapes and types are wanted, nothing else.
 
         Torch's rules and those of this library make the same of all parameters of one kind: one of them is stepped.
         """
         parameter, live = self.params[name], self.live[name]
         kind: tuple[Any, ...] = (name,)
-        if there := self.torch.state.get(parameter):
-            return dict(there)
         if type(self.torch).__module__.startswith(("torch.", "shardwise.")):
             kind = (self._group_of.get(id(parameter)), parameter.dtype, live.shape)  # the same on every rank
             kind += (live.device_mesh, live.placements) if isinstance(live, DTensor) else ()
@@ -325,57 +359,6 @@ def stepped_parameters(
         if masters and parameter.dtype in _HALF:
             stepped[name] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     return stepped, live
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a shell-style pattern covers a parameter's name; `*` crosses dots."""
-    return fnmatchcase(name, pattern)
-
-
-def split_by_pattern(
-    placed: Placed, names: Sequence[str], patterns: Sequence[str], what: str, *, strict: bool = True
-) -> set[str]:
-    """Those names that a shell-style pattern matches (`*` crosses dots: `*.bias`, `*norm*`).
-
-    Raises:
-        ModelError: `strict`, and a pattern matches nothing on any pipeline stage.
-    """
-    hits = [{name for name in names if matches(name, pattern)} for pattern in patterns]
-    found = [bool(hit) or not strict for hit in hits]
-    if patterns and strict and placed.mesh.size("pp") > 1:
-        stages: list[list[bool]] = [[] for _ in range(placed.mesh.size("pp"))]
-        dist.all_gather_object(stages, found, group=placed.mesh.group("pp"))
-        found = [any(column) for column in zip(*stages, strict=True)]
-    for pattern, ok in zip(patterns, found, strict=True):
-        if not ok:
-            raise ModelError(
-                f"{what}: pattern {pattern!r} matches none of the model's parameters; {nearest(pattern, list(names))}"
-            )
-    return set().union(*hits)
-
-
-def decay_groups(
-    placed: Placed, params: Mapping[str, nn.Parameter], weight_decay: float, no_decay: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Two groups, with decay and (what a pattern of `no_decay` matches) without; an empty one is left out."""
-    without = split_by_pattern(placed, list(params), no_decay, "no_decay")
-    groups = [
-        {"params": [p for name, p in params.items() if name not in without], "weight_decay": weight_decay},
-        {"params": [p for name, p in params.items() if name in without], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def check_dials(name: str, **dials: float) -> None:
-    """Refuse negative, infinite or NaN dials, and decays (`beta...`, `momentum`) of 1 or more.
-
-    Raises:
-        UsageError: naming the dial, the value and the range.
-    """
-    for dial, value in dials.items():
-        below_one = dial.startswith(("beta", "momentum"))
-        if not (math.isfinite(value) and value >= 0 and (not below_one or value < 1)):
-            raise UsageError(f"{name}: {dial}={value}; it must be {'in [0, 1)' if below_one else 'finite and >= 0'}")
 
 
 def _split(full_name: str, known: Collection[str]) -> tuple[str, str]:

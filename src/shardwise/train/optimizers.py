@@ -16,8 +16,9 @@ from shardwise.findings import nearest
 from shardwise.parallel.mesh import GRADIENT_AXES
 from shardwise.parallel.placed import Placed
 from shardwise.plan.updating import NOT_MUON
+from shardwise.train.groups import check_dials, decay_groups, split_by_pattern
 from shardwise.train.low_bits import STATE_KINDS, LowBitAdamW
-from shardwise.train.optim import NamedOptimizer, check_dials, decay_groups, split_by_pattern, stepped_parameters
+from shardwise.train.optim import NamedOptimizer, stepped_parameters
 from shardwise.train.update_rules import Adafactor, Lamb, Lion, Muon
 
 _FUSED = ("cpu", "cuda", "xpu")

@@ -117,7 +117,11 @@ class Guarded(Protocol):
         """What is here of every tensor, by name."""
         ...
 
-    def template(self, names: Any) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The same, as they are over all ranks."""
+        ...
+
+    def template(self, names: Any, *, late: Any = None, numbers: Any = ()) -> dict[str, torch.Tensor]:
         """Fresh tensors to fill."""
         ...
 
@@ -152,7 +156,9 @@ class Kept:
 
     def restore(self, state: Guarded) -> None:
         """Make a state what it was, bit for bit; the data go on from there too."""
-        template = state.template(self._tensors.keys())
+        kinds = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in state.tensors().items()}
+        late = {name: kinds[name] for name in self._tensors if name in kinds}
+        template = state.template(self._tensors, late=late, numbers=self._scalars.get("optimizer_numbers", ()))
         for name, tensor in self._tensors.items():
             local_shard(template[name]).copy_(tensor)
         state.take_back(self._scalars)

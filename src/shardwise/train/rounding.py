@@ -20,7 +20,8 @@ from shardwise.errors import UsageError
 from shardwise.parallel.counter import Elements, Numbers, Stream
 from shardwise.parallel.init import local_slice
 from shardwise.parallel.placed import Placed
-from shardwise.train.optim import NamedOptimizer, check_dials, decay_groups, stepped_parameters
+from shardwise.train.groups import check_dials, decay_groups
+from shardwise.train.optim import NamedOptimizer, stepped_parameters
 
 CUT = 16
 """Bits of fp32 that bf16 does not have."""

@@ -23,8 +23,9 @@ from typing import Any
 import psutil
 
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.journal import add_record, end_line, read_events, read_metrics
 from shardwise.plan.plan import Plan
-from shardwise.records import add_record, looking, read_records, say
+from shardwise.records import looking, say
 from shardwise.version import __version__
 
 RECORDED = ("torch", "numpy", "pydantic", "pillow", "psutil", "rich", "tokenizers", "pyarrow", "tensorboard")
@@ -134,8 +135,9 @@ class RunDir:
         try:
             plan.save(self.plan)
             if new.events.is_file():
-                with self.events.open("a", encoding="utf-8") as file:
-                    file.write(new.events.read_text(encoding="utf-8"))
+                with self.events.open("a+b", buffering=0) as file:
+                    end_line(file)
+                    file.write(new.events.read_bytes())
             new.config_toml.replace(self.config_toml)
             new.config_json.replace(self.config_json)  # the last: by it the next start tells what changed
         except OSError as error:
@@ -158,13 +160,12 @@ class RunDir:
         add_record(self.events, {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts})
 
     def read_events(self, event: str) -> list[dict[str, Any]]:
-        """The records of one kind; a last line that was cut by a crash is left out.
+        """The records of one kind; see `journal.read_events`."""
+        return read_events(self.events, event) if self.events.exists() else []
 
-        Raises:
-            UsageError: as `read_records`.
-        """
-        found = read_records(self.events) if self.events.exists() else []
-        return [row for row in found if row.get("event") == event]
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records of steps and evaluations; see `journal.read_metrics`."""
+        return read_metrics(self.metrics) if self.metrics.exists() else []
 
     @property
     def has_checkpoints(self) -> bool:
@@ -184,11 +185,12 @@ class RunDir:
         """
         try:
             loaded = json.loads(self.config_json.read_text(encoding="utf-8"))
-            dict(loaded["settings"]["train"])  # by which a start tells what changed
+            for table in (loaded, loaded["settings"]["train"], *loaded["settings"].values(), loaded.get("spec") or {}):
+                dict(**table)  # by which a start tells what changed
             return dict(loaded["identity"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.config_json} is damaged ({error}), so it cannot be told which run lies in {self.path}; "
                 f"put the file back, or go on from its checkpoints in a new directory: --out NEW --resume {self.path}"
@@ -247,7 +249,7 @@ def check_not_lost(run: RunDir, place: str | None) -> None:
     """
     saved = run.resumes.is_file() or run.summary.is_file() or bool(run.read_events("stopped"))
     if not saved and run.metrics.is_file():
-        saved = f'"{COMPLETE}"' in run.metrics.read_text(encoding="utf-8")
+        saved = f'"{COMPLETE}"'.encode() in run.metrics.read_bytes()
     if saved:
         raise CheckpointError(
             f"{run.path}: its record says that checkpoints were saved, found none in {place or run.checkpoints}; "

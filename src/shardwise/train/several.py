@@ -14,7 +14,9 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.findings import nearest
 from shardwise.model.rules import MAX_SHOWN
 from shardwise.parallel.placed import Placed
-from shardwise.train.optim import NamedOptimizer, matches
+from shardwise.train.groups import matches
+from shardwise.train.optim import NamedOptimizer
+from shardwise.train.state_values import Kind
 
 Factory = Callable[[Placed], NamedOptimizer]
 
@@ -73,9 +75,16 @@ class SeveralOptimizers(NamedOptimizer):
         """The same, as plain tensors."""
         return {name: tensor for part in self.parts.values() for name, tensor in part.local_state().items()}
 
-    def state_template(self, names: Collection[str], *, late: Collection[str] = ()) -> dict[str, Tensor]:
+    def numbers(self) -> list[str]:
+        """Those of all parts."""
+        return sorted({key for part in self.parts.values() for key in part.numbers()})
+
+    def state_template(
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Templates of all parts; see `NamedOptimizer.state_template`."""
-        return {name: t for part in self.parts.values() for name, t in part.state_template(names, late=late).items()}
+        made = [part.state_template(names, late=late, numbers=numbers) for part in self.parts.values()]
+        return {name: tensor for each in made for name, tensor in each.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Give each part the state of its parameters."""

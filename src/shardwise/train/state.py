@@ -22,10 +22,11 @@ from shardwise.train.extra_state import ExtraState
 from shardwise.train.given import check_given
 from shardwise.train.group_values import GroupValues
 from shardwise.train.mirror import Mirror
-from shardwise.train.moments import Conversion, Kind, find_conversion
+from shardwise.train.moments import Conversion, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.passing import Passing
 from shardwise.train.protect import Guard
+from shardwise.train.state_values import Kind
 from shardwise.train.stateful import StatefulObjects, own_place, told
 from shardwise.train.torch_private import local_of
 from shardwise.train.values import from_json, like
@@ -180,16 +181,19 @@ class TrainState:
         model = {name: local_of(tensor) for name, tensor in self._live_model().items()}
         return model | self.optimizer.local_state() | (self.ema.local_tensors() if self.ema else {})
 
-    def template(self, names: Collection[str], *, late: Collection[str] = ()) -> Tensors:
+    def template(
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+    ) -> Tensors:
         """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here.
 
-        `late`: see `NamedOptimizer.state_template`.
+        `late`, `numbers`: see `NamedOptimizer.state_template`.
         """
         model = {name: empty_as(tensor) for name, tensor in self._model_tensors().items()}
         if self.ema is not None:
             self.ema.check_own("loaded")
             model |= {name: empty_as(tensor) for name, tensor in self.ema.tensors().items()}
-        return model | self.optimizer.state_template([name for name in names if name.startswith(PREFIX)], late=late)
+        own = [name for name in names if name.startswith(PREFIX)]
+        return model | self.optimizer.state_template(own, late=late, numbers=numbers)
 
     def conversion(self, stored: Mapping[str, Kind], template: Tensors) -> Conversion | None:
         """How averages that are `stored` in another type become those of a `template`; None: none are.
@@ -227,6 +231,8 @@ class TrainState:
             rare["stateful_made"] = made
         if factors := self._stateful.factors():
             rare["stateful_factors"] = factors
+        if numbers := self.optimizer.numbers():
+            rare["optimizer_numbers"] = numbers
         if self._has_batch_norm:
             rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names

@@ -58,7 +58,7 @@ def state_after_step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) 
 
     No hook sees the step, and optimizer and parameter are as they were.
     """
-    grad, before = parameter.grad, local_of(parameter).clone()
+    grad, before, own = parameter.grad, local_of(parameter).clone(), optimizer.state.pop(parameter, None)
     groups = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [each for each in group["params"] if each is parameter]
@@ -72,7 +72,10 @@ def state_after_step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) 
             group.update(kept)
         parameter.grad = grad
         local_of(parameter).copy_(before)
-    return dict(optimizer.state.pop(parameter, {}))
+        made = dict(optimizer.state.pop(parameter, {}))
+        if own is not None:
+            optimizer.state[parameter] = own
+    return made
 
 
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:

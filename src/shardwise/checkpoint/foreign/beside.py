@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from shardwise.checkpoint.foreign.opened import OpenFiles
-from shardwise.checkpoint.foreign.state import shown, step_of
+from shardwise.checkpoint.foreign.state import Foreign, shown, step_of
 from shardwise.checkpoint.format import parse_json
 from shardwise.errors import CheckpointError
 
@@ -26,6 +26,8 @@ _STATE = re.compile(r"optim(izer)?(_state)?(_\d+)?")
 _MODEL = re.compile(r"(pytorch_model_fsdp|model)(_\d+)?")
 META = "meta.pt"
 """What Lightning's strategies keep beside `.metadata`: the `.ckpt` without weights and optimizers."""
+COMMON = "common.pt"
+"""What Megatron's `torch_dist` keeps beside `.metadata`: the step, and all that is no tensor."""
 LIGHTNING = "pytorch-lightning_version"
 _PROGRESS = "trainer_state.json"
 _MAX_PROGRESS = 256 * 1024 * 1024
@@ -98,9 +100,14 @@ def aside(files: OpenFiles, path: Path) -> list[str]:
     return [f"what a trainer kept in files of its own: {shown(names)}"] if names else []
 
 
-def steps_done(files: OpenFiles, path: Path) -> int | None:
-    """What a Trainer of transformers wrote down of its progress; None: nothing."""
+def add_progress(files: OpenFiles, path: Path, found: Foreign) -> None:
+    """Add the step that a Trainer of transformers wrote down, where the weights say none; or a note that it is none."""
     file = path / _PROGRESS
-    if _PROGRESS not in files.names(path) or files.size(file) > _MAX_PROGRESS:
-        return None
-    return step_of(parse_json(files.read(file, 0, files.size(file)), str(file)).get("global_step"))
+    if found.step or _PROGRESS not in files.names(path):
+        return
+    size = files.size(file)
+    said = parse_json(files.read(file, 0, size), str(file)).get("global_step") if size <= _MAX_PROGRESS else None
+    found.step = step_of(said) or 0
+    if step_of(said) is None:
+        what = f"has {size} bytes, at most {_MAX_PROGRESS} are read" if size > _MAX_PROGRESS else f"says {said!r:.80}"
+        found.notes.append(f"the step, which is 0 here: {_PROGRESS} {what}, needed global_step, a whole number")

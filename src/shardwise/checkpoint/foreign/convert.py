@@ -15,6 +15,7 @@ from shardwise.checkpoint.compare import find
 from shardwise.checkpoint.directory import MARKER, Directory
 from shardwise.checkpoint.files import LOCAL, reading
 from shardwise.checkpoint.foreign.beside import (
+    COMMON,
     META,
     METADATA,
     SUFFIXES,
@@ -141,7 +142,8 @@ def read_foreign(files: OpenFiles, source: Path, options: Options) -> Foreign:
     elif kind == "lightning" and source.is_dir() and is_deepspeed(files, source):
         kind = "deepspeed"  # Lightning's strategy of the name
     kind = "torch" if kind == "fsdp" else kind
-    code = any(map(Path.is_file, states_in(files, source))) or (kind == "dcp" and META in files.names(source))
+    code = any(map(Path.is_file, states_in(files, source)))
+    code = code or (kind == "dcp" and bool({META, COMMON} & {*files.names(source)}))
     if options.unsafe and kind in ("dcp", "safetensors") and not code:
         raise UsageError(f"{source}: --unsafe-pickle with a checkpoint of {kind}, which needs no code; leave it out")
     if kind == "deepspeed":
@@ -259,12 +261,12 @@ def _made_like(sources: dict[str, Source], found: Foreign, like: Manifest, path:
             "an empty name leaves a tensor out"
         )
     state = {name: entry for name, entry in like.tensors.items() if name.startswith(OPTIM)}
-    masters = {name for name in state if name.endswith(MASTER)}
-    have = {name for name in sources if name.startswith(OPTIM)} | (masters if found.optimizer else set())
+    masters = {name: entry for name, entry in state.items() if name.endswith(MASTER)}
+    have = {name for name in sources if name.startswith(OPTIM)} | (masters.keys() if found.optimizer else set())
     if state and have and have != set(state):
         found.optimizer = {}
         found.notes.append(f"the optimizer's state: that of {path} has other keys: {shown(sorted(have ^ set(state)))}")
-    taken = wanted | (state if state and found.optimizer else {})
+    taken = wanted | masters | (state if found.optimizer else {})  # a weight in 16 bits may be here in 32
     fresh = {}
     for name, entry in taken.items():
         weight = MODEL + name.removeprefix(OPTIM).removesuffix(MASTER)

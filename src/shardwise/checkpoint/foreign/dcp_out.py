@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardwise.checkpoint.foreign.export import MODEL, Content, Exported, ExportOptions, finished, opened, settled
+from shardwise.checkpoint.foreign.export import Content, Exported, ExportOptions, finished, opened, settled
 from shardwise.checkpoint.foreign.views import Source, num_bytes, slabs
 from shardwise.checkpoint.foreign.writing import check_room, replacing, total_bytes
+from shardwise.checkpoint.format import MODEL
 
 
 class _Streamed(DefaultSavePlanner):

@@ -125,6 +125,8 @@ def _whole(
     _add_state(found, places, shapes, ranks, folder)
     _add_rest(found, list(models.values()), list(models), stage3)
     found.step = step_of(first.get("global_steps")) or 0
+    if step_of(first.get("global_steps")) is None:
+        found.notes.append("the step, which is 0 here: the files say no global_steps that are a whole number")
     return found
 
 

@@ -19,14 +19,14 @@ from shardwise.checkpoint.foreign.safetensors import STEP
 from shardwise.checkpoint.foreign.torch_out import write_torch
 from shardwise.checkpoint.foreign.views import Cast, Source, Stored, num_bytes, slabs
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes
-from shardwise.checkpoint.format import whole
+from shardwise.checkpoint.format import MODEL, OPTIM, parameter_of, whole
 from shardwise.checkpoint.header import encode_header
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import Part, arrange, entry_at
 from shardwise.errors import CheckpointError, UsageError
 
 To = Literal["safetensors", "torch", "lightning", "dcp"]
-MODEL, OPTIM, EMA, MASTER = "model.", "optim.", "ema.", ".master"
+EMA, MASTER = "ema.", ".master"
 MAX_SHARD = 5 * 10**9
 FILE_SUFFIXES: dict[To, tuple[str, ...]] = {
     "safetensors": (".safetensors",), "lightning": (".ckpt",), "torch": (".pt", ".pth", ".bin", ".ckpt"), "dcp": (),
@@ -155,8 +155,8 @@ def opened(source: Path, options: ExportOptions) -> Iterator[Content]:
         states: dict[str, dict[str, Source]] = {}
         for name in names if options.optimizer else ():
             if name.startswith(OPTIM):
-                parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
-                states.setdefault(parameter, {})[key] = Stored(reader, name)
+                parameter = parameter_of(name, names)
+                states.setdefault(parameter, {})[name.removeprefix(f"{OPTIM}{parameter}.")] = Stored(reader, name)
         notes += _beside(reader.manifest.scalars, options)
         if any(name.startswith(EMA) for name in names):
             notes.append("the moving average of the weights, which has no place in these files")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.beside import ASIDE, aside, is_dcp, is_weights_file, states_in, steps_done
+from shardwise.checkpoint.foreign.beside import ASIDE, add_progress, aside, is_dcp, is_weights_file, states_in
 from shardwise.checkpoint.foreign.dcp import read_dcp_state
 from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.opened import OpenFiles
@@ -46,7 +46,7 @@ def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> Non
             _tell(found, [state for state in states_in(files, path.parent) if state != path], path.parent)
         return
     found.notes += aside(files, path) + _others(files, path, found)
-    found.step = found.step or steps_done(files, path) or 0
+    add_progress(files, path, found)
     states = states_in(files, path)
     names = shown([state.name for state in states])
     if not states:

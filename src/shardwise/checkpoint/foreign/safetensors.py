@@ -51,8 +51,9 @@ def read_safetensors(files: OpenFiles, path: Path) -> Foreign:
     if listed is not None:
         check_index(path, listed, list(weights))
     _check_whole(files, marked, weights)
+    notes = [f"the step, which is 0 here: files are of several ({shown(sorted(steps))})"] if len(steps) > 1 else []
     step = steps.pop() if len(steps) == 1 else 0
-    return Foreign(kind="safetensors", weights=weights, step=step, files=len(shards))
+    return Foreign(kind="safetensors", weights=weights, step=step, notes=notes, files=len(shards))
 
 
 def _step(metadata: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.foreign.beside import LIGHTNING, META, SUFFIXES, is_weights_file
+from shardwise.checkpoint.foreign.beside import COMMON, LIGHTNING, META, SUFFIXES, is_weights_file
 from shardwise.checkpoint.foreign.deepspeed_single import add_state
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.parts import check_alone, check_is_all
@@ -81,8 +81,7 @@ def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> 
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
     weights, notes = weights_of(value[inside], f"{where}: {inside}")
     found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes + alone, files=1)
-    counted = next((key for key in STEP_KEYS if step_of(value.get(key)) is not None), None)
-    found.step = step_of(value.get(counted)) or 0
+    counted = _add_step(found, value, where)
     kept = next((key for key in (*OPTIMIZER_KEYS, *filter(_is_optimizer(value), value)) if value.get(key)), None)
     state = value.get(kept)
     if isinstance(state, list) and len(state) == 1:
@@ -132,24 +131,46 @@ def _zero_alone(value: dict[Any, Any], where: str, optimizer: bool) -> list[str]
 
 
 def add_meta(files: OpenFiles, path: Path, found: Foreign, unsafe: bool) -> None:
-    """What Lightning keeps beside the parts of a directory of DCP: the step, and that it is Lightning's."""
-    if META not in files.names(path):
-        return
-    try:
-        value = _values(files, [path / META], unsafe)[0]
-    except CheckpointError as error:
-        found.notes.append(f"what {META} says, as the step, and whether this is Lightning's: {error}")
-        return
-    if not isinstance(value, dict) or LIGHTNING not in value:
-        return
-    found.kind = "lightning"
-    counted = next((key for key in STEP_KEYS if step_of(value.get(key)) is not None), None)
-    found.step = step_of(value.get(counted)) or found.step
-    if found.optimizer and value.get(_TRAINED):
+    """What is kept beside the parts of a directory of DCP: the step, and that it is Lightning's, or Megatron's."""
+    for name in (META, COMMON):
+        if name not in files.names(path):
+            continue
+        try:
+            value = _values(files, [path / name], unsafe)[0]
+        except CheckpointError as error:
+            also = ", and whether this is Lightning's" if name == META else f", which is {found.step} here"
+            found.notes.append(f"what {name} says, as the step{also}: {error}")
+            continue
+        if isinstance(value, dict) and (name == COMMON or LIGHTNING in value):
+            _add_kept(found, value, name)
+
+
+def _add_kept(found: Foreign, value: dict[Any, Any], name: str) -> None:
+    counted = _add_step(found, value, name)
+    if name == COMMON and counted is None:
+        found.notes.append(f"the step, which is {found.step} here: {name} says none")
+    if name == META:
+        found.kind = "lightning"
+    if name == META and found.optimizer and value.get(_TRAINED):
         found.optimizer = {}
         found.notes.append(f"the optimizer's state: it is of the weights in {META}, and those taken are their average")
     others = [str(key) for key in value if key != counted]
     found.notes += [_elsewhere(others)] if others else []
+
+
+def _add_step(found: Foreign, value: dict[Any, Any], where: str) -> str | None:
+    """Add the step that a dict says, or a note that it is none; its key, where it is one."""
+    keys = [key for key in STEP_KEYS if value.get(key) is not None]
+    counted = next((key for key in keys if step_of(value[key]) is not None), None)
+    if counted is not None:
+        found.step = step_of(value[counted]) or found.step
+    elif keys:
+        said = value[keys[0]]
+        said = repr(said)[:80] if isinstance(said, int | float | str) else f"a {kind_of(said)}"
+        found.notes.append(
+            f"the step, which is {found.step} here: {where} says {keys[0]} {said}, needed a whole number"
+        )
+    return counted
 
 
 def _is_optimizer(value: dict[Any, Any]) -> Callable[[Any], bool]:
