@@ -14,7 +14,7 @@ from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
-from shardwise.plan.workload import Adapters
+from shardwise.plan.workload import PACKED, Adapters
 
 PARTS = {
     "qkv": ("q", "k", "v", "qkv"),
@@ -146,6 +146,9 @@ def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
     beside = sum(
         part in adapters.on for part in PARTS.get(op.name.removeprefix("shared-").removeprefix("experts-"), ())
     )
+    packed = PACKED.get(adapters.base)
+    if packed and packed.inputs:
+        return op.saves * width + op.ins * op.rows * (packed.inputs + beside * adapters.copies)
     return op.ins * op.rows * beside * adapters.copies if adapters.copies else op.saves * width * (beside > 0)
 
 

@@ -17,6 +17,7 @@ from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works, stage_c
 from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
+from shardwise.plan.frozen import gathered_share
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
@@ -30,6 +31,7 @@ from shardwise.plan.updating import (
     is_muon,
     matrices,
     newton_schulz_time,
+    offloaded_bytes,
     rule_time,
     state_bytes,
     update_bytes,
@@ -261,7 +263,7 @@ class Bounds(SizeBounds):
         each, every = (update_bytes(state, stack) for state in self._state_bytes)
         traffic = (dense * each + experts * every) * work.trained * self.space.profile.trained
         if offloaded:
-            sent = (dense + experts) * 12 * count * (1 - stack.overlap_data)
+            sent = (dense + experts) * offloaded_bytes(work) * count * (1 - stack.overlap_data)
             return (traffic / HOST_UPDATE + sent) / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
@@ -358,9 +360,9 @@ class Bounds(SizeBounds):
                 Part("data", ends, 1, 1, shards, True),
                 Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep)),
             )
-            self._sends[key] = sends_of(
-                Wire(plan, self.space.stack, self.space.cluster, parts, self.space.workload.trained)
-            )
+            work = self.space.workload
+            packed = gathered_share(profile, work.packed, core.width)
+            self._sends[key] = sends_of(Wire(plan, self.space.stack, self.space.cluster, parts, work.trained, packed))
         return self._sends[key]
 
     def _owned(self, spread: Spread) -> tuple[float, float]:

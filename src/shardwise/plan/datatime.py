@@ -11,6 +11,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division
 from shardwise.plan.engines import is_replicated, uses_fully_shard
+from shardwise.plan.frozen import gathered_share
 from shardwise.plan.links import group_of, messages_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import reductions_of
@@ -45,6 +46,8 @@ class Wire:
     parts: Sequence[Part]
     trained: float = 1.0
     """Share of the parameters whose gradients are sent: adapters, over the model."""
+    packed: float = 1.0
+    """Bytes that a block's weights are gathered in, over those of the compute type: see `frozen.gathered_share`."""
 
     @property
     def gradient(self) -> float:
@@ -65,7 +68,7 @@ class Wire:
             group = group_of(plan.axes, part.axis)
             if again and type(dial) is int:
                 group = replace(group, size=min(dial, group.size))
-            size = part.params * width * share
+            size = part.params * width * share * (self.packed if kind == "all_gather" and not part.outside else 1.0)
             seconds += messages_time(kind, size, self._count(part), group, self.cluster, network)
         return seconds
 
@@ -114,7 +117,8 @@ def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, sta
     if apart:
         parts.append(Part("expert_data", experts, routed, routed, division.expert_shards))
     parts = [part for part in parts if part.params > 0 and part.groups]
-    return Wire(division.plan, stack, cluster, parts, division.workload.trained)
+    packed = gathered_share(division.profile, division.workload.packed, compute_width(division.plan))
+    return Wire(division.plan, stack, cluster, parts, division.workload.trained, packed)
 
 
 class Sends(NamedTuple):

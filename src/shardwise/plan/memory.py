@@ -26,6 +26,7 @@ from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
+from shardwise.plan.frozen import gathered_share, held_width, kept_whole, whole_again
 from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
@@ -218,7 +219,8 @@ def _rank_memory(
     loss = {**held, "activations": _activations(division, rank, stages, stack), "logits": 0.0}
     if any(stage.last for stage in stages):
         loss["logits"] = _logits(division, stack)
-    backward = {**held, "gradients": gradients, "activations": block, "working": _working(division, stages, stack)}
+    working = _working(division, stages, stack) + whole_again(division, stages)
+    backward = {**held, "gradients": gradients, "activations": block, "working": working}
     if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
         backward["activations"] = loss["activations"]
@@ -269,9 +271,9 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     width = compute_width(plan)
     state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
     if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
-        trained, cast = whole * workload.trained, stack.name not in OWN and not stack.master
-        held = width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
-        return {"weights": kept * held, "gradients": trained * 4, "optimizer": trained * (state + 4)}
+        held = held_width(division, stages, held_unpacked(plan, stack))
+        summed, updated = ((owned if plan.zero >= zero else whole) * workload.trained for zero in (2, 1))
+        return {"weights": kept * held, "gradients": summed * 4, "optimizer": updated * (state + 4)}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
     sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
     summed, updated = summed * share, stepped * share
@@ -291,6 +293,12 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         "optimizer": updated * state,
         "buckets": summed * 4.0 * sent,
     }
+
+
+def held_unpacked(plan: Plan, stack: Stack) -> float:
+    """Bytes of a frozen weight that is not packed: in fp32 only where it is cast for use."""
+    width, cast = compute_width(plan), stack.name not in OWN and not stack.master
+    return width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
 
 
 def accumulates_whole(plan: Plan, stack: Stack) -> bool:
@@ -316,6 +324,9 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     apart = sum(division.dense(block) for stage in stages for block in stage.blocks if block.apart)
     width = compute_width(plan)
     sharded = plan.zero > 0 and (plan.zero == 3 or stack.keeps_shards) and division.shards > 1
+    packed = division.workload.packed
+    if packed and not sharded:
+        return kept_whole(division, stages) + _cast_head(division, stages, stack)
     if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
     if casts_weights(plan) and stack.name in OWN:
@@ -331,7 +342,16 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     ends = division.embedding * any(stage.first for stage in stages)
     ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
     gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
-    return (max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart) + ends) * width
+    inside = max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart)
+    share = gathered_share(division.profile, packed, width)
+    return (inside * share + ends) * width + kept_whole(division, stages)
+
+
+def _cast_head(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes of the head in the compute type, where frozen weights are packed and the rest is in fp32."""
+    adapters, width = division.workload.adapters, compute_width(division.plan)
+    wide = (adapters and adapters.rest > width) or held_unpacked(division.plan, stack) > width
+    return division.dense(division.profile.head) * width * any(stage.last for stage in stages) * bool(wide)
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

@@ -197,8 +197,9 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     frozen = division.workload.trained < 1
     held, casts = is_gathered(plan), casts_weights(plan)
     setting = Setting(
-        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held, casts
-    )
+        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held,
+        division.workload.packed, casts,
+    )  # fmt: skip
     shape = (division.micro_batch, division.workload.seq_len)
     forward, backward, weight = [], [], []
     sums = dict.fromkeys(("compute", "recompute", "tensor", "context", "expert", "hidden"), 0.0)

@@ -141,6 +141,11 @@ def update_bytes(state: float, stack: Stack) -> float:
     return 2 * state + 16 + 8 * stack.scales_grads
 
 
+def offloaded_bytes(workload: Workload) -> float:
+    """Bytes per parameter that a micro-batch moves where its state is on the host: weights for each pass, gradients."""
+    return 2 * (workload.packed.width if workload.packed else 4) + 4 * workload.trained
+
+
 def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str, float]:
     """Seconds of the optimizer by term, on the rank that takes longest.
 
@@ -157,7 +162,7 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:
         terms["optimizer"] = moved / (cluster.host_bandwidth * HOST_UPDATE)
-        sent = owned * (2 * 4 + 4) * plan.batch.micro_batches
+        sent = owned * offloaded_bytes(division.workload) * plan.batch.micro_batches
         terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
     if stack.name in OWN:
         terms["muon"], terms["update-sends"] = rule_time(division, cluster, stack)

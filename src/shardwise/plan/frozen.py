@@ -1,0 +1,79 @@
+"""Frozen weights of few bits below adapters (arXiv:2305.14314): what they take, and each use of them. No torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardwise.hardware.cluster import Device
+from shardwise.model.ops import Matmul
+from shardwise.model.profile import Block, Profile
+from shardwise.plan.activations import compute_width, recomputed_in
+from shardwise.plan.division import Division
+from shardwise.plan.kernels import pointwise_time
+from shardwise.plan.stages import Stage
+from shardwise.plan.updating import apart
+from shardwise.plan.workload import Packed
+
+
+@lru_cache(maxsize=4096)
+def packed_share(block: Block) -> float:
+    """Share of a block's parameters that are weights of its products, which libraries pack; norms are not."""
+    return sum(op.params for op in block.matmuls) / block.params if block.params else 0.0
+
+
+def held_width(division: Division, stages: tuple[Stage, ...], width: float) -> float:
+    """Bytes of a frozen weight, on average over some stages; `width`: where it is not packed."""
+    packed, adapters = division.workload.packed, division.workload.adapters
+    if packed is None or adapters is None:
+        return width
+    counts = [each for stage in stages for each in stage.counts]
+    inside = sum((division.dense(b) + division.experts(b)) * packed_share(b) * n for b, n in counts)
+    share = inside / division.whole(stages)
+    return share * packed.width + (1 - share) * (adapters.rest or width)
+
+
+@lru_cache(maxsize=256)
+def gathered_share(profile: Profile, packed: Packed | None, width: float) -> float:
+    """Bytes of a block's weights as they are gathered, over those of as many that are not packed."""
+    if packed is None:
+        return 1.0
+    blocks = [(packed_share(block), block.params) for block in profile.blocks]
+    share = sum(part * params for part, params in blocks) / max(sum(params for _, params in blocks), 1)
+    return 1 - share * (1 - packed.width / width)
+
+
+def whole_again(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Bytes of what is made whole for a product of a backward pass: its weight, or a block's where autograd keeps them."""
+    packed, blocks = division.workload.packed, {block for stage in stages for block, _ in stage.counts}
+    if packed is None or not blocks:
+        return 0.0
+    if packed.stays:
+        most = max(packed_share(block) * (division.dense(block) + division.experts(block)) for block in blocks)
+    else:
+        most = max(_largest(block, division.plan.axes.tp) for block in blocks)
+    return most * compute_width(division.plan)
+
+
+def kept_whole(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Bytes of whole weights that autograd keeps between both passes, of blocks that are not recomputed."""
+    packed, plan = division.workload.packed, division.plan
+    if packed is None or not packed.stays:
+        return 0.0
+    counts = [each for stage in stages for each in recomputed_in(stage, plan)]
+    sizes = (packed_share(b) * (division.dense(b) + division.experts(b)) * (n - again) for b, n, again in counts)
+    return sum(sizes) * compute_width(plan)
+
+
+@lru_cache(maxsize=4096)
+def _largest(block: Block, tp: int) -> float:
+    """Elements of the largest weight of a block, each as the module has it."""
+    heads = next(iter(block.attentions), None)
+    gated = any(op.name == "swiglu" for op in block.ops)
+    return max(
+        (max(apart(op, heads, gated)) * op.ins / (tp if op.split != "none" else 1) for op in block.matmuls), default=0.0
+    )
+
+
+def whole_time(op: Matmul, parts: int, packed: Packed, device: Device, width: float) -> float:
+    """Seconds of making a product's weights whole, of which a rank has one of `parts`: what its kernels move."""
+    return pointwise_time(op.params / parts * (packed.moved + width), device, 1.0)
