@@ -7,12 +7,13 @@ import re
 from published.cells import Cells, unsourced
 from published.stacks import CORE
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.frozen import adapted_share
 from shardwise.plan.workload import Adapters
 
 ADAPTERS = r"(?<![a-z])(q|rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
 _LOW_BASE = r"(?<![a-z])q-?lora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
 _FOUR = r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b"
-_EIGHT = r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8|gptq[ -]?(int)?8|(bnb|bitsandbytes)[ _-]?(int)?8"
+_EIGHT = r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8|gptq[ -]?(int)?8|int8 by gptq|(bnb|bitsandbytes)[ .]int8"
 """Words for adapters, and for frozen weights of 4 and of 8 bits below them."""
 INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)\b"
 """Products of 8-bit integers, and no states in them."""
@@ -42,7 +43,7 @@ def base_of(cells: Cells) -> str:
     if not cells.has(_LOW_BASE) and not (named and cells.has(_FOUR)):
         return ""
     if cells.has("gptq"):
-        return "gptq"
+        return "int4" if cells.has("triton|marlin") else "gptq"
     both = cells.has(r"double[ -]?quant|nf4-(dq|double)|torchtune|unsloth|axolotl") or not cells.has(_PLAINLY)
     return "nf4-double" if both else "nf4"
 
@@ -62,13 +63,10 @@ def trained_share(cells: Cells, spec: ModelSpec) -> float:
     rank, on = int(next(n for n in stated.groups() if n)) if stated else 16, _beside(cells, spec)
     if not stated or not _said(cells):
         cells.assume(f"adapters of rank {rank} on {', '.join(on)}")
-    width, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sides = {"q": spec.dim + width, "k": spec.dim + keys, "v": spec.dim + keys, "o": spec.dim + width}
-    sides |= dict.fromkeys(("gate", "up", "down"), (spec.dim + spec.ffn_dim) * max(spec.num_experts, 1))
-    return min(rank * sum(sides[part] for part in on) * spec.num_layers / spec.num_params, 1.0)
+    return adapted_share(spec, rank, on)
 
 
-def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float) -> Adapters | None:
+def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, sharded: bool) -> Adapters | None:
     """Beside which products, and the bytes of their own copies; None: no adapters. `width`: bytes of an activation.
 
     PEFT's are fp32 beside frozen 16 bits since its version 0.12, and cast what they are fed, each for itself.
@@ -81,12 +79,17 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float) -> Adap
     plain = stack in CORE or cells.has(_PLAIN)
     cast = plain and stack not in CORE and cells.year >= FP32 and not cells.has(r"torchtune|unsloth")
     base = base_of(cells)
-    upcast = base in ("nf4", "nf4-double", "int8") and stack not in CORE and cells.has(_UPCASTS)
-    return Adapters(on=on, copies=width if cast else 0.0 if plain else width + 1, base=base, rest=4.0 * upcast)
+    by_library = base in ("nf4", "nf4-double", "int8") and not cells.has("torchtune|unsloth")
+    late = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
+    upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has("nothing cast")
+    copies = width if cast else 0.0 if plain else width + 1
+    return Adapters(on=on, copies=copies, base=base, keeps=by_library and cells.year < late, rest=4.0 * upcast)
 
 
-_UPCASTS = r"\bpeft\b|\btrl\b|hugging ?face|(hf|transformers) trainer|axolotl"
-"""Libraries that cast to fp32 what is not packed: PEFT's `prepare_model_for_kbit_training`."""
+KEPT = 2024.55
+"""Year until which bitsandbytes' products keep their inputs (its version 0.43.2)."""
+_UPCASTS = r"prepare_model_for_kbit|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl"
+"""Words for what casts to fp32 all that is not packed: PEFT's `prepare_model_for_kbit_training`; not under FSDP."""
 FP32 = 2024.5
 """Year from which PEFT's adapters are in fp32 beside weights of 16 bits."""
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.adapted import AdaptersOption, BaseOption, adapted
 from shardwise.cli.made_for import made_for, save_plan
 from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
 from shardwise.cli.planning import (
@@ -67,6 +68,8 @@ def plan(
     stack: StackOption = "",
     price: PriceOption = None,
     expert_imbalance: ImbalanceOption = None,
+    adapters: AdaptersOption = "",
+    base: BaseOption = "",
     front: Annotated[bool, typer.Option("--front", help="Also all plans that none beats in memory and time.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
@@ -79,7 +82,7 @@ def plan(
     check_path(html, (".html",))
     more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks}
     asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
-    asked = unevenly(asked, expert_imbalance)
+    asked = adapted(unevenly(asked, expert_imbalance), adapters, base)
     words = (words_of(allow), words_of(forbid))
     with waiting("searching for the best plan"):
         found = find_plan(
@@ -91,7 +94,8 @@ def plan(
     whole = complete(chosen.plan, asked)
     if found.best:
         _check(whole, asked, found.space.stack)
-        save_plan(whole, out, replace(made_for(model, cluster, asked, goal, words, stack), price=price))
+        made = replace(made_for(model, cluster, asked, goal, words, stack), price=price, adapters=adapters, base=base)
+        save_plan(whole, out, made)
     with waiting("searching for the front of memory against time"):
         points = found.front if front or html else None  # a search of its own
     if html:

@@ -151,9 +151,10 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
         if setting.frozen and isinstance(op, Matmul) and op.name != "head":
             given = op.gives * batch * shape[1] / setting.axes.cp / (setting.axes.tp if op.split == "column" else 1)
             added = adapter_time(given, setting.cluster.device, setting.width, fused=setting.stack.fused)
-            added += _unpacked(op, setting)
+            if setting.packed:
+                added += whole_time(op, setting.axes, setting.packed, setting.cluster.device, setting.width)
+                kernels += setting.packed.kernels
             ahead, back = ahead + added, back + added
-            kernels += setting.packed.kernels if setting.packed else 0
         forward += ahead
         if isinstance(op, Matmul) and op.trained and not setting.frozen:
             weight += back / 2
@@ -162,18 +163,6 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
         light += ahead * _ran_again(op, setting.stack)
         kernels += _kernels(op, batch, setting)
     return forward, backward, light, weight, kernels, apart
-
-
-def _unpacked(op: Matmul, setting: Setting) -> float:
-    """Seconds of making a frozen product's weights whole, each way."""
-    if setting.packed is None:
-        return 0.0
-    axes, parts = setting.axes, 1
-    if op.experts and axes.ep > 1:
-        parts = axes.ep
-    elif op.split in ("column", "row"):
-        parts = axes.tp
-    return whole_time(op, parts, setting.packed, setting.cluster.device, setting.width)
 
 
 def _ran_again(op: Op, stack: Stack) -> float:

@@ -238,7 +238,7 @@ class Bounds(SizeBounds):
         core, device, stack = pipe.core, self.space.cluster.device, self.space.stack
         moved = stack.gather_copies
         if core.world == 1 and not zero:  # or casts
-            moved = min(moved, stack.cast_copies * pipe.micro_batches)
+            moved = min(moved, stack.cast_copies * pipe.micro_batches * self.space.workload.trained)
         if (zero and shards * core.cp > 1) or not (zero or core.precision in GATHERED):
             return 0.0
         return moved * sum(self._local(pipe)) / (device.bandwidth * device.stream)

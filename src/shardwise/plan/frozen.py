@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.hardware.cluster import Device
 from shardwise.model.ops import Matmul
 from shardwise.model.profile import Block, Profile
+from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import compute_width, recomputed_in
 from shardwise.plan.division import Division
 from shardwise.plan.kernels import pointwise_time
+from shardwise.plan.plan import Axes, Plan
+from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
-from shardwise.plan.updating import apart
+from shardwise.plan.updating import OWN, apart
 from shardwise.plan.workload import Packed
+
+
+def adapted_share(spec: ModelSpec, rank: int, on: Sequence[str]) -> float:
+    """Parameters of adapters of a rank beside some products of every block (`Adapters.on`), over the model's.
+
+    >>> from shardwise.model.spec import preset
+    >>> round(adapted_share(preset("llama-8b"), 16, ("q", "v")) * 8030261248)
+    6815744
+    """
+    width, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sides = {"q": spec.dim + width, "k": spec.dim + keys, "v": spec.dim + keys, "o": spec.dim + width}
+    sides["qkv"] = spec.dim + width + 2 * keys
+    sides |= dict.fromkeys(("gate", "up", "down"), (spec.dim + spec.ffn_dim) * max(spec.num_experts, 1))
+    return min(rank * sum(sides[part] for part in on) * spec.num_layers / spec.num_params, 1.0)
 
 
 @lru_cache(maxsize=4096)
@@ -43,7 +61,7 @@ def gathered_share(profile: Profile, packed: Packed | None, width: float) -> flo
 
 
 def whole_again(division: Division, stages: tuple[Stage, ...]) -> float:
-    """Bytes of what is made whole for a product of a backward pass: its weight, or a block's where autograd keeps them."""
+    """Bytes of what is made whole for a backward pass: a product's weight, or a block's where autograd keeps them."""
     packed, blocks = division.workload.packed, {block for stage in stages for block, _ in stage.counts}
     if packed is None or not blocks:
         return 0.0
@@ -74,6 +92,20 @@ def _largest(block: Block, tp: int) -> float:
     )
 
 
-def whole_time(op: Matmul, parts: int, packed: Packed, device: Device, width: float) -> float:
-    """Seconds of making a product's weights whole, of which a rank has one of `parts`: what its kernels move."""
-    return pointwise_time(op.params / parts * (packed.moved + width), device, 1.0)
+def whole_time(op: Matmul, axes: Axes, packed: Packed, device: Device, width: float) -> float:
+    """Seconds of making a rank's weights of a product whole, for one of its uses: what its kernels move."""
+    shared = axes.ep if op.experts and axes.ep > 1 else axes.tp if op.split in ("column", "row") else 1
+    return pointwise_time(op.params / shared * (packed.moved + width), device, 1.0)
+
+
+def held_unpacked(plan: Plan, stack: Stack) -> float:
+    """Bytes of a frozen weight that is not packed: in fp32 only where it is cast for use."""
+    width, cast = compute_width(plan), stack.name not in OWN and not stack.master
+    return width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
+
+
+def cast_head(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes of the head in the compute type, where frozen weights are packed and the rest is in fp32."""
+    adapters, width = division.workload.adapters, compute_width(division.plan)
+    wide = (adapters.rest if adapters else 0.0) > width or held_unpacked(division.plan, stack) > width
+    return division.dense(division.profile.head) * width * any(stage.last for stage in stages) * wide

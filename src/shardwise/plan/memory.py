@@ -26,7 +26,7 @@ from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
-from shardwise.plan.frozen import gathered_share, held_width, kept_whole, whole_again
+from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_whole, whole_again
 from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
@@ -295,12 +295,6 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     }
 
 
-def held_unpacked(plan: Plan, stack: Stack) -> float:
-    """Bytes of a frozen weight that is not packed: in fp32 only where it is cast for use."""
-    width, cast = compute_width(plan), stack.name not in OWN and not stack.master
-    return width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
-
-
 def accumulates_whole(plan: Plan, stack: Stack) -> bool:
     """Whether `fully_shard` adds up whole gradients on the device between micro-batches.
 
@@ -322,11 +316,10 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     """
     plan = division.plan
     apart = sum(division.dense(block) for stage in stages for block in stage.blocks if block.apart)
-    width = compute_width(plan)
+    width, packed = compute_width(plan), division.workload.packed
     sharded = plan.zero > 0 and (plan.zero == 3 or stack.keeps_shards) and division.shards > 1
-    packed = division.workload.packed
     if packed and not sharded:
-        return kept_whole(division, stages) + _cast_head(division, stages, stack)
+        return kept_whole(division, stages) + cast_head(division, stages, stack)
     if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
     if casts_weights(plan) and stack.name in OWN:
@@ -336,22 +329,17 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         if division.workload.trained < 1 and not gathered and plan.recompute.mode == "blocks":
             blocks = (division.dense(block) for stage in stages for block, _ in stage.counts)
             return max(blocks, default=0.0) * width if width < 4 else 0.0  # autocast keeps no casts of frozen weights
-        return (division.whole(stages) + apart * gathered) * width if width < 4 or gathered else 0.0
+        held = held_width(division, stages, width)  # packed weights are gathered so
+        return (division.whole(stages) + apart * gathered) * held if width < 4 or gathered else 0.0
     counts = [(division.dense(block) + division.filled(block), n) for stage in stages for block, n in stage.counts]
     most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
     ends = division.embedding * any(stage.first for stage in stages)
-    ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
+    head = division.dense(division.profile.head) * any(stage.last for stage in stages)
+    ends = ends + head * (not division.profile.tied) if stack.one_root else max(ends, head)
     gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
     inside = max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart)
     share = gathered_share(division.profile, packed, width)
     return (inside * share + ends) * width + kept_whole(division, stages)
-
-
-def _cast_head(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes of the head in the compute type, where frozen weights are packed and the rest is in fp32."""
-    adapters, width = division.workload.adapters, compute_width(division.plan)
-    wide = (adapters and adapters.rest > width) or held_unpacked(division.plan, stack) > width
-    return division.dense(division.profile.head) * width * any(stage.last for stage in stages) * bool(wide)
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

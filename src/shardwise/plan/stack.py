@@ -94,6 +94,8 @@ class Stack:
     gathers_ahead: bool = False
     """zero 3: nothing holds back the host, whose gathers of all blocks are on their way at once (FSDP1 before
     `limit_all_gathers`)."""
+    one_root: bool = False
+    """zero 3: what is outside of blocks is gathered together, in the flat parameter of FSDP1's root."""
     offloads_weights: bool = True
     """Offloaded states include the shards of the weights; False: those stay on the device."""
     offloads_grads: bool = True

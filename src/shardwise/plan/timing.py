@@ -303,7 +303,7 @@ def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -
     """Seconds in which a device alone copies what `fully_shard` gathers from it and reduces on it, or casts weights."""
     plan, moved = division.plan, 0.0
     if casts_weights(plan):
-        moved = stack.cast_copies * plan.batch.micro_batches
+        moved = stack.cast_copies * plan.batch.micro_batches * division.workload.trained
     elif is_gathered(plan) and division.shards == 1:
         moved = stack.gather_copies
     return moved * params / (cluster.device.bandwidth * cluster.device.stream)

@@ -35,19 +35,21 @@ class Packed(NamedTuple):
     stays: bool = False
     """Autograd keeps the whole weight for the backward pass; else it is made again."""
     inputs: float = 0.0
-    """Bytes per element of a product's input that it keeps, beside the input itself; 0: it keeps neither."""
+    """Bytes per element in which a product keeps its input for itself, beside the input; 0: it keeps none."""
 
 
 PACKED = {
     "nf4": Packed(0.5 + 4 / 64, 0.5 + 4 / 64, 1),
     "nf4-double": Packed(0.5 + 1 / 64 + 4 / (64 * 256), 0.5 + 10 / 64, 3),
-    "gptq": Packed(0.5 + 2.5 / 128, 24.0, 8, stays=True),
-    "gptq-int8": Packed(1.0 + 3 / 128, 24.0, 8, stays=True),
+    "int4": Packed(0.5 + 2.5 / 128, 0.5 + 2.5 / 128, 1),
+    "gptq": Packed(0.5 + 2.5 / 128, 14.5, 5, stays=True),
+    "gptq-int8": Packed(1.0 + 3 / 128, 19.0, 5, stays=True),
     "int8": Packed(1.0, 1.0, 2, inputs=1.0),
 }
 """nf4: 4 bits, and a scale in fp32 per 64; double: that in 8 bits, and one per 256 of them (arXiv:2305.14314, section
-3); gptq: integers with a scale in fp16 and a zero per 128 (arXiv:2210.17323), taken apart by PyTorch's own shifts and
-sums (auto-gptq), each over all of them; int8: a scale per row, and the input in 8 bits (arXiv:2208.07339)."""
+3); int4: integers with a scale in fp16 and a zero per 128 (arXiv:2210.17323), by one kernel; gptq: the same by
+PyTorch's own operators (auto-gptq): shifts in 32 bits, cast to 8 or 16, masked, less their zeros, times their scales;
+int8: a scale per row, and a copy of the input in 8 bits (arXiv:2208.07339)."""
 
 COMPUTE = ("", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
@@ -66,8 +68,11 @@ class Adapters:
     the input as it is, as others do that read it."""
     base: str = ""
     """What the frozen products' weights are packed as, a key of `PACKED`; empty: they are as the plan has them."""
+    keeps: bool = False
+    """A packed product keeps its input, which it has no need of (bitsandbytes before 0.43.2, of July 2024)."""
     rest: float = 0.0
-    """Then bytes of a frozen weight outside of them: tables, norms, the head; 0: as the plan has them."""
+    """Bytes of a frozen weight that is not packed, and so of the residual stream: tables, norms, the head; 0: as the
+    plan has them. PEFT's `prepare_model_for_kbit_training` casts them to fp32."""
 
     def __post_init__(self) -> None:
         if self.base and self.base not in PACKED:
