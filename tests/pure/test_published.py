@@ -37,7 +37,6 @@ SKIPS = {
     "skip-7": "layout: product is not the number of devices",
     "skip-8": "batch: not stated",
     "skip-9": "measurement: none",
-    "tune-2": "model: weights in 4 bits, which no plan says",
 }
 
 

@@ -51,9 +51,9 @@ def adapted(asked: Question, adapters: str, base: str) -> Question:
         raise UsageError(f"--base: found {base!r}; {nearest(base, list(PACKED))}")
     share = adapted_share(spec, int(word), on)
     said = (
-        f"adapters of rank {word} on {', '.join(on)}, without dropout, and {share:.2%} of the parameters; no reference "
+        f"adapters of rank {word} on {', '.join(on)}, {share:.2%} of the parameters, without dropout; no reference "
+        "model has them, so that the plan is for a module of yours"
     )
-    said += "model has them: the numbers are of the layout"
     workload = replace(asked.workload, trained=share, adapters=Adapters(on=on, base=base))
     return replace(asked, workload=workload, assumed=(*asked.assumed, said))
 
