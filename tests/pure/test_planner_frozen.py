@@ -132,6 +132,19 @@ def test_inputs_that_packed_products_keep(base: str, keeps: bool, kept: int) -> 
     assert saved_bytes(block, saving_of(plan, EAGER, 128, adapters=some)) - none == kept
 
 
+def test_a_device_alone_copies_frozen_weights_as_they_are_and_casts_none() -> None:
+    """Into the buffer, in the place of the collective, and out: six times; a step casts what is trained alone."""
+    one, device = load_cluster("a100-80g:1"), load_cluster("a100-80g:1").device
+    rate = device.bandwidth * device.stream
+    for plan, base, moved in (
+        ("dp1 zero1 / bf16", "nf4", 6 * PACKED["nf4"].width),
+        ("dp1 zero1 / bf16", "", 6 * 2),
+        ("dp1 / bf16", "nf4", 24 * 0.001),
+    ):
+        copies = estimate_time(EIGHT, one, Plan.parse(plan), _work(base)).terms["copies"]
+        assert copies == pytest.approx(moved * SPEC.num_params / rate), plan
+
+
 def test_an_unknown_base_is_refused() -> None:
     with pytest.raises(ConfigError, match="adapters: base: found 'nf5'.*nf4"):
         Adapters(on=(), base="nf5")

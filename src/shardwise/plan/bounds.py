@@ -17,7 +17,7 @@ from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works, stage_c
 from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
-from shardwise.plan.frozen import gathered_share
+from shardwise.plan.frozen import gather_copied, gathered_share
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
@@ -235,10 +235,10 @@ class Bounds(SizeBounds):
 
     def _copied(self, pipe: Pipe, zero: Zero, shards: int) -> float:
         """Seconds in which an average rank without a peer copies what `fully_shard` gathers, if so many shard it."""
-        core, device, stack = pipe.core, self.space.cluster.device, self.space.stack
-        moved = stack.gather_copies
+        core, device, work = pipe.core, self.space.cluster.device, self.space.workload
+        moved = gather_copied(work, self.space.stack, core.width)
         if core.world == 1 and not zero:  # or casts
-            moved = min(moved, stack.cast_copies * pipe.micro_batches * self.space.workload.trained)
+            moved = min(moved, self.space.stack.cast_copies * pipe.micro_batches * work.trained)
         if (zero and shards * core.cp > 1) or not (zero or core.precision in GATHERED):
             return 0.0
         return moved * sum(self._local(pipe)) / (device.bandwidth * device.stream)

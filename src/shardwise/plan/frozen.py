@@ -16,7 +16,7 @@ from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, apart
-from shardwise.plan.workload import Packed
+from shardwise.plan.workload import Packed, Workload
 
 
 def adapted_share(spec: ModelSpec, rank: int, on: Sequence[str]) -> float:
@@ -96,6 +96,18 @@ def whole_time(op: Matmul, axes: Axes, packed: Packed, device: Device, width: fl
     """Seconds of making a rank's weights of a product whole, for one of its uses: what its kernels move."""
     shared = axes.ep if op.experts and axes.ep > 1 else axes.tp if op.split in ("column", "row") else 1
     return pointwise_time(op.params / shared * (packed.moved + width), device, 1.0)
+
+
+COPIED = 6
+"""Times that `fully_shard` reads or writes a frozen weight that it gathers on a device alone: into its buffer, in the
+place of the collective, and out."""
+
+
+def gather_copied(workload: Workload, stack: Stack, width: float) -> float:
+    """Bytes per parameter that `fully_shard` moves on a device that shares no shards; `width`: of the compute type."""
+    if workload.trained == 1 or not stack.gather_copies:
+        return stack.gather_copies
+    return COPIED * (workload.packed.width if workload.packed else width)
 
 
 def held_unpacked(plan: Plan, stack: Stack) -> float:
