@@ -121,6 +121,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
+    bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
+    if name == "deepspeed" and bucket:
+        stack = replace(stack, reduce_bucket=float(bucket.group(1)))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
         stack = replace(stack, offloads_weights=True)
     layers = offloaded_layers(cells)

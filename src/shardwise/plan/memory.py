@@ -269,18 +269,18 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
+    flat = 2 * stack.reduce_bucket * width * (0 < plan.zero < 3)
     state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
     if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
         held = held_width(division, stages, held_unpacked(plan, stack))
         summed, updated = ((owned if plan.zero >= zero else whole) * workload.trained for zero in (2, 1))
-        return {"weights": kept * held, "gradients": summed * 4, "optimizer": updated * (state + 4)}
+        return {"weights": kept * held, "gradients": summed * 4, "optimizer": updated * (state + 4), "buckets": flat}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
     sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
-    summed, updated = summed * share, stepped * share
-    low, pure = width < 4, plan.precision == "bf16-pure"
+    summed, updated, low, pure = summed * share, stepped * share, width < 4, plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
         states = {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
-        return {**states, "buckets": summed * width * sent}
+        return {**states, "buckets": summed * width * sent + flat}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0
@@ -291,7 +291,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         "gradients": summed * (stack.grad_bytes if low else width)
         + (whole * share * width if low and _spares(plan, stack) else 0.0),
         "optimizer": updated * state,
-        "buckets": summed * 4.0 * sent,
+        "buckets": summed * 4.0 * sent + flat,
     }
 
 
