@@ -318,6 +318,21 @@ def test_a_plan_file_remembers_how_unevenly_experts_are_met(here: Path) -> None:
     assert times[0] > times[1]
 
 
+def test_a_plan_file_remembers_adapters_and_what_is_below_them(here: Path) -> None:
+    words = ("llama-8b", "rtx4090:1", "--seq", "2048", "--global-batch", "2", "--forbid", "offload")
+    assert invoke(plan, *words)[0] == ExitCode.REFUSED, "16 bytes per parameter"
+    assert invoke(plan, *words, "--adapters", "16:q,v", "--base", "nf4")[0] == ExitCode.OK
+    made = load_made_for("plan.toml")
+    assert (made.adapters, made.base) == ("16:q,v", "nf4")
+    for verb in (explain, estimate):
+        assert "adapters of rank 16 on q, v, 0.08% of the parameters" in " ".join(invoke(verb, "plan.toml")[1].split())
+    sizes = [
+        json.loads(invoke(estimate, "plan.toml", *more, "--json")[1])["memory"]["allocated"]
+        for more in ((), ("--base", "int8"))
+    ]
+    assert sizes[0] < sizes[1]
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [

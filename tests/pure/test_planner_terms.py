@@ -22,7 +22,7 @@ from shardwise.plan.search import every_plan, find_plan
 from shardwise.plan.space import Space
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timing import STRAGGLERS, StepTime, estimate_time
-from shardwise.plan.updating import Matrix, matrices, newton_schulz_time
+from shardwise.plan.updating import HOST_ALONE, Matrix, matrices, newton_schulz_time
 from shardwise.plan.workload import Workload
 
 H100 = load_cluster("h100:8")
@@ -34,6 +34,18 @@ PICTURES = replace(WORK, sample_bytes=3 * 224 * 224 * 4)
 
 def time_of(plan: str, work: Workload = WORK, profile=LLAMA, cluster=H100) -> StepTime:
     return estimate_time(profile, cluster, Plan.parse(plan), work)
+
+
+def test_a_rank_alone_has_its_hosts_cores_for_itself() -> None:
+    one, eight = (
+        time_of(f"{axes} zero3 / bf16 / offload=state", cluster=load_cluster(f"v100:{ranks}"))
+        for axes, ranks in (("dp1", 1), ("fsdp8", 8))
+    )
+    assert one.terms["optimizer"] == pytest.approx(8 / HOST_ALONE * eight.terms["optimizer"])
+    alone = load_cluster("v100:1")
+    assert assumed_of(Plan.parse("dp1 zero3 / offload=state"), alone) == [
+        "offloaded states are updated at 14 GB/s, 120% of a device's link to its host"
+    ]
 
 
 # ---------------------------------------------------------------- loading

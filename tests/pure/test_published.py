@@ -37,7 +37,6 @@ SKIPS = {
     "skip-7": "layout: product is not the number of devices",
     "skip-8": "batch: not stated",
     "skip-9": "measurement: none",
-    "tune-2": "model: weights in 4 bits, which no plan says",
 }
 
 
@@ -109,9 +108,10 @@ def test_stacks_and_kernels(rows: dict[str, Row]) -> None:
     assert stacks["nano-1"][0] == "nanotron" and stacks["foundry-1"][0] == "fsdp1"
     assert stacks["zero-1"][:2] == ("deepspeed", "flash3") and rows["zero-1"].stack.logit_bytes < 1
     assert stacks["tune-1"][0] == "eager" and stacks["jax-1"][0] == "jax"
-    assert rows["tune-1"].stack.logit_bytes == CHUNKED < variant("tune-1", source="litgpt").stack.logit_bytes
+    assert rows["tune-1"].stack.logit_bytes == CHUNKED[False] < variant("tune-1", source="litgpt").stack.logit_bytes
+    assert variant("tune-1", compile="y").stack.logit_bytes == CHUNKED[True], "no chunk in fp32"
     assert variant("tune-1", activation_checkpoint="none").stack.logit_bytes == 12, "step by step: not yet"
-    assert variant("tune-1", activation_checkpoint="none", notes="+chunked CE").stack.logit_bytes == CHUNKED
+    assert variant("tune-1", activation_checkpoint="none", notes="+chunked CE").stack.logit_bytes == CHUNKED[False]
     assert stacks["new-1"][0] == "torchtitan" and stacks["new-2"][0] == "eager"
     assert all(stacks[f"core-{i}"][0] in ("megatron-core", "megatron-bridge") for i in range(1, 9))
 

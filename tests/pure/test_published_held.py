@@ -142,7 +142,7 @@ def test_megatrons_offload_leaves_weights_and_gradients_on_the_device() -> None:
 def test_litgpt_keeps_the_log_softmax_of_every_chunk_and_a_head_of_its_own() -> None:
     tuned = {"date": "2024-02", "activation_checkpoint": "full", "model": "Gemma 2B"}
     litgpt, torchtune = (variant("tune-1", **BARE | tuned | {"source": name}) for name in ("litgpt", "torchtune"))
-    assert (litgpt.stack.logit_bytes, torchtune.stack.logit_bytes) == (KEPT, CHUNKED)
+    assert (litgpt.stack.logit_bytes, torchtune.stack.logit_bytes) == (KEPT, CHUNKED[False])
     assert (litgpt.spec.tie_embeddings, torchtune.spec.tie_embeddings) == (False, True)
 
 
@@ -199,3 +199,15 @@ def test_trl_loads_fp32_and_a_loop_on_fsdp2_has_its_own_loss() -> None:
         for notes in ("PyTorch FSDP2 with Hugging Face models", "Hugging Face Trainer")
     ]
     assert loss == [load_stack("torchtitan").logit_bytes, SHIFTED_LOSS]
+
+
+@pytest.mark.parametrize(
+    ("plan", "buffers"), [("fsdp8 zero2 / bf16", 2), ("fsdp8 zero1 / bf16-pure", 2), ("fsdp8 / bf16", 0)]
+)
+def test_deepspeeds_buckets_are_two_flat_buffers_below_zero_3(plan: str, buffers: int) -> None:
+    """`reduce_bucket_size` elements each, where communication overlaps: as its stage_1_and_2.py makes them."""
+    flat = replace(DEEPSPEED, reduce_bucket=1e6)
+    sizes = [_memory(plan, stack).worst.terms.get("buckets", 0.0) for stack in (DEEPSPEED, flat)]
+    assert sizes[1] - sizes[0] == buffers * 1e6 * 2
+    said = variant("tune-1", **BARE | {"notes": "DeepSpeed ZeRO-2, reduce_bucket_size 5e8 with overlap_comm"})
+    assert said.stack.reduce_bucket == 5e8

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from published.cells import Cells, Skip
+from published.cells import Cells
 from published.degrees import sizes_of, stage_said
-from published.rows import Row, row_of
+from published.rows import Row
 from published.score import predict
 from shardwise.plan.stack import load_stack
-from tests.pure.test_published import RAWS, variant
+from tests.pure.test_published import variant
 from tests.pure.test_published_words import BARE
 
 FREE = BARE | {
@@ -89,17 +89,36 @@ def test_degrees_in_lists_and_letters(notes: str, degrees: tuple[int, int, int])
 
 
 @pytest.mark.parametrize(
-    "said", ["load_in_4bit", "bnb 4-bit", "nf4", "QLoRA", "4bit base weights", "bnb-4bit", "Q-LoRA 4-bit"]
-)
-def test_weights_of_four_bits_have_no_plan(said: str) -> None:
-    with pytest.raises(Skip, match="weights in 4 bits"):
-        row_of({**RAWS["tune-1"], "model": "Llama 3.1 8B", "notes": f"LoRA, {said}"})
+    ("said", "base"),
+    [
+        *((words, "nf4") for words in ("load_in_4bit", "bnb 4-bit", "nf4", "bnb-4bit")),
+        *((words, "nf4-double") for words in ("QLoRA", "4bit base weights", "Q-LoRA 4-bit", "nf4 with double quant")),
+        ("int4 by GPTQ", "gptq"), ("int8 by GPTQ", "gptq-int8"), ("int4 GPTQ by Triton kernels", "int4"),
+        ("load_in_8bit", "int8"), ("LLM.int8", "int8"), ("4-bit AdamW", ""), ("8-bit AdamW", ""),
+    ],
+)  # fmt: skip
+def test_what_frozen_weights_are_packed_as(said: str, base: str) -> None:
+    adapters = variant("tune-1", source="", model="Llama 3.1 8B", notes=f"LoRA, {said}").workload.adapters
+    assert adapters and adapters.base == base
 
 
-def test_weights_of_eight_bits_have_no_plan_but_states_have() -> None:
-    with pytest.raises(Skip, match="weights in 8 bits"):
-        row_of({**RAWS["tune-1"], "model": "Llama 3.1 8B", "notes": "LoRA, load_in_8bit"})
-    assert variant("tune-1", model="Llama 3.1 8B", notes="LoRA, 4-bit AdamW").workload.trained < 0.01
+def test_what_libraries_make_of_packed_weights() -> None:
+    """PEFT casts the rest to fp32, not under FSDP; bitsandbytes kept the inputs of its products until July 2024."""
+    plain = {"source": "", "notes": "QLoRA, Hugging Face Trainer"}
+    early, late = (variant("tune-1", **plain, date=date) for date in ("2024-06", "2024-08"))
+    found = [row.workload.adapters for row in (early, late)]
+    assert [(each.keeps, each.rest) for each in found if each] == [(True, 4.0), (False, 4.0)]
+    several = {"n_gpus": "8", "dp_shard": "8", "zero_stage": "3", "global_batch": "16"}
+    sharded = variant("tune-1", **plain, **several).workload.adapters
+    assert sharded and sharded.rest == 0
+    others = variant("tune-1", notes="QLoRA, torchtune", date="2024-01").workload.adapters
+    assert others and (others.keeps, others.rest) == (False, 0)
+
+
+def test_steps_of_an_ablation_have_what_those_before_them_have() -> None:
+    said = "torchtune; cumulative ablation step: {}"
+    plans = [variant("tune-1", notes=said.format(step)).plan for step in ("QLoRA", "+8-bit AdamW", "+compile")]
+    assert [plan.offload.activations for plan in plans] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Search, Walk, ever
 from shardwise.plan.space import FEATURES, OPT_IN, Space
 from shardwise.plan.stack import load_stack, stacks
 from shardwise.plan.timing import estimate_time
-from shardwise.plan.workload import Workload
+from shardwise.plan.workload import Adapters, Workload
 
 SMALL = replace(preset("llama-1b"), num_layers=4)
 MOE = replace(preset("mixtral-8x7b"), num_layers=2, ffn_dim=2048)
@@ -98,6 +98,19 @@ def test_the_best_plan_is_that_of_an_exhaustive_search(
     expected = list(ranks.values())[:4]
     assert [each.plan for each in found.ranked] == [each.plan for each in expected]
     assert len(all_plans) > 10 * found.estimated or len(all_plans) < 3000
+
+
+def test_packed_weights_too() -> None:
+    """Adapters on a base in 4 bits, on devices that it fits into in few ways."""
+    adapters = Adapters(on=("q", "v"), base="gptq")
+    work = Workload(seq_len=1024, global_batch=3, trained=0.01, adapters=adapters)
+    space = space_of(SMALL, there := cluster("h100:3x2", 3), work)
+    fits = [each for each in (estimated(space, plan) for plan in every_plan(space)) if each.memory.fits]
+    expected: dict[tuple[int, ...], Candidate] = {}
+    for each in sorted(fits, key=lambda each: (floor(log(each.time.total) / ALIKE), simplicity(each.plan))):
+        expected.setdefault(each.layout, each)
+    found = find(SMALL, there, work, top=len(expected))
+    assert [each.plan for each in found.ranked] == [each.plan for each in expected.values()]
 
 
 @pytest.mark.parametrize(("gib", "batch"), [(10, 2), (12, 6)])
@@ -173,6 +186,8 @@ def test_no_bound_is_above_an_estimate() -> None:
     cases += [
         (MOE, "h100:2x2", 14, 1024, 4, {"optimizer": "muon", "imbalance": 1.5}),
         (MOE, "l4:4", 14, 1024, 4, {"optimizer": "lamb"}),
+        (SMALL, "h100:3x2", 4, 1024, 3, {"trained": 0.01, "adapters": Adapters(on=("q",), base="nf4")}),
+        (MOE, "l4:4", 8, 1024, 4, {"trained": 0.01, "adapters": Adapters(on=("q",), base="gptq")}),
     ]
     for spec, where, gib, seq_len, batch, more in cases:
         work = Workload(seq_len=seq_len, global_batch=batch, **more)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 
-from published.cells import Cells, Skip, unsourced
+from published.cells import Cells, unsourced
 from published.stacks import CORE
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.frozen import adapted_share
 from shardwise.plan.workload import Adapters
 
-ADAPTERS = r"(?<![a-z])(rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
-_LOW_BASE = r"(?<![a-z])qlora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
-"""Words for adapters, and for frozen weights of 4 bits below them."""
+ADAPTERS = r"(?<![a-z])(q|rs|long|v)?lora(?![a-z])|\bdora\b|\bpeft\b"
+_LOW_BASE = r"(?<![a-z])q-?lora(?![a-z])|\bnf4\b|load[_-]in[_-]4[ _-]?bit|bnb[ _-]?4[ _-]?bit|bitsandbytes 4"
+_FOUR = r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b"
+_EIGHT = r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8|gptq[ -]?(int)?8|int8 by gptq|(bnb|bitsandbytes)[ .]int8"
+"""Words for adapters, and for frozen weights of 4 and of 8 bits below them."""
 INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)\b"
 """Products of 8-bit integers, and no states in them."""
 _ATTENTION = r"(attention|q_proj|qkv|query_key_value|q, ?v|query)[^;]* only|only (on )?(the )?(attention|q|query)"
@@ -25,7 +28,28 @@ def adapts(cells: Cells) -> bool:
     """Whether adapters are trained: not where notes say that all is, and what names them is the source's own name."""
     said = " ; ".join(cells[name].lower() for name in ("model", "optimizer", "precision"))
     named = re.search(ADAPTERS, f"{said} ; {unsourced(cells.notes)}")
-    return cells.has(ADAPTERS) and (named is not None or not cells.noted(r"full[ -](parameter|fine-?tun)"))
+    plain = not cells.noted(r"full[ -](parameter|fine-?tun)")
+    return base_of(cells) != "" or (cells.has(ADAPTERS) and (named is not None or plain))
+
+
+def base_of(cells: Cells) -> str:
+    """What the frozen weights are packed as, a key of `PACKED`; empty: they are not.
+
+    QLoRA (arXiv:2305.14314) packs scales too, and so do torchtune and unsloth; bitsandbytes alone does not.
+    """
+    named = cells.has(ADAPTERS)
+    if cells.has(_EIGHT) or (named and re.search(INT8, cells["precision"].lower())):
+        return "gptq-int8" if cells.has("gptq") else "int8"
+    if not cells.has(_LOW_BASE) and not (named and cells.has(_FOUR)):
+        return ""
+    if cells.has("gptq"):
+        return "int4" if cells.has("triton|marlin") else "gptq"
+    both = cells.has(r"double[ -]?quant|nf4-(dq|double)|torchtune|unsloth|axolotl") or not cells.has(_PLAINLY)
+    return "nf4-double" if both else "nf4"
+
+
+_PLAINLY = r"\bnf4\b|load[_-]in[_-]4|\bbnb\b|bitsandbytes"
+"""Words for the library alone, which packs no scales unless it is told to."""
 
 
 def trained_share(cells: Cells, spec: ModelSpec) -> float:
@@ -33,24 +57,16 @@ def trained_share(cells: Cells, spec: ModelSpec) -> float:
 
     Of rank 16, and where their library has them, where the notes say nothing else.
     """
-    if cells.has(_LOW_BASE) or (cells.has(ADAPTERS) and cells.has(r"\b(4|four)[ -]?bits?\b(?! (adam|optim))|\bint4\b")):
-        raise Skip("model: weights in 4 bits, which no plan says")
-    frozen = cells.has(ADAPTERS) and re.search(INT8, cells["precision"].lower())
-    if frozen or cells.has(r"load[_-]in[_-]8[ _-]?bit|llm\.int8|\bq8?_?lora[ -]8"):
-        raise Skip("model: weights in 8 bits, which no plan says")
     if not adapts(cells):
         return 1.0
     stated = cells.noted(r"rank[ =:]+(\d+)|\br ?[=:] ?(\d+)|lora[_ -]?r(?:ank)?[ =:]+(\d+)")
     rank, on = int(next(n for n in stated.groups() if n)) if stated else 16, _beside(cells, spec)
     if not stated or not _said(cells):
         cells.assume(f"adapters of rank {rank} on {', '.join(on)}")
-    width, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sides = {"q": spec.dim + width, "k": spec.dim + keys, "v": spec.dim + keys, "o": spec.dim + width}
-    sides |= dict.fromkeys(("gate", "up", "down"), (spec.dim + spec.ffn_dim) * max(spec.num_experts, 1))
-    return min(rank * sum(sides[part] for part in on) * spec.num_layers / spec.num_params, 1.0)
+    return adapted_share(spec, rank, on)
 
 
-def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float) -> Adapters | None:
+def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, sharded: bool) -> Adapters | None:
     """Beside which products, and the bytes of their own copies; None: no adapters. `width`: bytes of an activation.
 
     PEFT's are fp32 beside frozen 16 bits since its version 0.12, and cast what they are fed, each for itself.
@@ -62,9 +78,18 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float) -> Adap
         on = ("qkv", *(part for part in on if part not in "qkv"))
     plain = stack in CORE or cells.has(_PLAIN)
     cast = plain and stack not in CORE and cells.year >= FP32 and not cells.has(r"torchtune|unsloth")
-    return Adapters(on=on, copies=width if cast else 0.0 if plain else width + 1)
+    base = base_of(cells)
+    by_library = base in ("nf4", "nf4-double", "int8") and not cells.has("torchtune|unsloth")
+    late = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
+    upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has("nothing cast")
+    copies = width if cast else 0.0 if plain else width + 1
+    return Adapters(on=on, copies=copies, base=base, keeps=by_library and cells.year < late, rest=4.0 * upcast)
 
 
+KEPT = 2024.55
+"""Year until which bitsandbytes' products keep their inputs (its version 0.43.2)."""
+_UPCASTS = r"prepare_model_for_kbit|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl"
+"""Words for what casts to fp32 all that is not packed: PEFT's `prepare_model_for_kbit_training`; not under FSDP."""
 FP32 = 2024.5
 """Year from which PEFT's adapters are in fp32 beside weights of 16 bits."""
 

@@ -106,6 +106,13 @@ def tables() -> str:
         "sit on queries and values where a row says nothing else (on every projection in axolotl, LLaMA-Factory, "
         "unsloth, ms-swift, xtuner). litgpt has one adapter for queries, keys and values, a head apart from the "
         "embedding, and keeps the log-softmax of every chunk of the loss.",
+        "Frozen weights below adapters (QLoRA) are packed where a row says so: `PACKED` below has their bytes and what "
+        "making one whole moves, for each pass and again where blocks are recomputed. Tables, norms and the head are "
+        "not; PEFT's `prepare_model_for_kbit_training` casts them to fp32, and the residual stream with them (TRL, "
+        "axolotl, Hugging Face's Trainer; not under FSDP). `load_in_4bit` packs no scales, QLoRA's recipes, torchtune "
+        "and unsloth do. Products of bitsandbytes kept their inputs until its version 0.43.2 (July 2024; litgpt stays "
+        "with 0.42), LLM.int8's still do, with a copy in 8 bits. PyTorch's own operators take GPTQ's weights apart "
+        "(auto-gptq), and autograd keeps the whole ones; Triton's kernels do not.",
         "From January 2026 TRL loads weights in fp32 where a row of adapters does not say otherwise (its pull "
         "request 4778): frozen weights under autocast are fp32, and their casts are there until the backward pass "
         "has used them. Of the models of `transformers`, BLOOM, MPT, CodeGen, GPT-J and GPT-Neo have no fused "
@@ -196,7 +203,7 @@ def formula_constants(modules: Sequence[str]) -> list[tuple[str, str, str, str]]
             if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
                 continue
             name, value = node.targets[0].id, ast.get_source_segment(text, node.value) or ""
-            if name.isupper() and _has_numbers(node.value) and len(value) < 250:
+            if name.isupper() and _has_numbers(node.value) and len(value) < 500:
                 found.append((module, f"`{name}`", f"`{' '.join(value.split())}`", _docstring(after)))
     return found
 

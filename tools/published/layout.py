@@ -202,7 +202,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         optimizer=optimizer_of(cells, spec, stack.name, precision),
         compute=compute,
         trained=trained,
-        adapters=adapters_of(cells, spec, stack.name, 4.0 if precision == "fp32" else 2.0),
+        adapters=adapters_of(cells, spec, stack.name, 4.0 if precision == "fp32" else 2.0, sharded=zero == 3),
     )
     plan = Plan(
         axes=axes,

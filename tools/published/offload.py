@@ -19,6 +19,9 @@ _KINDS = r"((cpu|optimizer|state|parameter|param|activation)s?[ _-])*offload(ing
 _OFF = rf"\b{_KINDS}( is| was)?[ =:]*(off|disabled|false|no(t|ne)?)\b|\b(no|not|without|w/o)( any)? {_KINDS}\b"
 """Says that nothing moves."""
 
+_ADDED = r"cumulative ablation step: (\+8-bit|q?lora)"
+"""Steps of torchtune's ablation behind the one that moves saved activations, which they have too."""
+
 
 def offloaded_layers(cells: Cells) -> int | None:
     """Layers whose activations wait on the host; None where the row counts none."""
@@ -41,6 +44,7 @@ def offload_of(cells: Cells, zero: int) -> Offload:
         notes,
     )
     saved = re.search(r"activations? (check ?point\w* )?(cpu )?offload", notes) is not None or layers is not None
+    saved = saved or cells.noted(_ADDED) is not None
     saved = (
         saved
         or re.fullmatch(r"(activations? )?(cpu )?offload(ing|ed)?", cells["activation_checkpoint"].lower()) is not None

@@ -68,8 +68,8 @@ OVERLAPPED_EXPERTS = 2026.4
 """Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
 DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
-CHUNKED = 2.5
-"""Bytes per logit of a loss in chunks: all in 16 bits, and a chunk in fp32."""
+CHUNKED = {False: 2.5, True: 2.0}
+"""Bytes per logit of a loss in chunks: all in 16 bits, and where it is not compiled a chunk in fp32."""
 KEPT = 4.5
 """Bytes per logit of litgpt's, whose chunks' log-softmax is kept in 16 bits too."""
 FUSED_LOSS = 6.0
@@ -121,13 +121,16 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
+    bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
+    if name == "deepspeed" and bucket:
+        stack = replace(stack, reduce_bucket=float(bucket.group(1)))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
         stack = replace(stack, offloads_weights=True)
     layers = offloaded_layers(cells)
     if layers is not None:
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
     if _chunks(cells):
-        stack = replace(stack, logit_bytes=KEPT if cells.has(r"lit-?gpt") else CHUNKED)
+        stack = replace(stack, logit_bytes=KEPT if cells.has(r"lit-?gpt") else CHUNKED[compiled is True])
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
     elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=0.5, fused=True)

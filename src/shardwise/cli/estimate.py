@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from shardwise.cli.adapted import AdaptersOption, BaseOption, refuse_traced
 from shardwise.cli.made_for import question_of
 from shardwise.cli.output import console, plan_json, print_json, show_likeness
 from shardwise.cli.plan import load_plan
@@ -57,6 +58,8 @@ def estimate(
     stack: StackOption = "",
     price: PriceOption = None,
     expert_imbalance: ImbalanceOption = None,
+    adapters: AdaptersOption = "",
+    base: BaseOption = "",
     traffic: Annotated[bool, typer.Option("--traffic", help="Show what a rank sends in a step.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the real step of a rank, without its values.")] = False,
     trace_on: TraceOnOption = "meta",
@@ -67,10 +70,12 @@ def estimate(
     parsed = load_plan(plan)
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
     more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
+    more |= {"adapters": adapters, "base": base}
     asked, name = question_of("estimate", plan, parsed, imbalance=expert_imbalance, **given, **more)
     parsed = as_asked(parsed, asked)
     found = asked.stack(name)
     memory, step = estimates(parsed, asked, found)
+    refuse_traced(asked, trace=trace, traffic=traffic)
     sent = sent_by(parsed, asked) if traffic else None
     if sent is not None and sent.note:
         asked = replace(asked, assumed=(*asked.assumed, sent.note))

@@ -7,6 +7,7 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
+from shardwise.cli.adapted import AdaptersOption, BaseOption
 from shardwise.cli.estimate import as_asked, estimates
 from shardwise.cli.made_for import load_made_for, question_of
 from shardwise.cli.output import console, plan_json, print_json, show_likeness
@@ -47,6 +48,8 @@ def explain(
     stack: StackOption = "",
     price: PriceOption = None,
     expert_imbalance: ImbalanceOption = None,
+    adapters: AdaptersOption = "",
+    base: BaseOption = "",
     trace_on: TraceOnOption = "meta",
     blocks: BlocksOption = "",
     json: JsonOption = False,
@@ -58,6 +61,7 @@ def explain(
     parsed = load_plan(plan)
     given = {"model": model, "cluster": cluster, "seq": seq, "global_batch": global_batch, "tokens": tokens}
     more = {"optimizer": optimizer, "stack": stack, "price": price, "trace_on": trace_on, "blocks": blocks}
+    more |= {"adapters": adapters, "base": base}
     asked, name = question_of("explain", plan, parsed, imbalance=expert_imbalance, **given, **more)
     parsed = as_asked(parsed, asked)
     found = asked.stack(name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from shardwise.cli.adapted import adapted
 from shardwise.cli.planning import Question, is_module, question
 from shardwise.cli.uneven import unevenly
 from shardwise.errors import ConfigError, UsageError
@@ -32,6 +33,8 @@ class MadeFor:
     goal: str = ""
     imbalance: float = 1.0
     price: float | None = None
+    adapters: str = ""
+    base: str = ""
     allow: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
 
@@ -76,7 +79,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         source: the plan's word: a file or a shorthand.
         plan: that plan.
         **given: `model`, `cluster`, `seq`, `global_batch`, `tokens`, `optimizer`, `stack`, `price`, `trace_on`,
-            `blocks`, `imbalance`.
+            `blocks`, `imbalance`, `adapters`, `base`.
 
     Raises:
         UsageError: neither says the model or the cluster; only the file names a module, which would be imported; or a
@@ -84,7 +87,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         ConfigError: a file that is gone, or that does not describe what it should.
     """
     made = load_made_for(source)
-    names = ("model", "cluster", "seq", "optimizer", "stack", "price")
+    names = ("model", "cluster", "seq", "optimizer", "stack", "price", "adapters", "base")
     taken = [name for name in names if given.get(name) in ("", None)]
     words = {name: getattr(made, name) if name in taken else given[name] for name in (*taken, *given)}
     for name in ("model", "cluster"):
@@ -104,6 +107,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         )  # fmt: skip
         asked = _as_applied(asked, plan)
         asked = unevenly(asked, given.get("imbalance") or (made.imbalance if asked.profile.experts else None))
+        asked = adapted(asked, words["adapters"], words["base"])
     except UsageError as error:
         if not said:
             raise

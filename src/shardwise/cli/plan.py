@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.adapted import AdaptersOption, BaseOption, adapted
 from shardwise.cli.made_for import made_for, save_plan
 from shardwise.cli.output import console, plan_json, print_json, show_likeness, waiting
 from shardwise.cli.planning import (
@@ -67,6 +68,8 @@ def plan(
     stack: StackOption = "",
     price: PriceOption = None,
     expert_imbalance: ImbalanceOption = None,
+    adapters: AdaptersOption = "",
+    base: BaseOption = "",
     front: Annotated[bool, typer.Option("--front", help="Also all plans that none beats in memory and time.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with pictures.")] = None,
     out: Annotated[Path, typer.Option(help="Where the plan is written.")] = Path("plan.toml"),
@@ -78,8 +81,8 @@ def plan(
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
     more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks}
-    asked = question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more)
-    asked = unevenly(asked, expert_imbalance)
+    asked = unevenly(question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more), expert_imbalance)
+    asked = adapted(asked, adapters, base)
     words = (words_of(allow), words_of(forbid))
     with waiting("searching for the best plan"):
         found = find_plan(
@@ -91,7 +94,8 @@ def plan(
     whole = complete(chosen.plan, asked)
     if found.best:
         _check(whole, asked, found.space.stack)
-        save_plan(whole, out, replace(made_for(model, cluster, asked, goal, words, stack), price=price))
+        made = made_for(model, cluster, asked, goal, words, stack)
+        save_plan(whole, out, replace(made, price=price, adapters=adapters, base=base))
     with waiting("searching for the front of memory against time"):
         points = found.front if front or html else None  # a search of its own
     if html:
@@ -104,8 +108,7 @@ def plan(
         files = {"written": str(out) if found.best else None, "html": str(html) if html else None}
         print_json({**search_json(found, whole, asked), **_more_json(found, points, advice), **files})
     else:
-        if not found.best:
-            _show_nothing_fits(console(), found, advice)
+        _show_nothing_fits(console(), found, advice)
         _show(found, whole, asked, out, points if front else None)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
@@ -176,7 +179,9 @@ def _show(found: Search, whole: Plan, asked: Question, path: Path, points: Seque
 
 
 def _show_nothing_fits(out: Console, found: Search, advice: Sequence[Advice]) -> None:
-    """What is missing, and each change that was found to help, with a plan that fits then."""
+    """Where nothing fits: what is missing, and each change that was found to help, with a plan that fits then."""
+    if found.best:
+        return
     cluster, least = found.space.cluster, found.nearest
     device, hosts = cluster.device, ""
     assert least is not None

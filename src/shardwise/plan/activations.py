@@ -14,7 +14,7 @@ from shardwise.plan.kernels import BYTES
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
-from shardwise.plan.workload import Adapters
+from shardwise.plan.workload import PACKED, Adapters
 
 PARTS = {
     "qkv": ("q", "k", "v", "qkv"),
@@ -69,7 +69,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         tp=tp,
         sequence=sequence,
         width=width,
-        residual=stack.residual_bytes or width,
+        residual=max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         attention=stack.attention,
         fused=stack.fused,
         keys=seq_len,
@@ -146,7 +146,9 @@ def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
     beside = sum(
         part in adapters.on for part in PARTS.get(op.name.removeprefix("shared-").removeprefix("experts-"), ())
     )
-    return op.ins * op.rows * beside * adapters.copies if adapters.copies else op.saves * width * (beside > 0)
+    own = PACKED[adapters.base].inputs if adapters.base else 0.0
+    shared = adapters.keeps or own > 0 or (beside > 0 and not adapters.copies)
+    return op.saves * width * shared + op.ins * op.rows * (own + beside * adapters.copies)
 
 
 def _saved_attention(op: Attention, how: Saving) -> float:

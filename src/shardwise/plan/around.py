@@ -12,6 +12,7 @@ from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division
 from shardwise.plan.engines import is_replicated
+from shardwise.plan.frozen import held_width
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, state_bytes, update_spike
@@ -69,7 +70,10 @@ def copied(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float
     pure = plan.precision == "bf16-pure"
     wide = 8.0 if plan.precision == "fp64" else 4.0
     trained = workload.trained * division.trained_share(stages)  # the rest has neither states nor masters
-    each = (2.0 + 4.0 * trained if pure else wide) + state_bytes(division, stages, stack) * wide / 4 * trained
+    weight = 2.0 + 4.0 * trained if pure else wide
+    if workload.trained < 1:  # frozen ones are written as they are
+        weight = held_width(division, stages, compute_width(plan))
+    each = weight + state_bytes(division, stages, stack) * wide / 4 * trained
     whole = sum(_params(division, stage) for stage in stages) - division.second_table(stages) * plan.axes.tp
     return whole * each / (plan.world // plan.axes.pp)
 

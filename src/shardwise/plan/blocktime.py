@@ -9,6 +9,7 @@ from math import ceil
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
+from shardwise.plan.frozen import whole_time
 from shardwise.plan.kernels import (
     ADAPTER_KERNELS,
     BYTES,
@@ -26,6 +27,7 @@ from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import apart
+from shardwise.plan.workload import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Setting:
     """Weights get no gradient (adapters on top of them do)."""
     gathers: bool = False
     """`fully_shard` holds the parameters."""
+    packed: Packed | None = None
+    """As what, where they are packed."""
     casts: bool = False
     """One process casts them, each by a kernel of its own."""
 
@@ -147,6 +151,9 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
         if setting.frozen and isinstance(op, Matmul) and op.name != "head":
             given = op.gives * batch * shape[1] / setting.axes.cp / (setting.axes.tp if op.split == "column" else 1)
             added = adapter_time(given, setting.cluster.device, setting.width, fused=setting.stack.fused)
+            if setting.packed:
+                added += whole_time(op, setting.axes, setting.packed, setting.cluster.device, setting.width)
+                kernels += setting.packed.kernels
             ahead, back = ahead + added, back + added
         forward += ahead
         if isinstance(op, Matmul) and op.trained and not setting.frozen:

@@ -17,6 +17,7 @@ from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works, stage_c
 from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
+from shardwise.plan.frozen import gather_copied, gathered_share
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.loading import loading_time
 from shardwise.plan.memory import states_of
@@ -24,12 +25,13 @@ from shardwise.plan.plan import V_SHAPED, ZERO_BUBBLE, Axes, Plan, Schedule, Zer
 from shardwise.plan.rows_pipeline import micro_batches_fit
 from shardwise.plan.timing import STRAGGLERS, fixed_time, loss_time, schedule_time
 from shardwise.plan.updating import (
-    HOST_UPDATE,
     OWN,
     RULES,
+    host_rate,
     is_muon,
     matrices,
     newton_schulz_time,
+    offloaded_bytes,
     rule_time,
     state_bytes,
     update_bytes,
@@ -121,7 +123,7 @@ class Bounds(SizeBounds):
         key = (pipe.core.world, count, pipe.offloaded)
         if key not in self._updates:
             dense, experts = (params / pipe.core.world for params in self._params)
-            self._updates[key] = self._update_of(dense, experts, count, offloaded=pipe.offloaded)
+            self._updates[key] = self._update_of(dense, experts, pipe, count)
         return self._updates[key]
 
     @cached_property
@@ -212,7 +214,7 @@ class Bounds(SizeBounds):
     def plan_time(self, flow: Flow, spread: Spread, family: tuple[float, float, float] | None = None) -> float:
         """With what data axes send and compute cannot hide, and the update; `family`: the `flow_time`."""
         (seconds, forward, backward), pipe = family or self.flow_time(flow), flow.pipe
-        seconds += self._update_of(*self._owned(spread), pipe.micro_batches, offloaded=pipe.offloaded)
+        seconds += self._update_of(*self._owned(spread), pipe, pipe.micro_batches)
         seconds += self._exposed(flow, spread.zero, self._sent(spread), (forward, backward)) + self._rule(flow, spread)
         seconds += self._copied(pipe, spread.zero, spread.dp_shard)
         return max(seconds * self.stragglers, self._loading(pipe.core, pipe.data))
@@ -233,10 +235,10 @@ class Bounds(SizeBounds):
 
     def _copied(self, pipe: Pipe, zero: Zero, shards: int) -> float:
         """Seconds in which an average rank without a peer copies what `fully_shard` gathers, if so many shard it."""
-        core, device, stack = pipe.core, self.space.cluster.device, self.space.stack
-        moved = stack.gather_copies
+        core, device, work = pipe.core, self.space.cluster.device, self.space.workload
+        moved = gather_copied(work, self.space.stack, core.width)
         if core.world == 1 and not zero:  # or casts
-            moved = min(moved, stack.cast_copies * pipe.micro_batches)
+            moved = min(moved, self.space.stack.cast_copies * pipe.micro_batches * work.trained)
         if (zero and shards * core.cp > 1) or not (zero or core.precision in GATHERED):
             return 0.0
         return moved * sum(self._local(pipe)) / (device.bandwidth * device.stream)
@@ -255,14 +257,14 @@ class Bounds(SizeBounds):
             self._groups[key] = 1 + max(sum(end - start for start, end in stages) for stages in held)
         return self._groups[key]
 
-    def _update_of(self, dense: float, experts: float, count: int, *, offloaded: bool) -> float:
+    def _update_of(self, dense: float, experts: float, pipe: Pipe, count: int) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
         cluster, work, stack = self.space.cluster, self.space.workload, self.space.stack
         each, every = (update_bytes(state, stack) for state in self._state_bytes)
         traffic = (dense * each + experts * every) * work.trained * self.space.profile.trained
-        if offloaded:
-            sent = (dense + experts) * 12 * count * (1 - stack.overlap_data)
-            return (traffic / HOST_UPDATE + sent) / cluster.host_bandwidth
+        if pipe.offloaded:
+            sent = (dense + experts) * offloaded_bytes(work) * count * (1 - stack.overlap_data)
+            return traffic / host_rate(cluster, pipe.core.world) + sent / cluster.host_bandwidth
         return traffic / (cluster.device.bandwidth * cluster.device.stream)
 
     def _work(self, flow: Flow) -> Work:
@@ -353,10 +355,11 @@ class Bounds(SizeBounds):
             (dense, experts), shards = self._local(pipe), core.cp * spread.dp_shard if spread.zero else 1
             ends, blocks = min(dense, (profile.embedding + profile.head.params) / core.tp), self._blocks_of(pipe.pp)
             apart = experts if core.ep > 1 else 0.0
+            packed = gathered_share(profile, self.space.workload.packed, core.width)  # and of ends, at least
             parts = (
-                Part("data", dense - ends + experts - apart, max(blocks, 1), 1, shards),
-                Part("data", ends, 1, 1, shards, True),
-                Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep)),
+                Part("data", dense - ends + experts - apart, max(blocks, 1), 1, shards, packed=packed),
+                Part("data", ends, 1, 1, shards, True, packed),
+                Part("expert_data", apart, 1, 1, max(1, shards * core.tp // core.ep), packed=packed),
             )
             self._sends[key] = sends_of(
                 Wire(plan, self.space.stack, self.space.cluster, parts, self.space.workload.trained)

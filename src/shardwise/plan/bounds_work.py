@@ -77,7 +77,7 @@ def work_of(
         space.workload.trained < 1,
         core.precision in GATHERED and core.world > 1,
     )
-    setting = Setting(space.cluster, stack, core.axes, *seen)
+    setting = Setting(space.cluster, stack, core.axes, *seen, packed=space.workload.packed)
     shape = (core.samples, space.workload.seq_len)
     factor = factor_of(space.workload, core.ep)
     times = {id(block): block_time(busiest_block(block, factor), shape, setting) for block, _ in blocks}

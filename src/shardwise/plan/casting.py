@@ -11,8 +11,11 @@ from shardwise.plan.stages import Stage
 def cast_whole(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes of cast weights that backward passes need: all but tables, and but recomputed blocks' own.
 
-    Compiled code keeps those of recomputed blocks too, which it casts outside of what it recomputes.
+    Compiled code keeps those of recomputed blocks too, which it casts outside of what it recomputes. Frozen weights
+    below adapters are in the compute type.
     """
+    if division.workload.trained < 1:
+        return 0.0
     width = compute_width(division.plan)
     table = 0.0 if division.profile.tied else division.embedding_table
     if stack.fused:
@@ -25,6 +28,8 @@ def cast_whole(division: Division, stages: tuple[Stage, ...], stack: Stack) -> f
 
 def cast_last(division: Division, stages: tuple[Stage, ...]) -> float:
     """Bytes of them when all gradients are there: those of one block, and of a tied table the gradient."""
+    if division.workload.trained < 1:
+        return 0.0
     sizes = (division.dense(block) + division.filled(block) for stage in stages for block in stage.blocks)
     table = division.embedding_table if division.profile.tied else 0.0
     return (max(sizes, default=0.0) + table) * compute_width(division.plan)

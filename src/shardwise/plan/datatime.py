@@ -11,6 +11,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division
 from shardwise.plan.engines import is_replicated, uses_fully_shard
+from shardwise.plan.frozen import gathered_share
 from shardwise.plan.links import group_of, messages_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import reductions_of
@@ -33,6 +34,8 @@ class Part(NamedTuple):
     """Ranks that share the optimizer state."""
     outside: bool = False
     """Embedding and head: gathered once for both passes."""
+    packed: float = 1.0
+    """Bytes that they are gathered in, over those of the compute type: see `frozen.gathered_share`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Wire:
             group = group_of(plan.axes, part.axis)
             if again and type(dial) is int:
                 group = replace(group, size=min(dial, group.size))
-            size = part.params * width * share
+            size = part.params * width * share * (part.packed if kind == "all_gather" else 1.0)
             seconds += messages_time(kind, size, self._count(part), group, self.cluster, network)
         return seconds
 
@@ -107,12 +110,13 @@ def wire_of(division: Division, stages: tuple[Stage, ...], cluster: Cluster, sta
     products = sum(len(tuple(block.matmuls)) * count for block, count in counts)
     blocks, routed = sum(count for _, count in counts), sum(count for block, count in counts if block.expert_params)
     apart = division.plan.axes.ep > 1
+    packed = gathered_share(division.profile, division.workload.packed, compute_width(division.plan))
     parts = [
-        Part("data", inner if apart else inner + experts, blocks, products, division.shards),
+        Part("data", inner if apart else inner + experts, blocks, products, division.shards, packed=packed),
         Part("data", ends, sum(stage.first or stage.last for stage in stages), 2, division.shards, outside=True),
     ]
     if apart:
-        parts.append(Part("expert_data", experts, routed, routed, division.expert_shards))
+        parts.append(Part("expert_data", experts, routed, routed, division.expert_shards, packed=packed))
     parts = [part for part in parts if part.params > 0 and part.groups]
     return Wire(division.plan, stack, cluster, parts, division.workload.trained)
 

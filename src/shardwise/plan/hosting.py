@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardwise.hardware.cluster import GIB, Cluster
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.updating import HOST_UPDATE
+from shardwise.plan.updating import host_rate
 
 ASSUMED_HOST = 256 * GIB
 """Host memory per device where the cluster does not say."""
@@ -42,6 +42,6 @@ def host_lack(memory: Memory, plan: Plan, cluster: Cluster) -> str:
 
 def assumed_of(plan: Plan, cluster: Cluster) -> list[str]:
     """What is assumed of hosts that update states, in words."""
-    rate = cluster.host_bandwidth * HOST_UPDATE / 1e9
-    share = f"{rate:.0f} GB/s, {HOST_UPDATE:.0%} of a device's link to its host"
+    rate = host_rate(cluster, plan.world)
+    share = f"{rate / 1e9:.0f} GB/s, {rate / cluster.host_bandwidth:.0%} of a device's link to its host"
     return [f"offloaded states are updated at {share}"] if plan.offload.state else []

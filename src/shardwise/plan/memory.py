@@ -26,6 +26,7 @@ from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
+from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_whole, whole_again
 from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
@@ -218,7 +219,8 @@ def _rank_memory(
     loss = {**held, "activations": _activations(division, rank, stages, stack), "logits": 0.0}
     if any(stage.last for stage in stages):
         loss["logits"] = _logits(division, stack)
-    backward = {**held, "gradients": gradients, "activations": block, "working": _working(division, stages, stack)}
+    working = _working(division, stages, stack) + whole_again(division, stages)
+    backward = {**held, "gradients": gradients, "activations": block, "working": working}
     if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
         backward["activations"] = loss["activations"]
@@ -267,18 +269,18 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
+    flat = 2 * stack.reduce_bucket * width * (0 < plan.zero < 3)
     state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
     if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
-        trained, cast = whole * workload.trained, stack.name not in OWN and not stack.master
-        held = width if not cast or plan.precision == "bf16-pure" else max(width, 4.0)
-        return {"weights": kept * held, "gradients": trained * 4, "optimizer": trained * (state + 4)}
+        held = held_width(division, stages, held_unpacked(plan, stack))
+        summed, updated = ((owned if plan.zero >= zero else whole) * workload.trained for zero in (2, 1))
+        return {"weights": kept * held, "gradients": summed * 4, "optimizer": updated * (state + 4), "buckets": flat}
     share = 1.0 if stack.eager else division.profile.trained  # `eager_rank` knows it of each rank
     sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
-    summed, updated = summed * share, stepped * share
-    low, pure = width < 4, plan.precision == "bf16-pure"
+    summed, updated, low, pure = summed * share, stepped * share, width < 4, plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
         states = {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
-        return {**states, "buckets": summed * width * sent}
+        return {**states, "buckets": summed * width * sent + flat}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0
@@ -289,7 +291,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         "gradients": summed * (stack.grad_bytes if low else width)
         + (whole * share * width if low and _spares(plan, stack) else 0.0),
         "optimizer": updated * state,
-        "buckets": summed * 4.0 * sent,
+        "buckets": summed * 4.0 * sent + flat,
     }
 
 
@@ -314,8 +316,10 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     """
     plan = division.plan
     apart = sum(division.dense(block) for stage in stages for block in stage.blocks if block.apart)
-    width = compute_width(plan)
+    width, packed = compute_width(plan), division.workload.packed
     sharded = plan.zero > 0 and (plan.zero == 3 or stack.keeps_shards) and division.shards > 1
+    if packed and not sharded:
+        return kept_whole(division, stages) + cast_head(division, stages, stack)
     if plan.zero < 3 and not sharded and (stack.master or plan.precision == "bf16-pure"):
         return 0.0  # the weights are in the compute dtype as they are
     if casts_weights(plan) and stack.name in OWN:
@@ -325,13 +329,17 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         if division.workload.trained < 1 and not gathered and plan.recompute.mode == "blocks":
             blocks = (division.dense(block) for stage in stages for block, _ in stage.counts)
             return max(blocks, default=0.0) * width if width < 4 else 0.0  # autocast keeps no casts of frozen weights
-        return (division.whole(stages) + apart * gathered) * width if width < 4 or gathered else 0.0
+        held = held_width(division, stages, width)  # packed weights are gathered so
+        return (division.whole(stages) + apart * gathered) * held if width < 4 or gathered else 0.0
     counts = [(division.dense(block) + division.filled(block), n) for stage in stages for block, n in stage.counts]
     most, every = max((size for size, _ in counts), default=0.0), sum(size * n for size, n in counts)
     ends = division.embedding * any(stage.first for stage in stages)
-    ends = max(ends, division.dense(division.profile.head) * any(stage.last for stage in stages))
+    head = division.dense(division.profile.head) * any(stage.last for stage in stages)
+    ends = ends + head * (not division.profile.tied) if stack.one_root else max(ends, head)
     gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
-    return (max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart) + ends) * width
+    inside = max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart)
+    share = gathered_share(division.profile, packed, width)
+    return (inside * share + ends) * width + kept_whole(division, stages)
 
 
 def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:

@@ -211,7 +211,8 @@ class Space:
         key = (core.tp, core.cp > 1, core.sequence, core.precision, core.float8)
         if key not in self._savings:
             plan = Plan(axes=Axes(tp=core.tp), precision=core.precision, tensor=Tensor(sequence=core.sequence))
-            self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len)
+            adapters = self.workload.adapters
+            self._savings[key] = saving_of(plan, self.stack_for(core), self.workload.seq_len, adapters=adapters)
         return self._savings[key]
 
     # ------------------------------------------------------------ step 1: cores

@@ -74,6 +74,9 @@ class Stack:
     """Gradients are set to zero between steps, not to None: they are there in every forward pass."""
     copies_grads: bool = False
     """Data ranks of whole parameters reduce buckets that are copies of the gradients (DDP)."""
+    reduce_bucket: float = 0.0
+    """Elements of each of the two flat buffers that gradients are reduced from below zero 3 (DeepSpeed's
+    `reduce_bucket_size` with `overlap_comm`); 0: as many as `hidden_size` squared, which is nothing."""
     widens_grads: bool = False
     """The update works on a copy of a rank's share of the gradients in fp32."""
     fused_optimizer: bool = True
@@ -94,6 +97,8 @@ class Stack:
     gathers_ahead: bool = False
     """zero 3: nothing holds back the host, whose gathers of all blocks are on their way at once (FSDP1 before
     `limit_all_gathers`)."""
+    one_root: bool = False
+    """zero 3: what is outside of blocks is gathered together, in the flat parameter of FSDP1's root."""
     offloads_weights: bool = True
     """Offloaded states include the shards of the weights; False: those stay on the device."""
     offloads_grads: bool = True

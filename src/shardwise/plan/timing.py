@@ -14,6 +14,7 @@ from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.division import Division, divide
 from shardwise.plan.engines import casts_weights
+from shardwise.plan.frozen import gather_copied
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.kernels import pointwise_time
 from shardwise.plan.links import collective_time, group_of
@@ -195,10 +196,11 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     """What a rank with these stages does for a micro-batch."""
     plan = division.plan
     frozen = division.workload.trained < 1
-    held, casts = is_gathered(plan), casts_weights(plan)
+    held, casts = is_gathered(plan), casts_weights(plan) and not frozen
     setting = Setting(
-        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held, casts
-    )
+        cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held,
+        division.workload.packed, casts,
+    )  # fmt: skip
     shape = (division.micro_batch, division.workload.seq_len)
     forward, backward, weight = [], [], []
     sums = dict.fromkeys(("compute", "recompute", "tensor", "context", "expert", "hidden"), 0.0)
@@ -302,9 +304,9 @@ def _copies(division: Division, cluster: Cluster, stack: Stack, params: float) -
     """Seconds in which a device alone copies what `fully_shard` gathers from it and reduces on it, or casts weights."""
     plan, moved = division.plan, 0.0
     if casts_weights(plan):
-        moved = stack.cast_copies * plan.batch.micro_batches
+        moved = stack.cast_copies * plan.batch.micro_batches * division.workload.trained
     elif is_gathered(plan) and division.shards == 1:
-        moved = stack.gather_copies
+        moved = gather_copied(division.workload, stack, compute_width(plan))
     return moved * params / (cluster.device.bandwidth * cluster.device.stream)
 
 

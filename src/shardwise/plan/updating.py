@@ -25,6 +25,9 @@ from shardwise.plan.workload import STATE_BYTES, Workload
 
 HOST_UPDATE = 0.6
 """Share of a device's link to the host at which the host's cores update its states: all ranks share that memory."""
+HOST_ALONE = 2.0
+"""Times that rate for a rank that has its host's cores for itself (fairseq's 13 billion offloaded parameters on V100:
+an update takes 29 s alone, and an eighth of it 17 s among eight)."""
 OWN = ("shardwise", "shardwise-cpu")
 """Stacks whose checkpoints and optimizers are this library's: how others save, load and orthogonalize is not known."""
 NOT_ORTHOGONAL = ("embed", "positions", "head")
@@ -141,6 +144,17 @@ def update_bytes(state: float, stack: Stack) -> float:
     return 2 * state + 16 + 8 * stack.scales_grads
 
 
+def host_rate(cluster: Cluster, world: int) -> float:
+    """Bytes per second at which a host updates the states of one of its ranks."""
+    alone = min(cluster.per_node, world) == 1
+    return cluster.host_bandwidth * HOST_UPDATE * (HOST_ALONE if alone else 1.0)
+
+
+def offloaded_bytes(workload: Workload) -> float:
+    """Bytes per parameter that a micro-batch moves where its state is on the host: weights for each pass, gradients."""
+    return 2 * (workload.packed.width if workload.packed else 4) + 4 * workload.trained
+
+
 def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str, float]:
     """Seconds of the optimizer by term, on the rank that takes longest.
 
@@ -156,8 +170,8 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     moved = max(each) * trained
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:
-        terms["optimizer"] = moved / (cluster.host_bandwidth * HOST_UPDATE)
-        sent = owned * (2 * 4 + 4) * plan.batch.micro_batches
+        terms["optimizer"] = moved / host_rate(cluster, plan.world)
+        sent = owned * offloaded_bytes(division.workload) * plan.batch.micro_batches
         terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
     if stack.name in OWN:
         terms["muon"], terms["update-sends"] = rule_time(division, cluster, stack)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.findings import nearest
@@ -22,6 +23,34 @@ STATE_BYTES = {
 """Bytes of optimizer state per parameter, without a master copy. adamw: two moments in fp32; 8-bit: with one fp32 scale
 per block of 256; lamb: as adamw; adafactor: a row and a column per matrix."""
 
+
+class Packed(NamedTuple):
+    """Frozen weights in few bits: what one takes, and what making it whole for each of its products does."""
+
+    width: float
+    """Bytes per weight, with its scales."""
+    moved: float
+    """Bytes per weight that its kernels read and write, but for the whole one that they give."""
+    kernels: int
+    stays: bool = False
+    """Autograd keeps the whole weight for the backward pass; else it is made again."""
+    inputs: float = 0.0
+    """Bytes per element in which a product keeps its input for itself, beside the input; 0: it keeps none."""
+
+
+PACKED = {
+    "nf4": Packed(0.5 + 4 / 64, 0.5 + 4 / 64, 1),
+    "nf4-double": Packed(0.5 + 1 / 64 + 4 / (64 * 256), 0.5 + 10 / 64, 3),
+    "int4": Packed(0.5 + 2.5 / 128, 0.5 + 2.5 / 128, 1),
+    "gptq": Packed(0.5 + 2.5 / 128, 14.5, 5, stays=True),
+    "gptq-int8": Packed(1.0 + 3 / 128, 19.0, 5, stays=True),
+    "int8": Packed(1.0, 1.0, 2, inputs=1.0),
+}
+"""nf4: 4 bits, and a scale in fp32 per 64; double: that in 8 bits, and one per 256 of them (arXiv:2305.14314, section
+3); int4: integers with a scale in fp16 and a zero per 128 (arXiv:2210.17323), by one kernel; gptq: the same by
+PyTorch's own operators (auto-gptq): shifts in 32 bits, cast to 8 or 16, masked, less their zeros, times their scales;
+int8: a scale per row, and a copy of the input in 8 bits (arXiv:2208.07339)."""
+
 COMPUTE = ("", "fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 
 
@@ -37,6 +66,17 @@ class Adapters:
     copies: float = 0.0
     """Bytes per element of its input that each keeps for itself: what dropout makes of it, and the mask; 0: it keeps
     the input as it is, as others do that read it."""
+    base: str = ""
+    """What the frozen products' weights are packed as, a key of `PACKED`; empty: they are as the plan has them."""
+    keeps: bool = False
+    """A packed product keeps its input, which it has no need of (bitsandbytes before 0.43.2, of July 2024)."""
+    rest: float = 0.0
+    """Bytes of a frozen weight that is not packed, and so of the residual stream: tables, norms, the head; 0: as the
+    plan has them. PEFT's `prepare_model_for_kbit_training` casts them to fp32."""
+
+    def __post_init__(self) -> None:
+        if self.base and self.base not in PACKED:
+            raise ConfigError(f"adapters: base: found {self.base!r}; {nearest(self.base, list(PACKED))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +115,11 @@ class Workload:
             if not number <= getattr(self, name) < inf:
                 found = getattr(self, name)
                 raise ConfigError(f"workload: {name}: found {found}, needed at least {number}, and a finite number")
+
+    @property
+    def packed(self) -> Packed | None:
+        """How frozen weights are packed; None: they are not."""
+        return PACKED[self.adapters.base] if self.adapters and self.adapters.base else None
 
     @property
     def tokens(self) -> int:

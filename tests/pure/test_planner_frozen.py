@@ -1,0 +1,157 @@
+"""Frozen weights in 4 and 8 bits below adapters: what they take and what each use costs, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.hardware.cluster import load_cluster
+from shardwise.model.profile import profile_of
+from shardwise.model.spec import preset
+from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.frozen import adapted_share, packed_share
+from shardwise.plan.kernels import TAIL
+from shardwise.plan.memory import Memory, estimate_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.stack import load_stack
+from shardwise.plan.timing import StepTime, estimate_time
+from shardwise.plan.updating import offloaded_bytes
+from shardwise.plan.workload import PACKED, Adapters, Workload
+from tests.pure.test_planner_memory import LLAMA
+
+EAGER, FSDP1 = load_stack("eager"), load_stack("fsdp1")
+SPEC = preset("llama-8b")
+EIGHT = profile_of(SPEC)
+INSIDE = sum(op.params for op in EIGHT.blocks[0].matmuls) * 32
+"""Weights of products, but for the head's."""
+LARGEST = 4096 * 14336
+ALONE = "bf16-pure / recompute=blocks"
+
+
+def _work(base: str = "", keeps: bool = False, rest: float = 0.0) -> Workload:
+    adapters = Adapters(on=("q", "v"), base=base, keeps=keeps, rest=rest)
+    return Workload(seq_len=2048, global_batch=8, trained=0.001, adapters=adapters)
+
+
+def _memory(work: Workload, plan: str = ALONE) -> Memory:
+    stack = EAGER if plan == ALONE else FSDP1
+    return estimate_memory(EIGHT, Plan.parse(plan), work, stack=stack)
+
+
+def _time(work: Workload, plan: str = ALONE, where: str = "a100-80g:1") -> StepTime:
+    return estimate_time(EIGHT, load_cluster(where), Plan.parse(plan), work, stack=EAGER if plan == ALONE else FSDP1)
+
+
+@pytest.mark.parametrize("base", list(PACKED))
+def test_packed_weights_are_those_of_products_and_the_rest_is_as_the_plan_has_it(base: str) -> None:
+    weights = _memory(_work(base)).worst.terms["weights"]
+    assert weights == pytest.approx(INSIDE * PACKED[base].width + (SPEC.num_params - INSIDE) * 2)
+    assert packed_share(EIGHT.blocks[0]) == pytest.approx(1 - 2 * 4096 / EIGHT.blocks[0].params)
+
+
+def test_bits_per_weight_are_those_of_the_paper() -> None:
+    """arXiv:2305.14314, section 3: quantization constants take 0.5 bits per weight, packed in turn 0.127."""
+    assert 8 * PACKED["nf4"].width == 4.5 and 8 * PACKED["nf4-double"].width == pytest.approx(4.127, abs=1e-3)
+
+
+def test_what_is_not_packed_may_be_in_fp32_and_so_is_the_stream() -> None:
+    wide, usual = (_memory(_work("nf4", rest=rest)).worst.terms for rest in (4.0, 0.0))
+    assert wide["weights"] - usual["weights"] == pytest.approx((SPEC.num_params - INSIDE) * 2)
+    assert wide["gathered"] == EIGHT.head.params * 2, "autocast casts the head"
+    streams = [
+        saving_of(Plan.parse(ALONE), EAGER, 2048, adapters=_work("nf4", rest=rest).adapters) for rest in (4.0, 0)
+    ]
+    assert [how.residual for how in streams] == [4.0, 2.0]
+
+
+def test_a_weight_is_whole_for_a_moment_in_the_backward_pass() -> None:
+    plan = Plan.parse("bf16-pure")
+    backward = {
+        base: estimate_memory(EIGHT, plan, _work(base), stack=EAGER).peaks["backward"] for base in ("", "nf4", "gptq")
+    }
+    saved = (2 - PACKED["nf4"].width) * INSIDE
+    assert backward[""] - backward["nf4"] == pytest.approx(saved - LARGEST * 2)
+    whole = INSIDE * 2  # autograd keeps them all, and those of the block at work are among them
+    packed = (2 - PACKED["gptq"].width) * INSIDE
+    assert backward[""] - backward["gptq"] == pytest.approx(packed - whole - INSIDE / 32 * 2)
+    again = estimate_memory(EIGHT, Plan.parse(ALONE), _work("gptq"), stack=EAGER)
+    assert "gathered" not in again.worst.terms, "recomputed blocks keep none"
+
+
+def test_shards_are_packed_and_gathered_so() -> None:
+    plan = "fsdp8 / bf16-pure / recompute=blocks"
+    packed, plain = (_memory(_work(base), plan).worst.terms for base in ("nf4", ""))
+    block = EIGHT.blocks[0].params
+    ends = EIGHT.embedding + EIGHT.head.params
+    assert plain["gathered"] == pytest.approx((2 * block + ends) * 2)
+    share = packed_share(EIGHT.blocks[0])
+    each = share * PACKED["nf4"].width + (1 - share) * 2
+    assert packed["gathered"] == pytest.approx(2 * block * each + ends * 2)
+    kept = estimate_memory(EIGHT, Plan.parse("fsdp8 zero2 / bf16"), _work("nf4"), stack=load_stack("shardwise"))
+    assert kept.worst.terms["gathered"] == pytest.approx(INSIDE * PACKED["nf4"].width + (SPEC.num_params - INSIDE) * 2)
+
+
+def test_ranks_share_the_states_of_adapters() -> None:
+    sharded, alone = (_memory(_work("nf4"), plan).worst.terms for plan in ("fsdp8 / bf16-pure", "dp8 / bf16-pure"))
+    for name in ("optimizer", "gradients"):
+        assert alone.get(name, 0.0) == pytest.approx(8 * sharded.get(name, 0.0))
+
+
+def test_each_use_moves_the_packed_weight_and_the_whole_one() -> None:
+    """Forward, again where blocks are recomputed, and for the gradients of inputs."""
+    plain, packed = (_time(_work(base)) for base in ("", "nf4"))
+    device = load_cluster("a100-80g:1").device
+    once = INSIDE * (PACKED["nf4"].moved + 2) / (device.bandwidth * device.stream) + 4 * 32 * TAIL
+    assert packed.terms["recompute"] - plain.terms["recompute"] == pytest.approx(once, rel=1e-6)
+    assert packed.terms["compute"] - plain.terms["compute"] == pytest.approx(2 * once, rel=1e-6)
+    assert packed.flops == plain.flops
+
+
+def test_fewer_bytes_are_gathered_and_moved_to_the_host() -> None:
+    plan, where = "fsdp8 / bf16-pure / recompute=blocks", "a100-80g:2x4"
+    sent = [
+        time.terms["data"] + time.hidden["data"] for time in (_time(_work(base), plan, where) for base in ("", "nf4"))
+    ]
+    assert 0.3 < sent[1] / sent[0] < 0.5
+    assert offloaded_bytes(Workload(seq_len=1, global_batch=1)) == 12
+    assert offloaded_bytes(_work("nf4")) == pytest.approx(2 * 0.5625 + 0.004)
+
+
+@pytest.mark.parametrize(
+    ("base", "keeps", "kept"),
+    [
+        ("nf4", False, 2 * 64),  # what the adapters of q and v share
+        ("nf4", True, 2 * (64 + 64 + 192)),  # every product's input, but for what attention keeps anyway
+        ("int8", False, 2 * (64 + 64 + 192) + 64 + 64 + 64 + 192),  # and beside it a copy in 8 bits
+    ],
+)
+def test_inputs_that_packed_products_keep(base: str, keeps: bool, kept: int) -> None:
+    block, plan = profile_of(LLAMA).blocks[0], Plan.parse("bf16-pure")
+    none = saved_bytes(block, saving_of(plan, EAGER, 128, adapters=Adapters(on=())))
+    some = Adapters(on=("q", "v"), base=base, keeps=keeps)
+    assert saved_bytes(block, saving_of(plan, EAGER, 128, adapters=some)) - none == kept
+
+
+def test_a_device_alone_copies_frozen_weights_as_they_are_and_casts_none() -> None:
+    """Into the buffer, in the place of the collective, and out: six times; a step casts what is trained alone."""
+    one, device = load_cluster("a100-80g:1"), load_cluster("a100-80g:1").device
+    rate = device.bandwidth * device.stream
+    for plan, base, moved in (
+        ("dp1 zero1 / bf16", "nf4", 6 * PACKED["nf4"].width),
+        ("dp1 zero1 / bf16", "", 6 * 2),
+        ("dp1 / bf16", "nf4", 24 * 0.001),
+    ):
+        copies = estimate_time(EIGHT, one, Plan.parse(plan), _work(base)).terms["copies"]
+        assert copies == pytest.approx(moved * SPEC.num_params / rate), plan
+
+
+def test_an_unknown_base_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adapters: base: found 'nf5'.*nf4"):
+        Adapters(on=(), base="nf5")
+
+
+def test_parameters_of_adapters() -> None:
+    """On queries, keys, values and the output: rank times both sides of each."""
+    sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096
+    assert adapted_share(SPEC, 8, ("q", "k", "v", "o")) == pytest.approx(8 * 32 * sides / SPEC.num_params)
+    assert adapted_share(SPEC, 8, ("qkv",)) == pytest.approx(8 * 32 * (4096 + 6144) / SPEC.num_params)
