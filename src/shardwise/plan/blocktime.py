@@ -45,7 +45,7 @@ class Setting:
     gathers: bool = False
     """`fully_shard` holds the parameters."""
     packed: Packed | None = None
-    """As what, where they are packed."""
+    """How frozen weights are packed; None: they are not."""
     casts: bool = False
     """One process casts them, each by a kernel of its own."""
 
@@ -151,10 +151,11 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
         if setting.frozen and isinstance(op, Matmul) and op.name != "head":
             given = op.gives * batch * shape[1] / setting.axes.cp / (setting.axes.tp if op.split == "column" else 1)
             added = adapter_time(given, setting.cluster.device, setting.width, fused=setting.stack.fused)
-            if setting.packed:
-                added += whole_time(op, setting.axes, setting.packed, setting.cluster.device, setting.width)
-                kernels += setting.packed.kernels
             ahead, back = ahead + added, back + added
+            if setting.packed:
+                whole = whole_time(op, setting.axes, setting.packed, setting.cluster.device, setting.width)
+                ahead, back = ahead + whole, back + whole * (not setting.packed.stays)
+                kernels += setting.packed.kernels
         forward += ahead
         if isinstance(op, Matmul) and op.trained and not setting.frozen:
             weight += back / 2

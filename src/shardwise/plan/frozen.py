@@ -44,8 +44,7 @@ def held_width(division: Division, stages: tuple[Stage, ...], width: float) -> f
     packed, adapters = division.workload.packed, division.workload.adapters
     if packed is None or adapters is None:
         return width
-    counts = [each for stage in stages for each in stage.counts]
-    inside = sum((division.dense(b) + division.experts(b)) * packed_share(b) * n for b, n in counts)
+    inside = sum(_weights(division, block) * n for stage in stages for block, n in stage.counts)
     share = inside / division.whole(stages)
     return share * packed.width + (1 - share) * (adapters.rest or width)
 
@@ -61,15 +60,16 @@ def gathered_share(profile: Profile, packed: Packed | None, width: float) -> flo
 
 
 def whole_again(division: Division, stages: tuple[Stage, ...]) -> float:
-    """Bytes of what is made whole for a backward pass: a product's weight, or a block's where autograd keeps them."""
-    packed, blocks = division.workload.packed, {block for stage in stages for block, _ in stage.counts}
-    if packed is None or not blocks:
+    """Bytes of what is made whole in a backward pass: a product's weight, or a recomputed block's, kept by autograd."""
+    packed, plan = division.workload.packed, division.plan
+    if packed is None:
         return 0.0
+    counts = [each for stage in stages for each in recomputed_in(stage, plan)]
     if packed.stays:
-        most = max(packed_share(block) * (division.dense(block) + division.experts(block)) for block in blocks)
+        sizes = [_weights(division, block) for block, _, again in counts if again]
     else:
-        most = max(_largest(block, division.plan.axes.tp) for block in blocks)
-    return most * compute_width(division.plan)
+        sizes = [_largest(block, plan.axes.tp) for block, *_ in counts]
+    return max(sizes, default=0.0) * compute_width(plan)
 
 
 def kept_whole(division: Division, stages: tuple[Stage, ...]) -> float:
@@ -78,8 +78,12 @@ def kept_whole(division: Division, stages: tuple[Stage, ...]) -> float:
     if packed is None or not packed.stays:
         return 0.0
     counts = [each for stage in stages for each in recomputed_in(stage, plan)]
-    sizes = (packed_share(b) * (division.dense(b) + division.experts(b)) * (n - again) for b, n, again in counts)
-    return sum(sizes) * compute_width(plan)
+    return sum(_weights(division, block) * (n - again) for block, n, again in counts) * compute_width(plan)
+
+
+def _weights(division: Division, block: Block) -> float:
+    """Weights of a block's products on a rank."""
+    return packed_share(block) * (division.dense(block) + division.experts(block))
 
 
 @lru_cache(maxsize=4096)
