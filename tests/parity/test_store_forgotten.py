@@ -120,3 +120,17 @@ def test_a_buffer_that_no_checkpoint_has_and_steps_change_is_said_once(world: Wo
     assert "numbers in attributes of modules that steps change: layers.2.calls, layers.3.calls; no checkpoint" in text
     assert first == second == after == []
     assert world(number, said, plan, str(tmp_path / "b"), False)[0] == [[]] * 4
+
+
+def test_what_experts_of_the_house_count_anew_is_not_said(tmp_path: Path) -> None:
+    plan = sw.Plan()
+    sizes = {"vocab_size": 16, "dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 16}
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(lambda: sw.MoEDecoder(sw.MoEConfig(**sizes, max_seq_len=8, num_experts=4)), plan, mesh)
+        state = sw.TrainState(placed, sw.adamw(placed, lr=1e-1))
+        step = sw.make_step(state, lambda output, _: sw.mean_over(output.logits.square()))
+        for i in range(4):
+            step([torch.arange(16).view(2, 8) * i % 16])
+        sw.Store(tmp_path / "s").save(state)
+    assert [str(each.message) for each in caught] == []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import World
-from shardwise.train.state_values import filled, frame, leaves
+from shardwise.train.state_values import filled, forms, frame, leaves
 
 ROWS = [
     (torch.randn(8, generator=torch.Generator().manual_seed(i)).double(), torch.ones(1).double()) for i in range(64)
@@ -75,13 +75,15 @@ class Late(Base):
         if state["n"] < 2:
             return grad
         if state["n"] == 2:
-            state["row"], state["factor"] = grad.square().mean(-1), 1.0
+            state["row"], state["factor"], state["past"] = grad.square().mean(-1), 1.0, ([grad.clone(), 0.5],)
             state["eye"] = torch.eye(grad.shape[-1], 3, dtype=torch.float64)
         state["row"].mul_(0.9).add_(grad.square().mean(-1), alpha=0.1)
         state["factor"] *= 0.9
         state["eye"].mul_(1.01)
+        ((last, share),) = state["past"]
+        state["past"] = ([grad.clone(), share * 0.9],)
         scale = (state["row"] + float(state["eye"][0, 0])).sqrt()
-        return grad * state["factor"] / (scale.unsqueeze(-1) if grad.dim() > 1 else scale)
+        return (grad + last * share) * state["factor"] / (scale.unsqueeze(-1) if grad.dim() > 1 else scale)
 
 
 class LateMean(Base):
@@ -169,6 +171,10 @@ def test_names_of_nested_state_are_undone(state: dict[str, Any]) -> None:
 
 def test_a_list_that_grew_takes_what_has_a_name() -> None:
     assert filled({"l": [None]}, {"l.0": 1, "l.1": 2, "l.2": 3}) == {"l": [1, 2, 3]}
+    state = {"a.b": 1, "a.c": [4], "l": [([1, {"x": 2}],)], "d": {"l": [3]}}
+    assert filled({}, leaves(state), forms(state)) == state
+    with pytest.raises(KeyError):
+        filled({"l": [None]}, {"l.0.1": 1})
     assert filled({"d": {"a": [None]}}, {"d.a.0": 1, "d.a.1": 2, "d.b": 3, "e": 4}) == {
         "d": {"a": [1, 2], "b": 3},
         "e": 4,

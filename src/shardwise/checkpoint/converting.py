@@ -15,7 +15,7 @@ from shardwise.checkpoint.loading import Converted, Proof, checksums
 from shardwise.checkpoint.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.partial_state import check_imported, weights
 from shardwise.checkpoint.saveable import Kind
-from shardwise.checkpoint.scalars import NUMBERS
+from shardwise.checkpoint.scalars import FORMS
 from shardwise.errors import CheckpointError
 
 
@@ -154,7 +154,7 @@ class Templated(Protocol):
     """A state that says what it would read; `shardwise.checkpoint.saveable.Saveable` is one."""
 
     def template(
-        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, forms: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
         """Fresh tensors of what a checkpoint holding `names` would load."""
         ...
@@ -184,8 +184,8 @@ def wanted(state: Templated, manifest: Manifest, masters: Collection[str] | None
         known, template = weights(manifest, state.template(()), masters)
     else:
         check_imported(manifest)
-        late, numbers = _late(manifest, state.scalars()), manifest.scalars.get(NUMBERS, ())
-        how: dict[str, Any] = {"late": late, "numbers": numbers} if late else {}
+        late = _late(manifest, state.scalars())
+        how: dict[str, Any] = {"late": late, "forms": manifest.scalars.get(FORMS)} if late else {}
         known, template = manifest, state.template(manifest.tensors.keys(), **how)
     reading = Reading.of(state, known, template)
     return known, reading, as_stored(known, reading.template) - reading.sources

@@ -38,13 +38,13 @@ class Saveable(Protocol):
         ...
 
     def template(
-        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, forms: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
         """Fresh tensors, of the names, layouts and types that a checkpoint holding `names` would load here.
 
         `late`: shape and type of those of them that an optimizer of the same kind may have made after its first step.
-        `numbers`: keys of its state that were numbers of Python's. A state without an optimizer in its scalars is given
-        neither.
+        `forms`: what of its state was a number of Python's, a list, a tuple or a dict, by key. A state without an
+        optimizer in its scalars is given neither.
         """
         ...
 

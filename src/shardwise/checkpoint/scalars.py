@@ -13,8 +13,8 @@ from shardwise.plan.plan import AXES
 DATA, BY_RANK = "data", "data_by_rank"
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
-MEMBERS, NUMBERS = "members", "optimizer_numbers"
-OF_STAGE = ("base_lr", "optimizer", NUMBERS, MEMBERS, "batch_norm")
+MEMBERS, FORMS = "members", "optimizer_forms"
+OF_STAGE = ("base_lr", "optimizer", FORMS, MEMBERS, "batch_norm")
 """Scalars of which a rank holds what its stages of the model need: groups of the optimizer, rows of batch norms."""
 _BY_GROUP = ("groups", "stateful", "stateful_made", "stateful_factors")
 """Scalars in which a value may stand for each group of the optimizer: what steps changed, and torch's schedulers."""

@@ -62,7 +62,7 @@ class State(Protocol):
         ...
 
     def template(
-        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, forms: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
         """Fresh tensors of those names, as they would be here."""
         ...
@@ -173,7 +173,7 @@ class Mirror:
                         found, scalars = map(Part.from_json, description["parts"]), description["scalars"]
                         kinds |= {part.key[0]: (part.whole, part.dtype) for part in found}
                         break
-        template = state.template(kinds, late=kinds, numbers=scalars.get("optimizer_numbers", ()))
+        template = state.template(kinds, late=kinds, forms=scalars.get("optimizer_forms"))
         self._template = (signature(template), held_by(template))
         with torch.no_grad():
             state.load_tensors(template)
@@ -255,7 +255,7 @@ class Mirror:
         if ranks != state.mesh.world and any(place != places[0] for place in places):
             own_place(None, range(ranks), state.mesh)  # of other ranks
         kinds = {name: (parts[0][0].whole, parts[0][0].dtype) for name, parts in found.items()}
-        template = state.template(kinds, late=kinds, numbers=own["scalars"].get("optimizer_numbers", ()))
+        template = state.template(kinds, late=kinds, forms=own["scalars"].get("optimizer_forms"))
         layout, boxes = self._template
         with torch.no_grad():
             for held in boxes if signature(template) == layout else held_by(template):

@@ -21,7 +21,17 @@ from shardwise.parallel.own_steps import hand_over, stepping
 from shardwise.parallel.placed import Placed, named_in
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.clipped import watched
-from shardwise.train.state_values import NUMBERS, Kind, empty_beside, filled, frame, leaves
+from shardwise.train.state_values import (
+    NUMBER,
+    NUMBERS,
+    Kind,
+    empty_beside,
+    filled,
+    forms,
+    frame,
+    leaves,
+    same_forms,
+)
 from shardwise.train.torch_private import local_of, shard_like
 from shardwise.train.update_rules import local_shard
 from shardwise.train.whole_steps import state_after_step
@@ -57,7 +67,8 @@ class NamedOptimizer:
         """Every tensor that may hold a gradient, once."""
         self._numbers: dict[str, dict[str, type]] = {}
         self._frames: dict[str, Any] = {}
-        """Lists, tuples and dicts in the state of each parameter."""
+        """Lists, tuples and dicts in the state of each parameter; and of all what a checkpoint said of later ones."""
+        self._forms: dict[str, str] = {}
         self._has_stepped = self.is_of_stage = False
         self._is_own = type(optimizer).__module__.startswith("shardwise.")
         """It makes all of its state in the first step; what a checkpoint has more is of another `state_dtype`."""
@@ -141,18 +152,13 @@ class NamedOptimizer:
             tensors |= self._named_state(name, self.torch.state.get(parameter, {}))
         return tensors
 
-    def numbers(self) -> list[str]:
-        """Keys of state that are numbers of Python's, for every parameter that has them: stored as tensors."""
-        found: dict[str, bool] = {}
-        for parameter in self.params.values():
-            for key, value in leaves(self.torch.state.get(parameter, {})).items():
-                if value is not None and found.get(key, True):
-                    found[key] = not isinstance(value, Tensor)
-        return sorted(key for key, is_number in found.items() if is_number)
+    def forms(self) -> dict[str, str]:
+        """What of the state is a number of Python's, a list, a tuple or a dict, by key, where all parameters agree."""
+        return same_forms(forms(self.torch.state.get(parameter, {})) for parameter in self.params.values())
 
     @torch.no_grad()
     def state_template(
-        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, forms: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
         """Fresh tensors for the state that a checkpoint holding `names` would load; values unspecified.
 
@@ -163,8 +169,9 @@ class NamedOptimizer:
             names: of tensors of a checkpoint.
             late: shape and type of those of them that come though a first step does not make them (slow weights, a
                 mean that begins later): each cut as its parameter is, as far as it has the same dims.
-            numbers: keys of state that were numbers of Python's, and no tensors without dims.
+            forms: what of the state was no tensor, as `forms` gives it.
         """
+        self._forms = dict(forms or {})
         wanted: dict[str, set[str]] = {}
         for param, key in (_split(name, self.params) for name in names):
             if key != MASTER or param not in self._masters:
@@ -178,9 +185,7 @@ class NamedOptimizer:
             made = {key for key, value in values.items() if value is not None}
             if late and made and made <= wanted[name] and not self._is_own:
                 came = {key: late.get(f"{PREFIX}{name}.{key}") for key in sorted(wanted[name] - made)}
-                values |= {
-                    key: self._late(name, kind, key in numbers) for key, kind in came.items() if kind is not None
-                }
+                values |= {key: self._late(name, key, kind) for key, kind in came.items() if kind is not None}
             self._numbers[name] = {key: type(value) for key, value in values.items() if isinstance(value, int | float)}
             tensors[name] = {key: empty_as(tensor) for key, tensor in self._named_state(name, values).items()}
         return {key: tensor for name in self.params for key, tensor in tensors[name].items()}
@@ -191,10 +196,14 @@ class NamedOptimizer:
         is_more = any(value is not None and key not in wanted for key, value in leaves(state).items())
         return self._state_made(name, alike) if is_more or not state else state
 
-    def _late(self, name: str, kind: Kind, is_number: bool) -> Any:
-        """What stands for state that is made after the first step."""
+    def _late(self, name: str, key: str, kind: Kind) -> Any:
+        """What stands for state that is made after the first step; None: nothing can."""
         parameter, live, (shape, dtype) = self.params[name].detach(), self.live[name], kind
-        if is_number and not shape and dtype in NUMBERS:
+        try:
+            filled(self._frames[name], {key: None}, self._forms)
+        except KeyError:  # it lies in what nobody knows
+            return None
+        if self._forms.get(key) == NUMBER and not shape and dtype in NUMBERS:
             return NUMBERS[dtype]()
         if shape == tuple(live.shape):
             same = str(parameter.dtype) == f"torch.{dtype}"
@@ -225,7 +234,7 @@ class NamedOptimizer:
             self.torch.state.pop(parameter, None)
             if states[name]:
                 found = {key: self._stepped_state(name, key, t) for key, t in states[name].items()}
-                self.torch.state[parameter] = filled(self._frames.get(name, {}), found)
+                self.torch.state[parameter] = filled(self._frames.get(name, {}), found, self._forms)
 
     def local_state(self) -> dict[str, Tensor]:
         """`state_tensors`, each as the plain tensor that is here: `(local shape)`."""

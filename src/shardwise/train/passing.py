@@ -30,6 +30,7 @@ class Passing:
             (".".join(filter(None, (path, key))), module._buffers, key)
             for part in placed.parts
             for path, module in part.root.named_modules()
+            if "shardwise" not in _homes(module)  # each forward writes these anew, as the load of a router
             for key in sorted(module._non_persistent_buffers_set)
         ]
         self._modules = [
@@ -101,8 +102,12 @@ def _sentence(what: str, names: tuple[str, ...], needed: str) -> str:
 
 def _is_of_user(module: nn.Module) -> bool:
     """Whether a class may keep numbers that it tells nobody. `fully_shard` puts a class of torch before its own."""
-    homes = {base.__module__.partition(".")[0] for base in type(module).__mro__ if base is not object}
-    return homes != {"torch"} and type(module).get_extra_state is nn.Module.get_extra_state
+    return _homes(module) != {"torch"} and type(module).get_extra_state is nn.Module.get_extra_state
+
+
+def _homes(module: nn.Module) -> set[str]:
+    """Packages of its class and of those that this is made from."""
+    return {base.__module__.partition(".")[0] for base in type(module).__mro__ if base is not object}
 
 
 def _differ(before: torch.Tensor, live: torch.Tensor) -> bool:

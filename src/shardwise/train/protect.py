@@ -121,7 +121,7 @@ class Guarded(Protocol):
         """The same, as they are over all ranks."""
         ...
 
-    def template(self, names: Any, *, late: Any = None, numbers: Any = ()) -> dict[str, torch.Tensor]:
+    def template(self, names: Any, *, late: Any = None, forms: Any = None) -> dict[str, torch.Tensor]:
         """Fresh tensors to fill."""
         ...
 
@@ -158,7 +158,7 @@ class Kept:
         """Make a state what it was, bit for bit; the data go on from there too."""
         kinds = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in state.tensors().items()}
         late = {name: kinds[name] for name in self._tensors if name in kinds}
-        template = state.template(self._tensors, late=late, numbers=self._scalars.get("optimizer_numbers", ()))
+        template = state.template(self._tensors, late=late, forms=self._scalars.get("optimizer_forms"))
         for name, tensor in self._tensors.items():
             local_shard(template[name]).copy_(tensor)
         state.take_back(self._scalars)

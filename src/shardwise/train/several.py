@@ -16,7 +16,7 @@ from shardwise.model.rules import MAX_SHOWN
 from shardwise.parallel.placed import Placed
 from shardwise.train.groups import matches
 from shardwise.train.optim import NamedOptimizer
-from shardwise.train.state_values import Kind
+from shardwise.train.state_values import Kind, same_forms
 
 Factory = Callable[[Placed], NamedOptimizer]
 
@@ -75,15 +75,15 @@ class SeveralOptimizers(NamedOptimizer):
         """The same, as plain tensors."""
         return {name: tensor for part in self.parts.values() for name, tensor in part.local_state().items()}
 
-    def numbers(self) -> list[str]:
-        """Those of all parts."""
-        return sorted({key for part in self.parts.values() for key in part.numbers()})
+    def forms(self) -> dict[str, str]:
+        """Those of all parts, where they agree."""
+        return same_forms(part.forms() for part in self.parts.values())
 
     def state_template(
-        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, forms: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
         """Templates of all parts; see `NamedOptimizer.state_template`."""
-        made = [part.state_template(names, late=late, numbers=numbers) for part in self.parts.values()]
+        made = [part.state_template(names, late=late, forms=forms) for part in self.parts.values()]
         return {name: tensor for each in made for name, tensor in each.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:

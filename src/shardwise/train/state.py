@@ -182,18 +182,18 @@ class TrainState:
         return model | self.optimizer.local_state() | (self.ema.local_tensors() if self.ema else {})
 
     def template(
-        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, numbers: Collection[str] = ()
+        self, names: Collection[str], *, late: Mapping[str, Kind] | None = None, forms: Mapping[str, str] | None = None
     ) -> Tensors:
         """Fresh tensors, of the names and layouts that a checkpoint holding `names` would load here.
 
-        `late`, `numbers`: see `NamedOptimizer.state_template`.
+        `late`, `forms`: see `NamedOptimizer.state_template`.
         """
         model = {name: empty_as(tensor) for name, tensor in self._model_tensors().items()}
         if self.ema is not None:
             self.ema.check_own("loaded")
             model |= {name: empty_as(tensor) for name, tensor in self.ema.tensors().items()}
         own = [name for name in names if name.startswith(PREFIX)]
-        return model | self.optimizer.state_template(own, late=late, numbers=numbers)
+        return model | self.optimizer.state_template(own, late=late, forms=forms)
 
     def conversion(self, stored: Mapping[str, Kind], template: Tensors) -> Conversion | None:
         """How averages that are `stored` in another type become those of a `template`; None: none are.
@@ -231,8 +231,8 @@ class TrainState:
             rare["stateful_made"] = made
         if factors := self._stateful.factors():
             rare["stateful_factors"] = factors
-        if numbers := self.optimizer.numbers():
-            rare["optimizer_numbers"] = numbers
+        if found := self.optimizer.forms():
+            rare["optimizer_forms"] = found
         if self._has_batch_norm:
             rare["batch_norm"] = {"micro_batches": self.placed.plan.batch.micro_batches}  # whose statistics it takes
         if self.placed.ties:  # for exports: other programs want all names

@@ -6,7 +6,7 @@ and what holds it is what a step of the same optimizer makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ Kind = tuple[tuple[int, ...], str]
 """Shape of a whole tensor, and torch's name of its type."""
 NUMBERS = {"int64": int, "float64": float}
 """Types of tensors without dims that stand for a number of Python's."""
+NUMBER = "number"
+_EMPTY: Mapping[str, Any] = {"list": [], "tuple": (), "dict": {}}
 
 
 def leaves(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,26 +68,74 @@ def _frame(value: Any) -> Any:
     return frame(value) if type(value) is dict else type(value)(_frame(item) for _, item in items)
 
 
-def filled(like: Any, found: Mapping[str, Any]) -> Any:
+def forms(state: Mapping[str, Any]) -> dict[str, str]:
+    """What is no tensor, by name: a number, or a list, tuple or dict.
+
+    >>> forms({"n": 3, "history": [torch.ones(2), (2,)]})
+    {'n': 'number', 'history': 'list', 'history.1': 'tuple', 'history.1.0': 'number'}
+    """
+    found: dict[str, str] = {}
+    for key, value in state.items():
+        _add_forms(found, str(key), value)
+    return found
+
+
+def _add_forms(found: dict[str, str], name: str, value: Any) -> None:
+    if (items := _items(value)) is not None:
+        found[name] = type(value).__name__
+        for key, item in items:
+            _add_forms(found, f"{name}.{key}", item)
+    elif isinstance(value, int | float):
+        found[name] = NUMBER
+
+
+def same_forms(each: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The `forms` of several states, where none contradicts another."""
+    found: dict[str, str] = {}
+    for one in each:
+        found |= {name: form if found.get(name, form) == form else "" for name, form in one.items()}
+    return {name: form for name, form in sorted(found.items()) if form}
+
+
+def filled(
+    frame: Mapping[str, Any], found: Mapping[str, Any], known: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The inverse of `leaves`: a `frame` with what has a name in it, and what came since behind it.
+
+    Args:
+        frame: of the state as a first step leaves it.
+        found: values by name.
+        known: the `forms` of what came since.
+
+    Raises:
+        KeyError: a value lies in something of which nobody knows what it is.
 
     >>> filled({"n": None, "history": [None], "last": None}, {"n": 3, "history.0": 1.5, "history.1": 2.5})
     {'n': 3, 'history': [1.5, 2.5], 'last': None}
     """
-    if like is None:
+    known, inner = known or {}, dict[str, dict[str, Any]]()
+    opened = {key for key, like in frame.items() if like is not None} | {key for key in known if known[key] in _EMPTY}
+    for name, value in found.items():
+        # the outermost that holds it; a key of the state's own may have dots
+        top = min((key for key in opened if name.startswith(f"{key}.")), key=len, default=name)
+        inner.setdefault(top, {})[name.removeprefix(top).removeprefix(".")] = value
+    return {key: _filled(key, frame.get(key), inner.get(key, {}), known) for key in dict.fromkeys((*frame, *inner))}
+
+
+def _filled(path: str, like: Any, found: Mapping[str, Any], known: Mapping[str, str]) -> Any:
+    if like is None and found.keys() <= {""}:
         return found.get("")
+    like = _EMPTY[known[path]] if like is None else like
     inner: dict[str, dict[str, Any]] = {}
-    known = {str(key) for key in like} if type(like) is dict else set()
     for name, value in found.items():
         head, _, rest = name.partition(".")
-        if type(like) is dict and head not in known:  # a key of the optimizer's own may hold dots
-            head, rest = next((key for key in known if name == key or name.startswith(f"{key}.")), name), ""
-            rest = name.removeprefix(head).removeprefix(".")
         inner.setdefault(head, {})[rest] = value
     if type(like) is dict:
-        return {key: filled(like.get(key), inner.get(key, {})) for key in (*like, *inner.keys() - known)}
+        keys = dict.fromkeys((*like, *inner))
+        return {key: _filled(f"{path}.{key}", like.get(key), inner.get(key, {}), known) for key in keys}
     count = max(len(like), 1 + max(map(int, inner), default=-1))
-    return type(like)(filled(like[i] if i < len(like) else None, inner.get(str(i), {})) for i in range(count))
+    items = [(like[i] if i < len(like) else None, inner.get(str(i), {})) for i in range(count)]
+    return type(like)(_filled(f"{path}.{i}", *item, known) for i, item in enumerate(items))
 
 
 def empty_beside(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -93,10 +143,8 @@ def empty_beside(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
 
     A sum or mean over dims of a sharded parameter is cut where that is; anything else is whole on each rank.
     """
-    is_beside = len(shape) <= parameter.dim() and all(
-        n in (1, of) for n, of in zip(shape, parameter.shape, strict=False)
-    )
-    if not isinstance(parameter, DTensor) or not is_beside:
+    sizes = list(zip(shape, parameter.shape, strict=False))
+    if not isinstance(parameter, DTensor) or len(shape) > parameter.dim() or any(n not in (1, of) for n, of in sizes):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
     plain = all(type(place) in (Shard, Replicate) for place in parameter.placements)
     cut = [
