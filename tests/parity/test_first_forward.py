@@ -249,3 +249,47 @@ def test_hooks_that_stages_would_each_call_are_refused(where: str, text: str) ->
     plan = sw.Plan.parse("pp2 / 1f1b mb2")
     with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh, pytest.raises(ModelError, match=text):
         sw.apply(lambda: Hooked(where), plan, mesh, sample=torch.ones(2, DIM))
+
+
+class Listed(nn.Module):
+    """Hooks that were given the list, which a loss function empties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.found = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2)), list[Tensor]()
+        for layer in self.layers:
+            layer.register_forward_hook(lambda _, __, output, found=self.found: found.append(output.square().mean()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def listed() -> int:
+    """How many values a loss function finds."""
+    plan, sizes = sw.Plan.parse("dp1"), []
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(Listed, plan, mesh, seed=1)
+
+        def loss_fn(output: Tensor, batch: Tensor) -> Tensor:
+            sizes.append(len(placed.module.found))
+            loss: Tensor = output.square().mean() + sum(placed.module.found)
+            placed.module.found.clear()
+            return loss
+
+        sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.01)), loss_fn)(torch.ones(ROWS, DIM))
+    return sizes[0]
+
+
+def test_what_hooks_collect_is_of_training_alone(world: World) -> None:
+    """A list that is a hook's default had tensors without values from a trace, and ended in torch's words."""
+    assert world(1, listed) == [2]
+
+
+def test_hooks_that_collect_are_said_under_a_pipeline() -> None:
+    plan = sw.Plan.parse("pp2 / 1f1b mb2")
+    with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.apply(Listed, plan, mesh, sample=torch.ones(2, DIM))
+    assert any("forward hooks collect what modules return (list" in str(each.message) for each in caught)

@@ -108,9 +108,9 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     except Exception as error:
         raise ModelError(
             f"trace_chain: the forward of {type(module).__name__} failed without data ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}) {trace.phase}; a pipeline needs a forward whose course does not "
-            f"depend on the values of tensors (.item(), if tensor:) and a sample as the model takes it"
-            + (f"; or {_HOOKED.format(', '.join(hooked[:3]))}" if hooked else ""),
+            f"{str(error).partition(chr(10))[0].partition('. ')[0]}) {trace.phase}; a pipeline needs a forward whose "
+            "course does not depend on the values of tensors (.item(), if tensor:, x[mask]) and a sample as the model "
+            "takes it" + (f"; or {_HOOKED.format(', '.join(hooked[:3]))}" if hooked else ""),
             row="module.needs-values",
         ) from error
     finally:

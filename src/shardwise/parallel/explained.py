@@ -27,8 +27,9 @@ _TRANSFORMED = _Meaning(
 )
 _WRITTEN = _Meaning(
     row="module.writes-input",
-    text="it writes in place into what an engine (fully_shard, a layer that tp places) has given it, whose gradient "
-    "would be lost; needed: a new tensor (x = x + y in place of x += y), or a plan of `dp` alone",
+    text="it writes in place into what an engine (fully_shard, a layer that tp places) has given it, or into a weight "
+    "of such a layer, where autograd cannot follow; needed: a new tensor (x = x + y in place of x += y), weights that "
+    "are written after the step, or a plan of `dp` alone",
 )
 _MEANINGS = {
     "mixed torch.Tensor and DTensor": _Meaning(
@@ -42,6 +43,7 @@ _MEANINGS = {
     "Batching rule not implemented": _TRANSFORMED,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _WRITTEN,
     "_ToTorchTensor is a view and is being modified inplace": _WRITTEN,
+    "_ToTorchTensor is a view and its base or another view of its base has been modified inplace": _WRITTEN,
 }
 """Part of torch's words -> what it means, and the row that it is."""
 

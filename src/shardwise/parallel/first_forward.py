@@ -45,7 +45,7 @@ class _Look:
         self.plan, self.says, self.divided = plan, says, divided
         self.rows, self.before, self.mixing = 0, dict[str, bytes](), list[str]()
         self.handles: list[RemovableHandle] = [
-            root.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True),
+            root.register_forward_pre_hook(self.begin, with_kwargs=True),
             root.register_forward_hook(self.end),
         ]
         for name, module in root.named_modules() if divided > 1 and says else ():

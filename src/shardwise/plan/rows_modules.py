@@ -37,7 +37,7 @@ MODULES: Mapping[str, str] = {
     "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
     "module.writes-input": "sharded parameters, tp: a forward that writes in place into what a sharded block, or a "
-    "layer that tp places, is given.",
+    "layer that tp places, is given, or into a weight of that.",
     "module.other-weights": "sharded parameters, recompute: a call with other weights in the place of the module's "
     "(`torch.func.functional_call`).",
     "module.moves-at-forward": "several micro-batches, recompute of compiled blocks: spectral norms; their vectors "

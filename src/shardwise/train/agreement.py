@@ -330,7 +330,7 @@ _ALIKE = (
 )
 _UPDATED = (
     "after the first update; needed: the same update on every rank; let what the optimizer draws follow from the step "
-    "and the parameter (a generator seeded by them), and not from the rank"
+    "and the parameter (a generator seeded by them), not from the rank, and no forward write into it of a rank's rows"
 )
 _ROWS = (
     "these ranks work on the same rows, each on a part of the model or of a sequence; needed: rows by data rank, as "
