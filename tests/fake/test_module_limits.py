@@ -153,6 +153,8 @@ ELSEWHERE = {
     "module.weights-in-loss",
     "module.written-late",
     "module.transformed",
+    "module.weight-elsewhere",
+    "module.writes-input",
     "module.copied",
     "module.called-by-parts",
     "module.loaded",

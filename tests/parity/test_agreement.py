@@ -113,7 +113,10 @@ def test_what_differs_on_one_rank_is_named_on_all(world: World, what: str) -> No
 
 def test_values_are_told(world: World) -> None:
     [told, _] = world(2, train, "dp2 / fp64", 1, "frozen")
-    assert "found (3,) torch.float64 on rank 0; (3,) torch.float64, frozen on rank 1; needed" in told
+    assert (
+        "found (3,) torch.float64, replicated on rank 0; (3,) torch.float64, replicated, frozen on rank 1; needed"
+        in told
+    )
     assert ReplicaError.exit_code is ExitCode.REPLICAS_DIFFER
 
 

@@ -590,6 +590,32 @@ for batch in loader:
         step = sw.make_step(state, loss_fn)
         """,
     ],
+    "rows.batch-first": [
+        """
+        import shardwise as sw
+        from torch import nn
+        class Tagger(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lstm = nn.LSTM(8, 8, num_layers=2)  # !
+                self.attention = nn.MultiheadAttention(8, 2, dropout=0.1)  # !
+            def forward(self, x):
+                return self.lstm(self.attention(x, x, x)[0])[0][:, -1]
+        placed = sw.apply(Tagger, plan, mesh)
+        """,
+        """
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        layer = torch.nn.TransformerEncoderLayer(d_model=8, nhead=2)  # !
+        model = DDP(torch.nn.TransformerEncoder(layer, 2))
+        """,
+        """
+        import torch.nn as nn
+        from accelerate import Accelerator
+        model = nn.Sequential(nn.GRU(8, 8, bidirectional=True))  # !
+        model = Accelerator().prepare(model)
+        """,
+    ],
     "init.after-apply": [
         """
         import shardwise as sw
@@ -1260,6 +1286,33 @@ RIGHT = {
         import shardwise as sw
         step = sw.make_step(state, lambda output, batch: output.mean())
         penalty(model).backward()
+        """,
+    ],
+    "rows.batch-first": [
+        """
+        import shardwise as sw
+        from torch import nn
+        class Tagger(nn.Module):
+            def __init__(self, **options):
+                super().__init__()
+                self.lstm = nn.LSTM(8, 8, batch_first=True)
+                self.gru = nn.GRU(8, 8, **options)
+        placed = sw.apply(Tagger, plan, mesh)
+        """,
+        """
+        import shardwise as sw
+        from torch import nn
+        class Tagger(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lstm = nn.LSTM(8, 8)
+            def forward(self, x):
+                return self.lstm(x.transpose(0, 1))[0][-1]
+        placed = sw.apply(Tagger, plan, mesh)
+        """,
+        """
+        from torch import nn
+        lstm = nn.LSTM(8, 8)
         """,
     ],
     "init.after-apply": [

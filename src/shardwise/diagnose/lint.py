@@ -21,6 +21,7 @@ from shardwise.diagnose.lint_loops import LOOPS
 from shardwise.diagnose.lint_names import end_of, line_of
 from shardwise.diagnose.lint_random import RANDOM
 from shardwise.diagnose.lint_ranks import RANKS
+from shardwise.diagnose.lint_rows import ROWS
 from shardwise.diagnose.lint_script import Script
 from shardwise.diagnose.lint_shards import SHARDS
 from shardwise.diagnose.lint_sums import SUMS
@@ -31,7 +32,7 @@ from shardwise.findings import Finding, Severity, nearest
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     "What only some ranks reach": RANKS,
     "Sharded models": SHARDS,
-    "Loops and data": {**LOOPS, **SUMS, **RANDOM},
+    "Loops and data": {**LOOPS, **SUMS, **RANDOM, **ROWS},
 }
 """The table by section."""
 

@@ -8,7 +8,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["READ_NUMBER", "TorchDispatchMode", "drop_backward_hooks", "fake_tensors", "is_fake", "with_values"]
+__all__ = [
+    "READ_NUMBER",
+    "TorchDispatchMode",
+    "drop_backward_hooks",
+    "fake_tensors",
+    "hooked_modules",
+    "is_fake",
+    "with_values",
+]
 
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 """What `.item()` is."""
@@ -34,3 +42,13 @@ def drop_backward_hooks(root: nn.Module) -> None:
     for module in root.modules():
         module._backward_hooks.clear()
         module._backward_pre_hooks.clear()
+
+
+def hooked_modules(root: nn.Module) -> list[str]:
+    """Names of the modules whose forward a user looks at: `_forward_hooks`."""
+    ours = ("torch", "shardwise")
+    return [
+        name or type(root).__name__
+        for name, module in root.named_modules()
+        if any(getattr(hook, "__module__", "").partition(".")[0] not in ours for hook in module._forward_hooks.values())
+    ]

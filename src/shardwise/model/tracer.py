@@ -26,6 +26,7 @@ from shardwise.model.known import Known as Known
 from shardwise.model.nested import Path, put
 from shardwise.model.stacks import find_blocks as find_blocks
 from shardwise.model.stacks import is_called as is_called
+from shardwise.model.torch_private import hooked_modules
 
 BEFORE, BETWEEN, AFTER = "before the blocks", "between two blocks", "after the blocks"
 """Phases of a forward that are not a block's; a block's phase is its name."""
@@ -65,6 +66,9 @@ class Chain:
         return {name: phases for name, phases in self.phases.items() if len(phases) > 1}
 
 
+_HOOKED = "it takes what forward hooks (of {}) collect, and stages are copies that have none of it: return that instead"
+
+
 def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: tuple[str, ...]) -> Chain:
     """Run a forward once without data, and check that it is a chain of `blocks`.
 
@@ -92,7 +96,7 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         if isinstance(counted := getattr(inner, "num_batches_tracked", None), torch.Tensor):
             trace.known.give(counted, torch.tensor(0))  # batch norm with momentum=None divides by it
     found = (_as_meta(args), _as_meta(dict(kwargs)))
-    hooks = []
+    hooked, hooks = hooked_modules(module), []
     for index, block in enumerate(map(module.get_submodule, blocks)):
         hooks.append(block.register_forward_pre_hook(partial(_enter, trace, index), with_kwargs=True))
         hooks.append(block.register_forward_hook(partial(_leave, trace, index), with_kwargs=True))
@@ -104,8 +108,9 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     except Exception as error:
         raise ModelError(
             f"trace_chain: the forward of {type(module).__name__} failed without data ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}) {trace.phase}; a pipeline needs a forward whose course does not "
-            "depend on the values of tensors (.item(), if tensor:) and a sample as the model takes it",
+            f"{str(error).partition(chr(10))[0].partition('. ')[0]}) {trace.phase}; a pipeline needs a forward whose "
+            "course does not depend on the values of tensors (.item(), if tensor:, x[mask]) and a sample as the model "
+            "takes it" + (f"; or {_HOOKED.format(', '.join(hooked[:3]))}" if hooked else ""),
             row="module.needs-values",
         ) from error
     finally:
@@ -178,6 +183,12 @@ class _Trace(TorchFunctionMode):
         args, kwargs = _without_device(func, args, dict(kwargs or {}))
         if read := self.known.read(func, args, kwargs):
             return read[0]
+        if func is torch.Tensor.register_hook and self.phase == BETWEEN and not _is_of_torch(args[1]):
+            raise _no_chain(
+                f"`register_hook`, between two blocks, hooks the gradient of what {self.blocks[self.next - 1]} "
+                "returned; every stage runs forward from the top, and what stages exchange would meet the hook more "
+                "than once: hook it inside of a block, or use a plan with pp1"
+            )
         operands = [tensor for _, tensor in tensors_in((args, kwargs))]
         if any(t.is_meta for t in operands) and not all(t.is_meta for t in operands):
             args, kwargs = _as_meta(args), _as_meta(kwargs)
@@ -313,6 +324,11 @@ class _Trace(TorchFunctionMode):
             written=frozenset(self.written),
             flops=self.flops,
         )
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a hook is one of those by which operations are counted."""
+    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def _key(tensor: torch.Tensor) -> int:

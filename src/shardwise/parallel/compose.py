@@ -26,6 +26,8 @@ from shardwise.parallel.data import replicate_data, shard_data
 from shardwise.parallel.declared import check_declared, declared_blocks, divide_declared, prepare, sample_of
 from shardwise.parallel.derivatives import is_first_order, watch_forwards
 from shardwise.parallel.expert import shard_experts
+from shardwise.parallel.explained import explain_errors
+from shardwise.parallel.first_forward import look_at_first_forward
 from shardwise.parallel.float8 import check_split
 from shardwise.parallel.gathered_torch_private import Gathered
 from shardwise.parallel.init import blueprint_for, materialize
@@ -130,12 +132,14 @@ def apply(
 def _watch(placed: Placed) -> None:
     """Let be refused what a forward, or a script, does by itself to what is placed, and would train otherwise."""
     if not placed.plan.compile:  # hooks would be compiled
+        look_at_first_forward(placed)
         watch_calls(placed)
         refuse_other_weights(placed)
         for part in placed.parts:
             watch_weights(part.run)
             if is_first_order(placed):
                 watch_forwards(part.run)
+                explain_errors(part.root)
     refuse_copies_and_loads(placed)
     refuse_own_steps(placed)
 

@@ -15,9 +15,10 @@ from torch import nn
 
 
 def named_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """The values that a function is bound to or given, that it closes over, or that are globals which its code names.
+    """The values that a function is bound to or given, its defaults, and what its code names around it.
 
-    Of another object that is called: itself, or what it holds; of one that wraps a function (`__wrapped__`): of that.
+    That is what it closes over, or globals. Of another object that is called: itself, or what it holds; of one that
+    wraps a function (`__wrapped__`): of that.
     """
     function = inspect.unwrap(function)
     if isinstance(function, partial):
@@ -32,6 +33,8 @@ def named_by(function: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(function, FunctionType):
         code, around = function.__code__, function.__globals__
         yield from ((name, around[name]) for name in code.co_names if name in around)
+        yield from zip(code.co_varnames[: code.co_argcount][::-1], (function.__defaults__ or ())[::-1], strict=False)
+        yield from (function.__kwdefaults__ or {}).items()
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # nothing was assigned to it yet
                 yield name, cell.cell_contents
@@ -45,15 +48,16 @@ def _fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def collections_kept(functions: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """What the functions put into lists, dicts and the like while it lasts is taken out again."""
+def collections_kept(functions: Iterable[Callable[..., Any]]) -> Iterator[list[Any]]:
+    """What the functions put into lists, dicts and the like while it lasts is taken out again; gives those, then."""
     found = {id(held): held for function in functions for held in _collections_of(function)}
-    before = [(held, copy.copy(held)) for held in found.values()]
+    before, changed = [(held, copy.copy(held)) for held in found.values()], list[Any]()
     try:
-        yield
+        yield changed
     finally:
         for held, kept in before:
             if _ids(held) != _ids(kept):
+                changed.append(held)
                 held.clear()
                 (held.extend if isinstance(held, list | deque) else held.update)(kept)
 

@@ -9,7 +9,9 @@ are written as without a pipeline.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from shardwise.model.nested import leaves
 from shardwise.model.tracer import AFTER, BEFORE, Chain, find_blocks, meta_copy, trace_chain
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.module_torch_private import hooks_of
+from shardwise.parallel.named import collections_kept
 from shardwise.parallel.placed import Batch, Part, Placed
 from shardwise.parallel.precision import compute_type
 from shardwise.parallel.stage import Cut, Feed, StageModule, Wiring, prune, signature_of
@@ -62,7 +66,7 @@ class Pipeline:
         self.stages, self.layout, self.blueprint = tuple(stages), layout, blueprint
         self.signature = Signature.of(blueprint)
         self.transport = Transport(self.stages, placed.plan.schedule.kind, placed.mesh)
-        self._verified: set[tuple[Any, ...]] = set()
+        self._verified, self._says = set[tuple[Any, ...]](), placed.mesh.is_first
 
     def run(
         self,
@@ -136,7 +140,7 @@ class Pipeline:
         if kind in self._verified:
             return
         self.blueprint.train(training)
-        chain = trace_chain(self.blueprint, *inputs, self.layout.blocks)
+        chain = _traced(self.blueprint, *inputs, self.layout.blocks, says=self._says)
         self._check_owners(chain)
         for stage in self.stages:
             stage.wiring.chain = chain
@@ -174,7 +178,7 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     blueprint = meta_copy(root)
     chain = None
     if placed.sample is not None:
-        chain = trace_chain(blueprint, *model_inputs(placed.sample, Signature.of(root)), blocks)
+        chain = _traced(blueprint, *model_inputs(placed.sample, Signature.of(root)), blocks, says=mesh.is_first)
     firsts = first_blocks(root, blocks, plan, chain)
     layout = Layout(blocks=blocks, firsts=firsts, owners=_owners(root, blocks, firsts, chain))
     own = {name for name, parameter in root.named_parameters(remove_duplicate=False) if parameter.is_floating_point()}
@@ -190,6 +194,23 @@ def cut_pipeline(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     names = [name for name, _ in root.named_parameters()]
     shared = {name: tuple(sorted(layout.owners[name])) for name in names if len(layout.owners[name]) > 1}
     return placed.with_(parts=parts, blocks=blocks, pipeline=pipeline, shared_stages=shared)
+
+
+def _traced(
+    root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: tuple[str, ...], *, says: bool
+) -> Chain:
+    """`trace_chain`, of which what a script's hooks collect keeps nothing; that they do is warned of."""
+    with collections_kept(hook for module in root.modules() for hook in hooks_of(module)) as collected:
+        chain = trace_chain(root, args, kwargs, blocks)
+    if collected and says:
+        with suppress(Warning):  # `-W error` does not end a run that may be meant so
+            warnings.warn(
+                f"{type(root).__name__}: forward hooks collect what modules return ({type(collected[0]).__name__} of "
+                "the script or the model): stages of a pipeline are copies of the model, and a rank finds there what "
+                "its own blocks return, or nothing, which a loss function would take for all; return it from forward",
+                stacklevel=2,
+            )
+    return chain
 
 
 def first_blocks(root: nn.Module, blocks: tuple[str, ...], plan: Plan, chain: Chain | None = None) -> tuple[int, ...]:

@@ -217,12 +217,8 @@ def _check_heads(site: _Site, outputs: int, parent: nn.Module, tp: int) -> None:
     head_dim = getattr(parent, "head_dim", None)
     if isinstance(head_dim, int) and head_dim > 0 and outputs % head_dim == 0:
         heads = outputs // head_dim
-        check_divides(
-            tp,
-            heads,
-            f"the {heads} heads (out_features={outputs}, head_dim={head_dim}) of {site.name}",
-            remedy,
-        )
+        found = f"the {heads} heads (out_features={outputs}, head_dim={head_dim}) of {site.name}"
+        check_divides(tp, heads, found, remedy)
 
 
 def _check_siblings(sites: list[_Site], sequence: bool) -> None:

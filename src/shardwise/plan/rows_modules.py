@@ -36,6 +36,8 @@ MODULES: Mapping[str, str] = {
     "module.unused": "dp without `find-unused`: parameters that forward does not use in a step; DDP waits for all.",
     "module.parameter-layout": "sharded parameters, 16-bit types: parameters that are empty, or not contiguous.",
     "module.writes-weights": "sharded parameters, 16-bit types: a forward that writes its weights; it writes a copy.",
+    "module.writes-input": "sharded parameters, tp: a forward that writes in place into what a sharded block, or a "
+    "layer that tp places, is given, or into a weight of that.",
     "module.other-weights": "sharded parameters, recompute: a call with other weights in the place of the module's "
     "(`torch.func.functional_call`).",
     "module.moves-at-forward": "several micro-batches, recompute of compiled blocks: spectral norms; their vectors "
@@ -46,7 +48,9 @@ MODULES: Mapping[str, str] = {
     "would update twice.",
     "module.written-late": "recompute: a buffer that forward writes in some steps, and not in the first; of what it "
     "was nobody has a copy.",
-    "module.transformed": "recompute: transforms of `torch.func` (grad, jvp, vmap) in or around a block.",
+    "module.transformed": "tp, recompute: transforms of `torch.func` (grad, jvp, vmap) in or around a block.",
+    "module.weight-elsewhere": "tp: a weight that is used outside of the forward of the module that holds it (the old "
+    "`weight_norm`, `spectral_norm` and `prune`; the code of another module).",
     "module.tp-divides": "tp: a dim, or a number of heads, that the degree does not divide.",
     "module.rule-kind": "tp: a rule on a module of another kind than the rule is for.",
     "module.mixed-rules": "tp: split and whole outputs side by side in one module; split heads would meet wrong ones.",

@@ -24,6 +24,7 @@ from shardwise.model.nested import leaves
 from shardwise.parallel.history import Operation
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
+from shardwise.parallel.reruns import numbers_in
 from shardwise.train.batches import Batches
 from shardwise.train.exchange import by_value, digest, gathered, listed
 from shardwise.train.held import HeldParameters
@@ -174,14 +175,15 @@ class _Writes:
 
 
 class _Counted:
-    """After a process's first step of several micro-batches: buffers that each of them has written are warned of.
+    """After a process's first step of several micro-batches: what each of them has written is warned of.
 
-    A counter, a moving mean, a queue, a codebook. Statistics of batch norms are known to be those of micro-batches.
+    Buffers (a counter, a moving mean, a queue, a codebook), weights without gradients (a teacher that follows), and
+    numbers that modules count up. Statistics of batch norms are known to be those of micro-batches.
     """
 
     def __init__(self, placed: Placed) -> None:
-        self._placed, self._before = placed, _sums_of_buffers(placed)
-        self._is_told = not placed.mesh.tells
+        self._placed, self._before, self._frozen = placed, _sums_of_buffers(placed), _versions(placed)
+        self._is_told, self._numbers = not placed.mesh.tells, self._counts()
 
     def __call__(self, makes_update: bool) -> None:
         """Look, once. Cost: a pass over the buffers that checkpoints hold."""
@@ -191,15 +193,32 @@ class _Counted:
         modules = {name: module for part in placed.parts for name, module in part.root.named_modules()}
         norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
         written = sorted(name for name, found in _sums_of_buffers(placed).items() if self._before.get(name) != found)
-        if found := [name for name in written if not isinstance(modules.get(name.rpartition(".")[0]), norms)]:
-            more, count = f" and {len(found) - 3} more" if len(found) > 3 else "", placed.plan.batch.micro_batches
+        buffers = [name for name in written if not isinstance(modules.get(name.rpartition(".")[0]), norms)]
+        weights = [name for name, version in _versions(placed).items() if self._frozen.get(name) != version]
+        count, counts = placed.plan.batch.micro_batches, self._counts()
+        numbers = [name for name, value in counts.items() if self._numbers.get(name, value) + count == value]
+        for kind, found in (("the buffers", buffers), ("the weights", weights), ("the numbers", numbers)):
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             with suppress(Warning):  # `-W error` does not end a run that may be meant so
-                warnings.warn(
-                    f"forward writes the buffers {', '.join(found[:3])}{more}, and `{placed.plan}` calls it {count} "
-                    "times in a step, where one process calls it once: what they count or average is another number; "
-                    "needed: one micro-batch, or a script that writes them once per step, after it",
-                    stacklevel=5,
-                )
+                if found:
+                    warnings.warn(
+                        f"forward writes {kind} {', '.join(found[:3])}{more}, and `{placed.plan}` calls it {count} "
+                        "times in a step, where one process calls it once: what they count or average is another "
+                        "number; needed: one micro-batch, or a script that writes them once per step, after it",
+                        stacklevel=5,
+                    )
+
+    def _counts(self) -> dict[str, int]:
+        """Whole numbers that modules hold beside buffers."""
+        modules = {module: name for part in self._placed.parts for name, module in part.root.named_modules()}
+        held = [(place, value) for part in self._placed.parts for place, value in numbers_in(part.root).items()]
+        return {f"{modules[at]}.{key}".lstrip("."): value for (at, key), value in held if type(value) is int}
+
+
+def _versions(placed: Placed) -> dict[str, int]:
+    """Of plain weights that no optimizer steps: how often they were written."""
+    weights = placed.named_parameters().items()
+    return {name: p._version for name, p in weights if not (p.requires_grad or isinstance(p, DTensor))}
 
 
 class _FirstUpdate:
@@ -257,8 +276,9 @@ def _of_place(state: TrainState) -> Iterator[tuple[str, str]]:
     """What is the same on the ranks that hold the same stages of the model."""
     placed = state.placed
     for name, parameter in placed.named_parameters().items():
-        shape = placed.placements[name].global_shape if name in placed.placements else tuple(parameter.shape)
-        yield f"parameter {name}", f"{shape} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+        place = placed.placements.get(name)
+        shape, text = (place.global_shape, f", {place.text}") if place else (tuple(parameter.shape), "")
+        yield f"parameter {name}", f"{shape} {parameter.dtype}{text}{'' if parameter.requires_grad else ', frozen'}"
     for name, buffer in placed.named_buffers().items():
         yield f"buffer {name}", f"{tuple(buffer.shape)} {buffer.dtype}"
     yield "the optimizer", type(state.optimizer.torch).__name__
@@ -310,7 +330,7 @@ _ALIKE = (
 )
 _UPDATED = (
     "after the first update; needed: the same update on every rank; let what the optimizer draws follow from the step "
-    "and the parameter (a generator seeded by them), and not from the rank"
+    "and the parameter (a generator seeded by them), not from the rank, and no forward write into it of a rank's rows"
 )
 _ROWS = (
     "these ranks work on the same rows, each on a part of the model or of a sequence; needed: rows by data rank, as "

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Placed
-from shardwise.train.of_rows import Repeatable, unlike_parts
+from shardwise.train.halving import communicating
+from shardwise.train.of_rows import Repeatable, unlike_parts, unlike_parts_of_model
 from shardwise.train.torch_private import mean_of_labels
 
 _EVERY = 17
@@ -51,12 +53,12 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
                     f"{found}; {plan}, and where they differ in what counts that is not the mean of the whole; "
                     "needed: a sum and its weight: sw.token_cross_entropy(logits, labels), or sw.Loss(sum, weight)"
                 )
-            elif placed.mesh.tells and repeatable.holds and (said := unlike_parts(loss_fn, output, batch)):
+            elif placed.mesh.tells and repeatable.holds and (said := _unlike_parts(loss_fn, placed, output, batch)):
                 _warn(
-                    f"the loss function is no mean over rows, nor a sum over them: {said}; {plan}, each with a loss of "
-                    "its own, which is another training than that of one process; needed: what adds up over rows "
-                    "(sw.mean_over(per_row), sw.Loss(sum, weight)), or, where rows are compared with each other, one "
-                    "part or what gathers them over ranks first (docs/loss.md)"
+                    f"{said}; {plan}, each with a loss of its own, which is another training than that of one "
+                    "process; needed: what adds up over rows (sw.mean_over(per_row), sw.Loss(sum, weight)), made of "
+                    "what the model returns for each row; or, where rows are compared with each other, one part or "
+                    "what gathers them over ranks first (docs/loss.md)"
                 )
         if looks.gradients == 1 and placed.mesh.tells:
             looks.gradients += 1
@@ -68,6 +70,24 @@ def remarked_means(loss_fn: Callable[[Any, Any], Any], placed: Placed) -> Callab
         return result
 
     return call
+
+
+def _unlike_parts(loss_fn: Callable[[Any, Any], Any], placed: Placed, output: Any, batch: Any) -> str:
+    """What is found of the loss function; else of the model with it, where this rank has the whole of that."""
+    if said := unlike_parts(loss_fn, output, batch):
+        return f"the loss function is no mean over rows, nor a sum over them: {said}"
+    if communicating(placed):
+        return ""
+    root = placed.parts[0].root
+
+    def run(part: Any) -> Any:
+        args, kwargs = model_inputs(part, Signature.of(root))
+        return root(*args, **kwargs)
+
+    with placed.in_mode(False):
+        said = unlike_parts_of_model(loss_fn, run, root, output, batch)
+    made = "what the loss function makes of a number that the model returns"
+    return said and f"{made} is no mean over rows, nor a sum over them: {said}"
 
 
 def _of_labels(loss: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -67,46 +68,118 @@ class Repeatable:
 _OTHERS = ("/torch/distributed/", "/torch/_dynamo/")
 
 
+class _NotAloneError(Exception):
+    """What was called once more is about to meet other ranks, which do not call it."""
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Within it what calls other ranks, or the compiler, is left by an error before it does."""
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and any(home in frame.f_code.co_filename for home in _OTHERS):
+            raise _NotAloneError
+
+    if (other := sys.getprofile()) is not None:
+        raise _NotAloneError
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(other)
+
+
 def unlike_parts(loss_fn: LossFn, output: Any, batch: Any) -> str:
     """How the loss of some rows differs from what the losses of their parts make; empty: it does not.
 
-    Or nobody can tell: of outputs other than tensors with these rows, of one row, of a loss that draws or fails on
-    parts. What it leaves in lists, dicts, attributes, names and buffers is put back, and generators are.
+    Or nobody can tell: of outputs of which no tensor has these rows, of one row, of a loss that draws or fails on
+    parts. What it leaves in lists, dicts, attributes, names and buffers is put back, and generators are. A tensor
+    without rows (a number, weights of tasks) may be a mean, or none of the batch's, or a sum: one of these must add up.
 
     Args:
         loss_fn: of which `Repeatable` holds.
         output: of the model.
         batch: the micro-batch that it is of.
 
-    Cost: three times the loss function, on `ENOUGH` numbers of the output or two rows, without gradients.
+    Cost: three times the loss function, twice that where some have no rows, on `ENOUGH` numbers of the output or two
+    rows, without gradients.
     """
     tensors = {path: leaf for path, leaf in leaves(output) if isinstance(leaf, torch.Tensor)}
-    try:
-        rows = num_rows(batch)
-    except ModelError:
+    is_plain = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta for t in tensors.values())
+    if not is_plain or (rows := _num_rows(batch)) < 2:
         return ""
-    if rows < 2 or not tensors or not all(_has(tensor, rows) for tensor in tensors.values()):
+    sums = {path: tensor for path, tensor in tensors.items() if not tensor.dim() or tensor.shape[0] % rows}
+    of_rows = {path: tensor for path, tensor in tensors.items() if path not in sums}
+    if not of_rows or any(tensor.shape[0] != rows for tensor in of_rows.values()):
         return ""
-    per_row = sum(tensor.numel() for tensor in tensors.values()) // rows
+    per_row = sum(tensor.numel() for tensor in of_rows.values()) // rows
     count = min(rows, max(2, ENOUGH // max(1, per_row)))
     if count * per_row > MOST:
         return ""
+
+    def loss(start: int, stop: int, share: float) -> Any:
+        part = {path: tensor[start:stop] for path, tensor in of_rows.items()}
+        part |= {path: tensor * share if share != 1 else tensor for path, tensor in sums.items()}
+        return loss_fn(put(output, part), take_rows(batch, start, stop - start))
+
+    tolerance = max(_TOLERANCE.get(t.dtype, 0.1) for t in of_rows.values())
+    device = next(iter(of_rows.values())).device
+    as_it_is = _of_pieces(lambda start, stop: loss(start, stop, 1), loss_fn, count, device, tolerance)
+    if not (as_it_is and sums):
+        return as_it_is
+    as_sum = _of_pieces(
+        lambda start, stop: loss(start, stop, (stop - start) / count), loss_fn, count, device, tolerance
+    )
+    return as_sum and as_it_is
+
+
+def unlike_parts_of_model(loss_fn: LossFn, run: Callable[[Any], Any], model: nn.Module, output: Any, batch: Any) -> str:
+    """The same of a model that makes numbers of its rows itself (its loss, a part of it), in evaluation.
+
+    Args:
+        loss_fn: of which `Repeatable` holds.
+        run: a micro-batch -> the model's output, by this rank alone.
+        model: that it calls.
+        output: of the model, in training.
+        batch: the micro-batch that it is of.
+
+    Cost: three forwards of at most eight rows, without gradients; less where one calls other ranks, or the compiler.
+    """
+    tensors = [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+    numbers = [tensor for tensor in tensors if not tensor.dim() and not tensor.is_meta]
+    if not numbers or (rows := _num_rows(batch)) < 2:
+        return ""
+
+    def loss(start: int, stop: int) -> Any:
+        part = take_rows(batch, start, stop - start)
+        with _by_itself():
+            return loss_fn(run(part), part)
+
+    tolerance = 10 * max(_TOLERANCE.get(number.dtype, 0.1) for number in numbers)
+    return _of_pieces(loss, partial(model.forward, loss_fn), min(rows, 2 * PARTS), numbers[0].device, tolerance)
+
+
+def _of_pieces(
+    loss: Callable[[int, int], Any], reaches: LossFn, count: int, device: torch.device, tolerance: float
+) -> str:
+    """What the losses of rows from .. to make of `count` rows, of these once more, and of their parts."""
     cuts = [count * i // min(count, PARTS) for i in range(min(count, PARTS) + 1)]
-    pieces = [(0, count), (0, count), *pairwise(cuts)]
     found = []
-    with torch.no_grad(), _kept(loss_fn, next(iter(tensors.values())).device), warnings.catch_warnings(action="ignore"):
+    with torch.no_grad(), _kept(reaches, device), warnings.catch_warnings(action="ignore"):
         try:
-            for start, stop in pieces:
-                part = put(output, {path: tensor[start:stop] for path, tensor in tensors.items()})
-                found.append(_numbers(loss_fn(part, take_rows(batch, start, stop - start)), stop - start))
+            for start, stop in [(0, count), (0, count), *pairwise(cuts)]:
+                found.append(_numbers(loss(start, stop), stop - start))
         except Exception:  # of a function, or a batch, that was made for whole micro-batches
             return ""
-    return _compared(*found, tolerance=max(_TOLERANCE.get(t.dtype, 0.1) for t in tensors.values()), rows=count)
+    return _compared(*found, tolerance=tolerance, rows=count)
 
 
-def _has(tensor: torch.Tensor, rows: int) -> bool:
-    """A plain tensor, with values and these rows."""
-    return type(tensor) is torch.Tensor and not tensor.is_meta and tensor.dim() > 0 and tensor.shape[0] == rows
+def _num_rows(batch: Any) -> int:
+    """Rows of a micro-batch; 0: of one that has none that can be told."""
+    try:
+        return num_rows(batch)
+    except ModelError:
+        return 0
 
 
 def _numbers(result: Any, rows: int) -> tuple[float, float, float]:

@@ -96,6 +96,8 @@ def sgd(
     params, live = stepped_parameters(placed, local=True)
     groups = decay_groups(placed, params, weight_decay, no_decay)
     optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **_fast(placed))
+    if momentum:
+        optimizer.register_step_pre_hook(_late_momentum)
     return NamedOptimizer(optimizer, params, live)
 
 
@@ -229,6 +231,15 @@ OPTIMIZERS: dict[str, Callable[..., NamedOptimizer]] = {
     "adafactor": adafactor,
 }
 """By the name that a configuration uses. All take `(placed, lr)` and dials by keyword."""
+
+
+def _late_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Of a parameter that no step before had a gradient of: torch's kernel takes momenta of all, or of none."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if 0 < len(optimizer.state) < len(params):
+        for parameter in params:
+            if parameter.grad is not None and parameter not in optimizer.state:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _fast(placed: Placed) -> dict[str, bool]:

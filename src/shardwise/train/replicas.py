@@ -160,7 +160,8 @@ class Replicas:
         theirs: list[Any] = [None] * self._mesh.world
         dist.all_gather_object(theirs, {name: checksum(local_shard(live[name])) for name in names})
         found = [theirs[rank] for rank in ranks]
-        return [name for name in found[0] if len({one[name] for one in found}) > 1]
+        named = dict.fromkeys(name for one in found for name in one)  # ranks may have placed a tensor otherwise
+        return [name for name in named if len({one.get(name) for one in found}) > 1]
 
     @torch.no_grad()
     def _copy(self, ends: Ends, source: int, wrong: list[int]) -> None:

@@ -42,7 +42,7 @@ class Inferred:
 
 def infer_rules(
     module: nn.Module | Callable[[], nn.Module],
-    args: Sequence[Any] | None = None,
+    args: torch.Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     degree: int = 2,
@@ -51,7 +51,8 @@ def infer_rules(
 
     Args:
         module: a factory, or a module on any device, which is not changed.
-        args: of forward; only the shapes and types of tensors matter. None: `default_sample`.
+        args: of forward; only the shapes and types of tensors matter. A tensor stands for itself, a dict for `kwargs`.
+            None: `default_sample`.
         kwargs: likewise.
         degree: of `tp`, the least that is wanted: what it does not divide stays whole.
 
@@ -73,9 +74,13 @@ def infer_rules(
     else:
         with torch.device("meta"):
             copy = module()
-    copy.eval()
-    if args is None and kwargs is None:
+    copy.train()  # the forward that is to be trained: an observer, a loss may be of that alone
+    if isinstance(args, Mapping):
+        kwargs, args = args, None
+    elif args is None and kwargs is None:
         args = default_sample(copy)
+    elif isinstance(args, torch.Tensor):
+        args = [args]
     given = _typed(copy, (tuple(args or ()), dict(kwargs or {})))
     model = Model(copy, given[0], given[1], degree)
     chosen = choose(model, find_groups(model), _blocks(copy))

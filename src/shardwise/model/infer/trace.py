@@ -59,8 +59,9 @@ def run(
         where = follow.frames[-1] if follow.frames else ""
         raise ModelError(
             f"rules for {type(module).__name__}: its forward failed without data in {where or 'the model itself'} "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); needed: a sample as the model takes it "
-            "(--sample 2x16, or 2x3x32x32:float32) and a forward whose course does not depend on the values of tensors"
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0].partition('. ')[0]}); needed: a sample as the "
+            "model takes it (--sample 2x16, or 2x3x32x32:float32) and a forward whose course does not depend on the "
+            "values of tensors (.item(), if tensor:, x[mask])"
         ) from error
     finally:
         for hook in hooks:
