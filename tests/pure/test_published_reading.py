@@ -240,3 +240,25 @@ def test_trainers_on_jax_accumulate_no_gradients_unless_told() -> None:
 def test_transformer_engine_multiplies_fp32_in_tf32() -> None:
     kinds = [variant(base, precision="fp32").workload.compute for base in ("core-8", "fsdp-1")]
     assert kinds == ["tf32", ""] or kinds == ["tf32", None], kinds
+
+
+def test_what_fits_only_recomputed_runs_with_whole_blocks_where_that_is_the_one_switch() -> None:
+    said = BARE | {"activation_checkpoint": "", "compile": "", "date": "2024-02"}
+    for notes, mode in (("NeMo", "ops"), ("DeepSpeed", "blocks"), ("PyTorch FSDP1", "blocks")):
+        assert variant("fsdp-1", **said | {"notes": notes}).plan.recompute.mode == mode, notes
+
+
+def test_loops_of_plain_pytorch_had_no_fused_attention_before_its_version_2() -> None:
+    said = BARE | {"notes": "a loop of its own on PyTorch", "precision": "fp16", "compile": "n"}
+    found = [variant("fsdp-1", **said | {"date": date}).stack.attention for date in ("2022-06", "2023-01", "2023-09")]
+    assert found[:2] == ["unfused"] * 2 and found[2] != "unfused"
+    kernels = variant("fsdp-1", **said | {"date": "2022-06", "notes": "a loop of its own with apex"})
+    assert kernels.stack.attention == "fused-softmax"
+
+
+def test_a_compiled_loop_of_its_own_compiles_its_loss() -> None:
+    said = BARE | {"notes": "a loop of its own on PyTorch", "n_gpus": "1", "dp_shard": "1", "dp_replicate": "1"}
+    said |= {"global_batch": "2", "zero_stage": "", "peak_mem_gib": ""}
+    found = [variant("fsdp-1", **said | {"compile": compiled}).stack for compiled in ("y", "n")]
+    assert [stack.name for stack in found] == ["eager"] * 2
+    assert found[0].logit_bytes == 8.0 < found[1].logit_bytes

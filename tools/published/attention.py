@@ -32,6 +32,12 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
 
 FLASH = 2022.75
 """Year from which flash attention (arXiv:2205.14135) is in stacks."""
+FUSED = 2023.2
+"""Year from which PyTorch has fused attention of its own (2.0): loops that bring no kernels have primitives before."""
+PLAIN = ("eager", "fsdp1", "torchtitan", "deepspeed")
+"""Stacks whose attention is that of a model in PyTorch."""
+_KERNELED = r"megatron|bmtrain|apex|mosaic|llm-foundry|composer|flash|turing-?nlg"
+"""Words for codes that had kernels for the softmax before."""
 EFFICIENT = 2023.25
 """Year from which torch's own attention keeps no scores on old devices either (CUTLASS's kernels, torch 2.0)."""
 TRITON = 2024.5
@@ -53,8 +59,9 @@ SINKS = 2026.4
 def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool) -> AttentionKernel:
     """The kernel of a row. `usual`: its stack's; `core`: a stack on Transformer Engine."""
     kernel = usual
-    if kernel.startswith("flash") and cells.year < FLASH:
-        kernel = "fused-softmax"
+    own = stack in PLAIN and not cells.has(_KERNELED)
+    if kernel.startswith("flash") and cells.year < (FUSED if own else FLASH):
+        kernel = "unfused" if own else "fused-softmax"
     if kernel == "flash2" and cells.year >= CUDNN:
         kernel = "flash3"
     if core and cells.year < HOPPER:
@@ -73,9 +80,10 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
     kernel = named or kernel
     if kernel not in ("flash2", "flash3", "triton") or not is_old(cells):
         return kernel
-    kept = "memory-efficient" if cells.year >= EFFICIENT else "fused-softmax"
-    cells.assume(f"{kept} attention, as FlashAttention 2 does not run on the device")
-    return "flash1" if cells.year >= EFFICIENT else "fused-softmax"
+    kept: AttentionKernel = "flash1" if cells.year >= EFFICIENT else "unfused" if own else "fused-softmax"
+    words = "memory-efficient" if kept == "flash1" else kept
+    cells.assume(f"{words} attention, as FlashAttention 2 does not run on the device")
+    return kept
 
 
 def is_old(cells: Cells) -> bool:

@@ -29,9 +29,12 @@ def tables() -> str:
         "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
         "Leonardo's A100 with 124 of its multiprocessors, and rates to match; mi350x is mi355x with 1,000 W for "
         "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
-        "at the share that mi300x has. Of the others they "
+        "at the share that mi300x has; v100, mi250x, and what mi350x and mi355x reach in 8 bits, are read off rows of "
+        "`elsewhere.csv`, mi250x and mi350x off one source each; t4 and l4 do not hold their nominal clocks at 70 "
+        "W. Of the others they "
         "are estimates, after the nearest of these. `units` are its multiprocessors. "
-        "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6): "
+        "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6; "
+        "runs of 2,000 to 717,000 tokens): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
         "do not: llm-foundry's runs of 2,048 to 65,536 tokens.",
         _devices(data),
@@ -71,7 +74,8 @@ def tables() -> str:
         "read off steps of few tokens (Qwen-1.8B to 14B on an A100, BERT-large on a V100; "
         "`tools/published/elsewhere.csv`).",
         "A row's date changes these (`tools/published/attention.py`, `stacks.py`). Before October 2022 no stack "
-        "has flash attention, before December 2023 the models of `transformers` have none unless a row names it "
+        "has flash attention, before March 2023 (torch 2.0) loops of plain PyTorch have no fused kernel at all, before "
+        "December 2023 the models of `transformers` have none unless a row names it "
         "(its version 4.36), before July 2024 those on Transformer Engine have no kernels for Hopper, "
         "and FSDP1's jobs run kernels in Triton. From 2026 torch's attention "
         "runs cuDNN's kernels. Before June 2026 attention with learned sinks "
@@ -93,7 +97,8 @@ def tables() -> str:
         "p4d, by its pull request 1453. TFLOP/s and MFU are counted as a stack's code of the date does: with the half "
         "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
         "in MaxText (its pull request 1988), January 2026 in verl (4959). Trainers on JAX accumulate no gradients "
-        "unless a row says so; Transformer Engine multiplies fp32 in tf32.",
+        "unless a row says so; Transformer Engine multiplies fp32 in tf32. Where a loop of its own is compiled, its "
+        "loss is too: 8 bytes per logit. `step` of jax errs least over eleven sources, each of the same weight.",
         "`cached` and `most_cached`: freed blocks that fit nothing else, which reserved memory and what nvidia-smi "
         "shows include until memory runs out; read off runs of Megatron-Core (7 to 17 GiB beyond what is counted, "
         "here and in `elsewhere.csv`) and of DeepSpeed. Where a row says that its samples are neither packed nor of "

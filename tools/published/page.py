@@ -19,8 +19,9 @@ measured - 1: median and 90th percentile of their size, bias the median with its
 
 Each row becomes a model, a cluster, a plan, a workload and a software stack (`tools/published/`). What a row does not
 say is the default of its stack; nothing depends on which row or source it is. Where nothing is said of recompute, and
-our estimate would not fit without it, the least recompute that fits is assumed: such rows count in all figures, and
-those of out of memory are given without them too. So for weights and states in 16 bits, where a trainer's row
+our estimate would not fit without it, the least recompute that fits is assumed (of DeepSpeed, FSDP1, eager PyTorch and
+JAX that of whole blocks, their one switch): such rows count in all figures, and those of out of memory are given
+without them too. So for weights and states in 16 bits, where a trainer's row
 names such a type and nothing else would fit. Where no micro-batch is printed, the one that fits and is predicted
 fastest is taken, as whoever printed none has looked for it. Memory is compared as the source counts it: allocated,
 reserved by the allocator, or used on the device. A row counts as out of memory where its notes say so.

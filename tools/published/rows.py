@@ -188,6 +188,8 @@ DOUBT = 1.1
 """An estimate that is so much larger than the device still leaves it open whether a job fits."""
 
 
+WHOLE = ("jax", "deepspeed", "fsdp1", "eager")
+"""Stacks that recompute whole blocks where nothing else is said."""
 PARTS = tuple(Recompute(mode="ratio", ratio=share) for share in (0.25, 0.5, 0.75))
 """Blocks of which no more are recomputed than need be."""
 
@@ -203,7 +205,8 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
     if not is_open and not {EVERY_SECOND, TWO_OF_THREE} & set(cells.assumed):
         return plan
     profile = profile_of(spec)
-    tried = (plan.recompute, *((Recompute(mode="ops"), *PARTS) if is_open else ()), Recompute(mode="blocks"))
+    some = (Recompute(mode="ops"), *PARTS) if is_open and stack.name not in WHOLE else ()
+    tried = (plan.recompute, *some, Recompute(mode="blocks"))
     for recompute in tried:
         one = replace(plan, recompute=recompute)
         memory = estimate_memory(profile, one, work, stack=stack, device=cluster.device)
@@ -211,7 +214,7 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
-    if is_open and stack.name == "jax" and plan.axes.pp == 1:
+    if is_open and stack.name in WHOLE and plan.axes.pp == 1:
         cells.assume(f"{_INFERRED}blocks, with which it comes nearest to fitting")
         return replace(plan, recompute=Recompute(mode="blocks"))
     return plan

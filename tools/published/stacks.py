@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from math import inf
 
-from published.attention import LAYERS, attention_of, is_old, names_flash
+from published.attention import FUSED, LAYERS, attention_of, is_old, names_flash
 from published.cells import Cells, unsourced
 from published.degrees import LIBRARIES, ZERO, degrees_of, stage_said
 from published.offload import offloaded_layers
@@ -84,6 +84,9 @@ FOREACH = 2025.5
 """Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
 TORCH = ("torchtitan", "fsdp1", "eager")
 """Stacks whose blocks are those of PyTorch, as eager or compiled as the row says."""
+OWN_LOSS = 8.0
+"""Bytes per logit of a loop of its own that is compiled, whose graph has the loss too: logits in 16 bits, and in fp32
+what one kernel of them leaves."""
 COMPILED_LOSS = 2025.4
 """Year from which torchtitan's compile takes in the loss, so that no fp32 copy of the logits is kept."""
 
@@ -135,6 +138,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=0.5, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
+    elif name == "eager" and stack.fused and engine(cells) is None and cells.year >= FUSED:
+        stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS))
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
     if cells.noted(_GRAPHED):

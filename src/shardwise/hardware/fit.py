@@ -14,7 +14,7 @@ from statistics import median
 
 from shardwise.hardware.cluster import Cluster, Curve, Device, Link, Rates, device_names, load_cluster
 from shardwise.model.ops import Attention
-from shardwise.plan.kernels import TAIL, attention_time, matmul_time, misaligned
+from shardwise.plan.kernels import PLAIN, TAIL, attention_time, matmul_time, misaligned
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.stack import Stack
 
@@ -137,6 +137,8 @@ def fit_products(
     best = found[main] / top
     low_best = best
     rates = {name: found[name] / best for name in wide} | {main: top}
+    if "fp32" in rates and found["fp32"] / max(best, PLAIN) <= top / 2:
+        rates["fp32"] = found["fp32"] / max(best, PLAIN)
     for name in set(by_dtype) & set(LOW):
         rates[name] = nominal.of(name) if nominal else seen[name]
         low_best = found[name] / rates[name]

@@ -20,6 +20,10 @@ TAIL = 2e-6
 HIGHEST = 0.87
 """Largest published share of a nominal rate in a product: 271 of 312 TFLOP/s on an A100 (stas00/ml-engineering)."""
 
+PLAIN = 0.85
+"""Share of the nominal rate that products in fp32 reach at least, where that is half the rate of 16 bits or less: it is
+the matrix units that are hard to feed (read off V100, T4 and MI100)."""
+
 # Tile rows, columns, and the share of a unit's rate that a tile of such a size reaches (less reuse of what it loads).
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.62))
 _SPLITS = (1, 2, 4, 8)
@@ -46,6 +50,8 @@ def matmul_time(m: int, n: int, k: int, device: Device, dtype: str, groups: int 
     """
     low = dtype in ("fp8", "fp4")
     best = device.low_best if low else device.curve.best
+    if dtype == "fp32" and device.rates.fp32 <= _half(device) / 2:
+        best = max(best, PLAIN)
     unit = device.rates.of(dtype) * best / device.curve.units
     depth, units = device.curve.depth * (2.0 if low else 1.0), device.curve.units
     compute = float("inf")
