@@ -69,8 +69,9 @@ def step_unseen(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody called `register_step_pre_hook` on an optimizer: `_optimizer_step_pre_hooks`."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+    """Whether a user called `register_step_pre_hook` on an optimizer: `_optimizer_step_pre_hooks`."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
 
 
 def is_norm_of_all(function: Any) -> bool:
