@@ -15,10 +15,10 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.memory import host_memory, in_huge_pages
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import ignore
 from shardwise.checkpoint.torch_private import version_of
+from shardwise.parallel.host_memory import host_memory, in_huge_pages
 
 _STRIDE = 65_537
 """Every so-manieth byte is a sample: odd, so that each byte of a number has its turn."""

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.layout import Held, held_by, numpy_bytes, owners, signature
-from shardwise.checkpoint.memory import host_memory
 from shardwise.checkpoint.shardfile import Part, arrange
 from shardwise.checkpoint.torch_private import version_of
+from shardwise.parallel.host_memory import host_memory
 
 LATER = ("optim.", "ema.")
 """Names of what nothing changes before the next step of an optimizer: copied beside the forward and backward pass."""

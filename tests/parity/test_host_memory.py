@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.checkpoint.memory import host_memory, in_huge_pages
+from shardwise.parallel.host_memory import host_memory, in_huge_pages
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 2**22 + 4096, 3 * 2**22 + 5])
