@@ -63,6 +63,9 @@ def tables() -> str:
         "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
         "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
+        "`overlap_tensor` of Megatron-Core lies between what its README of 2024 shows with the switch for it (0.73, as "
+        "the recipes of Megatron-Bridge set it), and the two of five collectives that are hidden without; rows seldom "
+        "say which. "
         "`fragmentation` of Megatron-Core is what five runs on 64 to 592 B200 have reserved over what they allocated. "
         "The logits of `eager` and `deepspeed` are counted, as the loss of `transformers` is written: in fp32 the "
         "log-softmax, its gradient, and that of what it was made from; from February 2025 labels are shifted and not "
