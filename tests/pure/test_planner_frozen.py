@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import ConfigError
@@ -75,6 +77,26 @@ def test_a_weight_is_whole_for_a_moment_in_the_backward_pass() -> None:
     assert backward[""] - backward["gptq"] == pytest.approx(packed - INSIDE * 2), "autograd keeps them all"
     plain, again = (estimate_memory(EIGHT, Plan.parse(ALONE), _work(base), stack=EAGER).peaks for base in ("", "gptq"))
     assert plain["backward"] - again["backward"] == pytest.approx(packed - INSIDE / 32 * 2), "those of a block"
+
+
+def test_inputs_of_reentrant_checkpoints_stay_below_frozen_units() -> None:
+    """As FSDP1 does in one process: its memory grows by a hidden state per block of the backward pass."""
+    plan = Plan.parse("fsdp8 / bf16-pure / recompute=blocks")
+    freed = _work("nf4")
+    assert freed.adapters
+    kept = replace(freed, adapters=replace(freed.adapters, stays=True))
+    one, all_of = (estimate_memory(EIGHT, plan, work, stack=FSDP1).peaks for work in (freed, kept))
+    inputs = 32 * 2048 * 4096 * 2
+    assert all_of["backward"] - one["backward"] == pytest.approx(2 * inputs), "each, and its gradient"
+    assert all_of["loss"] == one["loss"]
+    twice = Plan.parse("fsdp8 / mb1 / bf16-pure / recompute=blocks")
+    summed = (
+        estimate_memory(EIGHT, twice, replace(work, global_batch=16), stack=FSDP1).peaks for work in (freed, kept)
+    )
+    one, all_of = summed
+    assert all_of["backward"] > one["backward"], "of each micro-batch too"
+    whole = estimate_memory(EIGHT, Plan.parse("fsdp8 / bf16-pure"), kept, stack=FSDP1).peaks
+    assert whole == estimate_memory(EIGHT, Plan.parse("fsdp8 / bf16-pure"), freed, stack=FSDP1).peaks
 
 
 def test_shards_are_packed_and_gathered_so() -> None:

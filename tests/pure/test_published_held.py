@@ -72,6 +72,24 @@ def test_adapters_by_the_words_of_a_row(cells: dict[str, str], on: tuple[str, ..
     assert share == pytest.approx(row.workload.trained / 2), "rank 16 where nothing says another"
 
 
+@pytest.mark.parametrize(
+    ("notes", "shards", "stays"),
+    [
+        ("HF SFTTrainer", "2", True),
+        ("HF SFTTrainer", "", False),
+        ("Hugging Face trainer, DeepSpeed", "2", False),
+        ("PyTorch FSDP1, activation checkpointing", "2", False),
+        ("PyTorch FSDP1, reentrant checkpoints", "2", True),
+        ("PyTorch FSDP1, non-reentrant checkpoints", "2", False),
+    ],
+)
+def test_reentrant_checkpoints_are_those_of_the_trainer_or_said(notes: str, shards: str, stays: bool) -> None:
+    cells = {"model": "Llama-2-7B LoRA", "date": "2024-02", "precision": "bf16", "activation_checkpoint": "full"}
+    sharded = {"n_gpus": shards, "dp_shard": shards, "zero_stage": "3"} if shards else {}
+    row = variant("tune-1", **BARE | cells | {"notes": notes} | sharded)
+    assert row.workload.adapters and row.workload.adapters.stays == stays
+
+
 def test_whole_parameters_have_no_adapters_though_the_source_is_named_for_them() -> None:
     row = variant(
         "tune-1", **BARE | {"source": "hf", "notes": "huggingface/peft README.md; full-parameter fine-tuning"}

@@ -83,13 +83,18 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, shar
     late = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
     upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has("nothing cast")
     copies = width if cast else 0.0 if plain else width + 1
-    return Adapters(on=on, copies=copies, base=base, keeps=by_library and cells.year < late, rest=4.0 * upcast)
+    stays = cells.has(_REENTRANT) or (sharded and stack != "deepspeed" and cells.has(_TRAINER))
+    keeps = by_library and cells.year < late
+    return Adapters(on=on, copies=copies, base=base, keeps=keeps, stays=stays, rest=4.0 * upcast)
 
 
 KEPT = 2024.55
 """Year until which bitsandbytes' products keep their inputs (its version 0.43.2)."""
 _UPCASTS = r"prepare_model_for_kbit|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl"
 """Words for what casts to fp32 all that is not packed: PEFT's `prepare_model_for_kbit_training`; not under FSDP."""
+_REENTRANT = r"(?<!non[- ])\breentrant"
+_TRAINER = r"sfttrainer|\btrl\b|(hugging ?face|hf|transformers) trainer"
+"""Words for what recomputes by reentrant checkpoints, below FSDP1 where it shards."""
 FP32 = 2024.5
 """Year from which PEFT's adapters are in fp32 beside weights of 16 bits."""
 

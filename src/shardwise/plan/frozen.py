@@ -81,6 +81,15 @@ def kept_whole(division: Division, stages: tuple[Stage, ...]) -> float:
     return sum(_weights(division, block) * (n - again) for block, n, again in counts) * compute_width(plan)
 
 
+def kept_on(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Bytes of recomputed blocks' inputs and of their gradients at the end of a backward pass that frees none."""
+    adapters, plan = division.workload.adapters, division.plan
+    if adapters is None or not adapters.stays:
+        return 0.0
+    again = sum(again for stage in stages for *_, again in recomputed_in(stage, plan))
+    return 2 * again * division.tokens * division.profile.dim * compute_width(plan)
+
+
 def _weights(division: Division, block: Block) -> float:
     """Weights of a block's products on a rank."""
     return packed_share(block) * (division.dense(block) + division.experts(block))

@@ -26,7 +26,7 @@ from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
-from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_whole, whole_again
+from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
 from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.plan import Plan
@@ -214,7 +214,7 @@ def _rank_memory(
         moments["update"] = {**moments["update"], "temporary": spike}
         return _largest(rank, moments)
     gradients = states.pop("gradients")
-    block = _block_bytes(division, stages, stack)
+    block = _block_bytes(division, stages, stack) + kept_on(division, stages)
     held = {**states, "gathered": gathered_of(division, stages, stack)}
     loss = {**held, "activations": _activations(division, rank, stages, stack), "logits": 0.0}
     if any(stage.last for stage in stages):
@@ -223,7 +223,7 @@ def _rank_memory(
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
     if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
-        backward["activations"] = loss["activations"]
+        backward["activations"] = max(loss["activations"], block)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
     update = {**states, "gradients": gradients, "temporary": spike + at_once(division, stages, stack)}
