@@ -98,7 +98,17 @@ class LateMean(Base):
         return grad if state["mean"] is None else state["mean"]
 
 
-KINDS = {kind.__name__: kind for kind in (Nested, Late, LateMean)}
+class Later(Base):
+    """From the sixth step on, a mean, whose first value is of that step."""
+
+    def of(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        state["n"] = state.get("n", 0) + 1
+        if state["n"] > 5:
+            state.setdefault("means", [torch.zeros_like(grad)])[0].lerp_(grad, 0.5)
+        return state["means"][0] if "means" in state else grad
+
+
+KINDS = {kind.__name__: kind for kind in (Nested, Late, LateMean, Later)}
 
 
 def started(mesh: sw.Mesh, plan: sw.Plan, kind: Callable[..., Any]) -> sw.TrainState:
@@ -179,3 +189,24 @@ def test_a_list_that_grew_takes_what_has_a_name() -> None:
         "d": {"a": [1, 2], "b": 3},
         "e": 4,
     }
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("keep_every", [1, 4, 100])
+def test_a_rewind_ends_as_if_the_samples_had_never_been_there(name: str, keep_every: int) -> None:
+    """Kept is the state before the first step, or one with less, or as much, as there is when it goes back."""
+    plan, rows = sw.Plan.parse("dp1 / fp64"), list(ROWS)
+    rows[48:56] = [(x, 1e6 * y) for x, y in rows[48:56]]  # the seventh window
+    protect = sw.Protect(policy="rewind", min_history=4, keep_every=keep_every)
+    ends = []
+    with sw.open_mesh(plan) as mesh:
+        for never in (False, True):
+            placed = sw.apply(net, plan, mesh, seed=1)
+            data = sw.loader(rows, plan.batch, mesh, global_size=8, shuffle=False)
+            if never:
+                data.quarantine(48, 56)
+            state = sw.TrainState(placed, KINDS[name](placed.parameters()), data)
+            seen = [m for m in sw.steps(state, loss_fn, until=8, options=sw.StepOptions(protect=protect))]
+            assert any(m.skipped for m in seen) is not never
+            ends.append({m.step: m.loss for m in seen} | {n: t.tolist() for n, t in state.tensors().items()})
+    assert ends[0] == ends[1]
