@@ -158,6 +158,11 @@ def test_a_sample_may_be_a_tensor_or_a_dict() -> None:
     assert sw.infer_rules(Sequential, {"x": torch.empty(2, DIM)}).rules == expected
 
 
+def test_rules_of_lazy_layers_are_refused_as_apply_does() -> None:
+    with pytest.raises(ModelError, match=r"parameter 0.weight has no shape yet \(a lazy module\)"):
+        sw.infer_rules(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), [torch.empty(2, 3)])
+
+
 class Sequential(nn.Module):
     def __init__(self) -> None:
         super().__init__()
