@@ -36,6 +36,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "in place":
             x += 1
+        if self.kind == "view":
+            return (x + self.down(F.gelu(self.up(self.norm(x)))))[:, :]
         run = torch.func.vmap(self.up) if self.kind == "vmap" else self.up
         y = F.linear(self.norm(x), self.up.weight) if self.kind == "weight" else run(self.norm(x))
         return x + self.down(F.gelu(y))
@@ -49,6 +51,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
+            if layer.kind == "view":
+                x += 1
         return x
 
 
@@ -67,7 +71,8 @@ def trained(text: str, kind: str, style: str) -> str:
         try:
             placed = sw.apply(lambda: Net(kind), plan, mesh, seed=1, rules=rules if plan.axes.tp > 1 else None)
             step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda output, _: output.square().mean())
-            step(torch.ones(2, DIM))
+            with warnings.catch_warnings(action="ignore"):  # torch's own, of views
+                step(torch.ones(2, DIM))
         except (ModelError, ReplicaError) as error:
             return str(error)
     return ""
@@ -156,6 +161,11 @@ def test_a_sample_may_be_a_tensor_or_a_dict() -> None:
     expected = sw.infer_rules(Sequential, [torch.empty(2, DIM)]).rules
     assert sw.infer_rules(Sequential, torch.empty(2, DIM)).rules == expected
     assert sw.infer_rules(Sequential, {"x": torch.empty(2, DIM)}).rules == expected
+
+
+def test_rules_of_lazy_layers_are_refused_as_apply_does() -> None:
+    with pytest.raises(ModelError, match=r"parameter 0.weight has no shape yet \(a lazy module\)"):
+        sw.infer_rules(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), [torch.empty(2, 3)])
 
 
 class Sequential(nn.Module):

@@ -6,7 +6,8 @@ exchange there, no transform of `torch.func` can take; and what an engine's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -39,6 +40,11 @@ _MEANINGS = {
         "(nn.MultiheadAttention, F.linear(x, embed.weight)); needed: torch.nn.utils.parametrizations and the rule "
         "'replicate', a call of the module that holds the weight, or a plan without tp",
     ),
+    "are out of bounds for storage of size 0": _Meaning(
+        row="module.writes-input",
+        text="its backward pass needs weights that fully_shard has not gathered again, as of a sharded block that "
+        "returned a view, into which forward then wrote in place; needed: a new tensor (x = x + y in place of x += y)",
+    ),
     "functorch transforms": _TRANSFORMED,
     "Batching rule not implemented": _TRANSFORMED,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _WRITTEN,
@@ -56,16 +62,23 @@ def explain_errors(root: nn.Module) -> None:
     """
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
+        with explaining(root):
             return forward(*args, **kwargs)
-        except RuntimeError as error:
-            said = next((said for words, said in _MEANINGS.items() if words in str(error)), None)
-            if said is None:
-                raise
-            line = str(error).splitlines()[0].partition(". ")[0]
-            raise ModelError(f"{_innermost(root, error)}: {said.text} (torch: {line})", row=said.row) from error
 
     wrap_forward(root, run)
+
+
+@contextmanager
+def explaining(root: nn.Module) -> Iterator[None]:
+    """The same of a forward and backward pass within it."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = next((said for words, said in _MEANINGS.items() if words in str(error)), None)
+        if said is None:
+            raise
+        line = str(error).splitlines()[0].partition(". ")[0]
+        raise ModelError(f"{_innermost(root, error)}: {said.text} (torch: {line})", row=said.row) from error
 
 
 def _innermost(root: nn.Module, error: BaseException) -> str:

@@ -54,14 +54,16 @@ class _Look:
                 self.handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
 
     def begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The forward of a micro-batch."""
-        if _trains(root):
+        """The forward of a micro-batch; one that is compiled whole is not looked at."""
+        if _trains(root) and not torch.compiler.is_compiling():
             with suppress(ModelError):  # of what has no rows
                 self.rows = num_rows((*args, *kwargs.values()))
             self.before = states(torch.device("cpu"))
 
     def rows_of(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """What such a module is given; of as many tokens as rows nobody can tell which are which."""
+        if torch.compiler.is_compiling():
+            return
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if not self.rows or given is None or given.is_meta or given.shape[0] != self.rows or self.rows < 2:
             return

@@ -177,42 +177,51 @@ class _Writes:
 class _Counted:
     """After a process's first step of several micro-batches: what each of them has written is warned of.
 
-    Buffers (a counter, a moving mean, a queue, a codebook), weights without gradients (a teacher that follows), and
-    numbers that modules count up. Statistics of batch norms are known to be those of micro-batches.
+    Buffers (a counter, a moving mean, a queue, a codebook), weights without gradients (a teacher that follows), and,
+    after the second one, numbers that modules count up. Statistics of batch norms are known to be those of
+    micro-batches.
     """
 
     def __init__(self, placed: Placed) -> None:
         self._placed, self._before, self._frozen = placed, _sums_of_buffers(placed), _versions(placed)
-        self._is_told, self._numbers = not placed.mesh.tells, self._counts()
+        self._steps, self._numbers, self._counted = 0, _numbers(placed), set[str]()
 
     def __call__(self, makes_update: bool) -> None:
-        """Look, once. Cost: a pass over the buffers that checkpoints hold."""
-        if self._is_told:
+        """Look, twice. Cost: a pass over the buffers that checkpoints hold."""
+        self._steps += 1
+        if self._steps > 2 or not self._placed.mesh.tells:
             return
-        self._is_told, placed = True, self._placed
+        placed, numbers, before = self._placed, _numbers(self._placed), self._numbers
+        count = placed.plan.batch.micro_batches
+        counted = {name for name, value in numbers.items() if before.get(name, value) + count == value}
+        if self._steps == 2:
+            self._tell("numbers", sorted(counted & self._counted))
+            return
+        self._numbers, self._counted = numbers, counted
         modules = {name: module for part in placed.parts for name, module in part.root.named_modules()}
         norms = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
         written = sorted(name for name, found in _sums_of_buffers(placed).items() if self._before.get(name) != found)
-        buffers = [name for name in written if not isinstance(modules.get(name.rpartition(".")[0]), norms)]
-        weights = [name for name, version in _versions(placed).items() if self._frozen.get(name) != version]
-        count, counts = placed.plan.batch.micro_batches, self._counts()
-        numbers = [name for name, value in counts.items() if self._numbers.get(name, value) + count == value]
-        for kind, found in (("the buffers", buffers), ("the weights", weights), ("the numbers", numbers)):
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            with suppress(Warning):  # `-W error` does not end a run that may be meant so
-                if found:
-                    warnings.warn(
-                        f"forward writes {kind} {', '.join(found[:3])}{more}, and `{placed.plan}` calls it {count} "
-                        "times in a step, where one process calls it once: what they count or average is another "
-                        "number; needed: one micro-batch, or a script that writes them once per step, after it",
-                        stacklevel=5,
-                    )
+        self._tell("buffers", [n for n in written if not isinstance(modules.get(n.rpartition(".")[0]), norms)])
+        self._tell("weights", [n for n, version in _versions(placed).items() if self._frozen.get(n) != version])
 
-    def _counts(self) -> dict[str, int]:
-        """Whole numbers that modules hold beside buffers."""
-        modules = {module: name for part in self._placed.parts for name, module in part.root.named_modules()}
-        held = [(place, value) for part in self._placed.parts for place, value in numbers_in(part.root).items()]
-        return {f"{modules[at]}.{key}".lstrip("."): value for (at, key), value in held if type(value) is int}
+    def _tell(self, kind: str, found: list[str]) -> None:
+        plan, more = self._placed.plan, f" and {len(found) - 3} more" if len(found) > 3 else ""
+        with suppress(Warning):  # `-W error` does not end a run that may be meant so
+            if found:
+                warnings.warn(
+                    f"forward writes the {kind} {', '.join(found[:3])}{more}, and `{plan}` calls it "
+                    f"{plan.batch.micro_batches} times in a step, where one process calls it once: what they count or "
+                    "average is another number; needed: one micro-batch, or a script that writes them once per step, "
+                    "after it",
+                    stacklevel=6,
+                )
+
+
+def _numbers(placed: Placed) -> dict[str, int]:
+    """Whole numbers that modules hold beside buffers."""
+    modules = {module: name for part in placed.parts for name, module in part.root.named_modules()}
+    held = [(place, value) for part in placed.parts for place, value in numbers_in(part.root).items()]
+    return {f"{modules[at]}.{key}".lstrip("."): value for (at, key), value in held if type(value) is int}
 
 
 def _versions(placed: Placed) -> dict[str, int]:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.errors import NonFiniteError
 from shardwise.parallel.data import gradient_divisor
 from shardwise.parallel.direct import watched_loss
+from shardwise.parallel.explained import explaining
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.padding import paddings_of
 from shardwise.parallel.placed import Moment, Part
@@ -197,11 +198,10 @@ class TrainStep:
         return is_counted_here(parameter, placed.mesh) and (placed.copies is None or placed.copies.counts_here(name))
 
     def _micro_batches(self, batch: Any) -> tuple[list[Any], tuple[bool, ...]]:
-        device = self.state.mesh.device
         micro, zero = micro_batches_of(batch, self.state.placed.plan.batch.micro_batches)
         if not self._needs_padding:  # nobody waits for this rank in a collective
             micro, zero = [m for m, z in zip(micro, zero, strict=True) if not z], (False,) * zero.count(False)
-        micro = [to_device(m, device) for m in micro]
+        micro = [to_device(m, self.state.mesh.device) for m in micro]
         whole = max(1, len(micro))
         micro, zero = cut_rows(micro, zero, 2**self.state.halvings, equally=self._is_cut_equally)
         self._flushes = len(micro) // whole  # under a pipeline all have the same rows, and so as many pieces
@@ -263,7 +263,7 @@ class TrainStep:
             if zero < 3:
                 part.run.set_reshard_after_backward(last)
             part.run.set_is_last_backward(last)
-        return nullcontext()
+        return explaining(part.root) if isinstance(part.run, FSDPModule) else nullcontext()
 
     def _pipelined(self, micro: list[Any], zero: tuple[bool, ...]) -> list[Loss]:
         pipeline = self.state.placed.pipeline

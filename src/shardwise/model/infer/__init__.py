@@ -19,7 +19,7 @@ from shardwise.model.infer.groups import Model, find_groups
 from shardwise.model.infer.styles import Rule, choose
 from shardwise.model.nested import put
 from shardwise.model.stacks import find_blocks
-from shardwise.model.tracer import meta_copy, tensors_in
+from shardwise.model.tracer import meta_copy, refuse_parameters, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ def infer_rules(
     else:
         with torch.device("meta"):
             copy = module()
+    refuse_parameters(copy)
     copy.train()  # the forward that is to be trained: an observer, a loss may be of that alone
     if isinstance(args, Mapping):
         kwargs, args = args, None
