@@ -72,6 +72,7 @@ def test_ranks_that_end_in_agreement_may_take_their_time(tmp_path: Path, code: E
     found, _, err = finish(start(tmp_path, script, "--nproc", "3", SHARDWISE_START=how))
     assert found == code, err
     assert err.startswith(f"shardwise: all ranks ended with status {code:d}: a ") and err.count("\n") == 1
+    assert code != ExitCode.NON_FINITE or "more often in a row than `skip` leaves out (max_skips)" in err
 
 
 class Scripted:

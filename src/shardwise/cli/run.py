@@ -161,7 +161,8 @@ def _ending(code: ExitCode, stopping: Stopping) -> str:
         how = "by a second signal, or as the grace was over, or as a rank died, or as too few ranks were left to save"
         return f"ended at once {how} ({code:d}); go on from the last checkpoint"
     why = {
-        ExitCode.NON_FINITE: ": a loss or gradient is not finite, under the policy `stop`",
+        ExitCode.NON_FINITE: ": a loss or gradient is not finite, under the policy `stop`, or more often in a row than "
+        "`skip` leaves out (max_skips): then the weights may be what is not finite, in the newest checkpoints too",
         ExitCode.SPIKE: ": a spike of the loss or of the gradient norm, under the policy `stop`",
     }
     return f"all ranks ended with status {code:d}{why.get(code, '')}"
