@@ -218,6 +218,7 @@ class StoreDirectory(ABC):
                 manifest = self._manifest(entry, known)
                 steps.add(manifest.step)
                 manifest.check_place(entry, step, run)
+                manifest.check_finite(entry)
                 complete.append((entry, manifest))
             except DamagedError as error:
                 damaged.append(Skipped(entry, str(error)))

@@ -39,6 +39,8 @@ MAX_FILE = 2**40
 MAX_CUTS = 6
 """Dims along which one tensor is divided: a mesh has fewer axes."""
 FORMAT = "shardwise-checkpoint"
+NOT_FINITE = "not_finite"
+"""Among the scalars, of a state without updates for what is not finite: a weight of which this is true."""
 _TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"}\n')
 _TAIL_BYTES = 78
 _KEYS = (
@@ -103,6 +105,18 @@ class Manifest:
     def identity(self, file: int) -> Identity:
         """What the header of a file must say."""
         return Identity(run=self.run, save=self.save, step=self.step, rank=file)
+
+    def check_finite(self, checkpoint: Path) -> None:
+        """No step of the run was left out, when it was saved, for what is in the weights themselves.
+
+        Raises:
+            DamagedError: one was: so would be every step that goes on from here.
+        """
+        if name := self.scalars.get(NOT_FINITE):
+            raise DamagedError(
+                f"{checkpoint}: the weight {name} holds NaN or infinity, with which no loss is finite; go on from a "
+                "checkpoint before it (or load this one by its own path, to look at it)"
+            )
 
     def check_place(self, checkpoint: Path, step: int, run: str | None) -> None:
         """It is where its save put it: in a store of its run, under the name of its step.

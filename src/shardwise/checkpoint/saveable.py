@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from shardwise.checkpoint.torch_private import local_of
 from shardwise.errors import UsageError
 from shardwise.parallel.generators import Drawn
 from shardwise.parallel.mesh import Mesh
@@ -81,6 +83,15 @@ class Forgetful(Protocol):
     def forgets(self) -> str:
         """What that is, and what to do; empty: nothing that is known."""
         ...
+
+
+def broken_weight(state: Saveable) -> str:
+    """The first weight in training with a NaN or an infinity here, where updates are left out for such; else empty.
+
+    Cost: none while updates are made; then a pass over the weights.
+    """
+    trained = state.placed.named_parameters().items() if getattr(state, "unmade", 0) else ()
+    return next((n for n, p in trained if p.requires_grad and not bool(torch.isfinite(local_of(p)).all())), "")
 
 
 @runtime_checkable

@@ -28,12 +28,12 @@ from shardwise.checkpoint.loading import (
     processors,
     prove,
 )
-from shardwise.checkpoint.manifest import Manifest, ProbeResult
+from shardwise.checkpoint.manifest import NOT_FINITE, Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.partial_state import weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.retention import Retention
-from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, mesh_of
+from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, broken_weight, mesh_of
 from shardwise.checkpoint.saving import (
     Save,
     SaveJob,
@@ -347,7 +347,7 @@ class Store:
             lock, fits = self._holder.take(state.mesh), self._copy.fits(tensors)
             apart = Peers.apart(state.mesh, self.path)
             forgets = state.forgets() if isinstance(state, Forgetful) else ""
-            told = apart.meet((own, fits, processor(), lock, digests(generators), forgets))
+            told = apart.meet((own, fits, processor(), lock, digests(generators), forgets, broken_weight(state)))
         self._findings += told[0][3].check()
         forgotten = "; ".join(dict.fromkeys(each[5] for each in told if each[5]))  # a stage knows of its own
         if forgotten not in ("", self._forgotten):
@@ -355,6 +355,12 @@ class Store:
             peers.warn(f"{self.path}: {forgotten}")
         scalars = agreed(*map(list, zip(*(each[0] for each in told), strict=True)))
         scalars |= gathered(apart, generators, [each[4] for each in told])
+        if found := next((each[6] for each in told if each[6]), ""):
+            scalars[NOT_FINITE] = found
+            peers.warn(
+                f"{self.path}: step {scalars['step']} is saved with NaN or infinity in the weight {found}: it replaces "
+                "no other checkpoint, and `load_latest` goes on from the one before it; stop, and do so"
+            )
         if not all(each[1] for each in told):
             self._copy.lay_out(apart, tensors, doing)
         probe = ProbeResult(*self.probe.measure(state)) if self.probe is not None else None

@@ -162,7 +162,7 @@ def _ending(code: ExitCode, stopping: Stopping) -> str:
         return f"ended at once {how} ({code:d}); go on from the last checkpoint"
     why = {
         ExitCode.NON_FINITE: ": a loss or gradient is not finite, under the policy `stop`, or more often in a row than "
-        "`skip` leaves out (max_skips): then the weights may be what is not finite, in the newest checkpoints too",
+        "`skip` leaves out (max_skips): then the weights may be; the next start goes on from before they were",
         ExitCode.SPIKE: ": a spike of the loss or of the gradient norm, under the policy `stop`",
     }
     return f"all ranks ended with status {code:d}{why.get(code, '')}"

@@ -107,7 +107,8 @@ class TrainState:
         self.ema = ema
         self.seed = placed.seed if seed is None else seed
         self.step = 0
-        self.skipped = 0
+        self.skipped = self.unmade = 0
+        """Steps without an update, of the run and in a row, for what is not finite."""
         self.weight = 0.0
         """Loss weight seen so far: tokens, for a token loss."""
         self.loss_scale = LossScale() if placed.plan.precision == "fp16" else None

@@ -67,7 +67,7 @@ class TrainStep:
         self._retry = open_halving(state) if options.on_oom == "halve" else None
         self._halving = self._retry if isinstance(self._retry, Halving) else None
         self._is_cut_equally = placed.mesh.batch.size > 1 and bool(communicating(placed))
-        self._flushes, self._skips = 1, 0
+        self._flushes = 1
         self._buffers, self._sums = Buffers(placed), WorldSums(placed, after=self._halving is not None)
         keeps = options.protect
         self._protection = None if keeps is None else Protection(state, keeps, is_norm_local=self._sums.overlaps)
@@ -319,8 +319,8 @@ class TrainStep:
         if cause is not None and self._protection is not None:
             done = self._protection.act(cause)
             stopping, self._events = done.stopping or stopping, [*self._events, *done.events]
-        self._skips = 0 if finite or excused else self._skips + 1
-        if cause is None and self._skips > (self.options.max_skips if self.options.on_nonfinite == "skip" else 0):
+        state.unmade = 0 if finite or excused else state.unmade + 1
+        if cause is None and state.unmade > (self.options.max_skips if self.options.on_nonfinite == "skip" else 0):
             stopping = self._nonfinite(mean, norm)
         if self.options.check_replicas and number % self.options.check_replicas == 0:
             self._check_replicas()
@@ -365,8 +365,8 @@ class TrainStep:
     def _nonfinite(self, loss: float, norm: float) -> str:
         text = (
             f"step {self.state.step}: loss {loss}, gradient norm {norm} over all {self.state.mesh.world} ranks; the "
-            f"update was not made, {self._skips} in a row; look for NaN in the data, lower the learning rate, or go on "
-            "from an earlier checkpoint"
+            f"update was not made, {self.state.unmade} in a row; look for NaN in the data, lower the learning rate, or "
+            "go on from an earlier checkpoint"
         )
         if self.options.on_nonfinite == "raise":
             raise NonFiniteError(text)
