@@ -177,7 +177,7 @@ def copies(path: str, where: str, late: bool) -> list[str]:
         return [*said, *(str(finding.evidence) for finding in store.take_findings())]
 
 
-@pytest.mark.parametrize(("where", "late"), [("_memory", False), ("_copy", False), ("_copy", True)])
+@pytest.mark.parametrize(("where", "late"), [("host_memory", False), ("_copy", False), ("_copy", True)])
 def test_a_copy_that_fails_on_one_rank_is_said_on_all(world: World, tmp_path: Path, where: str, late: bool) -> None:
     ranks = world(2, copies, str(tmp_path), where, late, timeout_s=60)
     assert ranks[0] == ranks[1] and "rank 1: " in ranks[0][0] and "Cannot allocate memory" in ranks[0][0]

@@ -15,6 +15,7 @@ from shardwise.checkpoint.cadence import Cadence
 from shardwise.checkpoint.saving import Save, Saving
 from shardwise.checkpoint.store import Store
 from shardwise.errors import CheckpointError, ExitCode
+from shardwise.journal import read_metrics
 from shardwise.launch.resuming import HeldOut
 from shardwise.model.spec import ModelSpec
 from shardwise.models.presets import training_flops_per_token
@@ -122,7 +123,7 @@ class Session:
         rows: list[dict[str, Any]] = []
         if self.log is not None:
             with can_lack(self.run.metrics):
-                rows = self.run.read_metrics()
+                rows = read_metrics(self.run.metrics)
         summary = Summary(
             step=self.state.step,
             tokens=int(self.state.weight),
