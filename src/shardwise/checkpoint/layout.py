@@ -41,6 +41,7 @@ def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:
         CheckpointError: a name, a type or a number of dims that cannot be stored, or a partial sum.
     """
     found: list[Held] = []
+    cuts: dict[Any, list[tuple[Box, Box]]] = {}  # tensors that are cut alike, as of equal layers, have the same boxes
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
@@ -50,9 +51,10 @@ def held_by(tensors: Mapping[str, Tensor]) -> list[Held]:
         shape = tuple(tensor.shape)
         if len(shape) > MAX_DIMS:
             raise CheckpointError(f"{name}: found {len(shape)} dims, needed at most {MAX_DIMS}; keep it in fewer")
-        found += [
-            Held(Part(check_name(name, "store"), dtype, shape, box), local) for box, local in _boxes(name, tensor)
-        ]
+        places = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+        if (alike := (shape, local_of(tensor).shape, *places)) not in cuts:
+            cuts[alike] = _boxes(name, tensor)
+        found += [Held(Part(check_name(name, "store"), dtype, shape, box), local) for box, local in cuts[alike]]
     return found
 
 
