@@ -41,6 +41,7 @@ PREFIX = "optim."
 MASTER = "master"
 """State key of the fp32 copy that is stepped in place of a parameter in half precision."""
 _HALF = (torch.bfloat16, torch.float16)
+_META = torch.device("meta")
 
 
 class NamedOptimizer:
@@ -284,14 +285,14 @@ class NamedOptimizer:
         Torch's rules and those of this library make the same of all parameters of one kind: one of them is stepped.
         """
         parameter, live = self.params[name], self.live[name]
-        kind: tuple[Any, ...] = (name,)
-        if type(self.torch).__module__.startswith(("torch.", "shardwise.")):
-            kind = (self._group_of.get(id(parameter)), parameter.dtype, live.shape)  # the same on every rank
-            kind += (live.device_mesh, live.placements) if isinstance(live, DTensor) else ()
-        if kind not in alike:
-            made = state_after_step(self.torch, parameter)
-            alike[kind] = {key: empty_as(it) if isinstance(it, Tensor) else it for key, it in made.items()}
-        return alike[kind]
+        if not type(self.torch).__module__.startswith(("torch.", "shardwise.")):
+            return state_after_step(self.torch, parameter)
+        kind: tuple[Any, ...] = (self._group_of.get(id(parameter)), parameter.dtype, live.shape)  # alike on all ranks
+        kind += (live.device_mesh, live.placements) if isinstance(live, DTensor) else ()
+        if kind not in alike:  # kept on meta, where it takes no memory
+            made = state_after_step(self.torch, parameter).items()
+            alike[kind] = {k: (empty_as(it, _META), it.device) if isinstance(it, Tensor) else it for k, it in made}
+        return {key: empty_as(*it) if isinstance(it, tuple) else it for key, it in alike[kind].items()}
 
 
 def name_optimizer(optimizer: torch.optim.Optimizer | NamedOptimizer, placed: Placed) -> NamedOptimizer:
