@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -99,3 +100,16 @@ def test_owners_store_each_part_once_and_spread_them() -> None:
     assert [sum(ranks[rank][i].num_bytes for i in mine) for rank, mine in enumerate(chosen)] == [48, 48]
     with pytest.raises(CheckpointError, match="float32 on rank 0"):
         owners([[part("a", 0, 8)], [part("a", 0, 8, "float64")]])
+
+
+def boxes_by_axis() -> list[tuple[int, ...]]:
+    """Where rows lie of two tensors of one shape, whole and local, that are cut over different axes."""
+    cuts = ([Shard(0), Replicate()], [Replicate(), Shard(0)])
+    with open_mesh(Plan(axes=Axes(dp_shard=2, tp=2), zero=3)):
+        mesh = init_device_mesh("cpu", (2, 2))
+        held = held_by({f"model.{i}": distribute_tensor(torch.zeros(4, 2), mesh, cut) for i, cut in enumerate(cuts)})
+        return [item.part.box.offsets for item in held]
+
+
+def test_tensors_of_one_shape_that_are_cut_over_other_axes_have_their_own_boxes(world: World) -> None:
+    assert world(4, boxes_by_axis)[1] == [(0, 0), (2, 0)]
