@@ -146,7 +146,7 @@ def test_a_rank_that_was_killed_comes_before_one_that_left(tmp_path: Path) -> No
     ):
         failure = outcome_of(codes, files, Stopping(), frozenset(told)).failure
         assert failure is not None and failure.rank == rank and text in failure.message
-    asked = Stopping(first=signal.SIGTERM, count=1)
+    asked = Stopping([(0.0, signal.SIGTERM)])
     assert outcome_of({1: 0, 0: 6, 2: 143}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)
     assert outcome_of({0: 6, 1: -15, 2: -15}, files, asked) == Outcome(exit_code=ExitCode.TERMINATED)
     for code in (-signal.SIGKILL, -signal.SIGSEGV):  # nobody could save
@@ -356,7 +356,7 @@ def test_who_is_late_dies_of_no_signal_that_asks(tmp_path: Path, monkeypatch: py
     supervisor, team = elastic_supervisor(tmp_path)
     supervisor.fleet.job = replace(supervisor.fleet.job, signal_grace_s=0.1)
     supervisor.stopping.hear(signal.SIGTERM, 1)
-    supervisor.stopping.at -= 1
+    supervisor.stopping.came[0] = (supervisor.stopping.at - 1, signal.SIGTERM)
     world = World(1, team, {rank: tmp_path / f"error-{rank}" for rank in range(2)}, False)
     assert supervisor._end(world) == Outcome(exit_code=ExitCode.KILLED)
 

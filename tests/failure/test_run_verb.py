@@ -165,6 +165,17 @@ def test_a_signal_that_comes_twice_at_once_is_one(
     assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
 
 
+def test_a_signal_that_comes_again_while_the_launcher_ends_changes_no_exit_code(
+    patient: tuple[subprocess.Popen[str], list[int]],
+) -> None:
+    process, _ = patient
+    process.send_signal(signal.SIGUSR1)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("shardwise: ended by SIGUSR1")
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == ExitCode.PREEMPTED
+
+
 def test_a_second_signal_ends_at_once(stubborn: tuple[subprocess.Popen[str], list[int]], tmp_path: Path) -> None:
     process, _ = stubborn
     process.send_signal(signal.SIGINT)

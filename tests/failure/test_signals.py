@@ -169,6 +169,23 @@ def test_the_first_ctrl_c_is_no_second_signal_of_another_kind() -> None:
         assert (stopping.first, stopping.count) == (first, count)
 
 
+def test_a_signal_that_comes_while_the_first_one_is_handled_is_that_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs a handler within a handler: at each of its calls the second one may be in between."""
+    stopping, moments = Stopping(), iter([None])
+
+    def now() -> float:
+        for _ in moments:
+            stopping.on_signal(signal.SIGTERM, None)
+        return 5.0
+
+    monkeypatch.setattr(time, "monotonic", now)
+    stopping.on_signal(signal.SIGTERM, None)
+    assert (len(stopping.came), stopping.first, stopping.at, stopping.count) == (2, signal.SIGTERM, 5.0, 1)
+    monkeypatch.setattr(time, "monotonic", lambda: 6.5)
+    stopping.on_signal(signal.SIGTERM, None)
+    assert stopping.count == 2 and stopping.killed
+
+
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_nohup_ignores_stays_ignored(before: Any) -> None:
     kept = signal.signal(signal.SIGHUP, before)

@@ -26,7 +26,7 @@ from shardwise.launch.environment import Launch
 from shardwise.launch.job import Job, Nodes
 from shardwise.launch.local import Outcome, run_local
 from shardwise.launch.server import server_for
-from shardwise.launch.stopping import Stopping, catching
+from shardwise.launch.stopping import Stopping, catching, no_longer
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.plan.repair import change
@@ -143,6 +143,8 @@ def start(job: Job, recovering: Recovering | None = None) -> ExitCode:
             outcome = run_recovering(job, recovering, stopping)
         else:
             outcome = _run_once(job, stopping)
+    if stopping.first is not None:
+        no_longer()
     if outcome.failure is not None:
         say(f"shardwise: {outcome.failure}" if not outcome.failure.traceback else str(outcome.failure))
     elif outcome.exit_code != ExitCode.OK and not job.nodes.index:  # of several hosts the first one says it

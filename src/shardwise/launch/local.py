@@ -171,7 +171,7 @@ def wait_for(job: Job, ranks: Ranks, files: dict[int, Path], stopping: Stopping)
             forwarded = stopping.count
             ranks.send(stopping.forward)
         if stopping.first and job.signal_grace_s and time.monotonic() - stopping.at > job.signal_grace_s:
-            stopping.killed = True
+            stopping.is_late = True
             ranks.send(signal.SIGKILL)
         if codes and deadline is None and stopping.first is not None:
             deadline = time.monotonic() + job.stop_grace_s

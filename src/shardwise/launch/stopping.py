@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -18,14 +18,38 @@ them twice (srun passes on what SLURM also sends), and the launcher passes its o
 
 @dataclass
 class Stopping:
-    """Signals that a launcher has got so far; the handler only counts."""
+    """Signals that a launcher has got so far. The handler only notes them: another one may come while it runs."""
 
-    first: signal.Signals | None = None
-    at: float = 0.0
-    """When it came."""
-    count: int = 0
-    killed: bool = False
-    """Ranks were ended before they had saved."""
+    came: list[tuple[float, signal.Signals]] = field(default_factory=list)
+    """When each came, and which; in no order."""
+    told: int = 0
+    """How many the same job's launcher on another host has counted."""
+    is_late: bool = False
+    """The time to end in order is over."""
+
+    @property
+    def first(self) -> signal.Signals | None:
+        """What was asked for; None: nothing yet."""
+        return min(self.came)[1] if self.came else None
+
+    @property
+    def at(self) -> float:
+        """When the first one came, by the monotonic clock; 0: none has."""
+        return min(self.came)[0] if self.came else 0.0
+
+    @property
+    def count(self) -> int:
+        """How many were meant: the first one come again is not, but for a second Ctrl-C, however soon it comes."""
+        if not self.came:
+            return 0
+        (at, first), *later = sorted(self.came)
+        meant = [number == signal.SIGINT == first or then - at > SAME_SIGNAL_S for then, number in later]
+        return max(self.told, 1 + sum(meant))
+
+    @property
+    def killed(self) -> bool:
+        """Ranks were ended before they had saved."""
+        return self.is_late or self.count > 1
 
     @property
     def forward(self) -> signal.Signals:
@@ -35,16 +59,13 @@ class Stopping:
 
     def hear(self, first: signal.Signals, count: int) -> None:
         """Count signals of the same job's launcher on another host; what was sent to all hosts counts once."""
-        if self.first is None:
-            self.first, self.at = first, time.monotonic()
-        self.count = max(self.count, count)
-        self.killed = self.killed or count > 1
+        if not self.came:
+            self.came.append((time.monotonic(), first))
+        self.told = max(self.told, count)
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal; a second Ctrl-C is meant, however soon it comes."""
-        again = number == signal.SIGINT == self.first
-        if self.first is None or again or time.monotonic() - self.at > SAME_SIGNAL_S:
-            self.hear(signal.Signals(number), self.count + 1)
+        """Handle a signal."""
+        self.came.append((time.monotonic(), signal.Signals(number)))
 
 
 @contextmanager
@@ -72,3 +93,9 @@ def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def no_longer() -> None:
+    """This process is about to end as it was asked to: a signal that is sent twice takes its exit code no more."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -389,7 +389,7 @@ class Supervisor:
             if not self._is_late:  # else some would die of the signal, as before there is anything to save
                 self._pass_on(active)
             if stopping.first is None or over or self._is_late:
-                stopping.killed = stopping.killed or self._is_late
+                stopping.is_late = stopping.is_late or self._is_late
                 self.worlds.signal(active, signal.SIGKILL)
             self.worlds.poll()
         return outcome_of(active.codes, active.files, stopping, told)
