@@ -114,6 +114,19 @@ def test_an_owner_on_another_host_is_watched(tmp_path: Path) -> None:
     assert time.monotonic() - began < 1
 
 
+def test_an_owner_whose_file_is_of_a_date_to_come_is_watched(tmp_path: Path) -> None:
+    """Its host's clock was wrong: it would hold the directory until that date, though it is dead."""
+    path, ahead = elsewhere(tmp_path), time.time() + 3600
+    os.utime(path, (ahead, ahead))
+    touch = threading.Timer(0.3, os.utime, [path, (ahead + 5, ahead + 5)])
+    touch.start()
+    with pytest.raises(LockedError, match="on elsewhere, pid 1"):
+        RunLock.take(tmp_path, print, stale_s=1.0)
+    touch.join()
+    RunLock.await_free(tmp_path, stale_s=1.0)
+    assert RunLock.take(tmp_path, print, stale_s=1.0).taken_over is not None
+
+
 def test_processes_of_one_job_are_one_run(tmp_path: Path) -> None:
     """The next set of ranks of a run that recovers goes on where the one before may not have ended yet."""
     with RunLock.take(tmp_path, print, job="a") as first:

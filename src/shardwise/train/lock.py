@@ -32,7 +32,8 @@ from shardwise.records import say
 BEAT_S = 5.0
 """How often an owner touches its file."""
 STALE_S = 60.0
-"""An owner of another host whose file is older is dead. Ages are told by the file system's clock, never by a host's."""
+"""An owner of another host whose file is older is dead. Ages are told by the file system's clock, never by a host's.
+One that is dated so far into the future is watched for as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +255,21 @@ def _refusal(folder: Path, owner: Owner | None) -> LockedError:
 def _is_dead(owner: Owner, path: Path, stale_s: float) -> bool:
     if _is_here(owner):
         return not any(_runs(pid, began) for pid, began in owner.pids)
-    return _age_s(path) > stale_s
+    age = _age_s(path)
+    return age > stale_s or (age < -stale_s and not _is_touched(path, stale_s))
+
+
+def _is_touched(path: Path, within_s: float) -> bool:
+    """Whether a file is, while it is watched: one of a date to come, whose age says nothing (a clock was wrong)."""
+    end = time.monotonic() + within_s
+    with suppress(FileNotFoundError):  # it has just changed hands
+        before = path.stat().st_mtime
+        while time.monotonic() < end:
+            time.sleep(min(1.0, within_s / 10))
+            if path.stat().st_mtime != before:
+                return True
+        return False
+    return True
 
 
 def _is_here(owner: Owner) -> bool:
