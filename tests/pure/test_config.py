@@ -81,6 +81,14 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
         read_configuration(tmp_path / "binary.toml")
 
 
+def test_a_word_that_is_no_configuration_is_told_its_place(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    for word, hint in (("fsdp2", "--plan fsdp2"), ("llama-8b", "--model llama-8b"), (str(script), "shardwise run")):
+        with pytest.raises(ConfigError, match=hint):
+            read_configuration(Path(word))
+
+
 @pytest.mark.parametrize("text", ["seed=3", "train.seed", "train.sead=3", "tarin.seed=3"])
 def test_set_errors(text: str) -> None:
     with pytest.raises(ConfigError, match="--set"):

@@ -15,8 +15,10 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from shardwise.checkpoint.cadence import Every
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.findings import nearest
+from shardwise.model.spec import presets
+from shardwise.plan.plan import Plan
 from shardwise.records import parse_toml, read_small
 from shardwise.train.settings import KEYS, SECTIONS, RunSettings, TrainSettings, get
 
@@ -99,17 +101,29 @@ def read_configuration(path: Path | None, flags: Iterable[Given] = (), sets: Ite
     return Configuration(settings=_validate(values, origins), origins=origins)
 
 
+def _meant_by(word: str) -> str:
+    """What to do about a word that is no file."""
+    if word in presets():
+        return f"a model is given as --model {word}"
+    try:
+        Plan.parse(word)
+    except PlanError:
+        return "give the path of a run.toml"
+    return f"a plan is given as --plan {word}"
+
+
 def _read_file(path: Path) -> list[Given]:
     try:
         text = read_small(path).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"cannot read the configuration {path}: no such file; give the path of a run.toml") from None
+        raise ConfigError(f"cannot read the configuration {path}: no such file; {_meant_by(str(path))}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}; it must be a TOML text file") from None
     try:
         tables = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+        hint = f"; `shardwise run {path}` runs a script" if path.suffix == ".py" else ""
+        raise ConfigError(f"{path} is not TOML: {error}{hint}") from None
     given = []
     for section, table in tables.items():
         where = f"{path}:{_line_of(text, section, None)}"
