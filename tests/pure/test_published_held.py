@@ -177,11 +177,25 @@ def test_litgpt_keeps_the_log_softmax_of_every_chunk_and_a_head_of_its_own() -> 
         ("CodeGen 6B", (33, 4096, 16384, "plain")),
         ("stablelm-3b-4e1t", (32, 2560, 6912, "gated")),
         ("RoBERTa-large", (24, 1024, 4096, "plain")),
+        ("DINOv2 ViT-g", (40, 1536, 4096, "gated")),
+        ("DeepSeek-R1-Distill-Qwen-7B", (28, 3584, 18944, "gated")),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", (80, 8192, 28672, "gated")),
+        ("Devstral-24B", (40, 5120, 32768, "gated")),
+        ("Falcon3-7B", (28, 3072, 23040, "gated")),
+        ("granite-20b-code", (52, 6144, 24576, "plain")),
+        ("ESM2 650M", (33, 1280, 5120, "plain")),
+        ("nanochat d32", (32, 2048, 8192, "plain")),
     ],
 )
 def test_sizes_of_models_by_name(model: str, sizes: tuple[int, int, int, str]) -> None:
     spec = variant("tune-1", **BARE | {"model": model}).spec
     assert (spec.num_layers, spec.dim, spec.ffn_dim, spec.ffn) == sizes
+
+
+def test_a_size_alone_makes_an_encoder_of_pictures_or_words_one() -> None:
+    picture, word = (variant("tune-1", **BARE | {"model": name}).spec for name in ("ViT-10B/14", "BERT 1.2B"))
+    assert (picture.patch, picture.causal, picture.vocab_size) == (14, False, 1000)
+    assert (word.patch, word.causal, word.vocab_size) == (0, False, 30522)
 
 
 def test_a_familys_sizes_are_no_code_that_ran() -> None:

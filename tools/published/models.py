@@ -21,7 +21,7 @@ _NO_ATTENTION = r"rwkv|mamba|retnet|hyena|recurrent-?gemma|griffin|xlstm"
 _VOCAB = (
     (r"llama-?3|llama-?4", 128256), (r"qwen", 151936), (r"gemma", 256000), (r"nemotron", 256000),
     (r"deepseek", 102400), (r"opt\b", 50272), (r"mpt|neox|pythia|olmo", 50368), (r"bloom", 250880),
-    (r"gpt|megatron|turing|nlg", 51200),
+    (r"bert", 30522), (r"gpt|megatron|turing|nlg", 51200),
 )  # fmt: skip
 
 
@@ -31,6 +31,10 @@ _USUAL = (
     (540e9, 20480), (1e12, 25600),
 )  # fmt: skip
 """Parameters and width of published dense decoders."""
+
+
+_TAUGHT = {"qwen": "qwen-2.5", "llama": "llama-3"}
+"""Of which family models are that DeepSeek-R1 taught."""
 
 
 _EXPERTS = r"moe|switch|\b\d+x\d+(\.\d+)?b\b|-a\d|experts?\b|jamba|arctic"
@@ -44,6 +48,7 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
         Skip: no known name and too few columns, or a model that is no chain of equal blocks.
     """
     name = re.sub(r"[\s_]+", "-", cells["model"].lower())
+    name = re.sub(r"deepseek-?r1-(distill-)?(qwen|llama)", lambda found: _TAUGHT[found[2]], name)
     if re.search(_NOT_MODELLED, name):
         raise Skip("model: not a chain of equal blocks")
     known = _known(name, _stated_total(cells, name)) or _by_count(cells.number("n_params"))
@@ -174,10 +179,13 @@ def _as_large(cells: Cells, name: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
     """A model that no table has: its columns, and its family's rules for the rest."""
-    gpt = re.search(r"gpt|mpt|bloom|opt-|megatron|turing|pythia|bert", name) is not None
+    pictures, words = re.search(r"(^|-)(vit|deit)\b", name), re.search(r"bert\b|(^|-)esm", name)
+    gpt = bool(pictures or words) or re.search(r"gpt|mpt|bloom|opt-|megatron|turing|pythia", name) is not None
     kind = "gpt" if gpt else "llama"
     dim = cells.count("d_model") or _usual_dim(cells, name)
-    sizes: dict[str, Any] = {"kind": kind, "dim": dim, "max_seq_len": 4096}
+    sizes: dict[str, Any] = {"kind": kind, "dim": dim, "max_seq_len": 4096, "causal": not (pictures or words)}
+    if pictures:
+        sizes |= _pictured(name, {"patch": 16, "vocab_size": 1000})
     sizes["num_heads"] = cells.count("n_heads") or max(dim // 128, 1)
     if dim % sizes["num_heads"]:
         sizes["head_dim"] = 2 * round(dim / sizes["num_heads"] / 2)
@@ -188,7 +196,8 @@ def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
     sizes["ffn_dim"] = cells.count("d_ff") or _ffn_dim(kind, "", dim)
     if not cells.count("d_ff"):
         cells.assume(f"feed-forward width {sizes['ffn_dim']} ({'4 d' if gpt else '8/3 d, rounded up to 256'})")
-    sizes["vocab_size"] = cells.count("vocab") or next((v for p, v in _VOCAB if re.search(p, name)), 32000)
+    if not pictures:
+        sizes["vocab_size"] = cells.count("vocab") or next((v for p, v in _VOCAB if re.search(p, name)), 32000)
     if not cells.count("vocab"):
         cells.assume(f"vocabulary {sizes['vocab_size']}")
     sizes["num_layers"] = cells.count("n_layers") or _layers(_total(cells, name), cells, sizes)
@@ -197,7 +206,7 @@ def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
         cells.assume("feed-forwards of two products, as those with a gate are not four times as wide")
     if re.search(_EXPERTS, f"{name} {cells.notes}") or (cells.count("ep") or 1) > 1:
         sizes |= _experts(cells, name, sizes)
-    sizes["tie_embeddings"] = gpt
+    sizes["tie_embeddings"] = gpt and not pictures
     sizes["dropout"] = gpt and cells.year < 2023 and "bloom" not in name
     return sizes
 
