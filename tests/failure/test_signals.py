@@ -7,13 +7,14 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise.errors import ExitCode
-from shardwise.launch.stopping import Stopping, catching
+from shardwise.launch.stopping import RUN_ID, Stopping, catching
 from shardwise.testing.world import World, WorldError
 from shardwise.train.signals import SAME_SIGNAL_S, STOP_SIGTERM, STOPS, listening, stop_name
 from shardwise.train.sums import _gathered, _spread
@@ -139,6 +140,19 @@ def nested(marks: str) -> list[int]:
             os.kill(os.getpid(), signal.SIGTERM)
             Path(marks, "outlived").touch()
     return heard
+
+
+def minded() -> bool:
+    """A rank of a launcher of ours, to which the launcher passes on late what came to both."""
+    with patch.dict(os.environ, TORCHELASTIC_RUN_ID=RUN_ID), listening(Asked()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(SAME_SIGNAL_S + 0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+def test_a_rank_leaves_a_second_signal_to_its_launcher(world: World) -> None:
+    assert world(1, minded) == [True]
 
 
 def test_who_listens_around_a_loop_hears_what_comes_in_it(world: World, tmp_path: Path) -> None:

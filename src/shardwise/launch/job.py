@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import UsageError
+from shardwise.launch.stopping import RUN_ID
 
 ADDRESS = "127.0.0.1"
 """Where the ranks of one machine meet."""
@@ -111,7 +112,7 @@ def rank_environment(job: Job, rank: int, port: int, num_cores: int) -> dict[str
         "SHARDWISE_INIT": "env://",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "shardwise",
+        "TORCHELASTIC_RUN_ID": RUN_ID,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     defaults = {"OMP_NUM_THREADS": str(max(1, num_cores // job.nproc))}

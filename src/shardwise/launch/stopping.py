@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -14,6 +14,19 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_SIGNAL_S = 1.0
 """A signal that follows within this time is the first one again: a scheduler signals launcher and ranks alike, some of
 them twice (srun passes on what SLURM also sends), and the launcher passes its own on."""
+
+
+RUN_ID = "shardwise"
+"""TORCHELASTIC_RUN_ID of the ranks that a launcher of ours has started."""
+
+
+def is_minded(env: Mapping[str, str]) -> bool:
+    """Whether a launcher of ours counts the signals for this rank: it ends it at once where a second one is meant.
+
+    >>> is_minded({"TORCHELASTIC_RUN_ID": "shardwise"}), is_minded({})
+    (True, False)
+    """
+    return env.get("TORCHELASTIC_RUN_ID") == RUN_ID
 
 
 @dataclass

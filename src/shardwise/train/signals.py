@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Protocol
 
 from shardwise.errors import ExitCode
-from shardwise.launch.stopping import SAME_SIGNAL_S, handling
+from shardwise.launch.stopping import SAME_SIGNAL_S, handling, is_minded
+from shardwise.launch.variables import variables
 
 STOP_SIGINT = 1
 STOP_SIGUSR1 = 100_000
@@ -50,7 +51,10 @@ def stop_name(total: float) -> str | None:
 
 
 class _Asking:
-    """A handler: the first signal is a request, a second one acts as if nobody listened."""
+    """A handler: the first signal is a request, a second one acts as if nobody listened.
+
+    A rank of a launcher of ours leaves that to it: what the launcher passes on may come late where cores are busy.
+    """
 
     def __init__(self, step: Stoppable, around: _Asking | None) -> None:
         self.step, self.around = step, around
@@ -61,7 +65,7 @@ class _Asking:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if now - self._since > SAME_SIGNAL_S:
+        if now - self._since > SAME_SIGNAL_S and not is_minded(variables()):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.step.stop_requested = STOPS[signal.Signals(number)]
