@@ -38,7 +38,7 @@ class Rows:
 
 
 def model() -> torch.nn.Module:
-    return sw.GPT(sw.GPTConfig(vocab_size=VOCAB, dim=16, num_layers=2, num_heads=2, max_seq_len=SEQ))
+    return sw.GPT(sw.GPTConfig(vocab_size=VOCAB, dim=16, num_layers=4, num_heads=4, max_seq_len=SEQ))
 
 
 def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:

@@ -330,7 +330,7 @@ class Directory(StoreDirectory):
             if kind == "partial":
                 with suppress(OSError):  # what cannot go is in nobody's way: it is no checkpoint
                     self.files.remove_tree(entry)
-            elif kind == "old" and self.files.identity(self.path / name_of(step)) is None:
+            elif kind == "old" and not self.files.is_there(self.path / name_of(step)):
                 self.files.rename(entry, self.path / name_of(step))
         for name in self.files.names(self.path):
             if _SCRATCH.fullmatch(name):
@@ -340,7 +340,7 @@ class Directory(StoreDirectory):
     def _publish(self, partial: Path, step: int) -> Path:
         self.files.sync_directory(partial)
         final = self.path / name_of(step)
-        if self.files.identity(final) is not None:  # a checkpoint of the step; or a file or a link in the way
+        if self.files.is_there(final):  # a checkpoint of the step; or a file or a link in the way
             self.files.rename(final, self.path / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         self.files.rename(partial, final)
         self.files.sync_directory(self.path)

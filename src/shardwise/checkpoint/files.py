@@ -334,6 +334,14 @@ class LocalFiles:
         mode = self._mode(path, os.stat)
         return "missing" if not mode else "directory" if stat.S_ISDIR(mode) else "file"
 
+    def is_there(self, path: Path) -> bool:
+        """Anything, a link too.
+
+        Raises:
+            CheckpointError: it may not be looked at.
+        """
+        return self._mode(path, os.lstat) != 0
+
     def is_directory(self, path: Path) -> bool:
         """A directory, and no link to one.
 

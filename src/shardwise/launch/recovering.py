@@ -40,6 +40,10 @@ class Own:
         return Supervisor(self.policy, self.fleet, Worlds([self.here, *others], self.folder), self.stopping)
 
 
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Ranks that outlive another one lose connections to it; of each torch would print a page of its native frames."""
+
+
 @contextmanager
 def own_host(job: Job, policy: Recovering, stopping: Stopping | None = None) -> Iterator[Own]:
     """Memory that outlives ranks, and the server that forks them; at the end both are gone. Errors: `run_recovering`.
@@ -59,7 +63,7 @@ def own_host(job: Job, policy: Recovering, stopping: Stopping | None = None) -> 
     try:
         with (
             tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
-            fork_server(TRAINING, memory.files) as server,
+            fork_server(TRAINING, memory.files, _QUIET) as server,
             catching(stopping) as stopping,
         ):
             here = Here(server, memory)

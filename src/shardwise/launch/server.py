@@ -60,19 +60,24 @@ class Server:
 
 
 @contextmanager
-def fork_server(modules: Sequence[str], files: Sequence[int] = ()) -> Iterator[Server]:
+def fork_server(
+    modules: Sequence[str], files: Sequence[int] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Start one, which imports modules while its caller goes on; at the end it ends, and what it has forked.
 
     Args:
         modules: what all ranks need.
         files: numbers of open files that ranks inherit.
+        environment: what modules read when they are imported; where the caller's own says so, that stays.
     """
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "shardwise.launch.nursery", str(there.fileno()), *modules]
     # a Ctrl-C goes to it too, and would end it before it can ignore it: it opens what is held back here
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        process = subprocess.Popen(command, pass_fds=(there.fileno(), *files))
+        process = subprocess.Popen(
+            command, pass_fds=(there.fileno(), *files), env={**(environment or {}), **variables()}
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     there.close()
