@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -273,6 +274,26 @@ def test_the_mark_of_a_run_that_saved_nothing_gives_way_to_that_of_the_one_that_
     directory.begin(1, "a" * 32)
     directory.begin(1, "b" * 32)
     assert directory.run_id() == "b" * 32
+
+
+def test_a_place_that_cannot_be_looked_at_is_not_taken_for_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save took it so, and said that the directory was not empty."""
+    directory = Directory(tmp_path / "store", LOCAL)
+    partial = directory.begin(1, "a" * 32)
+    final = tmp_path / "store" / "step-00000001"
+    final.mkdir()
+    look = os.lstat
+
+    def failing(path: Path) -> os.stat_result:
+        if path == final:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "lstat", failing)
+    with pytest.raises(CheckpointError, match="step-00000001: cannot be read .Input/output error"):
+        directory._publish(partial, 1)
 
 
 def save_two(path: str) -> list[str]:
