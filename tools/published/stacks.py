@@ -82,6 +82,10 @@ SLICED = 0.5
 """Bytes per logit of a loss that never holds all of them."""
 CUT = 2024.9
 """Year from which unsloth's is such a one (Cut Cross Entropy, arXiv:2411.09009)."""
+TWICE_LOSS = 14.0
+"""Bytes per logit of it from `TWICE` to `SHIFTED`: its caller holds them in 16 bits too."""
+TWICE = 2024.8
+"""Year from which a function of its own computes it (4.46, October 2024)."""
 SHIFTED_LOSS = 10.0
 """Bytes per logit of it from `SHIFTED` on: in 16 bits, in fp32 the log-softmax and its gradient."""
 SHIFTED = 2025.15
@@ -181,6 +185,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=_preset("torchtitan").logit_bytes)  # a loop of its own, on one device
     if stack.logit_bytes == UNFUSED_LOSS and cells.year >= SHIFTED:
         stack = replace(stack, logit_bytes=SHIFTED_LOSS)
+    elif stack.logit_bytes == UNFUSED_LOSS and cells.year >= TWICE and cells.has(LAYERS):
+        stack = replace(stack, logit_bytes=TWICE_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
     if stack.name == "megatron-2021" and not cells.has(_FORKS):
