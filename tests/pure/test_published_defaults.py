@@ -97,3 +97,11 @@ def test_links_between_two_cards() -> None:
         for said in ("PCIe Gen3 x16", "PCIe 4")
     )
     assert fourth == 2 * third
+
+
+def test_megatron_shares_its_sends_over_tp_and_deepspeeds_pipeline_does_not() -> None:
+    log = {"notes": "tp 8, pp 4"}
+    found = [
+        variant("old-1", **log | {"source": source}).stack for source in ("Megatron-LM log", "Megatron-DeepSpeed log")
+    ]
+    assert [stack.splits_sends for stack in found] == [True, False]

@@ -107,6 +107,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     stack = _preset(name)
     if name in ("fsdp1", "torchtitan") and not (sharded or stage_said(cells)) and _loops(cells):
         stack = replace(stack, step=_preset("eager").step, micro_host=_preset("eager").micro_host)
+    if cells.has(_FORKS) and not cells.noted(r"megatron-lm of"):
+        stack = replace(stack, splits_sends=False)  # DeepSpeed's own pipeline
     if engine(cells) == "eager" or cells.has("thunder"):
         stack = replace(stack, pure_master=False)
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
