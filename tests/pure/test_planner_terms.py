@@ -15,6 +15,7 @@ from shardwise.plan.datatime import Sends, exposed_time, rounds_of, sends_of, wi
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import assumed_of
 from shardwise.plan.imbalance import busiest
+from shardwise.plan.links import Group, collective_time
 from shardwise.plan.loading import is_decoded, loading_time, said
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
@@ -343,3 +344,20 @@ def test_replicas_add_their_gradients_beside_what_shards_send_inside_a_node() ->
         for each in (inside, inside._replace(shared=True))
     ]
     assert times[1] - times[0] == pytest.approx(both + inside.across - max(both, inside.across))
+
+
+def test_what_goes_to_the_next_stage_has_the_adapters_of_the_stages_beside_it() -> None:
+    far = load_cluster("h100:8x4").with_(network=Link(bandwidth=10e9, latency=0.0))
+    alone, pair = (collective_time("send", 1e9, Group(4, stride), far) for stride in (8, 4))
+    assert alone == pytest.approx(0.1) and pair == pytest.approx(alone / 2), "of two stages in a node one sends out"
+
+
+def test_ranks_of_tp_share_what_goes_to_the_next_stage_where_a_stack_has_it_so() -> None:
+    slow = load_cluster("v100:8x4").with_(network=Link(bandwidth=1e8, latency=0.0))
+    plan, work = Plan.parse("pp4 tp8 / mb32 fp16"), Workload(seq_len=1024, global_batch=32)
+    stack, model = load_stack("megatron-2021"), profile_of(preset("gpt2-xl"))
+    whole, shared = (
+        estimate_time(model, slow, plan, work, stack=replace(stack, splits_sends=splits)).terms["pipeline"]
+        for splits in (False, True)
+    )
+    assert stack.splits_sends and whole > 4 * shared

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from published.attention import SDPA
-from published.stacks import GATHERS_AGAIN, KERNELS, SHIFTED_LOSS, UNFUSED_LOSS
+from published.stacks import GATHERS_AGAIN, KERNELS, SHIFTED_LOSS, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.model.profile import profile_of
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.memory import estimate_memory
@@ -100,9 +100,11 @@ def test_losses_and_gradients_by_what_the_row_names() -> None:
     found = [variant("foundry-1", **cells | {"notes": f"FSDP1, {said}"}).stack for said in ("", "transformers 4.40")]
     assert found[0].name == found[1].name == "fsdp1"
     assert [stack.logit_bytes for stack in found] == [load_stack("fsdp1").logit_bytes, UNFUSED_LOSS]
-    dates = ("2025-01", "2025-06")
+    dates = ("2024-09", "2025-01", "2025-06")
     shifted = [variant("new-2", **BARE | {"date": date, "notes": "Hugging Face Trainer"}).stack for date in dates]
-    assert [stack.logit_bytes for stack in shifted] == [UNFUSED_LOSS, SHIFTED_LOSS], "labels are shifted, not logits"
+    assert [stack.logit_bytes for stack in shifted] == [UNFUSED_LOSS, TWICE_LOSS, SHIFTED_LOSS], (
+        "labels are shifted, not logits"
+    )
     assert variant("sweep-1").stack.grad_bytes == load_stack("megatron-flash").grad_bytes < 4
     assert variant("sweep-1", source="Megatron-LM log").stack.grad_bytes == 4.0
 

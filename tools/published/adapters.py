@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from published.cells import Cells, unsourced
+from published.offload import of_unsloth
 from published.stacks import CORE
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.frozen import adapted_share
@@ -20,7 +21,7 @@ INT8 = r"\bint8\b(?! (optim|adam|states?|moments|weight[- ]only))|\b(a8w8|w8a8)\
 _ATTENTION = r"(attention|q_proj|qkv|query_key_value|q, ?v|query)[^;]* only|only (on )?(the )?(attention|q|query)"
 _TWO = r"q_proj ?(,|and|\+) ?v_proj|\bq ?(,|and|\+) ?v\b|query ?(,|and|\+) ?value"
 """How notes name products: all of attention, or queries and values."""
-_PLAIN = r"torchtune|llama[- ]?factory|unsloth|(no|without) (lora )?dropout|dropout[ =:]*(of )?0(\.0*)?(?![.\d])"
+_PLAIN = r"torchtune|llama[- ]?factory|(no|without) (lora )?dropout|dropout[ =:]*(of )?0(\.0*)?(?![.\d])"
 """Recipes without dropout in front of adapters."""
 
 
@@ -44,7 +45,8 @@ def base_of(cells: Cells) -> str:
         return ""
     if cells.has("gptq"):
         return "int4" if cells.has("triton|marlin") else "gptq"
-    both = cells.has(r"double[ -]?quant|nf4-(dq|double)|torchtune|unsloth|axolotl") or not cells.has(_PLAINLY)
+    both = cells.has(r"double[ -]?quant|nf4-(dq|double)|torchtune|axolotl") or of_unsloth(cells)
+    both = both or not cells.has(_PLAINLY)
     return "nf4-double" if both else "nf4"
 
 
@@ -76,10 +78,11 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, shar
     on, fused = _beside(cells, spec), cells.has(r"lit-?gpt|query_key_value|c_attn|lit-?parrot")
     if fused and {"q", "k", "v"} & set(on):
         on = ("qkv", *(part for part in on if part not in "qkv"))
-    plain = stack in CORE or cells.has(_PLAIN)
-    cast = plain and stack not in CORE and cells.year >= FP32 and not cells.has(r"torchtune|unsloth")
+    own = cells.has("torchtune") or of_unsloth(cells)
+    plain = stack in CORE or own or cells.has(_PLAIN)
+    cast = plain and stack not in CORE and cells.year >= FP32 and not own
     base = base_of(cells)
-    by_library = base in ("nf4", "nf4-double", "int8") and not cells.has("torchtune|unsloth")
+    by_library = base in ("nf4", "nf4-double", "int8") and not own
     late = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
     upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has("nothing cast")
     copies = width if cast else 0.0 if plain else width + 1
@@ -101,7 +104,7 @@ FP32 = 2024.5
 
 _FUSED = r"(query_key_value|c_attn) only"
 _EVERY = r"(every|all) (projection|linear|product|module|layer)|all[ -]linear|(gate|up|c)_proj|\bmlp\b|\bw1\b"
-_WIDELY = r"axolotl|llama[- ]?factory|unsloth|\b(ms-)?swift\b|xtuner"
+_WIDELY = r"axolotl|llama[- ]?factory|\b(ms-)?swift\b|xtuner"
 """Libraries whose recipes put them on every projection; others on queries and values (as arXiv:2106.09685)."""
 
 
@@ -113,7 +116,7 @@ def _beside(cells: Cells, spec: ModelSpec) -> tuple[str, ...]:
     """Parameters that have one."""
     if cells.noted(_FUSED):
         return "q", "k", "v"
-    if cells.noted(_TWO) or not (_said(cells) or cells.has(_WIDELY)):
+    if cells.noted(_TWO) or not (_said(cells) or of_unsloth(cells) or cells.has(_WIDELY)):
         return "q", "v"
     attention = "q", "k", "v", "o"
     if cells.noted(_ATTENTION):

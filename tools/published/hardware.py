@@ -216,7 +216,10 @@ def _linked(cells: Cells, name: str, wires: str, cluster: Cluster) -> Cluster:
         cluster = cluster.with_(domain=min(int(domain.group(1)), cluster.world))
     linked = re.search(r"nvlink|nvswitch", text) and not re.search(r"(no|without) nv(link|switch)", text)
     if "pcie" in f"{text} {name}" and not linked:
-        cluster = cluster.with_(local=_link("pcie4"))
+        third = re.search(r"pci-?e[ -]?(gen)?[ .-]?3", text)
+        cluster = cluster.with_(local=_link("pcie3" if third else "pcie4"))
+    elif linked and cluster.per_node == 2 and cluster.local.bandwidth < _link("bridge").bandwidth:
+        cluster = cluster.with_(local=_link("bridge"))
     elif "v100" in name and (re.search(r"sxm3|dgx-?2", name) or cells.count("gpus_per_node") == 16):
         cluster = cluster.with_(local=replace(cluster.local, wires=0))  # a DGX-2 has switches
     stated = (

@@ -55,7 +55,7 @@ def model_of(cells: Cells, seq_len: int | None) -> ModelSpec:
     if re.search(_NO_ATTENTION, name) and "stands_for" not in (known or {}):
         raise Skip("model: not a chain of attention blocks")
     sizes = _override(cells, _pictured(name, dict(known))) if known else _from_columns(cells, name)
-    sizes = _as_large(cells, name, sizes)
+    sizes = _classifies(cells, _as_large(cells, name, sizes))
     if sizes.get("kind") == "gpt" and seq_len:
         sizes["max_seq_len"] = seq_len
     try:
@@ -161,6 +161,22 @@ def _override(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     if dense and sizes.get("kind") == "moe":
         sizes["num_dense_layers"] = int(dense.group(1))
     return sizes
+
+
+_FEW = r"(sequence|token|text) classification|\(classification\)|question answering|\bsquad\b|two outputs per token"
+"""Words for tasks whose head gives a few numbers, and no logits of a vocabulary."""
+OUTPUTS = 2
+"""Numbers that it gives."""
+
+
+def _classifies(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of a model that reads words and writes none: the table of words is there, the head is not."""
+    said = re.search(_FEW, f"{cells['model'].lower()} ; {cells.notes}")
+    if not said or sizes.get("causal", True) or sizes.get("patch"):
+        return sizes
+    cells.assume(f"a head of {OUTPUTS} outputs per token, as the task has no logits")
+    table = sizes["vocab_size"] * sizes["dim"]
+    return sizes | {"vocab_size": OUTPUTS, "other_params": sizes.get("other_params", 0) + table}
 
 
 def _as_large(cells: Cells, name: str, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from published.cells import Cells
+from published.cells import Cells, unsourced
 from published.degrees import ZERO
 from shardwise.plan.plan import Offload
 
@@ -23,10 +23,26 @@ _ADDED = r"cumulative ablation step: (\+8-bit|q?lora)"
 """Steps of torchtune's ablation behind the one that moves saved activations, which they have too."""
 
 
+UNSLOTH = 2024.25
+"""Year from which unsloth's checkpoints wait on the host (its release of April 2024)."""
+
+
+def of_unsloth(cells: Cells) -> bool:
+    """Whether unsloth ran, and is not only the repository that a row is from."""
+    return re.search(r"\bunsloth\b(?!-?ai)", unsourced(cells.text)) is not None
+
+
 def offloaded_layers(cells: Cells) -> int | None:
     """Layers whose activations wait on the host; None where the row counts none."""
     found = cells.noted(OF_LAYERS)
     return int(next(number for number in found.groups() if number)) if found else None
+
+
+def _checkpoints(cells: Cells) -> bool:
+    said = cells["activation_checkpoint"].lower()
+    return not re.match(r"(n|no|none|false|off|0)\b", said) and not cells.noted(
+        r"(no|without) (gradient |activation |unsloth )*check ?pointing"
+    )
 
 
 def offload_of(cells: Cells, zero: int) -> Offload:
@@ -49,4 +65,7 @@ def offload_of(cells: Cells, zero: int) -> Offload:
         saved
         or re.fullmatch(r"(activations? )?(cpu )?offload(ing|ed)?", cells["activation_checkpoint"].lower()) is not None
     )
+    if of_unsloth(cells) and cells.year >= UNSLOTH and not saved and _checkpoints(cells):
+        cells.assume("checkpoints wait on the host, as unsloth's do")
+        saved = True
     return Offload(state=(state or noted is not None) and zero > 0, activations=saved)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from published.adapters import base_of
 from published.cells import Cells
+from published.offload import of_unsloth
 from published.stacks import CORE, TPU, TRAINIUM
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Recompute
@@ -32,6 +34,8 @@ _ALL = (
 )
 _SECOND = r"(\bac\b|check ?point\w*|recomput\w*) (on |of |in )?every[ -](2nd|other|second)"
 """How notes say that nothing, every block, or every second is recomputed."""
+_PREPARES = r"\bpeft\b|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl|llama-?factory"
+"""Words for what calls PEFT's `prepare_model_for_kbit_training`, which turns checkpoints on."""
 NO_RECOMPUTE = "no recompute"
 EVERY_SECOND = "selective recompute is of every second block"
 TWO_OF_THREE = "recomputed modules counted as two blocks of three"
@@ -80,6 +84,12 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
         return Recompute(mode="blocks")
     if cells.has(r"torchprime"):
         cells.assume("recompute of every block, torchprime's default")
+        return Recompute(mode="blocks")
+    if of_unsloth(cells):
+        cells.assume("recompute of every block, unsloth's default")
+        return Recompute(mode="blocks")
+    if base_of(cells) in ("nf4", "nf4-double", "int8") and cells.has(_PREPARES) and not cells.has(r"\bfsdp"):
+        cells.assume("recompute of every block, PEFT's default beside weights of 4 and of 8 bits")
         return Recompute(mode="blocks")
     if cells.has(r"torchtune"):
         cells.assume("recompute of every block, torchtune's default")

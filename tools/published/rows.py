@@ -247,12 +247,14 @@ def halved(
 
 
 _SHARDS = r"fsdp|fully[ _]shard"
-"""Casts the weights once, and so all that is computed."""
+_APEX = r"(apex|amp|opt[ _-]?level)\W{0,3}o2\b"
+"""Cast the weights once, and so all that is computed: words for sharded ones, and for Apex's second level."""
 
 
 def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
     """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32."""
-    if stack.name not in TORCH or plan.zero or plan.precision not in ("bf16", "fp16") or cells.has(_SHARDS):
+    mixed = stack.name in TORCH and not plan.zero and plan.precision in ("bf16", "fp16")
+    if not mixed or cells.has(rf"{_SHARDS}|{_APEX}"):
         return stack
     cells.assume("autocast: the residual stream, norms and softmax in fp32")
     return replace(stack, residual_bytes=4.0)

@@ -10,7 +10,7 @@ from math import inf
 from published.attention import FUSED, LAYERS, attention_of, is_old, names_flash
 from published.cells import Cells, unsourced
 from published.degrees import LIBRARIES, ZERO, degrees_of, stage_said
-from published.offload import offloaded_layers
+from published.offload import of_unsloth, offloaded_layers
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.stack import Stack, load_stack
 
@@ -76,6 +76,16 @@ FUSED_LOSS = 6.0
 """Bytes per logit of one kernel for the loss: logits and their gradient in 16 bits, and what is freed between them."""
 UNFUSED_LOSS = 12.0
 """Bytes per logit of transformers' loss: in fp32 the log-softmax, its gradient and that of what it was made from."""
+IN_PLACE = 4.0
+"""Bytes per logit of unsloth's own kernel, which writes the gradient over a copy of the logits, in 16 bits."""
+SLICED = 0.5
+"""Bytes per logit of a loss that never holds all of them."""
+CUT = 2024.9
+"""Year from which unsloth's is such a one (Cut Cross Entropy, arXiv:2411.09009)."""
+TWICE_LOSS = 14.0
+"""Bytes per logit of it from `TWICE` to `SHIFTED`: its caller holds them in 16 bits too."""
+TWICE = 2024.8
+"""Year from which a function of its own computes it (4.46, October 2024)."""
 SHIFTED_LOSS = 10.0
 """Bytes per logit of it from `SHIFTED` on: in 16 bits, in fp32 the log-softmax and its gradient."""
 SHIFTED = 2025.15
@@ -95,6 +105,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     """The stack of a row on so many nodes. `sharded`: parameters are sharded over data ranks (zero 3)."""
     name = _name(cells, sharded=sharded, nodes=nodes)
     stack = _preset(name)
+    if name in ("fsdp1", "torchtitan") and not (sharded or stage_said(cells)) and _loops(cells):
+        stack = replace(stack, step=_preset("eager").step, micro_host=_preset("eager").micro_host)
+    if cells.has(_FORKS) and not cells.noted(r"megatron-lm of"):
+        stack = replace(stack, splits_sends=False)  # DeepSpeed's own pipeline
     if engine(cells) == "eager" or cells.has("thunder"):
         stack = replace(stack, pure_master=False)
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
@@ -135,8 +149,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if _chunks(cells):
         stack = replace(stack, logit_bytes=KEPT if cells.has(r"lit-?gpt") else CHUNKED[compiled is True])
         cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
+    elif of_unsloth(cells) and name in TORCH:
+        stack = replace(stack, logit_bytes=SLICED if cells.year >= CUT else IN_PLACE, fused=True)
     elif cells.noted(_SLICED):
-        stack = replace(stack, logit_bytes=0.5, fused=True)
+        stack = replace(stack, logit_bytes=SLICED, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "eager" and stack.fused and engine(cells) is None and cells.year >= FUSED:
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS))
@@ -147,6 +163,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _loops(cells: Cells) -> bool:
+    """Whether a row is a loop of its own around a compiled model, which spends nothing of a trainer's each step."""
+    return cells.compiled is True and cells.year >= NONE and engine(cells) is None and not library(cells)
 
 
 def _of_its_time(cells: Cells, stack: Stack) -> Stack:
@@ -166,6 +187,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=_preset("torchtitan").logit_bytes)  # a loop of its own, on one device
     if stack.logit_bytes == UNFUSED_LOSS and cells.year >= SHIFTED:
         stack = replace(stack, logit_bytes=SHIFTED_LOSS)
+    elif stack.logit_bytes == UNFUSED_LOSS and cells.year >= TWICE and cells.has(LAYERS):
+        stack = replace(stack, logit_bytes=TWICE_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
     if stack.name == "megatron-2021" and not cells.has(_FORKS):

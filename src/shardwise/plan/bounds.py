@@ -191,7 +191,7 @@ class Bounds(SizeBounds):
         if not micro_batches_fit(flow.schedule.kind, pipe.pp, pipe.micro_batches):
             return 0.0  # these are priced by another rule
         least = min(block.width + block.beside for block in self.space.profile.blocks)
-        size = self.tokens(core) * least * core.width / (core.tp if core.sequence else 1)
+        size = self.tokens(core) * least * core.width / (core.tp if core.sequence or stack.splits_sends else 1)
         group = Group(pipe.pp, core.world // pipe.pp)
         return collective_time("send", size, group, self.space.cluster, stack.network) * (1 - stack.overlap_pipeline)
 

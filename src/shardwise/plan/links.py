@@ -123,7 +123,8 @@ def collective_time(
     latency = network.latency if crosses else cluster.local.latency
     copying = (1 / share - 1) / cluster.local.bandwidth
     if kind == "send":
-        return latency + size * (1 / (network.bandwidth if crosses else _among(cluster.local, 2)) + copying)
+        out = network.bandwidth * inside  # the adapters of the stages beside it, which send nothing out
+        return latency + size * (1 / (out if crosses else _among(cluster.local, 2)) + copying)
     wire, device = min(local, inside * network.bandwidth) if crosses else local, 1 / (1 / local + copying)
     wide: float = (wire**-BESIDE + device**-BESIDE - local**-BESIDE) ** (-1 / BESIDE)
     part = size * (ranks - 1) / ranks

@@ -145,6 +145,9 @@ class Stack:
     once_per_node: bool = False
     """A token crosses once to each node that has experts of its choice, and is handed on there (DeepEP:
     arXiv:2412.19437, section 3.2.2); else once per choice."""
+    splits_sends: bool = False
+    """Ranks of `tp` each send a share of what goes to the next stage, which gathers it (arXiv:2104.04473, section 4.1);
+    else each sends it whole, where sequences are not sharded."""
     overlap_pipeline: float = 0.5
     """Share of the sends between stages that hides, beyond the first and last micro-batch."""
     reduce_bytes: float = 0.0

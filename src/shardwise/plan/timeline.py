@@ -209,7 +209,7 @@ def _draw_pipeline(
         [rank.weight[turn] for rank, turn in parts],
     )
     size = division.tokens * division.sent * compute_width(plan)
-    size /= plan.axes.tp if plan.tensor.sequence else 1
+    size /= plan.axes.tp if plan.tensor.sequence or stack.splits_sends else 1
     send = collective_time("send", size, group_of(plan.axes, "pp"), cluster, stack.network)
     timeline = simulate(table, costs, send * (1 - stack.overlap_pipeline))
     lanes = []

@@ -254,7 +254,7 @@ def _pipeline(division: Division, ranks: list[RankCosts], cluster: Cluster, stac
     if pp == 1:
         return ranks[0].busy * count
     size = division.tokens * division.sent * compute_width(plan)
-    size /= plan.axes.tp if plan.tensor.sequence else 1
+    size /= plan.axes.tp if plan.tensor.sequence or stack.splits_sends else 1
     send = collective_time("send", size, group_of(plan.axes, "pp"), cluster, stack.network)
     exposed = send * (1 - stack.overlap_pipeline)
     kind = plan.schedule.kind
