@@ -182,6 +182,7 @@ def test_only_torchtitan_recomputes_by_default() -> None:
         ("8x400G", 50),
         ("4 * 100Gb RoCE", 6.25),
         ("100 Gb/s EDR x 4", 6.25),
+        ("EDR InfiniBand", 1.5625),  # of nodes that had one to four for their eight devices
         ("4x HDR per node", 12.5),
         ("IB NDR400", 50),
         ("10 GbE", 0.15625),
