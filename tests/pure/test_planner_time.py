@@ -254,6 +254,25 @@ def test_a_slow_host_slows_what_waits_for_it() -> None:
     assert estimate_time(EIGHT, H100.with_(launch=8e-6), Plan.parse("fsdp32 bf16"), WORK).terms["compute"] == large
 
 
+def test_hooks_of_other_engines_are_those_of_zero_3() -> None:
+    """DeepSpeed's fetch and free each block's parameters there, and do nothing of the kind below it."""
+    stack, work = load_stack("deepspeed"), Workload(seq_len=128, global_batch=1)
+    small, one = profile_of(preset("gpt2-medium")), load_cluster("h100:1")
+    found = [estimate_time(small, one, Plan.parse(f"dp1 zero{n} bf16"), work, stack=stack) for n in (2, 3)]
+    added = found[1].terms["compute"] - found[0].terms["compute"]
+    assert added == pytest.approx(24 * 2.2 * stack.shard_host, rel=0.15)
+
+
+def test_an_update_of_all_parameters_at_once_passes_over_them_for_each_operation() -> None:
+    """fp32: states of 8 bytes seven times, weights and gradients six, and the gradient once more for its norm."""
+    stack, one, work = load_stack("eager"), load_cluster("h100:1"), Workload(seq_len=128, global_batch=1)
+    for precision, optimizer, fused, at_once in (("fp32", "adamw", 32, 84), ("bf16-pure", "adamw-bf16", 16, 42)):
+        job = EIGHT, one, Plan.parse(precision), replace(work, optimizer=optimizer)
+        stacks = stack, replace(stack, fused_optimizer=False)
+        terms = [estimate_time(*job, stack=each).terms["optimizer"] for each in stacks]
+        assert terms[1] / terms[0] == pytest.approx(at_once / fused), precision
+
+
 def test_recompute_by_operator_costs_the_host_a_look_at_each() -> None:
     small, one = profile_of(preset("gpt2-medium")), load_cluster("h100:1")
     work = Workload(seq_len=1024, global_batch=8)

@@ -89,6 +89,9 @@ def test_what_torch_and_cuda_of_a_date_hold() -> None:
         ({"notes": "Hugging Face Trainer", "date": "2024-06", "optimizer": "adamw_bnb_8bit"}, True),
         ({"notes": "Hugging Face Trainer", "date": "2024-06", "optimizer": "fused AdamW"}, True),
         ({"notes": "a loop of its own", "date": "2024-06"}, False),
+        ({"notes": "a loop of its own, fused AdamW", "date": "2024-06"}, True),
+        ({"notes": "a loop of its own, no fused AdamW", "date": "2024-06"}, False),
+        ({"notes": "a loop of its own", "date": "2024-06", "gpu": "gaudi2"}, True),
     ],
 )
 def test_adamw_of_a_date_goes_over_all_parameters_at_once(cells: dict[str, str], fused: bool) -> None:

@@ -8,6 +8,7 @@ from published.cells import Skip
 from published.rows import row_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.plan import Offload
+from shardwise.plan.stack import load_stack
 from tests.pure.test_published import RAWS, variant
 
 BARE = {"notes": "", "source": "a blog", "date": "2025-06"}
@@ -106,6 +107,17 @@ def test_an_exchange_between_experts_says_that_ranks_share_them() -> None:
 def test_in_a_graph_of_the_whole_step_the_host_waits_for_no_gather() -> None:
     graphed = variant("fsdp-1", **BARE | {"notes": "torchtitan; CUDA graph of the whole step"})
     assert graphed.stack.gather_wait == 0 < variant("fsdp-1", **BARE | {"notes": "torchtitan"}).stack.gather_wait
+
+
+def test_what_overlaps_and_is_fused_by_date() -> None:
+    zero3 = BARE | {"zero_stage": "3", "notes": "DeepSpeed ZeRO-3"}
+    hidden = [variant("fsdp-1", **zero3 | {"date": date}).stack.overlap_data for date in ("2022-06", "2024-01")]
+    assert hidden == [0.0, load_stack("deepspeed").overlap_data] and hidden[1] > 0
+    cores = [variant("core-8", date=date, notes="Megatron-Core").stack for date in ("2023-10", "2025-01")]
+    assert (
+        cores[0].name == cores[1].name
+        and cores[0].loss_bytes == load_stack("megatron-2021").loss_bytes > cores[1].loss_bytes
+    )
 
 
 def test_a_core_of_trainium_is_half_a_chip() -> None:

@@ -28,7 +28,7 @@ from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Search, Walk, every_plan, find_plan
 from shardwise.plan.space import FEATURES, OPT_IN, Space
-from shardwise.plan.stack import load_stack, stacks
+from shardwise.plan.stack import Stack, load_stack, stacks
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Adapters, Workload
 
@@ -172,6 +172,22 @@ def test_a_stack_that_leaves_ranks_without_blocks() -> None:
 @pytest.mark.parametrize("stack", stacks())
 def test_every_stack_plans(stack: str) -> None:
     assert find(SMALL, cluster("h100:8", 24), Workload(seq_len=2048, global_batch=8), stack=load_stack(stack)).best
+
+
+@pytest.mark.parametrize("stack", [load_stack("deepspeed"), replace(load_stack("eager"), fused_optimizer=False)])
+def test_no_bound_is_above_an_estimate_where_hooks_and_updates_are_other_engines(stack: Stack) -> None:
+    """Below zero 3 DeepSpeed's hooks take nothing of the host."""
+    work, there = Workload(seq_len=128, global_batch=4), cluster("h100:4", 80)
+    space = Space(profile_of(SMALL), SMALL, there, work, stack, forbid=("cp", "tp", "pp"))
+    bounds = Walk(space, "time", inf).bounds
+    for core in list(space.cores(4, {}))[::2]:
+        for pipe in space.pipes(core):
+            flows = [Flow(pipe, schedule, 0, offload) for schedule, offload in space.flows(pipe)]
+            for flow, spread in product(flows, space.spreads(pipe)):
+                plan = space.plan(flow, spread)
+                total = estimated(space, plan).time.total * (1 + 1e-9)
+                assert bounds.core_time(core) <= total, plan
+                assert bounds.least_time(flow) <= total and bounds.plan_time(flow, spread) <= total, plan
 
 
 def test_no_bound_is_above_an_estimate() -> None:

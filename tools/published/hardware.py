@@ -288,7 +288,7 @@ def _stated(text: str, per_node: int) -> float | None:
             value, before, after = _FABRICS[fabric.group(1)] if fabric else 0.0, lower, ""
         found = re.search(r"(\d+)\s*[x×*]", before) or re.search(r"[x×*]\s*(\d+)", after)
         found = found or re.search(r"(\d+)\s*(?:nics?|adapters?|hcas?|links|rails|ports)", lower)
-        adapter = fabric or (re.search(_ADAPTER, lower) and 25e9 <= value <= 100e9)
+        adapter = value >= 25e9 and (fabric or (re.search(_ADAPTER, lower) and value <= 100e9))
         each = re.search(r"per (gpu|device|adapter|nic)|/gpu", lower) or (adapter and not re.search(_OF_NODE, lower))
         return value * int(found.group(1)) / per_node if found else value / (1 if each else per_node)
     return None

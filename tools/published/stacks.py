@@ -58,8 +58,12 @@ GATHERED_SINGLY = 0.12
 """`network` of DeepSpeed's sharded parameters before `COALESCED`: each tensor was gathered by itself, into a list."""
 COALESCED = 2022.0
 """Year from which it gathers them together and ahead (its pull request 1453: 1.7 times as fast on eight p4d)."""
+PREFETCHES = 2023.0
+"""Year from which DeepSpeed's gathers are seen to run beside what computes."""
 CORE_SINCE = 2023.0
 """Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
+FUSED_CORE = 2024.25
+"""Until when Megatron-Core's loss is operations one after the other (its `cross_entropy_loss_fusion` came with 0.6)."""
 WEIGHED = 2025.5
 """Year from which Megatron-Core's experts weigh their inner layer."""
 FLEXIBLE = 2025.7
@@ -134,6 +138,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
         stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
     stack = _of_its_time(cells, stack)
+    if name in CORE and cells.year < FUSED_CORE:
+        stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
+    if name == "deepspeed" and cells.year < PREFETCHES:
+        stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
@@ -174,6 +182,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     """What PyTorch and CUDA of the row's date make of memory."""
     trainer = cells.has(r"(hf|transformers|sft|hugging ?face) ?trainer")
     plain = not re.search(r"8-?bit|adafactor|fused|apex", cells["optimizer"].lower())
+    plain = plain and not cells.noted(r"(?<!no )(?<!not )fused adam") and not re.search(GAUDI, cells["gpu"].lower())
     if (
         stack.name in TORCH
         and plain

@@ -99,6 +99,11 @@ def is_gathered(plan: Plan) -> bool:
     return plan.zero > 0 or (plan.precision in GATHERED and not casts_weights(plan))
 
 
+def is_held(plan: Plan, stack: Stack) -> bool:
+    """Whether each block's parameters come and go by the host's hooks: other engines have some at zero 3 alone."""
+    return is_gathered(plan) if stack.keeps_shards else plan.zero == 3
+
+
 @lru_cache(maxsize=4096)
 def saved_bytes(block: Block, how: Saving) -> float:
     """Bytes per token that a block keeps for its backward pass, without recompute.

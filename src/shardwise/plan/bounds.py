@@ -260,7 +260,7 @@ class Bounds(SizeBounds):
     def _update_of(self, dense: float, experts: float, pipe: Pipe, count: int) -> float:
         """Seconds of the optimizer for so many parameters of a rank, and of what an offloaded state moves."""
         cluster, work, stack = self.space.cluster, self.space.workload, self.space.stack
-        each, every = (update_bytes(state, stack) for state in self._state_bytes)
+        each, every = (update_bytes(state, stack, pipe.core.precision) for state in self._state_bytes)
         traffic = (dense * each + experts * every) * work.trained * self.space.profile.trained
         if pipe.offloaded:
             sent = (dense + experts) * offloaded_bytes(work) * count * (1 - stack.overlap_data)

@@ -75,7 +75,7 @@ def work_of(
         core.sequence,
         core.context,
         space.workload.trained < 1,
-        core.precision in GATHERED and core.world > 1,
+        stack.keeps_shards and core.precision in GATHERED and core.world > 1,  # other engines: at zero 3 alone
     )
     setting = Setting(space.cluster, stack, core.axes, *seen, packed=space.workload.packed)
     shape = (core.samples, space.workload.seq_len)

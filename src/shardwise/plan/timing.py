@@ -9,7 +9,7 @@ from math import log2
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width, is_gathered, kept_bytes, recomputed_in
+from shardwise.plan.activations import compute_width, is_gathered, is_held, kept_bytes, recomputed_in
 from shardwise.plan.blocktime import Setting, block_time
 from shardwise.plan.datatime import exposed_time, rounds_of, sends_of, wire_of
 from shardwise.plan.division import Division, divide
@@ -196,7 +196,7 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     """What a rank with these stages does for a micro-batch."""
     plan = division.plan
     frozen = division.workload.trained < 1
-    held, casts = is_gathered(plan), casts_weights(plan) and not frozen
+    held, casts = is_held(plan, stack), casts_weights(plan) and not frozen
     setting = Setting(
         cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held,
         division.workload.packed, casts,

@@ -136,12 +136,17 @@ def state_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     return STATE_BYTES["adamw"] - (STATE_BYTES["adamw"] - STATE_BYTES["muon"]) * share
 
 
-def update_bytes(state: float, stack: Stack) -> float:
+def update_bytes(state: float, stack: Stack, precision: str = "bf16") -> float:
     """Bytes per parameter that an update moves through memory; `state`: bytes of optimizer state per parameter.
 
     States and weight there and back, the gradient for its norm and for the rule, and once more each way to be scaled.
+    Of all parameters at once each operation of AdamW is a pass of its own (torch's `_multi_tensor_adamw`): decay, two
+    averages in three operations, the root, two on it, the step; so states pass seven times and weights and gradients
+    six, beside the norm.
     """
-    return 2 * state + 16 + 8 * stack.scales_grads
+    width = 2.0 if precision == "bf16-pure" and not stack.pure_master else 4.0
+    passes = (2, 4) if stack.fused_optimizer else (7, 7)
+    return passes[0] * state + (passes[1] + 2 * stack.scales_grads) * width
 
 
 def host_rate(cluster: Cluster, world: int) -> float:
@@ -166,7 +171,9 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
     plan, device = division.plan, cluster.device
     owned = max(division.of_ranks(division.owned))
     trained = division.workload.trained * division.profile.trained
-    each = division.of_ranks(lambda s: division.owned(s) * update_bytes(state_bytes(division, s, stack), stack))
+    each = division.of_ranks(
+        lambda s: division.owned(s) * update_bytes(state_bytes(division, s, stack), stack, plan.precision)
+    )
     moved = max(each) * trained
     terms = {"optimizer": moved / (device.bandwidth * device.stream)}
     if plan.offload.state:
