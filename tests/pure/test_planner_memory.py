@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -13,7 +14,7 @@ from shardwise.model.ops import Matmul
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan import eager_rank
-from shardwise.plan.activations import again_in, kept_in, saved_bytes, saving_of
+from shardwise.plan.activations import again_in, kept_in, saved_bytes, saving_of, working_bytes
 from shardwise.plan.division import divide
 from shardwise.plan.hosting import host_lack, on_host
 from shardwise.plan.memory import WORKSPACE, Memory, RankMemory, estimate_memory, states_of
@@ -149,7 +150,79 @@ def test_recompute_keeps_inputs_and_one_block() -> None:
         * 8
     )
     assert none["activations"] == 8 * block
-    assert blocks["activations"] == 8 * 64 * 2 * 128 * 8 + block
+    inputs = 8 * 64 * 2 * 128 * 8
+    assert blocks["activations"] == inputs, "at the loss nothing is computed again yet"
+    plan = Plan.parse("bf16 / recompute=blocks")
+    peaks = [
+        estimate_memory(profile_of(LLAMA), plan, WORK, stack=replace(TORCH, logit_bytes=size)).peaks["loss"]
+        for size in (0.1, 1000.0)
+    ]
+    working = working_bytes(profile_of(LLAMA).blocks[0], saving_of(plan, stack_of(plan), 128)) * 128 * 8
+    logits = (512 * 1000 + 2 * 64 * 2) * 128 * 8
+    assert peaks[0] - (peaks[1] - logits) == block + working, "but behind a small one it is more than that"
+
+
+@pytest.mark.parametrize("plan", ["bf16", "bf16 / recompute=blocks"])
+def test_what_a_recomputed_block_left_in_the_forward_pass_is_reserved_beside_the_loss(plan: str) -> None:
+    """Measured so on an H200 (docs/benchmarks.md): blocks freed in other sizes than the loss asks for."""
+    memory = estimate_memory(profile_of(LLAMA), Plan.parse(plan), WORK, stack=TORCH)
+    stack = stack_of(Plan.parse(plan))
+    block = saved_bytes(profile_of(LLAMA).blocks[0], saving_of(Plan.parse(plan), stack, 128)) * 128 * 8
+    freed = block if "recompute" in plan else 0.0
+    assert memory.worst.phase == "loss" and memory.worst.freed == memory.held == freed
+    holes = stack.fragmentation * memory.worst.passing
+    assert memory.reserved == pytest.approx(memory.allocated + freed + WORKSPACE + holes)
+    need = replace(memory, limit=memory.device - memory.held)
+    assert need.fits, "and given back before memory runs out"
+
+
+def test_scores_in_primitives_have_gradients_beside_what_is_still_kept() -> None:
+    """Two of the width of a score, once the feed-forward behind attention has given back what it kept."""
+    spec = replace(LLAMA, max_seq_len=4096)
+    block, plan = profile_of(spec).blocks[0], Plan.parse("bf16")
+    how = saving_of(plan, replace(stack_of(plan), attention="unfused"), 4096)
+    place = next(n for n, op in enumerate(block.ops) if op.name == "attention")
+    behind = saved_bytes(replace(block, ops=block.ops[place + 1 :]), how)
+    assert working_bytes(block, how) == 2 * 2 * 4 * 4096 - behind
+    assert working_bytes(block, replace(how, attention="flash2")) == (2 * 192 + 64) * 2
+
+
+def test_products_under_autocast_cast_what_they_are_fed_for_themselves() -> None:
+    """torch.autocast keeps casts of weights alone: queries, keys and values have three of one norm's output in fp32,
+    gate and up two; a GPT's one product for all three has one."""
+    plan, wide = Plan.parse("bf16"), replace(load_stack("eager"), residual_bytes=4.0)
+    for spec, more in ((LLAMA, 3), (GPT, 0)):
+        block = profile_of(spec).blocks[0]
+        found = [
+            sum(saved_bytes(replace(block, ops=(op,)), saving_of(plan, stack, 128)) for op in block.matmuls)
+            for stack in (wide, load_stack("eager"))
+        ]
+        assert found[0] - found[1] == more * 64 * 2, spec.kind
+
+
+def test_gelu_in_primitives_keeps_four_tensors() -> None:
+    """transformers' gelu_new: a trace of GPT-2 keeps four of its feed-forward's width beside the input of the next."""
+    plan, stack = Plan.parse("bf16"), load_stack("eager")
+    block = profile_of(GPT).blocks[0]
+    one, four = (saved_bytes(block, saving_of(plan, replace(stack, gelu_apart=apart), 128)) for apart in (False, True))
+    assert four - one == 3 * 256 * 2
+
+
+def test_what_gathers_product_by_product_holds_no_whole_blocks() -> None:
+    """XLA: the product at work, the next, and its gradient; DeepSpeed: what is used again within half of 1e9."""
+    profile = profile_of(preset("llama-70b"))
+    work, plan = Workload(seq_len=4096, global_batch=64), Plan.parse("fsdp64 bf16 / recompute=blocks")
+    stack = replace(load_stack("fsdp1"), one_root=False)
+    ends, product, block = 8192 * 128256, 2 * 8192 * 28672, profile.blocks[0].params
+    for most, inside in ((inf, 3 * block), (0.0, 3 * product), (1e9, 1e9 + product)):
+        memory = estimate_memory(profile, plan, work, stack=replace(stack, most_gathered=most))
+        assert memory.worst.terms["gathered"] == pytest.approx((inside + ends) * 2, rel=1e-3), most
+
+
+def test_deepspeed_scales_no_gradients_in_fp32_but_for_its_update() -> None:
+    deepspeed = load_stack("deepspeed")
+    found = [_terms(f"fsdp8 / {kind} / recompute=blocks", stack=deepspeed)["gradients"] for kind in ("fp16", "bf16")]
+    assert found[0] == found[1] == LLAMA.num_params / 8 * 2
 
 
 def test_a_large_block_is_computed_again_when_those_behind_it_have_given_back() -> None:

@@ -68,7 +68,8 @@ def test_what_a_recomputed_block_keeps_on_the_host_is_its_input() -> None:
 
 def test_gradients_of_offloaded_states_are_on_the_host() -> None:
     assert memory("fsdp8 / bf16 / recompute=blocks").held > GIB
-    assert memory("fsdp8 / bf16 / recompute=blocks offload=state").held == 0.0
+    offloaded = memory("fsdp8 / bf16 / recompute=blocks offload=state")
+    assert offloaded.held == offloaded.worst.freed > 0, "what a recomputed block left"
 
 
 def test_more_memory_changes_no_answer_for_least_memory() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from published.attention import SDPA
-from published.stacks import GATHERS_AGAIN, KERNELS, SHIFTED_LOSS, TWICE_LOSS, UNFUSED_LOSS
+from published.stacks import GATHERS_AGAIN, KERNELS, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.model.profile import profile_of
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.memory import estimate_memory
@@ -105,9 +105,7 @@ def test_losses_and_gradients_by_what_the_row_names() -> None:
     assert [stack.logit_bytes for stack in found] == [load_stack("fsdp1").logit_bytes, UNFUSED_LOSS]
     dates = ("2024-09", "2025-01", "2025-06")
     shifted = [variant("new-2", **BARE | {"date": date, "notes": "Hugging Face Trainer"}).stack for date in dates]
-    assert [stack.logit_bytes for stack in shifted] == [UNFUSED_LOSS, TWICE_LOSS, SHIFTED_LOSS], (
-        "labels are shifted, not logits"
-    )
+    assert [stack.logit_bytes for stack in shifted] == [UNFUSED_LOSS, TWICE_LOSS, UNFUSED_LOSS]
     assert variant("sweep-1").stack.grad_bytes == load_stack("megatron-flash").grad_bytes < 4
     assert variant("sweep-1", source="Megatron-LM log").stack.grad_bytes == 4.0
 
@@ -142,3 +140,44 @@ def test_words_for_memory_of_the_device_and_for_weights() -> None:
     full = variant("tune-1", source="LongLoRA", notes="full fine-tuning")
     assert full.workload.trained == 1.0, "the source's name says nothing of a row of whole parameters"
     assert variant("tune-1", source="LongLoRA", notes="LoRA").workload.trained < 1.0
+
+
+def test_a_peak_of_no_kind_is_what_the_device_shows_of_pytorchs_loops() -> None:
+    for base, kind in (("new-2", "device"), ("zero-1", "device"), ("core-8", "reserved"), ("fsdp-2", "reserved")):
+        row = variant(base, **BARE | {"notes": "DeepSpeed" if base == "zero-1" else "", "peak_mem_gib": "20"})
+        assert row.memory_kind == kind, base
+    for words, kind in (("max reserved", "reserved"), ("peak memory allocated", "allocated"), ("nvidia-smi", "device")):
+        assert variant("new-2", **BARE | {"notes": words, "peak_mem_gib": "20"}).memory_kind == kind
+
+
+def test_what_blocks_are_given_waits_on_the_host_of_a_tpu_where_it_would_not_fit() -> None:
+    """MaxText's configurations of Trillium and Ironwood: `decoder_layer_input: offload`."""
+    job = {
+        "source": "MaxText", "gpu": "tpu-v6e", "n_layers": "80", "d_model": "8192", "n_gpus": "256", "zero_stage": "3",
+        "seq_len": "8192", "global_batch": "1024", "micro_batch": "4", "activation_checkpoint": "", "precision": "bf16",
+    }  # fmt: skip
+    found = [variant("new-2", **BARE | job | {"date": date}).plan for date in ("2023-06", "2025-06")]
+    assert [(plan.recompute.mode, plan.offload.activations) for plan in found] == [("blocks", False), ("blocks", True)]
+    some = variant("new-2", **BARE | job | {"date": "2025-06", "global_batch": "256", "micro_batch": "1"}).plan
+    assert not some.offload.activations, "one that fits"
+    said = variant("new-2", **BARE | {"notes": "gradient checkpointing whose inputs are offloaded"}).plan
+    assert said.offload.activations
+
+
+def test_loops_that_are_compiled_leave_no_holes_and_forks_are_no_paths() -> None:
+    loop = BARE | {"date": "2025-06", "notes": "a loop of its own"}
+    assert variant("new-2", **loop | {"compile": "y"}).stack.fragmentation == 0.0 < EAGER.fragmentation
+    path = "bigscience-workshop/bigscience experiments/gpt2.md @0123abc; Megatron-LM"
+    old = [variant("old-1", source="x", notes=notes).stack.context for notes in (path, "Megatron-DeepSpeed")]
+    assert old[0] < old[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "notes", "apart"),
+    [
+        ("GPT-2 XL", "Hugging Face Trainer", True), ("minGPT", "minGPT", True), ("GPT-2 XL", "nanoGPT", False),
+        ("GPT-NeoX 20B", "Hugging Face Trainer", False), ("phi-2", "litgpt", False),
+    ],
+)  # fmt: skip
+def test_gelu_is_a_formula_in_the_models_of_transformers(model: str, notes: str, apart: bool) -> None:
+    assert variant("new-2", **BARE | {"date": "2024-06", "model": model, "notes": notes}).stack.gelu_apart is apart

@@ -19,6 +19,8 @@ _KINDS = r"((cpu|optimizer|state|parameter|param|activation)s?[ _-])*offload(ing
 _OFF = rf"\b{_KINDS}( is| was)?[ =:]*(off|disabled|false|no(t|ne)?)\b|\b(no|not|without|w/o)( any)? {_KINDS}\b"
 """Says that nothing moves."""
 
+_SAVED = r"activations? (check ?point\w* )?(cpu )?offload|check ?point\w* whose inputs (are )?offload"
+"""Says that what is kept between both passes moves."""
 _ADDED = r"cumulative ablation step: (\+8-bit|q?lora)"
 """Steps of torchtune's ablation behind the one that moves saved activations, which they have too."""
 
@@ -59,7 +61,7 @@ def offload_of(cells: Cells, zero: int) -> Offload:
         r"(optimizer|param(eter)?s|gradients|grads)\b|zero-(offload|infinity)",
         notes,
     )
-    saved = re.search(r"activations? (check ?point\w* )?(cpu )?offload", notes) is not None or layers is not None
+    saved = re.search(_SAVED, notes) is not None or layers is not None
     saved = saved or cells.noted(_ADDED) is not None
     saved = (
         saved

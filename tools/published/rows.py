@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,7 +30,7 @@ from published.measured import (
 )
 from published.models import model_of
 from published.recompute import EVERY_SECOND, NO_RECOMPUTE, PER_OPERATOR, TWO_OF_THREE
-from published.stacks import TORCH, stack_of
+from published.stacks import TORCH, TPU, stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -190,6 +191,8 @@ DOUBT = 1.1
 
 WHOLE = ("jax", "deepspeed", "fsdp1", "eager")
 """Stacks that recompute whole blocks where nothing else is said."""
+HOSTED = 2024.5
+"""Year from which XLA on TPUs moves what blocks are given to the host (MaxText's `decoder_layer_input: offload`)."""
 PARTS = tuple(Recompute(mode="ratio", ratio=share) for share in (0.25, 0.5, 0.75))
 """Blocks of which no more are recomputed than need be."""
 
@@ -214,6 +217,9 @@ def recomputed(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, jo
             if recompute != plan.recompute:
                 cells.assume(f"{_INFERRED}{recompute.mode}, without which it would not fit")
             return one
+    if is_open and stack.name == "jax" and re.search(TPU, cells["gpu"].lower()) and cells.year >= HOSTED:
+        cells.assume("recompute=blocks whose inputs wait on the host, as MaxText's configurations of TPUs have it")
+        return replace(plan, recompute=Recompute(mode="blocks"), offload=replace(plan.offload, activations=True))
     if is_open and stack.name in WHOLE and plan.axes.pp == 1:
         cells.assume(f"{_INFERRED}blocks, with which it comes nearest to fitting")
         return replace(plan, recompute=Recompute(mode="blocks"))

@@ -76,8 +76,9 @@ CHUNKED = {False: 2.5, True: 2.0}
 """Bytes per logit of a loss in chunks: all in 16 bits, and where it is not compiled a chunk in fp32."""
 KEPT = 4.5
 """Bytes per logit of litgpt's, whose chunks' log-softmax is kept in 16 bits too."""
-FUSED_LOSS = 6.0
-"""Bytes per logit of one kernel for the loss: logits and their gradient in 16 bits, and what is freed between them."""
+FUSED_LOSS = 8.0
+"""Bytes per logit of one kernel for the loss, which has its gradient in the place of its input: the logits of
+transformers, in fp32, and their copy without the last place."""
 UNFUSED_LOSS = 12.0
 """Bytes per logit of transformers' loss: in fp32 the log-softmax, its gradient and that of what it was made from."""
 IN_PLACE = 4.0
@@ -90,10 +91,10 @@ TWICE_LOSS = 14.0
 """Bytes per logit of it from `TWICE` to `SHIFTED`: its caller holds them in 16 bits too."""
 TWICE = 2024.8
 """Year from which a function of its own computes it (4.46, October 2024)."""
-SHIFTED_LOSS = 10.0
-"""Bytes per logit of it from `SHIFTED` on: in 16 bits, in fp32 the log-softmax and its gradient."""
 SHIFTED = 2025.15
-"""Year from which transformers' loss shifts labels, not the logits, which made a copy (4.49, pull request 35646)."""
+"""Year from which labels are shifted and not the logits (4.49, pull request 35646): the caller's are the loss's own."""
+LOOP_LOSS = 14.0
+"""Bytes per logit of a loop of its own: these, and the logits in 16 bits, which a variable of the loop holds."""
 FOREACH = 2025.5
 """Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
 TORCH = ("torchtitan", "fsdp1", "eager")
@@ -146,6 +147,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
+    by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
+    if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
+        stack = replace(stack, gelu_apart=True)
     bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
     if name == "deepspeed" and bucket:
         stack = replace(stack, reduce_bucket=float(bucket.group(1)))
@@ -163,7 +167,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, logit_bytes=SLICED, fused=True)
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "eager" and stack.fused and engine(cells) is None and cells.year >= FUSED:
-        stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS))
+        stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
     if cells.noted(_GRAPHED):
@@ -192,15 +196,14 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
-    if stack.name == "eager" and engine(cells) == "fsdp2" and not trainer:
-        stack = replace(stack, logit_bytes=_preset("torchtitan").logit_bytes)  # a loop of its own, on one device
-    if stack.logit_bytes == UNFUSED_LOSS and cells.year >= SHIFTED:
-        stack = replace(stack, logit_bytes=SHIFTED_LOSS)
-    elif stack.logit_bytes == UNFUSED_LOSS and cells.year >= TWICE and cells.has(LAYERS):
+    looped = engine(cells) == "fsdp2" if library(cells) or cells.has(LAYERS) else engine(cells) is None
+    if stack.name == "eager" and looped and not trainer:
+        stack = replace(stack, logit_bytes=LOOP_LOSS)
+    if stack.logit_bytes == UNFUSED_LOSS and TWICE <= cells.year < SHIFTED and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=TWICE_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
-    if stack.name == "megatron-2021" and not cells.has(_FORKS):
+    if stack.name == "megatron-2021" and not re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)):
         stack = replace(stack, context=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
@@ -213,6 +216,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
 
 
+_GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
+"""Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 _SLICED = (
     r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
     r"loss (works |computed )?in (\d+ )?chunks"
@@ -229,7 +234,7 @@ VARIED = (
     r"longest sample"
 )
 """Words for micro-batches of other lengths each time."""
-HOLES = 0.8
+HOLES = 1.6
 """Share of what comes and goes that those leave in blocks of other sizes: see `Stack.cached`."""
 _HELD_BACK = r"limit_all_gathers[ =]+true|rate limiter (on|enabled)|with (the )?(fsdp )?rate limiter"
 LIMITED = 2023.7

@@ -38,6 +38,8 @@ class Matmul:
     """False: its weight is counted elsewhere, or is computed."""
     biased: bool = False
     """Its kernel adds a vector to the result."""
+    parts: int = 1
+    """Products of the module that are counted as this one: queries, keys and values; gate and up."""
     again: bool = False
     """Per-operator recompute runs it again: torch does not list its kernel among the costly ones."""
 

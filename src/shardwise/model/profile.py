@@ -251,7 +251,8 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
         wide = Pointwise("rope", 2 * heads * (qk_dim + size), "heads", kernels=10)
         return [*first, down, norm, up, wide, core, out]
     outs = (heads + 2 * spec.num_kv_heads) * size
-    qkv = Matmul("qkv", dim, outs, "column", saves=dim, biased=biased or spec.qkv_bias)
+    parts = 1 if spec.kind == "gpt" and (spec.causal or spec.patch) else 3
+    qkv = Matmul("qkv", dim, outs, "column", saves=dim, biased=biased or spec.qkv_bias, parts=parts)
     norms: list[Op] = []
     if spec.qk_norm:
         norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, upcast=True, kernels=12)]
@@ -260,7 +261,8 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
 
 def _ffn_ops(spec: ModelSpec, width: int, name: str = "") -> list[Op]:
     outs, biased = width * (2 if spec.ffn == "gated" else 1), spec.kind == "gpt"
-    up = Matmul(f"{name}up", spec.dim, outs, "column", saves=spec.dim, biased=biased)
+    parts = 2 if spec.ffn == "gated" else 1
+    up = Matmul(f"{name}up", spec.dim, outs, "column", saves=spec.dim, biased=biased, parts=parts)
     return [up, _activation(spec, width), Matmul(f"{name}down", width, spec.dim, "row", saves=width, biased=biased)]
 
 

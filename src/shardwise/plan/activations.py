@@ -29,6 +29,10 @@ PARTS = {
 """Parameters in a product, as adapters name them."""
 
 
+GELU = 4
+"""Tensors of `0.5 x (1 + tanh(a (x + b x^3)))` in primitives: `x`, the tanh, and both factors of the last product."""
+
+
 @dataclass(frozen=True, slots=True)
 class Saving:
     """What decides on saved bytes, besides the block: sizes are per rank."""
@@ -41,6 +45,8 @@ class Saving:
     """Bytes of an element of the residual stream."""
     attention: str
     fused: bool
+    gelu: int
+    """Tensors that an unfused GELU keeps."""
     keys: int
     """Sequence length."""
     inputs: float = 0.0
@@ -72,6 +78,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         residual=max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         attention=stack.attention,
         fused=stack.fused,
+        gelu=GELU if stack.gelu_apart else 1,
         keys=seq_len,
         inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
         products=stack.keeps_products,
@@ -133,6 +140,7 @@ def _saved(op: Op, how: Saving) -> float:
     if not how.fused:
         first = max(width, 4.0) if op.upcast else width
         kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
+        kept *= how.gelu if op.name == "gelu" else 1
     return (kept + op.masks) * max(op.per_choice, 1) / shard
 
 
@@ -141,6 +149,8 @@ def _saved_input(op: Matmul, how: Saving) -> float:
         return 0.0
     width = how.inputs if how.inputs and op.name not in ("head", "router") else how.width
     kept = (op.saves * width if how.adapters is None else _adapted(op, how.adapters, width)) * max(op.chosen, 1)
+    if not how.fused and how.residual > how.width and how.adapters is None:
+        kept *= op.parts
     if op.split == "row":  # its input is sharded along its own inner size
         return kept / (how.tp if not op.experts else 1)
     return kept / (how.tp if how.sequence and not (how.gathered and op.split == "column") else 1)
@@ -189,9 +199,16 @@ def kept_outputs(block: Block, how: Saving) -> float:
 
 @lru_cache(maxsize=4096)
 def working_bytes(block: Block, how: Saving) -> float:
-    """Bytes per token alive for a moment in the backward pass: gradients of the widest operator's input and output."""
-    widest = 0.0
-    for op in block.ops:
+    """Bytes per token alive for a moment in the backward pass: gradients of the widest operator's input and output.
+
+    Of attention in primitives those of its probabilities and scores, once what is behind it has gone.
+    """
+    widest = behind = 0.0
+    for op in reversed(block.ops) if how.attention == "unfused" else block.ops:
+        behind += _saved(op, how)
+        if isinstance(op, Attention) and how.attention == "unfused":
+            scores = op.heads * op.rows * how.keys * op.reach / how.tp
+            widest = max(widest, 2 * how.residual * scores + _saved(op, how) - behind)
         if isinstance(op, Matmul):
             outs = op.gives / (how.tp if op.split == "column" else 1)
             ins = op.takes / (how.tp if op.split == "row" else 1)

@@ -25,8 +25,9 @@ from shardwise.plan.plan import V_SHAPED, Axes, Batch, Plan, Recompute, Schedule
 from shardwise.plan.schedule import after_warmup
 from shardwise.plan.space import Space
 
-Kept = tuple[tuple[int, float, float, float], ...]
-"""Of some pipeline ranks: the rank, bytes of micro-batches in flight, of logits, of its largest block in full."""
+Kept = tuple[tuple[int, float, float, float, float], ...]
+"""Of some pipeline ranks: the rank, bytes of micro-batches in flight, of a block that is computed again beside them, of
+what is there at the loss beside them (logits, or that block behind it), of its largest block in full."""
 SpreadsOf = Callable[[Pipe], list[Spread]]
 Floor = tuple[float, ...]
 """States of a spread: bytes of each rank of a `Kept` in the loss, with what gradients are there before the first
@@ -112,12 +113,11 @@ class SizeBounds:
         return self._cuts[key]
 
     def core_size(self, core: Core) -> float:
-        """Below all its plans' device memory: largest block; of the last rank, logits and (if not greedy) a block."""
+        """Below all its plans' device memory: the largest block, or the last rank's logits."""
         key = (core.loss, core.samples, core.cp, *_kept_as(core))
         if key not in self._core_sizes:
             blocks = [size * self.tokens(core) for size in self._full(core).values()]
-            most = max(*blocks, self.logits(core) + min(blocks) * (self.space.stack.cut != "greedy"))
-            self._core_sizes[key] = self.on_device(most)
+            self._core_sizes[key] = self.on_device(max(*blocks, self.logits(core)))
         return self._core_sizes[key]
 
     def telling(self, pipe: Pipe, schedule: Schedule) -> tuple[int, ...]:
@@ -145,20 +145,21 @@ class SizeBounds:
             self._sizes[key] = tuple(found)
         return self._sizes[key]
 
-    def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float]]:
+    def _flow_size(self, flow: Flow, ranks: Iterable[int]) -> list[tuple[int, float, float, float, float]]:
         pipe, core, schedule = flow.pipe, flow.pipe.core, flow.schedule
         cut, shape = self.cut(pipe.pp, schedule), (pipe.pp, schedule.stages, pipe.micro_batches)
         sizes, tokens = [], self.tokens(core)
         for rank in ranks:
             flight = after_warmup(schedule.kind, shape, rank), flow.offload
-            size, block = self.kept_by(core, flow.policy, cut[rank], flight)
-            sizes.append((rank, size * tokens, self.logits(core) if cut[rank][1] else 0.0, block * tokens))
+            size, again, block = (each * tokens for each in self.kept_by(core, flow.policy, cut[rank], flight))
+            sizes.append((rank, size, again, max(again, self.logits(core) if cut[rank][1] else 0.0), block))
         return sizes
 
-    def kept_by(self, core: Core, policy: int, cut: Cut, flight: Flight) -> tuple[float, float]:
-        """Bytes per token of a rank with so many micro-batches in flight on each stage; of its largest block in full.
+    def kept_by(self, core: Core, policy: int, cut: Cut, flight: Flight) -> tuple[float, float, float]:
+        """Bytes per token of a rank with so many micro-batches in flight; of a block computed again; of its largest.
 
-        Of a flight that offloads they are on the host, but for those of the block at work and of the one ahead of it.
+        `flight` counts them for each stage. Where it offloads they are on the host, but for those of the block at work
+        and of the one ahead of it.
         """
         (kept, steps, blocks), (stages, _, distinct), (counts, offload) = self._kept(core), cut, flight
         upto, block, size = kept[policy], max([blocks[number] for number in distinct], default=0.0), 0.0
@@ -167,7 +168,7 @@ class SizeBounds:
         if offload:
             size = min(size, 2 * max([max(steps[policy][start:end], default=0.0) for start, end in stages]))
         last = max([steps[0][end - 1] for start, end in stages if end > start], default=0.0)  # and no more is sure
-        return size + (last if policy else 0.0), block
+        return size, last if policy else 0.0, block
 
     def logits(self, core: Core) -> float:
         """Bytes of the logits at the peak of the loss."""
@@ -202,13 +203,13 @@ class SizeBounds:
         pipe, core = flow.pipe, flow.pipe.core
         accumulates = pipe.micro_batches > 1 or self.space.stack.master
         most = 0.0
-        for (rank, size, logits, block), (held, gradients, gathered) in zip(kept, states, strict=True):
+        for (rank, size, again, beside, block), (held, gradients, gathered) in zip(kept, states, strict=True):
             if pipe.offloaded:
                 held = 0.0
                 once = pipe.micro_batches > 1 and (spread.zero < 2 or pipe.pp > 1)
                 gradients *= once and self.space.stack.keeps_shards
-            both = gradients + size if accumulates else gradients + block
-            loss = size + logits + gradients if accumulates else size + logits
+            both = gradients + (size + again if accumulates else block)
+            loss = size + beside + gradients if accumulates else size + beside
             most = max(most, held + gathered + max(loss, both) + self.of_batch(flow, spread, rank))
         if self.space.stack.eager:
             most = max(most, *(self.around(flow, spread, rank) for rank, *_ in kept))
@@ -222,14 +223,14 @@ class SizeBounds:
 
     def least_size(self, kept: Kept) -> float:
         """Device memory of a family: what it keeps, with no states."""
-        return self.on_device(max(size + logits for _, size, logits, _ in kept))
+        return self.on_device(max(size + beside for _, size, _, beside, _ in kept))
 
     def family_size(self, flow: Flow, spreads: SpreadsOf, refused: tuple[int, ...], kept: Kept) -> float:
         """Device memory that a flow's plans need at least, over all its spreads.
 
         `spreads`: of a pipe; `refused`: each `zero` that the flow cannot have; `kept`: its `flow_size`.
         """
-        sizes = [size + logits for _, size, logits, _ in kept] + [block for *_, block in kept]
+        sizes = [size + beside for _, size, _, beside, _ in kept] + [block for *_, block in kept]
         ranks = tuple(rank for rank, *_ in kept)
         floors = self.floors_of(flow, spreads, refused, ranks)
         return self.on_device(min((max(map(add, sizes, floor)) for floor in floors), default=math.inf))

@@ -109,6 +109,14 @@ class Division:
             return self.experts(block)
         return _filled(block, shards, axes.ep, 1 if axes.ep > 1 else axes.tp) / self.expert_split
 
+    def largest_product(self, block: Block) -> float:
+        """Parameters of the largest product of a block on a rank, as it is multiplied; of experts all of the rank's."""
+        tp = self.plan.axes.tp
+        sizes = (
+            op.params / (self.expert_split if op.experts else tp if op.split != "none" else 1) for op in block.matmuls
+        )
+        return max(sizes, default=0.0)
+
     def whole(self, stages: Sequence[Stage]) -> float:
         """Parameters of some stages, before data axes shard them."""
         dense, experts, _ = self._rank_params.get(id(stages)) or self._params(stages)

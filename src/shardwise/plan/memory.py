@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from operator import mul
+from functools import partial
 
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import (
-    again_in,
-    compute_width,
-    kept_bytes,
-    kept_in,
-    saved_bytes,
-    working_bytes,
-)
+from shardwise.plan.activations import compute_width
 from shardwise.plan.around import copied, outside_step
 from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
@@ -29,8 +21,8 @@ from shardwise.plan.engines import casts_weights
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
 from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
+from shardwise.plan.passing import activations_of, block_bytes, logits_of, working_of
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedule import actions, in_flight
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.stages import Stage
 from shardwise.plan.stalls import held_ahead
@@ -51,9 +43,13 @@ class RankMemory:
     rank: int
     terms: Mapping[str, float]
     phase: str
-    """When the peak is reached: in a step loss, backward or update; outside of it place, load or save."""
+    """When the peak is reached: in a step loss (or the backward pass of the block before it), backward or update;
+    outside of it place, load or save."""
     most_passing: float = 0.0
     """The most that comes and goes, in whichever phase."""
+    freed: float = 0.0
+    """Beyond the peak: what a block that is computed again left free in the forward pass, and nothing of the loss fits
+    into."""
 
     @property
     def allocated(self) -> float:
@@ -165,7 +161,7 @@ def estimate_memory(
     stages, (largest, peaks) = division.ranks[worst], ranks[worst]
     ahead = held_ahead(division, stack, device)
     left = held_apart(division, stages, peaks, states[worst], stack)
-    left += held_freed(division, stages, largest.most_passing, stack)
+    left += held_freed(division, stages, largest.most_passing, stack) + largest.freed
     memory = Memory(
         stages=tuple(rank for rank, _ in ranks),
         fragmentation=stack.fragmentation,
@@ -214,16 +210,18 @@ def _rank_memory(
         moments["update"] = {**moments["update"], "temporary": spike}
         return _largest(rank, moments)
     gradients = states.pop("gradients")
-    block = _block_bytes(division, stages, stack) + kept_on(division, stages)
+    block = block_bytes(division, stages, stack) + kept_on(division, stages)
     held = {**states, "gathered": gathered_of(division, stages, stack)}
-    loss = {**held, "activations": _activations(division, rank, stages, stack), "logits": 0.0}
-    if any(stage.last for stage in stages):
-        loss["logits"] = _logits(division, stack)
-    working = _working(division, stages, stack) + whole_again(division, stages)
+    alive, again = activations_of(division, rank, stages, stack)
+    working = working_of(division, stages, stack) + whole_again(division, stages)
+    loss, freed = {**held, "activations": alive + again, "working": working}, 0.0  # of the block behind it
+    logits = logits_of(division, stack) if any(stage.last for stage in stages) else 0.0
+    if logits > again + working:
+        loss, freed = {**held, "activations": alive, "logits": logits}, again
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
     if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
-        backward["activations"] = max(loss["activations"], block)
+        backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
     update = {**states, "gradients": gradients, "temporary": spike + at_once(division, stages, stack)}
@@ -238,7 +236,8 @@ def _rank_memory(
         for name, terms in eager_rank(division, rank, stages, {**states, **whole_states}).items():
             if sum(terms.values()) > sum(phases.get(name, {}).values()):
                 phases[name] = dict(terms)  # of a module whose own forward was followed, moment by moment
-    return _largest(rank, phases)
+    largest, sums = _largest(rank, phases)
+    return replace(largest, freed=max(0.0, sums["loss"] + freed - sums[largest.phase])), sums
 
 
 def offloaded_of(division: Division, stack: Stack) -> tuple[float, ...]:
@@ -283,7 +282,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
         return {**states, "buckets": summed * width * sent + flat}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
-        gradients = summed * width + updated * 4.0
+        gradients = summed * width + updated * 4.0 * (not stack.widens_grads)
         return {"weights": kept * width, "master": updated * 4.0, "gradients": gradients, "optimizer": updated * state}
     return {
         "weights": kept * (width if master else max(width, 4.0)),
@@ -336,65 +335,11 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     ends = division.embedding * any(stage.first for stage in stages)
     head = division.dense(division.profile.head) * any(stage.last for stage in stages)
     ends = ends + head * (not division.profile.tied) if stack.one_root else max(ends, head)
-    gradient = most if division.workload.trained == 1 else 0.0  # frozen weights have none
-    inside = max(min(most * (1 + plan.communication.prefetch), every) + gradient, 2 * apart)
+    unit, live = most, most * (1 + plan.communication.prefetch)
+    if stack.most_gathered < live:
+        unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
+        live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
+    gradient = unit if division.workload.trained == 1 else 0.0  # frozen weights have none
+    inside = max(min(live, every) + gradient, 2 * apart)
     share = gathered_share(division.profile, packed, width)
     return (inside * share + ends) * width + kept_whole(division, stages)
-
-
-def _activations(division: Division, rank: int, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes that all micro-batches in flight on a rank have kept, and one recomputed block in full."""
-    plan = division.plan
-    how = division.saving(stack)
-    recomputes = plan.recompute.mode != "none"
-    again = max(again_in(stage, plan, how) for stage in stages) * division.tokens if recomputes else 0.0
-    kept = [kept_in(stage, plan, how) for stage in stages]
-    moments: Sequence[tuple[int, ...]] = [(1,)]
-    if plan.axes.pp > 1:
-        moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
-    worst: float = max(sum(map(mul, alive, kept)) for alive in moments)
-    if plan.offload.activations:  # of those that move, what the block at work and the one ahead of it keep is here
-        blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
-        moving = 2 * max(kept_bytes(block, n, plan, how) for block, n in blocks)
-        worst = min(worst, max((1 - stack.offloads_blocks) * worst, moving))
-    return worst * division.tokens + again
-
-
-def _block_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes that the largest block keeps of one micro-batch without recompute."""
-    how = division.saving(stack)
-    return max((saved_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
-
-
-def _logits(division: Division, stack: Stack) -> float:
-    """The spike at the loss: logits, what the loss makes of them, and their gradient, of one micro-batch."""
-    plan, width = division.plan, compute_width(division.plan)
-    sharded = plan.axes.tp > 1 and plan.tensor.loss
-    vocab = division.profile.vocab / (plan.axes.tp if sharded else 1)
-    per_logit = stack.logit_bytes if width < 4 else 4 * width  # with its log-softmax, and two gradients
-    return division.tokens * (vocab * per_logit + 2 * division.profile.dim * width)
-
-
-def _working(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Gradients of the widest operator, alive for a moment in the backward pass."""
-    how = division.saving(stack)
-    return max((working_bytes(b, how) for stage in stages for b, _ in stage.counts), default=0.0) * division.tokens
-
-
-@lru_cache(maxsize=4096)
-def _alive(kind: str, shape: tuple[int, int, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Per rank, the moments that may be the worst: micro-batches in flight for each of its stages.
-
-    `shape`: ranks, stages per rank, micro-batches. More micro-batches than a few rounds change nothing but for the
-    schedules that keep all.
-    """
-    ranks, turns, count = shape
-    if kind in ("gpipe", "looped-bfs"):
-        return (((count,) * turns,),) * ranks
-    if kind == "1f1b":
-        return tuple(((min(count, ranks - rank),),) for rank in range(ranks))
-    if count % ranks == 0 or kind != "interleaved":
-        few = count if count < 4 * ranks else 4 * ranks
-        return tuple(rank.peaks for rank in in_flight(actions(kind, ranks, turns, few)))
-    most = [min(count * turns, 2 * (ranks - rank - 1) + (turns - 1) * ranks + 1) for rank in range(ranks)]
-    return tuple(((-(-alive // turns),) * turns,) for alive in most)

@@ -61,7 +61,10 @@ class Stack:
     """Every primitive is a kernel of its own and keeps its inputs, and the host's memory is the device's (CPUs): see
     `plan.eager`."""
     residual_bytes: float = 0.0
-    """Bytes of an element of the residual stream; 0: the compute dtype."""
+    """Bytes of an element of the residual stream; 0: the compute dtype. Where it is wider, and nothing is fused, each
+    product casts what it is fed for itself (`torch.autocast`)."""
+    gelu_apart: bool = False
+    """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
     """Under sequence parallelism a product keeps its gathered input for the backward pass, not its shard of it."""
     saves_low: bool = False
@@ -97,6 +100,10 @@ class Stack:
     gathers_ahead: bool = False
     """zero 3: nothing holds back the host, whose gathers of all blocks are on their way at once (FSDP1 before
     `limit_all_gathers`)."""
+    most_gathered: float = inf
+    """zero 3: so many parameters of blocks are gathered at most, or a product and the next where these have more, by
+    what gathers each product for itself: XLA, and DeepSpeed, which keeps what is used again within 1e9 parameters (its
+    `max_reuse_distance`, half on the way to the loss and half on the way back); inf: whole blocks."""
     one_root: bool = False
     """zero 3: what is outside of blocks is gathered together, in the flat parameter of FSDP1's root."""
     offloads_weights: bool = True
