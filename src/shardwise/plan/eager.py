@@ -7,7 +7,7 @@ own rules, and held against `diagnose.trace_step`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from shardwise.model.course import Course, Courses, Held
@@ -201,7 +201,7 @@ def attention_in(block: Block, local: Local, kind: ContextKind, ranks: int) -> E
         held=held / local.tp + 2 * block.width * width,
         used_up=sum(kept_op(op, local) for op in behind),
         waiting=sum(op.gives / (share if op.split == "column" else 1) for op, share in products) * width,
-        done=sum(op.params / share for op, share in products),
+        done=sum(map(partial(_waits, local=local), block.ops[place + 1 :])),
     )
 
 
@@ -249,6 +249,30 @@ def deferred_in(block: Block, local: Local) -> float:
     norms = sum(op.saves for op in block.ops if isinstance(op, Pointwise) and op.name == "qk-norm")
     streams = 4.0 * upcast_norms(block) / (tp if local.sequence else 1) if local.width < 4 else 0.0
     return (outs + norms / tp) * local.width + block.width * (streams or local.width)
+
+
+@lru_cache(maxsize=4096)
+def norms_in(block: Block, local: Local) -> tuple[Held, ...]:
+    """What is there, beside what is kept, while each norm that computes in fp32 goes backward.
+
+    Five tensors in fp32 of its input's size in the place of the one that it has used up, and the stream's gradient.
+    What operators behind it kept is used up.
+    """
+    found, used_up, done = [], 0.0, 0.0
+    for op in reversed(block.ops[block.ahead :]):
+        if isinstance(op, Pointwise) and op.name == "norm" and op.upcast:
+            size = op.saves / (local.tp if local.sequence else 1)
+            found.append(Held(size * (4 * max(local.width, 4.0) + local.width) - used_up, gradients=done))
+        used_up += kept_op(op, local)
+        done += _waits(op, local)
+    return tuple(found)
+
+
+def _waits(op: Op, local: Local) -> float:
+    """Elements of an operator's weight on a rank whose gradient waits for those of its block: not of `ep`'s experts."""
+    if not isinstance(op, Matmul) or not op.trained or (op.experts and local.ep > 1):
+        return 0.0
+    return op.params / (local.tp if op.split in ("column", "row") else 1)
 
 
 def upcast_norms(block: Block) -> int:
