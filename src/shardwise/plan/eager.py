@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from shardwise.model.course import Course, Courses, Held
+from shardwise.model.course import Course, Courses, Held, Seen
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
@@ -29,13 +29,16 @@ class Local(NamedTuple):
     """Sequences are divided over ranks."""
     synchronised: bool = False
     """Batch norms are Shardwise's own, over the rows of all data ranks."""
+    recomputed: bool = False
+    """Blocks are recomputed operator by operator."""
 
 
 def local_of(plan: Plan) -> Local:
     """The same for all blocks of a plan."""
     axes = plan.axes
     norms = axes.data * axes.cp > 1
-    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms)
+    by_operators = plan.recompute.mode == "ops"
+    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms, by_operators)
 
 
 def course_of(block: Block, local: Local) -> Course | None:
@@ -50,7 +53,9 @@ def course_ahead(block: Block, local: Local) -> Course | None:
 
 
 def _seen(courses: Courses, local: Local) -> Course | None:
-    return None if local.tp > 1 or local.ep > 1 or local.divided else dict(courses).get(local.width)
+    if local.tp > 1 or local.ep > 1 or local.divided:
+        return None
+    return dict(courses).get(Seen(local.width, local.recomputed))
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +101,7 @@ def kept_ahead(block: Block, local: Local) -> float:
 
 def kept_op(op: Op, local: Local) -> float:
     """Bytes per token that an operator keeps."""
-    tp, _, ep, width, divided, _ = local
+    tp, _, ep, width, divided, *_ = local
     if isinstance(op, Attention):  # of ours keys and values are repeated for every query head
         whole = (op.kept or op.heads * (2 * op.qk_dim + 2 * op.v_dim)) * width + 4 * op.heads * op.rows
         copied = op.heads * op.v_dim * width + op.heads * 4 if divided else 0.0  # ours gives another layout, and merges
@@ -110,7 +115,7 @@ def kept_op(op: Op, local: Local) -> float:
 
 
 def _kept_apart(op: Pointwise, local: Local) -> float:
-    tp, sequence, ep, width, _, _ = local
+    tp, sequence, ep, width, *_ = local
     choices = max(op.per_choice, 1)
     if op.name == "qk-norm":
         return op.saves_apart * max(width, 4.0) / tp
@@ -137,7 +142,7 @@ def working_in(block: Block, local: Local) -> float:
     Where sequences are sharded, a product's input is gathered again for the gradient of its weight, and the gradient of
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
-    tp, sequence, _, width, _, synchronised = local
+    tp, sequence, _, width, _, synchronised, _ = local
     if synchronised and spread_of(block):
         return _behind_norms(block, local)
     hidden, last = _before_last_product(block)

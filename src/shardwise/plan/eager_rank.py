@@ -180,7 +180,7 @@ class _Rank(RankSizes):
         (index, last), head = self.chain[-1], self.division.profile.head
         found: dict[str, Terms] = {}
         fixed = {**self.base, "gradients": pending + left}
-        passes = not (is_recomputed(index, self.plan) and self.goes_back(last))
+        passes = not (self.reruns(index, last) and self.goes_back(last))
         if (course := course_of(last, self.local)) and passes:
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
             table = self.outside - self.params(self.division.profile.head)
@@ -318,7 +318,7 @@ class _Rank(RankSizes):
         gone, begun = self.behind(place), self.begun(place)
         done = sum(map(self.trained, gone))
         head = self.trained(self.division.profile.head) if self.is_last else 0.0
-        new = (held.fresh if self.accumulates else head + held.gradients) * self.width
+        new = (held.fresh if self.adds else head + held.gradients) * self.width
         if self.engine:
             new = (held.fresh if self.adds_up else head + held.gradients) * self.width + left
             if not self.accumulates:
@@ -328,7 +328,7 @@ class _Rank(RankSizes):
             new += self.sent_behind(place) * self.reduced_width
         elif self.casts:
             new = (head + held.gradients) * self.width + (0.0 if self.accumulates else done * self.own_width)
-        elif not self.accumulates:
+        elif not self.adds:
             new += done * self.width
         elif is_replicated(self.plan) and self.plan.batch.micro_batches == 2 and self.plan.communication.bucket_view:
             # the first one's are not, or lie in the buckets again; a tied table's wait for their sum

@@ -68,6 +68,9 @@ class RankSizes:
         """Blocks whose weights come while another one goes backward."""
         several = self.plan.batch.micro_batches > 1
         self.accumulates = several or is_replicated(self.plan)
+        views = several or self.plan.communication.bucket_view
+        self.adds = self.accumulates and not (is_replicated(self.plan) and not views)
+        """Whether a gradient is gone when it is added to those that `gradients` counts."""
         at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
         self.sums_first = self.engine and several and not at_once
         """Whether gradients are reduced once, behind the last micro-batch."""
@@ -114,8 +117,9 @@ class RankSizes:
         if self.engine and zero and (at_once or zero >= 2):
             summed = several and self.plan.axes.dp_replicate > 1  # over the shards; over replicas at the end
             return owned * (self.reduced_width if summed else self.own_width), owned * self.own_width
-        if several and is_replicated(self.plan):  # what is summed without a reduction is beside the buckets
-            return 2 * whole * self.own_width, whole * self.own_width * (2 - self.plan.communication.bucket_view)
+        if is_replicated(self.plan):  # what is summed without a reduction is beside the buckets
+            views = self.plan.communication.bucket_view
+            return (1 + several) * whole * self.own_width, (2 - views) * whole * self.own_width
         return whole * self.own_width, whole * self.own_width
 
     def params(self, block: Block) -> float:
@@ -220,10 +224,15 @@ class RankSizes:
         """Bytes of a block's input."""
         return block.width * self.width * self.tokens / (self.local.tp if self.local.sequence else 1)
 
+    def reruns(self, index: int, block: Block) -> bool:
+        """Whether a block is recomputed, and was seen when it is not: what is said of it is to be put together."""
+        seen = self.plan.recompute.mode == "ops" and course_of(block, self.local)
+        return is_recomputed(index, self.plan) and not seen
+
     def kept(self, index: int, block: Block) -> float:
         """Bytes that a block keeps of one micro-batch, in one call, with what is kept ahead of it."""
         whole = self.kept_whole(block)
-        if not whole or not is_recomputed(index, self.plan):  # nothing: it is frozen, and has no backward pass
+        if not whole or not self.reruns(index, block):  # nothing: it is frozen, and has no backward pass
             return self.kept_ahead(block) + whole
         outputs = outputs_of(block, self.local)[0] * self.tokens if self.plan.recompute.mode == "ops" else 0.0
         return self.kept_ahead(block, recomputed=True) + self.left(block) + outputs
@@ -239,7 +248,7 @@ class RankSizes:
         index, block = self.chain[place]
         if place == 0 or index != self.chain[0][0]:
             return self.kept(index, block)
-        recomputed = self.kept_whole(block) > 0 and is_recomputed(index, self.plan)
+        recomputed = self.kept_whole(block) > 0 and self.reruns(index, block)
         return self.kept(index, block) - self.kept_ahead(block, recomputed)
 
     def kept_whole(self, block: Block) -> float:
@@ -258,7 +267,7 @@ class RankSizes:
 
     def again(self, index: int, block: Block) -> float:
         """Bytes that a recomputed block has beside what it kept."""
-        if not is_recomputed(index, self.plan):
+        if not self.reruns(index, block):
             return 0.0
         whole = self.kept_whole(block)
         if not whole:
@@ -281,7 +290,7 @@ class RankSizes:
         """The moments of a block's backward pass, if it has one, and of the forward pass that it runs again."""
         if not course.backward:
             return ()
-        if not is_recomputed(index, self.plan) or self.plan.recompute.mode == "ops":
+        if not self.reruns(index, block):
             return course.backward
         return (*course.backward, *course.again)
 
