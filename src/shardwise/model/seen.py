@@ -35,7 +35,7 @@ from shardwise.model.recording import AFTER, BEFORE, key_of
 from shardwise.model.standin import LossOf, drop_by_key
 from shardwise.model.torch_private import fake_tensors, keeps_costly
 
-DTYPES = {dtype.itemsize: dtype for dtype in (torch.bfloat16, torch.float32)}
+DTYPES: Mapping[float, torch.dtype] = {dtype.itemsize: dtype for dtype in (torch.bfloat16, torch.float32)}
 """What steps are seen to compute with, by the bytes of an element."""
 
 

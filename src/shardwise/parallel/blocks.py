@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
-from shardwise.model.torch_private import keeps_costly
+from shardwise.model.tracer import keeps_costly
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.module_torch_private import in_transform

@@ -170,9 +170,9 @@ class PipeRank(RankSizes):
         blocks = self.stages[moment.turn].blocks
         twice = moment.work == "F"  # the last one's: as sent, and cut up
         most = whole[moment.turn] + self.largest * self.width * twice
-        some = min(ahead, len(blocks) + twice)
-        alone = max(map(self.apart, blocks)) * (some - 1)  # experts come by themselves, when the rest has
-        some = min((self.largest * some - alone) * self.width, most)
+        count = min(ahead, len(blocks) + twice)
+        alone = max(map(self.apart, blocks)) * (count - 1)  # experts come by themselves, when the rest has
+        some = min((self.largest * count - alone) * self.width, most)
         return self.outside * self.width + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
 
     def in_action(self, moment: Moment, deferred: float) -> list[tuple[str, Terms]]:

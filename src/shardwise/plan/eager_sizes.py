@@ -13,18 +13,20 @@ from shardwise.plan.eager import (
     Local,
     course_ahead,
     course_of,
+    inputs_of,
     kept_ahead,
     kept_by,
     kept_op,
     local_of,
     norms_in,
     outputs_of,
+    received_by,
     upcast_norms,
 )
 from shardwise.plan.eager_tensors import last_of
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.messages_data import reduce_width
-from shardwise.plan.plan import ZERO_BUBBLE, Plan
+from shardwise.plan.plan import ZERO_BUBBLE
 from shardwise.plan.stages import Stage
 
 Terms = dict[str, float]
@@ -35,17 +37,6 @@ AT_END = 6
 def larger(one: Terms | None, other: Terms) -> Terms:
     """The one with more bytes."""
     return other if one is None or sum(other.values()) > sum(one.values()) else one
-
-
-def inputs_of(division: Division) -> float:
-    """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
-    cp, both = division.plan.axes.cp, division.profile.given + division.profile.labels
-    return both * cp + 8.0 if cp > 1 else both
-
-
-def received_by(plan: Plan, stages: Sequence[Stage]) -> float:
-    """Elements per token that come to the stages of a pipeline's rank, from before and from behind."""
-    return sum(stage.given + stage.handed for stage in stages) if plan.axes.pp > 1 else 0.0
 
 
 class RankSizes:
@@ -68,8 +59,7 @@ class RankSizes:
         """Blocks whose weights come while another one goes backward."""
         several = self.plan.batch.micro_batches > 1
         self.accumulates = several or is_replicated(self.plan)
-        views = several or self.plan.communication.bucket_view
-        self.adds = self.accumulates and not (is_replicated(self.plan) and not views)
+        self.adds = several or (self.accumulates and self.plan.communication.bucket_view)
         """Whether a gradient is gone when it is added to those that `gradients` counts."""
         at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
         self.sums_first = self.engine and several and not at_once
