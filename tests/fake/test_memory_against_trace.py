@@ -223,6 +223,9 @@ DRAWN = {
     "blocks are summed over replicas behind the last micro-batch": (
         "dp2 tp2 / mb2 / bf16-pure", {"num_kv_heads": 2, "max_seq_len": 16}, "sgd-momentum",
     ),
+    "and have given their weights back by then": (
+        "dp4 / mb4 / fp16", FEW | {"ffn_dim": 1024, "max_seq_len": 16}, "sgd",
+    ),
     "a block has given its weights back when it is reduced": (
         "dp2 tp2", FEW | {"ffn_dim": 2048, "num_experts": 8, "max_seq_len": 64}, "adamw",
     ),

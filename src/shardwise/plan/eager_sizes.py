@@ -168,6 +168,8 @@ class RankSizes:
 
     def given_back(self, place: int) -> float:
         """Bytes of gathered weights when the block at a place has given its own back, and those ahead have come."""
+        if self.sums_first and not self.plan.reshards:  # in the last micro-batch, whose blocks give theirs back
+            return (self.inner + self.outside - sum(map(self.params, self.behind(place - 1)))) * self.width
         alone = self.apart(self.chain[place - 1][1]) * (place > 0 and self.plan.reshards)
         return self.gathered(self.prefetch, place - 1) - alone * self.width
 
