@@ -210,6 +210,28 @@ DRAWN = {
         "pp2 / zero-bubble mb4 / offload=activations", {}, "adamw",
     ),
     "what is reduced takes the place of what was given": ("pp2 fsdp2 / 1f1b mb4 / bf16-pure", WIDE, "adamw"),
+    "codes and scales of the largest tensor in the update": ("dp1", TIED, "adamw-8bit"),
+    "a norm in fp32 goes backward beside all that attention kept": (
+        "dp1 / bf16 / recompute=blocks",
+        {"num_kv_heads": 1, "ffn_dim": 64, "vocab_size": 64, "max_seq_len": 2048}, "adamw",
+    ),
+    "and so does the last one, before few logits": (
+        "dp1 / fp16", {"num_kv_heads": 2, "vocab_size": 64, "max_seq_len": 2048, "num_layers": 2}, "adamw",
+    ),
+    "weights come two blocks ahead": ("fsdp8 / mb4 / bf16 / prefetch=2", {"num_kv_heads": 4, "ffn_dim": 1024}, "adamw"),
+    "gradients beside their buckets": ("dp2 / no-bucket-view", {"max_seq_len": 16}, "adamw"),
+    "blocks are summed over replicas behind the last micro-batch": (
+        "dp2 tp2 / mb2 / bf16-pure", {"num_kv_heads": 2, "max_seq_len": 16}, "sgd-momentum",
+    ),
+    "and have given their weights back by then": (
+        "dp4 / mb4 / fp16", FEW | {"ffn_dim": 1024, "max_seq_len": 16}, "sgd",
+    ),
+    "a block has given its weights back when it is reduced": (
+        "dp2 tp2", FEW | {"ffn_dim": 2048, "num_experts": 8, "max_seq_len": 64}, "adamw",
+    ),
+    "experts that are divided come and are reduced by themselves": (
+        "fsdp2 ep2 / bf16", FEW | {"ffn_dim": 1024, "num_experts": 8, "max_seq_len": 64}, "adamw",
+    ),
 }  # fmt: skip
 
 

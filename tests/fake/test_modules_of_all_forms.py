@@ -22,7 +22,7 @@ from shardwise.plan.stack import stack_of
 from shardwise.plan.workload import Workload
 from tests.brought import VOCAB, Adapted, Words
 from tests.fake.test_modules_brought import near_the_trace
-from tests.modules import WIDTH, Perceptron
+from tests.modules import WIDTH, Perceptron, hugging_face
 
 
 class Rounds(Words):
@@ -202,3 +202,17 @@ def test_each_call_keeps_its_inputs_and_is_gathered() -> None:
 )
 def test_what_is_kept_between_blocks(made: Callable[[], nn.Module], plan: str, seq: int) -> None:
     near_the_trace(made, plan, seq, 16, within=0.015)
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("gpt_neo", "dp1 / bf16 / recompute=ops"),  # scores in fp32, which forward has for a moment
+        ("gpt_neo", "pp2 / 1f1b mb4 / recompute=ops"),
+        ("mixtral", "fsdp2 / mb2 / recompute=ops"),  # products by group run again
+    ],
+)
+def test_what_is_recomputed_operator_by_operator_is_seen(name: str, plan: str) -> None:
+    experts = {"num_local_experts": 8} if name == "mixtral" else {}
+    near_the_trace(hugging_face(name, **experts), plan, 64, within=0.01)

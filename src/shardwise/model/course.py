@@ -48,5 +48,13 @@ class Course(NamedTuple):
     """Moments of a forward pass that a recomputed block runs again: those within it, but for its last operation."""
 
 
-Courses = tuple[tuple[float, Course], ...]
-"""By the bytes of an element of what is computed with."""
+class Seen(NamedTuple):
+    """Of which step a course is."""
+
+    width: float
+    """Bytes of an element of what is computed with."""
+    recomputed: bool = False
+    """Blocks are recomputed operator by operator."""
+
+
+Courses = tuple[tuple[Seen, Course], ...]

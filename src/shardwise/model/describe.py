@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwise.errors import ModelError
 from shardwise.model.copies import refuse_parameters
-from shardwise.model.course import Course
+from shardwise.model.course import Course, Seen
 from shardwise.model.experts import keep_rows
 from shardwise.model.known import Known
 from shardwise.model.lifetimes import with_courses
@@ -126,13 +126,7 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     one_number = values is not None and not values.dim() and others > 1
     profile = replace(profile, buffers=buffers, given=given, labels=labels, wide=dtype is torch.float32)
     profile = replace(profile, one_number=one_number, added=added)
-    seen: dict[float, Mapping[int, Course]] = {}
-    why = ""
-    try:
-        for each in dict.fromkeys((dtype, torch.float32)) if steps else ():
-            seen[each.itemsize] = courses_seen(module, names, profile, sample, each)
-    except Exception as error:  # the module's own: its backward pass needs values
-        why = why_not(module, error)
+    seen, why = _courses(module, names, profile, sample, dtype) if steps else ({}, "")
     profile = replace(with_courses(profile, seen), unseen=why)
     if watch.asked or profile.blocks[0].frozen < profile.blocks[0].params:
         return profile
@@ -141,6 +135,23 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
         return _with_through(profile, _described(module, sample, how, dtype, steps))
     finally:
         hook.remove()
+
+
+def _courses(
+    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, dtype: torch.dtype
+) -> tuple[dict[Seen, Mapping[int, Course]], str]:
+    """What steps of each type were seen to hold, and why none was."""
+    found: dict[Seen, Mapping[int, Course]] = {}
+    widths = dict.fromkeys((dtype.itemsize, torch.float32.itemsize))
+    try:
+        for width in widths:
+            found[Seen(width)] = courses_seen(module, names, profile, sample, Seen(width))
+    except Exception as error:  # the module's own: its backward pass needs values
+        return found, why_not(module, error)
+    with suppress(Exception):  # the module's own: its blocks do not run twice
+        recomputed = {Seen(w, True): courses_seen(module, names, profile, sample, Seen(w, True)) for w in widths}
+        found = {**recomputed, **found}
+    return found, ""
 
 
 def _refuse_output(module: nn.Module, output: Any, values: torch.Tensor | None) -> None:

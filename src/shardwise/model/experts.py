@@ -6,7 +6,7 @@ too: rows by choice, the activation, the weighted sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,13 @@ def keep_rows(copy: nn.Module) -> None:
             # an attribute of the instance: this copy is only ever traced
             object.__setattr__(module, "forward", partial(_forward, module, stacks, forward))
             object.__setattr__(module, BY_GROUP, True)
+
+
+def stacks_by_group(copy: nn.Module) -> Iterator[nn.Parameter]:
+    """The stacks whose real products are grouped ones, which per-operator recompute runs again."""
+    for module in copy.modules():
+        if getattr(module, BY_GROUP, False):
+            yield from (p for p in module.parameters(recurse=False) if p.dim() == 3)
 
 
 def _forward(module: nn.Module, stacks: list[nn.Parameter], other: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.model.copies import tensors_in
-from shardwise.model.course import Course, Courses, Held
+from shardwise.model.course import Course, Courses, Held, Seen
 from shardwise.model.profile import Block, Profile
 from shardwise.model.recording import AFTER, BEFORE, key_of
 from shardwise.model.standin import BITS, spread_evenly
@@ -325,8 +325,8 @@ def shortened(module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...]
             module.get_submodule(parent)._modules.update(children)
 
 
-def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]) -> Profile:
-    """The profile with what a step was seen to hold: bytes of an element -> phase -> its course.
+def with_courses(profile: Profile, courses: Mapping[Seen, Mapping[int, Course]]) -> Profile:
+    """The profile with what steps were seen to hold: which step -> phase -> its course.
 
     Blocks that are alike have one course: what they keep on average, and the moments of all that were seen. But the
     last of them has its own where it keeps something else (nobody keeps the output of a convolution behind which the
@@ -351,7 +351,7 @@ def with_courses(profile: Profile, courses: Mapping[float, Mapping[int, Course]]
     return replace(profile, blocks=tuple(new), head=head)
 
 
-def _hold_as_much(courses: Mapping[float, Mapping[int, Course]], one: int, other: int) -> bool:
+def _hold_as_much(courses: Mapping[Seen, Mapping[int, Course]], one: int, other: int) -> bool:
     pairs = [(seen[one], seen[other]) for seen in courses.values() if one in seen and other in seen]
     sizes = [(a.kept.per_token, b.kept.per_token) for a, b in pairs]
     sizes += [(_most(a), _most(b)) for a, b in pairs]
@@ -363,10 +363,10 @@ def _most(course: Course) -> float:
     return max((held.per_token for held in course.backward), default=0.0)
 
 
-def _joint(courses: Mapping[float, Mapping[int, Course]], phases: Sequence[int]) -> Courses:
+def _joint(courses: Mapping[Seen, Mapping[int, Course]], phases: Sequence[int]) -> Courses:
     joint = []
-    for width, by_phase in courses.items():
+    for seen, by_phase in courses.items():
         found = [by_phase[phase] for phase in phases if phase in by_phase]
         if found:
-            joint.append((width, _average(found)))
+            joint.append((seen, _average(found)))
     return tuple(joint)

@@ -45,7 +45,7 @@ def chain_of(recording: Recording, module: nn.Module, names: tuple[str, ...], ti
         embedding=total - rest,
         vocab=vocab,
         dim=dim,
-        head=replace(head, last=recording.last_of(n for n, at in owners.items() if at in (BEFORE, AFTER))),
+        head=replace(head, tensors=recording.tensors_of(n for n, at in owners.items() if at in (BEFORE, AFTER))),
         tied=tied,
         heads=attentions[0].heads if attentions else 0,
         kv_heads=attentions[0].kv_heads if attentions else 0,

@@ -51,9 +51,9 @@ class Block:
     """Bytes of buffers that no other part of the model has: only its own stage of a pipeline has them."""
     calls: int = 1
     """Times that a forward calls it: its operators are those of all calls, and `courses` those of one."""
-    last: int | None = None
-    """Elements of the last of its parameters that get a gradient, in the module's order, of a head of those in no
-    block; None: of sizes alone, whose last product says it."""
+    tensors: tuple[int, ...] = ()
+    """Elements of each of its parameters that get a gradient, in the module's order, of a head of those in no block;
+    empty: of sizes alone, whose products say it."""
 
     @cached_property
     def params(self) -> int:

@@ -144,11 +144,12 @@ class Recording:
 
     def facts(self, index: int, own: Sequence[str]) -> dict[str, Any]:
         """What a `Block` with these parameters says of itself beside its operators."""
-        return {"apart": index in self.fed_apart, "calls": max(1, self.calls.count(index)), "last": self.last_of(own)}
+        calls = max(1, self.calls.count(index))
+        return {"apart": index in self.fed_apart, "calls": calls, "tensors": self.tensors_of(own)}
 
-    def last_of(self, names: Iterable[str]) -> int:
-        """Elements of the last of these parameters that nobody froze."""
-        return next((math.prod(self.shapes[n]) for n in reversed([*names]) if n not in self.frozen - self.unused), 0)
+    def tensors_of(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Elements of those of these parameters that nobody froze."""
+        return tuple(math.prod(self.shapes[name]) for name in names if name not in self.frozen - self.unused)
 
     def operation(self, call: Call) -> None:
         """An operation was run."""

@@ -19,23 +19,28 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
 from shardwise.model.arguments import is_loss_key, required_by
 from shardwise.model.copies import cpu_copy, tensors_in
-from shardwise.model.course import Course
+from shardwise.model.course import Course, Seen
+from shardwise.model.experts import stacks_by_group
 from shardwise.model.hf_plan import caches_keys
 from shardwise.model.known import Known
 from shardwise.model.lifetimes import Lifetimes, courses_of, enough, shortened
 from shardwise.model.nested import put
 from shardwise.model.profile import Profile
-from shardwise.model.recording import AFTER, BEFORE
+from shardwise.model.recording import AFTER, BEFORE, key_of
 from shardwise.model.standin import LossOf, drop_by_key
-from shardwise.model.torch_private import fake_tensors
+from shardwise.model.torch_private import fake_tensors, keeps_costly
+
+DTYPES: Mapping[float, torch.dtype] = {dtype.itemsize: dtype for dtype in (torch.bfloat16, torch.float32)}
+"""What steps are seen to compute with, by the bytes of an element."""
 
 
 def courses_seen(
-    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, dtype: torch.dtype
+    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, how: Seen
 ) -> dict[int, Course]:
     """What each phase of a step holds.
 
@@ -44,7 +49,7 @@ def courses_seen(
         names: of its blocks.
         profile: says which of them are alike: only as many of these are run as show what the others hold.
         sample: see `describe`.
-        dtype: what is computed with.
+        how: what is computed with, and whether blocks are recomputed operator by operator.
 
     Raises:
         Exception: whatever the module's own code raises where the step does not run without data.
@@ -54,10 +59,10 @@ def courses_seen(
     chosen = enough(module, names, profile)
     if chosen != names:
         try:
-            return _of_blocks(module, names, chosen, sample, dtype, profile.tied)
+            return _of_blocks(module, names, chosen, sample, how, profile.tied)
         except Exception:  # the module's own: it misses a block
             pass
-    return _of_blocks(module, names, names, sample, dtype, profile.tied)
+    return _of_blocks(module, names, names, sample, how, profile.tied)
 
 
 def why_not(module: nn.Module, error: Exception) -> str:
@@ -73,14 +78,18 @@ def _of_blocks(
     names: tuple[str, ...],
     chosen: tuple[str, ...],
     sample: Any,
-    dtype: torch.dtype,
+    how: Seen,
     tied: bool,
 ) -> dict[int, Course]:
     """Of steps with twice, three times and six times the rows of a sample."""
     runs, rows, tokens, out = [], [], 1.0, -1
     quiet = without_tracebacks()
+    dtype = DTYPES[how.width]
     with shortened(module, names, chosen), quiet, fake_tensors(), as_with_values(), torch.device("cpu"):
         copied = cpu_copy(module, dtype)
+        by_group = frozenset(map(key_of, stacks_by_group(copied)))
+        for block in map(copied.get_submodule, chosen if how.recomputed else ()):
+            object.__setattr__(block, "forward", partial(_recomputed, by_group, block.forward))
         for times in (2, 3, 6):
             batch = batch_of(sample, times, "cpu")
             rows.append(tokens_of(batch)[0])
@@ -91,6 +100,19 @@ def _of_blocks(
         trained = {i: sum(p.nbytes for p in block.parameters() if p.requires_grad) for i, block in blocks}
     found = courses_of(runs, rows, tokens, out, trained, tied)
     return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
+
+
+def _recomputed(by_group: frozenset[int], forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `shardwise.parallel.blocks` recomputes a block operator by operator."""
+
+    def keeps(context: Any, operation: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+        if any(key_of(tensor) in by_group for _, tensor in tensors_in(given)):  # in a real step it is a grouped product
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return keeps_costly(context, operation, *given, **named)
+
+    context = partial(create_selective_checkpoint_contexts, keeps)
+    options: dict[str, Any] = {"preserve_rng_state": False, "determinism_check": "none", "context_fn": context}
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def batch_of(sample: Any, times: int, device: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "READ_NUMBER",
@@ -15,6 +16,7 @@ __all__ = [
     "fake_tensors",
     "hooked_modules",
     "is_fake",
+    "keeps_costly",
     "with_values",
 ]
 
@@ -52,3 +54,26 @@ def hooked_modules(root: nn.Module) -> list[str]:
         for name, module in root.named_modules()
         if any(getattr(hook, "__module__", "").partition(".")[0] not in ours for hook in module._forward_hooks.values())
     ]
+
+
+COSTLY_OPERATIONS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    }
+)
+"""Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
+(Korthikanti et al., arXiv:2205.05198, section 5)."""
+
+
+def keeps_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What per-operator recompute does with an operation's result."""
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE

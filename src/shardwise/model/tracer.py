@@ -27,6 +27,7 @@ from shardwise.model.nested import Path, put
 from shardwise.model.stacks import find_blocks as find_blocks
 from shardwise.model.stacks import is_called as is_called
 from shardwise.model.torch_private import hooked_modules
+from shardwise.model.torch_private import keeps_costly as keeps_costly
 
 BEFORE, BETWEEN, AFTER = "before the blocks", "between two blocks", "after the blocks"
 """Phases of a forward that are not a block's; a block's phase is its name."""

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
+from shardwise.model.tracer import keeps_costly
 from shardwise.parallel.batchnorm import BatchNorm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.module_torch_private import in_transform
 from shardwise.parallel.placed import Placed, RandomKeys
 from shardwise.parallel.reruns import Reruns
 from shardwise.parallel.stage import StageModule
-from shardwise.parallel.torch_private import COSTLY_OPERATIONS
 from shardwise.plan.plan import Plan, Recompute
 
 
@@ -81,7 +81,7 @@ def recompute_blocks(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                 forward = block.forward
             options: dict[str, Any] = {"use_reentrant": False}
             if plan.recompute.mode == "ops":
-                options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, keeps_costly)
                 if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:  # torch 2.14 asks
                     options["respect_saved_tensors_hooks"] = False  # what is kept of a block stays on the device
             reruns = None if plan.compile else Reruns(name, block)  # what looks at values would be compiled
@@ -142,10 +142,6 @@ def _recomputed(
         options = options | {"preserve_rng_state": False}
     run = replayed or forward
     return checkpoint(run if reruns is None else reruns.of(run), *args, **options, **kwargs)
-
-
-def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in COSTLY_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _offloaded(forward: Callable[..., Any], away: bool, *args: Any, **kwargs: Any) -> Any:

@@ -22,11 +22,8 @@ from shardwise.parallel.repeating import Cast, CastAll, Places, Repeating, cast_
 from shardwise.parallel.tensor_hooks import wrap_forward
 from shardwise.parallel.units import groups_in
 from shardwise.parallel.written import watched
-from shardwise.plan.engines import casts_weights
+from shardwise.plan.engines import CAST_TOGETHER, casts_weights
 from shardwise.plan.plan import Plan
-
-SMALL = 2**18
-"""Numbers of a tensor that a device casts before its host has started the next kernel."""
 
 
 def cast_weights(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
@@ -114,7 +111,7 @@ def _each_to(dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tens
 
 def _all_to(dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The small ones of fp32 together, those that are trained and the others apart: all results are alike in that."""
-    small = [i for i, each in enumerate(tensors) if each.dtype == torch.float32 and each.numel() <= SMALL]
+    small = [i for i, each in enumerate(tensors) if each.dtype == torch.float32 and each.numel() <= CAST_TOGETHER]
     apply: Any = _Together.apply  # torch does not annotate it
     found: dict[int, torch.Tensor] = {}
     for trained in (True, False):

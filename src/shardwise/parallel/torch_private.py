@@ -116,23 +116,6 @@ OperationMode = TorchDispatchMode
 """Base of a context that sees every aten operation: `torch.utils._python_dispatch.TorchDispatchMode`."""
 
 
-COSTLY_OPERATIONS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.linear.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
-)
-"""Operations whose results `recompute=ops` keeps: the costly ones, as in selective activation recomputation
-(Korthikanti et al., arXiv:2205.05198, section 5)."""
-
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention.default

@@ -16,7 +16,7 @@ from shardwise.plan.around import outside_step
 from shardwise.plan.bounds_work import Cut, Flight, Upto, Work, work_of
 from shardwise.plan.casting import cast_last
 from shardwise.plan.division import Division
-from shardwise.plan.eager_sizes import inputs_of, received_by
+from shardwise.plan.eager import inputs_of, received_by
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.hosting import on_node

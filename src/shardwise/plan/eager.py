@@ -7,14 +7,17 @@ own rules, and held against `diagnose.trace_step`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-from shardwise.model.course import Course, Courses, Held
+from shardwise.model.course import Course, Courses, Held, Seen
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
 from shardwise.plan.activations import compute_width
+from shardwise.plan.division import Division
 from shardwise.plan.plan import ContextKind, Plan
+from shardwise.plan.stages import Stage
 
 
 class Local(NamedTuple):
@@ -29,13 +32,27 @@ class Local(NamedTuple):
     """Sequences are divided over ranks."""
     synchronised: bool = False
     """Batch norms are Shardwise's own, over the rows of all data ranks."""
+    recomputed: bool = False
+    """Blocks are recomputed operator by operator."""
 
 
 def local_of(plan: Plan) -> Local:
     """The same for all blocks of a plan."""
     axes = plan.axes
     norms = axes.data * axes.cp > 1
-    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms)
+    by_operators = plan.recompute.mode == "ops"
+    return Local(axes.tp, plan.tensor.sequence, axes.ep, compute_width(plan), axes.cp > 1, norms, by_operators)
+
+
+def inputs_of(division: Division) -> float:
+    """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
+    cp, both = division.plan.axes.cp, division.profile.given + division.profile.labels
+    return both * cp + 8.0 if cp > 1 else both
+
+
+def received_by(plan: Plan, stages: Sequence[Stage]) -> float:
+    """Elements per token that come to the stages of a pipeline's rank, from before and from behind."""
+    return sum(stage.given + stage.handed for stage in stages) if plan.axes.pp > 1 else 0.0
 
 
 def course_of(block: Block, local: Local) -> Course | None:
@@ -50,7 +67,9 @@ def course_ahead(block: Block, local: Local) -> Course | None:
 
 
 def _seen(courses: Courses, local: Local) -> Course | None:
-    return None if local.tp > 1 or local.ep > 1 or local.divided else dict(courses).get(local.width)
+    if local.tp > 1 or local.ep > 1 or local.divided:
+        return None
+    return dict(courses).get(Seen(local.width, local.recomputed))
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +115,7 @@ def kept_ahead(block: Block, local: Local) -> float:
 
 def kept_op(op: Op, local: Local) -> float:
     """Bytes per token that an operator keeps."""
-    tp, _, ep, width, divided, _ = local
+    tp, _, ep, width, divided, *_ = local
     if isinstance(op, Attention):  # of ours keys and values are repeated for every query head
         whole = (op.kept or op.heads * (2 * op.qk_dim + 2 * op.v_dim)) * width + 4 * op.heads * op.rows
         copied = op.heads * op.v_dim * width + op.heads * 4 if divided else 0.0  # ours gives another layout, and merges
@@ -110,7 +129,7 @@ def kept_op(op: Op, local: Local) -> float:
 
 
 def _kept_apart(op: Pointwise, local: Local) -> float:
-    tp, sequence, ep, width, _, _ = local
+    tp, sequence, ep, width, *_ = local
     choices = max(op.per_choice, 1)
     if op.name == "qk-norm":
         return op.saves_apart * max(width, 4.0) / tp
@@ -137,7 +156,7 @@ def working_in(block: Block, local: Local) -> float:
     Where sequences are sharded, a product's input is gathered again for the gradient of its weight, and the gradient of
     the input is whole until it is summed and cut; the shards of both streams are there too.
     """
-    tp, sequence, _, width, _, synchronised = local
+    tp, sequence, _, width, _, synchronised, _ = local
     if synchronised and spread_of(block):
         return _behind_norms(block, local)
     hidden, last = _before_last_product(block)
@@ -201,7 +220,7 @@ def attention_in(block: Block, local: Local, kind: ContextKind, ranks: int) -> E
         held=held / local.tp + 2 * block.width * width,
         used_up=sum(kept_op(op, local) for op in behind),
         waiting=sum(op.gives / (share if op.split == "column" else 1) for op, share in products) * width,
-        done=sum(op.params / share for op, share in products),
+        done=sum(map(partial(_waits, local=local), block.ops[place + 1 :])),
     )
 
 
@@ -249,6 +268,30 @@ def deferred_in(block: Block, local: Local) -> float:
     norms = sum(op.saves for op in block.ops if isinstance(op, Pointwise) and op.name == "qk-norm")
     streams = 4.0 * upcast_norms(block) / (tp if local.sequence else 1) if local.width < 4 else 0.0
     return (outs + norms / tp) * local.width + block.width * (streams or local.width)
+
+
+@lru_cache(maxsize=4096)
+def norms_in(block: Block, local: Local) -> tuple[Held, ...]:
+    """What is there, beside what is kept, while each norm that computes in fp32 goes backward.
+
+    Five tensors in fp32 of its input's size in the place of the one that it has used up, and the stream's gradient.
+    What operators behind it kept is used up.
+    """
+    found, used_up, done = [], 0.0, 0.0
+    for op in reversed(block.ops[block.ahead :]):
+        if isinstance(op, Pointwise) and op.name == "norm" and op.upcast:
+            size = op.saves / (local.tp if local.sequence else 1)
+            found.append(Held(size * (4 * max(local.width, 4.0) + local.width) - used_up, gradients=done))
+        used_up += kept_op(op, local)
+        done += _waits(op, local)
+    return tuple(found)
+
+
+def _waits(op: Op, local: Local) -> float:
+    """Elements of an operator's weight on a rank whose gradient waits for those of its block: not of `ep`'s experts."""
+    if not isinstance(op, Matmul) or not op.trained or (op.experts and local.ep > 1):
+        return 0.0
+    return op.params / (local.tp if op.split in ("column", "row") else 1)
 
 
 def upcast_norms(block: Block) -> int:

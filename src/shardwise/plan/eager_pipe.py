@@ -14,6 +14,7 @@ from shardwise.plan.eager import (
     course_of,
     deferred_in,
     kept_by,
+    norms_in,
     upcast_norms,
     working_in,
 )
@@ -39,6 +40,8 @@ class _Sizes(NamedTuple):
     """Parameters of the largest unit whose gradients are reduced together."""
     zeros: float
     """Those of them that nobody uses."""
+    shards: int
+    """Ranks that share them."""
 
 
 class PipeRank(RankSizes):
@@ -58,11 +61,12 @@ class PipeRank(RankSizes):
                 largest[name] = larger(largest.get(name), terms)
             if self.engine and moment.ends:
                 kept, gradients = parts[moment.turn]
-                stage, unit = self.stages[moment.turn], sizes[moment.turn].unit
-                zeros = sizes[moment.turn].zeros
-                terms = self.reduction(begun - gradients, unit, self.last_tensor(stage), zeros)
-                terms["gradients"] += sizes[moment.turn].gradients + sizes[moment.turn].gradients_at_once
-                whole = self.gathered_in(moment, len(stage.blocks)) - unit * self.width  # its weights are given back
+                stage, size = self.stages[moment.turn], sizes[moment.turn]
+                unit = size.unit
+                terms = self.reduction(begun - gradients, unit, self.last_tensor(stage), size.zeros, size.shards)
+                terms["gradients"] += size.gradients + size.gradients_at_once
+                back = [self.params(b) for b in stage.blocks if self.apart(b)]  # experts come last, of all weights
+                whole = self.gathered_in(moment, len(stage.blocks)) - (sum(back) or unit) * self.width
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = larger(largest.get("reduction"), terms)
         return largest
@@ -105,7 +109,7 @@ class PipeRank(RankSizes):
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
         later = trained[0] - inside_at_once
-        unit_params, zeros = self.largest_unit(stage)
+        unit_params, zeros, shards = self.largest_unit(stage)
         return _Sizes(
             kept=kept,
             kept_at_once=at_once,
@@ -116,6 +120,7 @@ class PipeRank(RankSizes):
             fresh_at_once=inside_at_once * self.width,
             unit=unit_params,
             zeros=zeros,
+            shards=shards,
         )
 
     def at_once(self, index: int, block: Block) -> bool:
@@ -165,7 +170,9 @@ class PipeRank(RankSizes):
         blocks = self.stages[moment.turn].blocks
         twice = moment.work == "F"  # the last one's: as sent, and cut up
         most = whole[moment.turn] + self.largest * self.width * twice
-        some = min(self.largest * self.width * min(ahead, len(blocks) + twice), most)
+        count = min(ahead, len(blocks) + twice)
+        alone = max(map(self.apart, blocks)) * (count - 1)  # experts come by themselves, when the rest has
+        some = min((self.largest * count - alone) * self.width, most)
         return self.outside * self.width + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
 
     def in_action(self, moment: Moment, deferred: float) -> list[tuple[str, Terms]]:
@@ -193,7 +200,7 @@ class PipeRank(RankSizes):
             found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
             if work == "B":  # what the head and the loss kept is used up
                 working -= self.head() + self.logit() * wide
-        last = {"gathered": self.gathered_in(moment, 2), "gradients": row, "working": working}
+        last = {"gathered": self.gathered_in(moment, 1 + self.prefetch), "gradients": row, "working": working}
         if work == "I":  # what recomputed blocks give is added up behind all of them
             behind = [b for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)][1:]
             last["gradients"] += sum(map(self.trained, behind)) * self.width
@@ -231,7 +238,7 @@ class PipeRank(RankSizes):
                 found.append(("forward", {"gathered": self.gathered_in(moment, 2), "activations": own}))
         if self.engine and self.division.shards > 1 and self.plan.reshards:
             own = self.kept_of(stage, stage.blocks[:-1])
-            found.append(("gathering", {"gathered": self.gathered_in(moment, 3), "activations": own}))
+            found.append(("gathering", {"gathered": self.gathered_in(moment, 2 + self.prefetch), "activations": own}))
         if stage.last and self.width < 4 and self.plan.tensor.loss and self.plan.axes.tp > 1:
             own = self.kept_of(stage, stage.blocks) + self.head()
             terms = {"gathered": self.gathered_in(moment, 1), "activations": own, "logits": self.logits()}
@@ -271,9 +278,13 @@ class PipeRank(RankSizes):
         head = self.trained(self.division.profile.head) * stage.last
         found: list[tuple[str, Terms]] = []
         if stage.last and not course_of(self.division.profile.head, self.local):  # else see `in_head`
-            logits = self.logit() * (self.width - max(self.width, 4.0))
-            found.append(("head", {**last, "gradients": head * self.width, "working": logits}))
+            working = self.logit() * (self.width - max(self.width, 4.0)) + max(0.0, self.head_norm() - self.head())
+            found.append(("head", {**last, "gradients": head * self.width, "working": working}))
         seen = course_of(block, self.local) or self.local_experts(block)
+        for held in () if seen else norms_in(block, self.local):
+            own = held.gradients if self.engine and not self.adds_up else self.row(block)
+            working = last["working"] + held.size(self.tokens) - working_in(block, self.local) * self.tokens
+            found.append(("norm of the last block", {**last, "gradients": own * self.width, "working": working}))
         if self.engine and not seen:  # a unit's gradients are added up when it has gone backward
             used_up = working_in(block, self.local) * self.tokens + self.kept_whole(block)
             own = self.row(block) if self.adds_up else self.trained(block) + head

@@ -8,9 +8,10 @@ from shardwise.model.course import Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division
-from shardwise.plan.eager import attention_in, course_ahead, course_of, working_in
+from shardwise.plan.eager import attention_in, course_ahead, course_of, norms_in, working_in
 from shardwise.plan.eager_pipe import PipeRank
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
+from shardwise.plan.eager_tensors import last_of, tensors_of, widening
 from shardwise.plan.engines import is_replicated
 from shardwise.plan.moments import moments_of
 from shardwise.plan.stages import Stage
@@ -87,7 +88,7 @@ class _Rank(RankSizes):
     def last_reductions(self) -> Terms:
         """When what is outside of blocks is reduced, behind all of them, or then a block that is apart."""
         apart, worst = [block for _, block in self.blocks if block.apart], Terms()
-        lasts = (self.last_of(self.division.profile.head), *map(self.last_of, apart))
+        lasts = [last_of(block, self.division) for block in (self.division.profile.head, *apart)]
         for place, unit in enumerate((self.summed_outside, *map(self.summed, apart))):
             terms = self.at_end(unit, apart[place:])
             if self.division.shards > 1:  # torch holds the last tensor of them until they are over shards
@@ -179,7 +180,7 @@ class _Rank(RankSizes):
         (index, last), head = self.chain[-1], self.division.profile.head
         found: dict[str, Terms] = {}
         fixed = {**self.base, "gradients": pending + left}
-        passes = not (is_recomputed(index, self.plan) and self.goes_back(last))
+        passes = not (self.reruns(index, last) and self.goes_back(last))
         if (course := course_of(last, self.local)) and passes:
             most = max((held.size(self.tokens) for held in course.forward), default=0.0)
             table = self.outside - self.params(self.division.profile.head)
@@ -212,7 +213,9 @@ class _Rank(RankSizes):
             found["before the blocks"] = {**self.base, **terms, "gathered": self.gathered(0, -1)}
         if not course_of(head, self.local):
             terms = {"gradients": pending + left + self.trained(head) * self.width, "logits": self.logit() * self.width}
-            found["head"] = {**self.base, **terms, "gathered": self.gathered(2), "activations": sum(kept)}
+            gathered = self.given_back(len(self.chain)) if self.plan.axes.ep > 1 else self.gathered(2)
+            terms |= {"gathered": gathered, "activations": sum(kept) + self.head_norm()}
+            found["head"] = {**self.base, **terms}
         return found
 
     def at_block(self, place: int, left: float) -> Terms:
@@ -223,7 +226,8 @@ class _Rank(RankSizes):
         end = AT_END * self.stream(block) - self.kept_whole(block)
         moments: tuple[Held, ...] = (Held(working_in(block, self.local), 0.0, row, row),)
         if not self.local_experts(block):  # of which see `behind_experts`
-            moments = (*moments, Held(0.0, end, self.trained(block), row))
+            norms = (held._replace(fresh=row) for held in norms_in(block, self.local))
+            moments = (*moments, Held(0.0, end, self.trained(block), row), *norms)
         exchanged = attention_in(block, self.local, self.plan.context.kind, self.plan.axes.cp)
         if exchanged:
             moments = (*moments, Held(exchanged.held - exchanged.used_up, 0.0, exchanged.done, row))
@@ -233,7 +237,7 @@ class _Rank(RankSizes):
         for held in moments:
             terms = self.gradients_at(place, left, held)
             terms |= {
-                "gathered": self.gathered(1 + (place > 0), place) - self.used_up(held),
+                "gathered": self.gathered(1 + self.prefetch, place) - self.used_up(held),
                 "working": held.size(self.tokens) - less + again,
             }
             worst = larger(worst, terms)
@@ -247,48 +251,66 @@ class _Rank(RankSizes):
         return (held.gradients - held.fresh) * self.width * self.casts
 
     def reduced(self, place: int) -> Terms:
-        """When a block's gradients are summed over replicas: whole in fp32, before and after."""
-        index, block = self.chain[place]
-        if not self.engine or self.sums_first or (self.accumulates and not self.plan.zero) or block.apart:
-            return {}
-        own = self.summed(block)
-        if self.plan.zero:
-            return self.scattered(place, own)
-        terms = self.gradients_at(place, 0.0, Held(gradients=own))
-        behind = self.summed(self.chain[place + 1][1]) if place + 1 < len(self.chain) else 0.0
-        terms["gradients"] += (2 * own - behind) * self.reduced_width  # that of the block behind is given back
-        return terms | {"gathered": self.gathered(1, place), "working": self.stream(block) - self.kept_at(place)}
+        """When a block's gradients are reduced: whole as they are sent, in a copy, and what the sum over shards gives.
 
-    def scattered(self, place: int, own: float) -> Terms:
-        """When a block's gradients are summed and sharded: whole as they are sent, in gloo's copy, and a shard of them.
-
-        Those that autograd gave are freed, and the weights of the block before it have come in the place of its own.
+        Those that autograd gave, or added up, are freed, but for the last one where there are shards; so is what was
+        sent of the block behind. The weights of the blocks before it have come in the place of its own.
         """
         index, block = self.chain[place]
-        behind = self.summed(self.chain[place + 1][1]) if place + 1 < len(self.chain) else 0.0
+        if not self.engine or block.apart:
+            return {}
+        experts = self.apart(block)
+        whole = self.reduction_of(place, self.summed(block) - experts, experts)
+        whole["working"] = self.stream(block) - self.kept_at(place)
+        if not experts:
+            return whole
+        _, behind, used = self.in_experts(index, block)
+        stays = (self.params(block) - experts) * self.width
+        alone = self.reduction_of(place, experts, 0.0, self.division.expert_shards)
+        return larger(whole, {**alone, "gathered": alone["gathered"] + stays, "working": behind - used})
+
+    def reduction_of(self, place: int, own: float, done: float, shards: int = 0) -> Terms:
+        """The same of so many parameters of a block; `done`: those of it that were reduced before, its experts."""
+        block, wide = self.chain[place][1], self.reduced_width
+        shards = (shards or self.division.shards) if self.plan.zero else 1
         terms = self.gradients_at(place, 0.0, Held())
-        terms["gradients"] += (2 * own - behind) * self.reduced_width + own / self.division.shards * self.reduced_width
-        working = self.stream(block) - self.kept_at(place)
-        return terms | {"gathered": self.gathered(int(place > 0), place - 1), "working": working}
+        terms["gradients"] += (2 * own + own / shards - self.sent_behind(place)) * wide
+        if shards > 1:
+            terms["gradients"] += last_of(block, self.division) * (wide if self.sums_first else self.width)
+        if self.sums_first:
+            gone = [b for b in self.behind(place) if not b.apart]
+            terms["gradients"] -= (sum(map(self.summed, gone)) + own + done) * wide
+            terms["gradients"] += sum(map(self.owned, gone)) * self.own_width
+        if not self.accumulates or self.sums_first:
+            terms["gradients"] += done / self.division.expert_shards * self.own_width
+        return terms | {"gathered": self.given_back(place)}
+
+    def sent_behind(self, place: int) -> float:
+        """Elements of the gradients of the block behind as they were sent, which are held until the next ones are.
+
+        Those that were summed before are counted as they lay then.
+        """
+        if (self.sums_first and self.plan.zero) or not any(map(self.trained, self.behind(place))):
+            return 0.0
+        block = self.chain[place + 1][1]
+        return 0.0 if block.apart else self.summed(block) - self.apart(block)
 
     def widened(self, place: int) -> Terms:
-        """When the gradients of a block that has cast its weights come back into their type, the last of them."""
+        """When the gradients of a block that has cast its weights come back into their type."""
         index, block = self.chain[place]
-        own, first = self.trained(block), self.row(block)
         terms = self.gradients_at(place, 0.0, Held())
-        wide = first if self.accumulates else own
-        terms["gradients"] += wide * self.own_width + (own if self.accumulates else first) * self.width
+        terms["gradients"] += self.widening(tensors_of(block))
         left = self.gathered(1, place) - self.params(block) * self.width
         return terms | {"gathered": left, "working": self.stream(block) - self.kept_at(place)}
 
+    def widening(self, tensors: Sequence[float]) -> float:
+        return widening(tensors, self.width, self.own_width, accumulates=self.accumulates)
+
     def widened_outside(self, pending: float) -> Terms:
-        """The same of what is outside of blocks, which waits for the end of the backward pass; a table is the last."""
-        head, table = self.trained(self.division.profile.head), self.embedding()
+        """The same of what is outside of blocks, which waits for the end of the backward pass."""
         inner = 0.0 if self.accumulates else self.kept_gradients - self.moving * self.own_width
-        if self.accumulates:
-            fresh = max(self.moving * self.width + head * self.own_width, table * (self.width + self.own_width))
-        else:
-            fresh = self.moving * self.own_width + table * self.width
+        head, before = self.division.profile.head, self.embedding()
+        fresh = self.widening(head.tensors or (before, self.moving - before))
         return {**self.base, "gradients": pending + inner + fresh, "logits": self.logit() * self.width}
 
     def gradients_at(self, place: int, left: float, held: Held) -> Terms:
@@ -296,21 +318,17 @@ class _Rank(RankSizes):
         gone, begun = self.behind(place), self.begun(place)
         done = sum(map(self.trained, gone))
         head = self.trained(self.division.profile.head) if self.is_last else 0.0
-        new = (held.fresh if self.accumulates else head + held.gradients) * self.width
+        new = (held.fresh if self.adds else head + held.gradients) * self.width
         if self.engine:
             new = (held.fresh if self.adds_up else head + held.gradients) * self.width + left
             if not self.accumulates:
-                reduced = sum(self.summed(b) for b in (*gone, *begun) if not b.apart)
-                new += reduced * self.own_width / (self.division.shards if self.plan.zero else 1)
+                new += sum(self.owned(b) for b in (*gone, *begun) if not b.apart) * self.own_width
             if not self.adds_up:
                 new += sum(map(self.trained, self.apart_behind(place))) * self.width
-            given_back = self.sums_first and self.plan.zero  # what was summed, as it is reduced
-            next_one = self.chain[place + 1][1] if done and not given_back else None
-            behind = self.summed(next_one) if next_one and not next_one.apart else 0.0
-            new += behind * self.reduced_width  # its reduction is held
+            new += self.sent_behind(place) * self.reduced_width
         elif self.casts:
             new = (head + held.gradients) * self.width + (0.0 if self.accumulates else done * self.own_width)
-        elif not self.accumulates:
+        elif not self.adds:
             new += done * self.width
         elif is_replicated(self.plan) and self.plan.batch.micro_batches == 2 and self.plan.communication.bucket_view:
             # the first one's are not, or lie in the buckets again; a tied table's wait for their sum
@@ -337,7 +355,7 @@ class _Rank(RankSizes):
         terms = self.gradients_at(place, left, Held(gradients=row, fresh=row))
         terms["gradients"] += fresh
         return terms | {
-            "gathered": self.gathered(1 + (place > 0), place),
+            "gathered": self.gathered(1 + self.prefetch, place),
             "working": working,
             "activations": -used,
         }

@@ -9,10 +9,24 @@ from shardwise.model.course import Course, Held
 from shardwise.model.profile import Block
 from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import Division
-from shardwise.plan.eager import Local, course_ahead, course_of, kept_ahead, kept_by, kept_op, local_of, outputs_of
+from shardwise.plan.eager import (
+    Local,
+    course_ahead,
+    course_of,
+    inputs_of,
+    kept_ahead,
+    kept_by,
+    kept_op,
+    local_of,
+    norms_in,
+    outputs_of,
+    received_by,
+    upcast_norms,
+)
+from shardwise.plan.eager_tensors import last_of
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
 from shardwise.plan.messages_data import reduce_width
-from shardwise.plan.plan import ZERO_BUBBLE, Plan
+from shardwise.plan.plan import ZERO_BUBBLE
 from shardwise.plan.stages import Stage
 
 Terms = dict[str, float]
@@ -23,17 +37,6 @@ AT_END = 6
 def larger(one: Terms | None, other: Terms) -> Terms:
     """The one with more bytes."""
     return other if one is None or sum(other.values()) > sum(one.values()) else one
-
-
-def inputs_of(division: Division) -> float:
-    """Bytes per token of what is given and of labels; with `cp` of the whole sequences too, and positions."""
-    cp, both = division.plan.axes.cp, division.profile.given + division.profile.labels
-    return both * cp + 8.0 if cp > 1 else both
-
-
-def received_by(plan: Plan, stages: Sequence[Stage]) -> float:
-    """Elements per token that come to the stages of a pipeline's rank, from before and from behind."""
-    return sum(stage.given + stage.handed for stage in stages) if plan.axes.pp > 1 else 0.0
 
 
 class RankSizes:
@@ -52,8 +55,12 @@ class RankSizes:
         """Bytes of an element of a gradient as its parameter has it."""
         self.reduced_width = float(reduce_width(self.plan))
         """And while it is reduced."""
+        self.prefetch = max(1, self.plan.communication.prefetch)
+        """Blocks whose weights come while another one goes backward."""
         several = self.plan.batch.micro_batches > 1
         self.accumulates = several or is_replicated(self.plan)
+        self.adds = several or (self.accumulates and self.plan.communication.bucket_view)
+        """Whether a gradient is gone when it is added to those that `gradients` counts."""
         at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
         self.sums_first = self.engine and several and not at_once
         """Whether gradients are reduced once, behind the last micro-batch."""
@@ -100,13 +107,23 @@ class RankSizes:
         if self.engine and zero and (at_once or zero >= 2):
             summed = several and self.plan.axes.dp_replicate > 1  # over the shards; over replicas at the end
             return owned * (self.reduced_width if summed else self.own_width), owned * self.own_width
-        if several and is_replicated(self.plan):  # what is summed without a reduction is beside the buckets
-            return 2 * whole * self.own_width, whole * self.own_width * (2 - self.plan.communication.bucket_view)
+        if is_replicated(self.plan):  # what is summed without a reduction is beside the buckets
+            views = self.plan.communication.bucket_view
+            return (1 + several) * whole * self.own_width, (2 - views) * whole * self.own_width
         return whole * self.own_width, whole * self.own_width
 
     def params(self, block: Block) -> float:
         """Local parameters of a block, before data axes shard them."""
         return self.division.dense(block) + self.division.filled(block)
+
+    def apart(self, block: Block) -> float:
+        """Those of `params` in experts that `ep` divides: they are gathered and reduced by themselves."""
+        return self.division.filled(block) if self.plan.axes.ep > 1 else 0.0
+
+    def owned(self, block: Block) -> float:
+        """Those of `summed` in this rank's shards."""
+        shards, apart = (self.division.shards, self.apart(block)) if self.plan.zero else (1, 0.0)
+        return (self.summed(block) - apart) / shards + apart / self.division.expert_shards
 
     def trained(self, block: Block) -> float:
         """Those of `params` that get a gradient."""
@@ -146,7 +163,15 @@ class RankSizes:
         if place is None:
             return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
         here = [block for _, block in dict.fromkeys(self.chain[max(0, place + 1 - ahead) : place + 1])]
-        return (self.outside + sum(map(self.params, (*here, *self.apart_behind(place))))) * self.width
+        ahead_of_it = sum(map(self.apart, here[:-1]))  # which come by themselves, when the rest has
+        return (self.outside + sum(map(self.params, (*here, *self.apart_behind(place)))) - ahead_of_it) * self.width
+
+    def given_back(self, place: int) -> float:
+        """Bytes of gathered weights when the block at a place has given its own back, and those ahead have come."""
+        if self.sums_first and not self.plan.reshards:  # in the last micro-batch, whose blocks give theirs back
+            return (self.inner + self.outside - sum(map(self.params, self.behind(place - 1)))) * self.width
+        alone = self.apart(self.chain[place - 1][1]) * (place > 0 and self.plan.reshards)
+        return self.gathered(self.prefetch, place - 1) - alone * self.width
 
     def apart_behind(self, place: int) -> list[Block]:
         """Blocks behind a place whose gradients wait for the end of the backward pass, and their weights with them."""
@@ -191,10 +216,15 @@ class RankSizes:
         """Bytes of a block's input."""
         return block.width * self.width * self.tokens / (self.local.tp if self.local.sequence else 1)
 
+    def reruns(self, index: int, block: Block) -> bool:
+        """Whether a block is recomputed, and was seen when it is not: what is said of it is to be put together."""
+        seen = self.plan.recompute.mode == "ops" and course_of(block, self.local)
+        return is_recomputed(index, self.plan) and not seen
+
     def kept(self, index: int, block: Block) -> float:
         """Bytes that a block keeps of one micro-batch, in one call, with what is kept ahead of it."""
         whole = self.kept_whole(block)
-        if not whole or not is_recomputed(index, self.plan):  # nothing: it is frozen, and has no backward pass
+        if not whole or not self.reruns(index, block):  # nothing: it is frozen, and has no backward pass
             return self.kept_ahead(block) + whole
         outputs = outputs_of(block, self.local)[0] * self.tokens if self.plan.recompute.mode == "ops" else 0.0
         return self.kept_ahead(block, recomputed=True) + self.left(block) + outputs
@@ -210,7 +240,7 @@ class RankSizes:
         index, block = self.chain[place]
         if place == 0 or index != self.chain[0][0]:
             return self.kept(index, block)
-        recomputed = self.kept_whole(block) > 0 and is_recomputed(index, self.plan)
+        recomputed = self.kept_whole(block) > 0 and self.reruns(index, block)
         return self.kept(index, block) - self.kept_ahead(block, recomputed)
 
     def kept_whole(self, block: Block) -> float:
@@ -229,13 +259,15 @@ class RankSizes:
 
     def again(self, index: int, block: Block) -> float:
         """Bytes that a recomputed block has beside what it kept."""
-        if not is_recomputed(index, self.plan):
+        if not self.reruns(index, block):
             return 0.0
         whole = self.kept_whole(block)
         if not whole:
             return 0.0
         course = course_of(block, self.local)
         there = course.left.size(self.tokens) if course else self.stream(block)
+        if not course and self.width < 4 and upcast_norms(block):  # its first norm keeps the copy in fp32 alone
+            there = 0.0
         if self.plan.recompute.mode == "ops":
             return max(0.0, whole - there - outputs_of(block, self.local)[1] * self.tokens)
         return whole - there
@@ -250,7 +282,7 @@ class RankSizes:
         """The moments of a block's backward pass, if it has one, and of the forward pass that it runs again."""
         if not course.backward:
             return ()
-        if not is_recomputed(index, self.plan) or self.plan.recompute.mode == "ops":
+        if not self.reruns(index, block):
             return course.backward
         return (*course.backward, *course.again)
 
@@ -263,6 +295,11 @@ class RankSizes:
             if course
             else kept_by(head, Local(1, False, 1, self.width, False)) * self.tokens
         )
+
+    def head_norm(self) -> float:
+        """Bytes of a head that was not seen while its norm goes backward, if that computes in fp32."""
+        norms = norms_in(self.division.profile.head, Local(1, False, 1, self.width, False))
+        return max((self.head() + held.size(self.tokens) for held in norms), default=0.0)
 
     def logit(self) -> float:
         """Number of logits of one micro-batch on this rank."""
@@ -311,9 +348,11 @@ class RankSizes:
         head = self.trained(self.division.profile.head)
         return self.embedding() * stage.first + head * stage.last + zeros, zeros
 
-    def largest_unit(self, stage: Stage) -> tuple[float, float]:
-        """The same of the ends or the block of which it is most."""
-        return max(self.ends_of(stage), *((self.summed(b), self.summed(b) - self.trained(b)) for b in stage.blocks))
+    def largest_unit(self, stage: Stage) -> tuple[float, float, int]:
+        """The same of the ends, the block or its experts of which it is most; and the ranks that share it."""
+        shards, alone = (self.division.shards, self.division.expert_shards) if self.plan.zero else (1, 1)
+        units = {(self.summed(b) - self.apart(b), self.summed(b) - self.trained(b), shards) for b in stage.blocks}
+        return max((*self.ends_of(stage), shards), *units, *((self.apart(b), 0.0, alone) for b in stage.blocks))
 
     def last_tensor(self, stage: Stage) -> float:
         """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
@@ -321,33 +360,25 @@ class RankSizes:
         ends = self.summed(block) < self.ends_of(stage)[0]
         block = self.division.profile.head if ends and stage.last else block
         if stage.last or not ends:
-            return self.last_of(block)
+            return last_of(block, self.division)
         return (self.embedding() - self.division.embedding_table) or self.embedding()
 
-    def last_of(self, block: Block) -> float:
-        """Elements of a block's last parameter; of one without products, as a table is, of its only one."""
-        if block.last is not None and self.local.tp == self.local.ep == 1:
-            return block.last
-        own = [op for op in block.matmuls if op.trained and not op.experts]
-        if not own:
-            return self.trained(block)
-        return 0.0 if own[-1].biased else self.row(block)  # a bias is small
-
-    def reduction(self, gradients: float, unit: float, last: float | None = None, zeros: float = 0.0) -> Terms:
+    def reduction(
+        self, gradients: float, unit: float, last: float | None = None, zeros: float = 0.0, shards: int = 0
+    ) -> Terms:
         """When so many parameters' are reduced, the last: as they were, over shards, over all; beside other bytes.
 
-        Those that autograd gave are freed; where they are sharded, gloo sums them in a copy.
+        Those that autograd gave are freed. Gloo sums in a copy, and where there are no shards torch makes one.
         `last`: elements of the last tensor of them, which torch holds until they are over shards, where `gradients` are
         those before any is reduced. `zeros`: of what nobody uses, which are not among these.
         """
-        given = unit / (self.division.shards if self.plan.zero else 1)
+        given = unit / ((shards or self.division.shards) if self.plan.zero else 1)
         narrow = self.own_width < self.reduced_width and not self.sums_first
         if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
             given = self.kept_gradients / self.own_width
-        elif given < unit and not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
-            given = 0.0 if last is None else last + given - (unit - zeros)
-        copied = unit if self.division.shards > 1 else 0.0
-        return {**self.base, "gradients": gradients + (unit + given + copied) * self.reduced_width}
+        elif not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
+            given = 0.0 if last is None else last * (given < unit) + given - (unit - zeros)
+        return {**self.base, "gradients": gradients + (2 * unit + given) * self.reduced_width}
 
     def local_experts(self, block: Block) -> float:
         """Elements of a block's experts on this rank."""

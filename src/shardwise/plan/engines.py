@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from shardwise.plan.plan import Plan
 
+CAST_TOGETHER = 1 << 18
+"""Numbers of a tensor that a device casts before its host has started the next kernel: such are cast together."""
+
 
 def uses_fully_shard(plan: Plan) -> bool:
     """True where `fully_shard` carries the data axes; else DDP does, or there is one data rank.

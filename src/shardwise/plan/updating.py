@@ -36,7 +36,7 @@ NOT_MUON = ("*embed*", "*wte*", "*wpe*", "*head*")
 """Names of matrices that Muon leaves to AdamW, where nobody says which."""
 RULES = ("muon", "adafactor", "lamb")
 """Optimizers whose rule is not element-wise: ranks that share a parameter exchange parts or sums of it."""
-TEMPORARIES = {"adamw-bf16": 3, "lion": 1, "lamb": 1, "adafactor": 1}
+TEMPORARIES = {"adamw-bf16": 3, "adamw-8bit": 5.5, "lion": 1, "lamb": 1, "adafactor": 1}
 """Tensors of the size of a parameter's local part that a rule makes and drops again, where it is not one kernel."""
 COMPARED = {True: 1 << 16, False: 1 << 18}
 """Elements of a tensor that are compared at once, on a CPU and on others."""

@@ -106,8 +106,8 @@ def _groups_along_rows(parameter: Tensor) -> list[dist.ProcessGroup]:
 def quantise(values: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
     """The code of each number: the nearest value of the table times the scale, the upper one of two as near."""
     middles = (codes[:-1] + codes[1:]) / 2
-    unit = torch.where(scale > 0, values / scale, 0)
-    return torch.bucketize(unit, middles.to(unit), right=True)
+    unit = (values / scale).masked_fill_(~(scale > 0), 0)
+    return torch.bucketize(unit, middles.to(unit), right=True, out_int32=True).to(torch.uint8)
 
 
 class Plain:
@@ -195,10 +195,12 @@ class Coded:
         shard = local_shard(self._parameter)
         if "scale" not in state:
             return shard.new_zeros(shard.shape, dtype=wide), shard.new_zeros(shard.shape, dtype=wide)
-        scales = [self._blocks.spread(local_shard(state[key])) for key in SCALES]
-        codes = local_shard(state["codes"]).int()
-        both = (codes >> 4, codes & 15) if self._kind == "4bit" else (codes, local_shard(state["codes_sq"]).int())
-        mean, square = (t.to(wide)[c] * s for t, c, s in zip(self._tables, both, scales, strict=True))
+        codes = local_shard(state["codes"])
+        both = (codes >> 4, codes & 15) if self._kind == "4bit" else (codes, local_shard(state["codes_sq"]))
+        mean, square = (
+            t.to(wide)[c.int()].mul_(self._blocks.spread(local_shard(state[key])))
+            for t, c, key in zip(self._tables, both, SCALES, strict=True)
+        )
         return mean, square
 
     def write(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
@@ -210,7 +212,7 @@ class Coded:
         ]
         if self._kind == "4bit":
             codes = [codes[0] << 4 | codes[1]]
-        state |= self._named([value.to(torch.uint8) for value in codes], scales)
+        state |= self._named(codes, scales)
 
     def roundings(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> list[Rounding]:
         """How far what the state holds is from what was written, in parts of a block's largest number."""
@@ -270,6 +272,7 @@ class LowBitAdamW(_Rule):
         square = square.mul(beta2).addcmul_(grad, grad, value=1 - beta2)
         root = square.sqrt().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
         shard.mul_(1 - lr * group["weight_decay"]).addcdiv_(mean, root, value=-lr / (1 - beta1**count))
+        del root  # to write takes most
         averages.write(state, mean, square)
 
     def averages(self, parameter: Tensor) -> Plain | Coded:
