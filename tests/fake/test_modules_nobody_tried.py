@@ -48,9 +48,9 @@ def test_while_gradients_are_reduced_torch_holds_the_last_of_them_in_the_modules
 
 def test_the_last_parameter_is_known_of_each_block_and_of_what_is_outside() -> None:
     profile = read_module("", Autoencoder, 3, "meta", blocks_of(Autoencoder, "auto"))
-    assert [block.last for block in profile.blocks] == [3]
+    assert [block.tensors[-1] for block in profile.blocks] == [3]
     words = read_module("", Words, 64, "meta")
-    assert {block.last for block in words.blocks} == {WIDTH} and words.head.last == 320
+    assert {block.tensors[-1] for block in words.blocks} == {WIDTH} and words.head.tensors[-1] == 320
 
 
 class LargeTable(Words):
