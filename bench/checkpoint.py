@@ -265,7 +265,7 @@ def p99(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--stalls", type=int, default=50)
     parser.add_argument("--print", action="store_true", help="leave the page as it is")
     options = parser.parse_args()
