@@ -81,7 +81,9 @@ def main(plan_text: str, out: str, until: int) -> None:
         placed = sw.apply(Noisy, plan, mesh, seed=1, sample={"input_ids": data.tokens[:2, :-1]})
         state = sw.TrainState(
             placed,
-            sw.adamw(placed, lr=1e-2),
+            sw.adamw(
+                placed, lr=1e-2, eps=1e-6
+            ),  # of a bias of keys, whose gradient is rounding alone, 1e-8 makes steps
             sw.loader(data, plan.batch, mesh, global_size=BATCH, seed=3),
             schedule=sw.warmup_cosine(3, until),
         )

@@ -166,7 +166,8 @@ def compare(out: Path, alone: Path, until: int) -> None:
     for name, tensor in there.items():
         scales[kind_of(name)] = max(scales.get(kind_of(name), 0.0), float(tensor.abs().max()))
     for name, tensor in here.items():
-        assert float((tensor - there[name]).abs().max()) <= TOLERANCE * scales[kind_of(name)], name
+        off = float((tensor - there[name]).abs().max())
+        assert off <= TOLERANCE * scales[kind_of(name)], (name, off, scales[kind_of(name)])
     assert (out / "scalars").read_text() == (alone / "scalars").read_text()
 
 
@@ -651,7 +652,7 @@ def test_many_changes(world: World, tmp_path: Path, plan: str) -> None:
     """Random deaths and lists of slots for a long run: from pipelines to shards, from shards to tensor parallelism."""
     out, draw, until = tmp_path / "a", random.Random(plan), 150
     words = ("--elastic", "1:5", "--slot-failures", "2", str(SCRIPT), f"{plan} / fp64", "--", str(out), str(until))
-    process = start(out, *words, PACE_S="0.3")
+    process, kills = start(out, *words, PACE_S="0.3"), 0
     wait_for_step(process, out, 2, 4)
     while process.poll() is None and (step := rows_of(out)[-1]["step"]) < until - 20:
         following = step + draw.randrange(10)  # by steps: on a slow machine deaths by the clock would use up every slot
@@ -659,8 +660,9 @@ def test_many_changes(world: World, tmp_path: Path, plan: str) -> None:
             time.sleep(0.02)
         time.sleep(draw.random())
         ranks = [c for c in psutil.Process(process.pid).children(recursive=True) if is_rank(c)]
-        if draw.random() < 0.5 and ranks:
+        if draw.random() < 0.5 and ranks and kills < 10:  # two of each of six slots would leave none
             draw.choice(ranks).kill()
+            kills += 1
         else:
             (out / "devices").write_text(" ".join(map(str, draw.sample(range(6), draw.randrange(1, 6)))))
     (out / "hurry").touch()
