@@ -411,3 +411,17 @@ def test_sigterm_ends_in_order_and_is_not_recovered_from(tmp_path: Path) -> None
     code, err = finish(process)
     assert code == ExitCode.TERMINATED and not (tmp_path / "events").exists()
     assert err.startswith("shardwise: ended by SIGTERM (143)") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("said", [None, "INFO"])
+def test_torch_does_not_print_its_frames_of_each_connection_to_a_rank_that_died(
+    tmp_path: Path, said: str | None
+) -> None:
+    """Nor is that changed where somebody has said what torch shall print."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, torch\nopen({str(tmp_path / 'level')!r}, 'w').write(os.environ['TORCH_CPP_LOG_LEVEL'])"
+    )
+    process = start(tmp_path, script, "--nproc", "1", **({"TORCH_CPP_LOG_LEVEL": said} if said else {}))
+    code, err = finish(process)
+    assert (code, (tmp_path / "level").read_text()) == (ExitCode.OK, said or "ERROR"), err

@@ -350,6 +350,9 @@ def test_what_goes_to_the_next_stage_has_the_adapters_of_the_stages_beside_it() 
     far = load_cluster("h100:8x4").with_(network=Link(bandwidth=10e9, latency=0.0))
     alone, pair = (collective_time("send", 1e9, Group(4, stride), far) for stride in (8, 4))
     assert alone == pytest.approx(0.1) and pair == pytest.approx(alone / 2), "of two stages in a node one sends out"
+    for bus, seconds in ((15e9, 1 / 15), (5e9, 0.1)):  # the other adapter is reached over it, the own one is not
+        slow = far.with_(local=Link(bandwidth=bus, latency=0.0))
+        assert collective_time("send", 1e9, Group(4, 4), slow) == pytest.approx(seconds)
 
 
 def test_ranks_of_tp_share_what_goes_to_the_next_stage_where_a_stack_has_it_so() -> None:

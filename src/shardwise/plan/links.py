@@ -123,8 +123,10 @@ def collective_time(
     latency = network.latency if crosses else cluster.local.latency
     copying = (1 / share - 1) / cluster.local.bandwidth
     if kind == "send":
-        out = network.bandwidth * inside  # the adapters of the stages beside it, which send nothing out
-        return latency + size * (1 / (out if crosses else _among(cluster.local, 2)) + copying)
+        pair = _among(cluster.local, 2)
+        # by the adapters of the stages beside it, which send nothing out, too: over what joins it to them
+        out = max(network.bandwidth, min(pair, inside * network.bandwidth))
+        return latency + size * (1 / (out if crosses else pair) + copying)
     wire, device = min(local, inside * network.bandwidth) if crosses else local, 1 / (1 / local + copying)
     wide: float = (wire**-BESIDE + device**-BESIDE - local**-BESIDE) ** (-1 / BESIDE)
     part = size * (ranks - 1) / ranks
