@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.checkpoint import loading, store
 from shardwise.checkpoint.arrival import Arrival
-from shardwise.checkpoint.digests import DIGEST
+from shardwise.checkpoint.digests import PartDigest
 from shardwise.checkpoint.directory import Directory, Listing
 from shardwise.checkpoint.files import LocalFiles
 from shardwise.checkpoint.layout import local_of, numpy_bytes
@@ -120,7 +120,8 @@ def test_memory_that_was_taken_over_is_the_stored_part_until_it_is_written(how: 
         mesh = init_device_mesh("cpu", (1,))
         tensor = DTensor.from_local(torch.rand(numbers), mesh, [Shard(0)])
         tensor.to_local()[3] = 2
-        arrived = Arrival.of(tensor, local_of(tensor), DIGEST.of(numpy_bytes(local_of(tensor))).digest())
+        (digest := PartDigest()).add(memoryview(numpy_bytes(local_of(tensor))))
+        arrived = Arrival.of(tensor, local_of(tensor), 0, digest)
         copy = DTensor.from_local(local_of(tensor).clone(), mesh, [Shard(0)])
         assert arrived.is_in(tensor, local_of(tensor)) and arrived.is_in(copy, local_of(copy))
         WRITES[how](tensor)

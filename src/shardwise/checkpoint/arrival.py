@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.digests import BLOCK, DIGEST
+from shardwise.checkpoint.digests import BLOCK, PartDigest
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.format import DTYPES, Box
 from shardwise.checkpoint.layout import held_by, numpy_bytes
@@ -20,14 +20,16 @@ from shardwise.checkpoint.shardfile import ignore
 from shardwise.checkpoint.torch_private import version_of
 from shardwise.parallel.host_memory import host_memory, in_huge_pages
 
-_STRIDE = 65_537
-"""Every so-manieth byte is a sample: odd, so that each byte of a number has its turn."""
+_SAMPLES = 16
+"""Bytes of a part that are its sample, spread evenly."""
 
 
 class Arrival(NamedTuple):
     """A stored part that was read whole, after the digests of its blocks had agreed in place."""
 
-    digest: bytes
+    piece: int
+    """Which of the tensor's stored parts, in the order of the manifest."""
+    digest: PartDigest
     sample: bytes
     place: Tensor
     """Where it was read to; kept, so that no other tensor comes to lie there."""
@@ -35,9 +37,9 @@ class Arrival(NamedTuple):
     """Changes in place that autograd had counted, of the tensor and of its shard."""
 
     @classmethod
-    def of(cls, tensor: Tensor, place: Tensor, digest: bytes) -> Arrival:
+    def of(cls, tensor: Tensor, place: Tensor, piece: int, digest: PartDigest) -> Arrival:
         """Of a tensor whose part `place` has just been read."""
-        return cls(digest, _sample(place), place, (version_of(tensor), version_of(place)))
+        return cls(piece, digest, _sample(place), place, (version_of(tensor), version_of(place)))
 
     def is_in(self, tensor: Tensor, part: Tensor) -> bool:
         """Whether a part of a live tensor is what arrived.
@@ -51,11 +53,12 @@ class Arrival(NamedTuple):
         then = (self.place.data_ptr(), self.place.shape, self.place.stride(), self.counts)
         if here == then and part.nbytes > BLOCK:
             return _sample(part) == self.sample
-        return bool(DIGEST.of(numpy_bytes(part)).digest() == self.digest)
+        return self.digest.is_of(memoryview(numpy_bytes(part)))
 
 
 def _sample(part: Tensor) -> bytes:
-    return bytes(numpy_bytes(part)[::_STRIDE])
+    data = numpy_bytes(part)
+    return bytes(data[:: len(data) // _SAMPLES | 1])  # odd: each byte of a number has its turn
 
 
 Arrivals = dict[tuple[str, Box], Arrival]
@@ -116,10 +119,11 @@ def fill(
             else:
                 place = room[: part.num_bytes].view(target.dtype).view(part.box.sizes)
             data: Any = place.reshape(-1).view(torch.uint8).numpy().view(np.dtype(f"u{size}"))
-            read = DIGEST.of() if part.name in whole else None
-            reader.read(part.name, part.box, data.reshape(part.box.sizes), read.update if read else ignore)
+            read = PartDigest() if part.name in whole else None
+            reader.read(part.name, part.box, data.reshape(part.box.sizes), read.add if read else ignore)
             if not direct:
                 target.copy_(place)
             if read is not None:
-                arrived[part.name, part.box] = Arrival.of(tensor, target, read.digest())
+                piece = [stored.box for stored in manifest.tensors[part.name].pieces].index(part.box)
+                arrived[part.name, part.box] = Arrival.of(tensor, target, piece, read)
     return arrived

@@ -16,7 +16,7 @@ BLOCK = 256 * 1024
 
 
 class _Hash(Protocol):
-    def update(self, data: memoryview, /) -> None: ...
+    def update(self, data: memoryview | bytes, /) -> None: ...
 
     def digest(self) -> bytes: ...
 
@@ -77,3 +77,35 @@ class BlockDigests:
         if self._filled:
             self._close()
         return b"".join(self._done)
+
+
+class PartDigest:
+    """The digest of a part of a file, made of those of the blocks that lie in it, and of what is before and after them.
+
+    Whoever reads the part has those of its blocks: they need not be taken again.
+
+    >>> data = memoryview(bytes(5 + 2 * BLOCK + 3))
+    >>> read = PartDigest()
+    >>> for cut in (data[:5], data[5 : 5 + BLOCK], data[5 + BLOCK : 5 + 2 * BLOCK], data[5 + 2 * BLOCK :]):
+    ...     read.add(cut)
+    >>> read.is_of(data), read.is_of(data[:-1])
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        """Of no bytes."""
+        self._first, self._digests = 0, DIGEST.of()
+
+    def add(self, data: memoryview, digest: bytes | None = None) -> None:
+        """The bytes that follow, and their digest where it is known."""
+        self._first = self._first or len(data)
+        self._digests.update(digest or DIGEST.of(data).digest())
+
+    def is_of(self, data: memoryview) -> bool:
+        """Whether other bytes have this digest. Cost: a pass over them."""
+        other, at = PartDigest(), 0
+        while at < len(data):
+            cut = data[at : at + (BLOCK if at else self._first)]
+            other.add(cut)
+            at += len(cut)
+        return other._digests.digest() == self._digests.digest()

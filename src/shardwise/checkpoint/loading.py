@@ -7,7 +7,8 @@ import platform
 from collections.abc import Collection, Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -195,17 +196,26 @@ def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], a
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
     """
-    mine: list[tuple[str, Box, int | None]] = []  # None: as it is stored
+    here, sums = dict.fromkeys(manifest.tensors, 0), list[tuple[str, Box, int]]()
     for held in held_by(tensors):
         part, tensor = held.part, held.of(tensors[held.part.name])
         read = arrived.get((part.name, part.box))
-        value = None if read is not None and read.is_in(tensors[part.name], tensor) else _contribution(part, tensor)
-        mine.append((part.name, part.box, value))
-    totals: dict[str, int] = {}
-    first: dict[tuple[str, Box], tuple[int, int | None]] = {}
-    for rank, (names, parts) in enumerate(peers.gather((list(tensors), mine))):
-        totals |= {name: totals.get(name, 0) for name in names}
-        for name, box, value in parts:
+        if read is not None and read.is_in(tensors[part.name], tensor):
+            here[part.name] |= 1 << read.piece
+        else:
+            sums.append((part.name, part.box, _contribution(part, tensor)))
+    told = peers.gather((list(tensors), list(here.values()), sums))
+    totals = {name: 0 for names, _, _ in told for name in names}
+    doubted = {name for *_, found in told for name, _, _ in found}
+    first: dict[tuple[str, Box], tuple[int, int | None]] = {}  # None: as it is stored
+    for (name, entry), *seen in zip(manifest.tensors.items(), *(masks for _, masks, _ in told), strict=True):
+        if entry.pieces and reduce(or_, seen) == (1 << len(entry.pieces)) - 1:
+            totals[name] = entry.checksum
+        if name in doubted:
+            intact = [[piece.box for i, piece in enumerate(entry.pieces) if mask >> i & 1] for mask in seen]
+            first |= {(name, box): (rank, None) for rank, boxes in enumerate(intact) for box in boxes}
+    for rank, (*_, found) in enumerate(told):
+        for name, box, value in found:
             known_rank, known_value = first.setdefault((name, box), (rank, value))
             if known_value != value:
                 raise CheckpointError(
@@ -213,15 +223,7 @@ def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], a
                     "not what was stored: check the memory of these machines"
                 )
             if known_rank == rank:
-                totals[name] = (totals[name] + (value or 0)) & MASK
-    boxes: dict[str, set[Box]] = {}
-    for (name, box), (_, value) in first.items():
-        if value is None:
-            boxes.setdefault(name, set()).add(box)
-    for name, found in boxes.items():
-        entry = manifest.tensors[name]
-        if found == {piece.box for piece in entry.pieces}:
-            totals[name] = entry.checksum
+                totals[name] = (totals[name] + value) & MASK
     return totals
 
 

@@ -200,7 +200,7 @@ def copy_box(
     if not box.sizes:
         number = file.read(start, start + size)
         target[...] = np.frombuffer(number, dtype=kind)[0]
-        seen(number)
+        seen(number, None)
         return
     if wanted == box and target.flags.c_contiguous:
         file.read_into(start, memoryview(target.reshape(-1)).cast("B"), seen)

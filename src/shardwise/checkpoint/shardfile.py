@@ -24,7 +24,8 @@ from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
 
 TABLE = "shardwise.digests"
-Seen = Callable[[memoryview], None]
+Seen = Callable[[memoryview, bytes | None], None]
+"""Takes bytes, and their digest (`DIGEST`) where it is known."""
 _WRITE = 4 * 1024 * 1024
 
 
@@ -63,7 +64,7 @@ class Part(NamedTuple):
         return self.box.num_elements * DTYPES[self.dtype].size
 
 
-def ignore(_: memoryview) -> None:
+def ignore(_: memoryview, __: bytes | None) -> None:
     """Nobody wants to see what is read."""
 
 
@@ -289,7 +290,7 @@ class ShardFile(Closing):
     def read_into(self, start: int, target: memoryview, seen: Seen = ignore) -> None:
         """Fill a buffer with the bytes of the data from `start` on, blocks that lie in it whole without a copy.
 
-        `seen` is called with the bytes, in order, while they are in the processor's cache.
+        `seen` is called with the bytes, in order, while they are in the processor's cache: of each whole block apart.
 
         Cost: as `read`.
 
@@ -306,7 +307,7 @@ class ShardFile(Closing):
     def _copy(self, start: int, target: memoryview, seen: Seen) -> None:
         if target:
             target[:] = self.read(start, start + len(target))
-            seen(target)
+            seen(target, None)
 
     def _fill_blocks(self, first: int, target: memoryview, seen: Seen = ignore) -> None:
         """Read blocks from one on, and check them where they are: as many at a time as the processor's cache holds."""
@@ -315,9 +316,10 @@ class ShardFile(Closing):
             part = target[begin : begin + self._files.piece]
             self._fill(self._data + first * BLOCK + begin, part)
             for block, at in enumerate(range(0, len(part), BLOCK), first + begin // BLOCK):
-                if of(part[at : at + BLOCK]).digest() != self._table[block * size : (block + 1) * size]:
+                digest = of(data := part[at : at + BLOCK]).digest()
+                if digest != self._table[block * size : (block + 1) * size]:
                     raise self._changed(block)
-            seen(part)
+                seen(data, digest if self._digest is DIGEST else None)
 
     def _changed(self, block: int) -> DamagedError:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
