@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,29 @@ def test_no_more_are_skipped_in_a_row_than_allowed(world, most: int) -> None:
     for code, seen, end in world(2, skip_too_often, "dp2 / fp64", most):
         assert code == ExitCode.NON_FINITE and seen == [False] + [True] * (most + 1)
         assert all(tensor.isfinite().all() for tensor in end.values())
+
+
+def save_between_them(most: int, folder: str) -> Any:
+    """One good step and one that is left out; another process, or a rank that comes back, goes on from there."""
+    data = points.Points(CASE.rows)
+    data.y[CASE.global_batch :] = torch.inf
+    options, seen = sw.StepOptions(max_skips=most), []
+    for until in (2, CASE.steps):
+        with points.placed_state("dp2 / fp64", CASE, data, shuffle=False) as state:
+            store = sw.Store(folder)
+            store.load_latest(state)
+            try:
+                for metrics in sw.steps(state, points.weighted, until=until, options=options):
+                    seen.append(metrics.skipped)
+            except SystemExit as ended:
+                return ended.code, seen
+            store.save(state)
+    return 0, seen
+
+
+def test_steps_that_are_left_out_count_on_after_a_load(world, tmp_path: Path) -> None:
+    for code, seen in world(2, save_between_them, 1, str(tmp_path / "store")):
+        assert code == ExitCode.NON_FINITE and seen == [False, True, True]
 
 
 @pytest.mark.parametrize(

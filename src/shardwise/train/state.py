@@ -224,6 +224,8 @@ class TrainState:
         rare: dict[str, Any] = {"halvings": self.halvings} if self.halvings else {}
         if self.guard.losses or self.guard.hits:
             rare["guard"] = self.guard.to_json()
+        if self.unmade:
+            rare["unmade"] = self.unmade
         if extra := self._extra.to_json():
             rare["extra_state"] = extra
         if (options := self.stepped_with or self.saved_with) is not None:  # of a load that no step has followed
@@ -369,7 +371,7 @@ class TrainState:
         self._extra.load(scalars.get("extra_state", {}))
         self._load_beside(scalars)
         self.step = int(scalars["step"])
-        self.skipped = int(scalars["skipped"])
+        self.skipped, self.unmade = int(scalars["skipped"]), int(scalars.get("unmade", 0))
         self.weight = float(scalars["weight"])
         self.seed = int(scalars["seed"])
         self._ema_updates = int(scalars.get("ema_updates") or 0)
