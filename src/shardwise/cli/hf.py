@@ -11,7 +11,7 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-from shardwise.diagnose.read_module import ONE_BLOCK, Planned, said_of
+from shardwise.diagnose.read_module import ONE_BLOCK, Planned, another, said_of
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec
@@ -19,7 +19,7 @@ from shardwise.model.stacks import WHOLE, stacks_of
 from shardwise.models.hf import hf_config, hf_factory, is_class_said, longest_sequence, model_class, unsaid_sizes
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
 from shardwise.models.hf_sizes import CHOSEN, EXPERTS
-from shardwise.parallel.blueprint import record
+from shardwise.parallel.blueprint import Blueprint, record
 from shardwise.parallel.compose import place
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.constraints import check
@@ -30,12 +30,13 @@ UNBOUNDED = 1 << 30
 """Tokens of a sequence where a configuration sets no limit."""
 
 
-def hf_findings(config: Any, plan: Plan) -> list[Finding]:
+def hf_findings(config: Any, plan: Plan, blueprint: Blueprint | None = None) -> list[Finding]:
     """Errors: what `apply` would refuse, with the module and the reason. Warnings: layers that stay whole.
 
     Args:
         config: of `hf_config`.
         plan: one that the constraints accept.
+        blueprint: what its constructor does, where it is known; it is left as it is.
 
     Cost: time to record the model's constructor, per pipeline stage at most; memory for shapes only.
 
@@ -52,7 +53,7 @@ def hf_findings(config: Any, plan: Plan) -> list[Finding]:
             warnings.simplefilter("always")
             try:
                 with open_mesh(plan, device="cpu") as mesh:
-                    place(record(factory), plan, mesh)
+                    place(record(factory) if blueprint is None else another(blueprint, factory), plan, mesh)
             except ShardwiseError as error:
                 row = _row(error)
                 text = str(error).removeprefix(f"[{row}] ")
@@ -78,7 +79,11 @@ def refused_axes(config: Any, blocks: str = "auto") -> dict[str, str]:
         known = dict.fromkeys(ONE_BLOCK, "module.no-blocks")
         blocks = "auto"
     plans = {axis: Plan.parse(text).with_(blocks=blocks) for axis, text in texts.items() if axis not in known}
-    found = {axis: hf_findings(config, plan) for axis, plan in plans.items()}
+    try:
+        blueprint = record(hf_factory(config))
+    except ShardwiseError:  # is told of each axis
+        blueprint = None
+    found = {axis: hf_findings(config, plan, blueprint) for axis, plan in plans.items()}
     return known | {axis: findings[0].id for axis, findings in found.items() if findings}
 
 

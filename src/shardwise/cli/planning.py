@@ -23,6 +23,7 @@ from shardwise.hardware.cluster import GIB, Cluster, load_cluster
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import ModelSpec, load_spec
 from shardwise.plan import loading
+from shardwise.plan.activations import width_of
 from shardwise.plan.band import band, likeness
 from shardwise.plan.constraints import passed
 from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_share, on_host
@@ -113,8 +114,8 @@ def question(
             assumed.
         batch: samples per step.
         tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
-        **options: `optimizer`, `price`, `trace_on`, where a module's forward is read (`meta` or `cpu`), and `blocks`,
-            the pattern of a module's repeated blocks.
+        **options: `optimizer`, `price`, `trace_on`, where a module's forward is read (`meta` or `cpu`), `blocks`, the
+            pattern of a module's repeated blocks, and `precisions` that are asked about beside the usual one.
 
     Raises:
         UsageError: an unknown name; both a batch and tokens.
@@ -147,7 +148,8 @@ def question(
     if spec:
         profile = profile_of(spec)
     elif module:
-        profile, more = _described(model, module, seq, device)
+        usual = "fp32" if found.device.name.startswith("cpu") else "bf16"
+        profile, more = _described(model, module, seq, device, {usual, *options.get("precisions", ())})
         assumed += more
     assumed += how_read(profile)
     if longest and seq > longest:
@@ -242,12 +244,12 @@ def _of_devices(cluster: Cluster) -> list[str]:
     return notes
 
 
-def _described(model: str, module: Planned, seq: int, device: str) -> tuple[Profile, tuple[str, ...]]:
+def _described(model: str, module: Planned, seq: int, on: str, types: set[str]) -> tuple[Profile, tuple[str, ...]]:
     """The profile of a module, from its own forward, and what is to be said of it."""
     from shardwise.diagnose.read_module import read_planned
 
     length = min(seq, module.longest or seq)  # sizes per token are those of a sample that its positions allow
-    profile, notes = read_planned(model, module, length, device)
+    profile, notes = read_planned(model, module, length, on, widths={width_of(each) for each in types})
     if profile.chosen == profile.experts > 1:
         notes += (f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all",)
     return profile, notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,7 @@ from shardwise.errors import ModelError, ShardwiseError
 from shardwise.model.arguments import required_by
 from shardwise.model.describe import describe
 from shardwise.model.profile import Profile
+from shardwise.model.seen import WIDTHS
 from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, blocks_of, find_blocks
 from shardwise.model.tracer import copy_module, tensors_in
@@ -169,6 +170,7 @@ def read_module(
     device: str,
     blocks: str = "auto",
     how: str = SAID_BY_EXAMPLE,
+    widths: Collection[float] = WIDTHS,
 ) -> Profile:
     """The profile of a module, from its own forward: of its `example_input_array`, else of `seq_len` token ids.
 
@@ -179,6 +181,7 @@ def read_module(
         device: `meta`, or `cpu`, which runs the forward for real.
         blocks: the pattern of its repeated blocks, or `WHOLE`.
         how: what to do about inputs that it does not take.
+        widths: see `describe`.
 
     Raises:
         ModelError: a factory that fails, a module that does not take its sample, or one that cannot be read there.
@@ -190,7 +193,7 @@ def read_module(
         length = seq_len if device == "meta" else min(seq_len, LONGEST)
         sample = torch.zeros(1, length, dtype=torch.long, device=device)
     try:
-        return _described(factory, sample, blocks, device=device, name=model)
+        return _described(factory, sample, blocks, device=device, name=model, widths=widths)
     except ModelError as error:
         if not str(error).startswith("describe:"):
             raise
@@ -210,7 +213,12 @@ def _described(factory: Callable[[], nn.Module], sample: Any, blocks: str, **opt
 
 @aside
 def read_planned(
-    model: str, planned: Planned, seq_len: int, device: str, blocks: str = "auto"
+    model: str,
+    planned: Planned,
+    seq_len: int,
+    device: str,
+    blocks: str = "auto",
+    widths: Collection[float] = WIDTHS,
 ) -> tuple[Profile, tuple[str, ...]]:
     """`read_module`, at fewer tokens where a forward on meta takes long and is per token; and what is to be said of it.
 
@@ -222,13 +230,14 @@ def read_planned(
         seq_len: tokens of a sample.
         device: `meta` or `cpu`.
         blocks: a pattern in place of `planned.blocks`; auto: that.
+        widths: see `describe`.
 
     Raises:
         ModelError: see `read_module`.
     """
     factory = planned.made(seq_len)
     blocks = planned.blocks if blocks == "auto" else blocks
-    read = partial(read_module, model, factory, device=device, blocks=blocks, how=planned.how)
+    read = partial(read_module, model, factory, device=device, blocks=blocks, how=planned.how, widths=widths)
     long = device == "meta" and seq_len > LENGTHS[0][0] and example_of(factory) is None
     is_recurrent = long and _is_recurrent(factory)  # made before the clock runs: what it imports takes seconds once
     try:
@@ -238,7 +247,7 @@ def read_planned(
     except _TooLong:
         pass
     for short, longer in LENGTHS:
-        if longer < seq_len and _alike(*(_described(factory, _ids(n), blocks, steps=False) for n in (short, longer))):
+        if longer < seq_len and _alike(*(_described(factory, _ids(n), blocks, widths=()) for n in (short, longer))):
             note = (
                 f"its forward takes long to read at {seq_len} tokens here, and is the same per token at {short} and "
                 f"{longer}: it was read at {short}; if it is a scan in a loop, without the memory and the kernels of a "
@@ -344,7 +353,7 @@ def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "
         plan = Plan.parse(text).with_(blocks=blocks)
         with fake_world(plan.world), open_mesh(plan, device="cpu") as mesh:
             try:
-                placed = place(_another(blueprint, factory), plan, mesh, sample=sample)
+                placed = place(another(blueprint, factory), plan, mesh, sample=sample)
             except (ShardwiseError, SystemExit) as error:
                 refused[axis] = getattr(error, "row", "") or str(error).partition(";")[0]
     if "recompute" not in refused:
@@ -357,7 +366,7 @@ def refused_axes(factory: Callable[[], nn.Module], seq_len: int, blocks: str = "
     return refused
 
 
-def _another(blueprint: Blueprint, factory: Callable[[], nn.Module]) -> Blueprint:
+def another(blueprint: Blueprint, factory: Callable[[], nn.Module]) -> Blueprint:
     """The same with a module of its own, which the passes change; the factory is called where it cannot be copied."""
     try:
         return replace(blueprint, module=copy_module(blueprint.module, {}))

@@ -7,7 +7,7 @@ products by parameter, attention, everything else as chains of element-wise oper
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,16 @@ from shardwise.model.operators import chain_of
 from shardwise.model.ops import Attention
 from shardwise.model.profile import Profile
 from shardwise.model.recording import AFTER, BEFORE, Call, Recording, key_of
-from shardwise.model.seen import added_to_loss, cast_inputs, courses_seen, inputs_of, taken_by_loss, tokens_of, why_not
+from shardwise.model.seen import (
+    WIDTHS,
+    added_to_loss,
+    cast_inputs,
+    courses_seen,
+    inputs_of,
+    taken_by_loss,
+    tokens_of,
+    why_not,
+)
 from shardwise.model.stacks import find_blocks
 from shardwise.model.standin import Attended, drop
 from shardwise.model.torch_private import TorchDispatchMode
@@ -49,7 +58,7 @@ def describe(
     blocks: str = "auto",
     device: str = "meta",
     name: str = "",
-    steps: bool = True,
+    widths: Collection[float] = WIDTHS,
 ) -> Profile:
     """The profile of a module: what the planner's closed form needs of it.
 
@@ -62,7 +71,8 @@ def describe(
         device: `meta`, without memory or arithmetic; `cpu` runs the forward for real, for a module whose course depends
             on the values of tensors.
         name: of the profile; empty: the class.
-        steps: False: what a step holds is not looked at, which takes most of the time.
+        widths: bytes of an element of what those steps compute with that are looked at, which takes most of the time:
+            4 for plans in fp32, 2 for all others; none: what a step holds is not looked at.
 
     Returns:
         Operators of each block in the order of the forward. How `tp` divides them is read off their order: a product of
@@ -83,13 +93,15 @@ def describe(
     True
     """
     try:
-        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16, steps)
+        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.bfloat16, widths)
     except ModelError:  # whether it is due to the 16 bits is told by a forward without them
-        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.float32, steps)
+        found = _described(_module_on(model, device), sample, (blocks, device, name), torch.float32, widths)
     return found
 
 
-def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype, steps: bool) -> Profile:
+def _described(
+    module: nn.Module, sample: Any, how: tuple[str, str, str], dtype: torch.dtype, widths: Collection[float]
+) -> Profile:
     """The profile of a module that is computed with in a type, as mixed precision does: its parameters are cast."""
     blocks, device, name = how
     refuse_parameters(module)
@@ -126,23 +138,23 @@ def _described(module: nn.Module, sample: Any, how: tuple[str, str, str], dtype:
     one_number = values is not None and not values.dim() and others > 1
     profile = replace(profile, buffers=buffers, given=given, labels=labels, wide=dtype is torch.float32)
     profile = replace(profile, one_number=one_number, added=added)
-    seen, why = _courses(module, names, profile, sample, dtype) if steps else ({}, "")
+    possible = dict.fromkeys((float(dtype.itemsize), 4.0))
+    seen, why = _courses(module, names, profile, sample, [width for width in possible if width in widths])
     profile = replace(with_courses(profile, seen), unseen=why)
     if watch.asked or profile.blocks[0].frozen < profile.blocks[0].params:
         return profile
     hook = module.get_submodule(names[0]).register_forward_pre_hook(_ask, with_kwargs=True)
     try:
-        return _with_through(profile, _described(module, sample, how, dtype, steps))
+        return _with_through(profile, _described(module, sample, how, dtype, widths))
     finally:
         hook.remove()
 
 
 def _courses(
-    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, dtype: torch.dtype
+    module: nn.Module, names: tuple[str, ...], profile: Profile, sample: Any, widths: Sequence[float]
 ) -> tuple[dict[Seen, Mapping[int, Course]], str]:
     """What steps of each type were seen to hold, and why none was."""
     found: dict[Seen, Mapping[int, Course]] = {}
-    widths = dict.fromkeys((dtype.itemsize, torch.float32.itemsize))
     try:
         for width in widths:
             found[Seen(width)] = courses_seen(module, names, profile, sample, Seen(width))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.model.copies import tensors_in
 from shardwise.model.course import Course, Courses, Held, Seen
 from shardwise.model.profile import Block, Profile
 from shardwise.model.recording import AFTER, BEFORE, key_of
@@ -57,17 +56,18 @@ class Lifetimes(TorchDispatchMode):
 
         A number that is read is one, and tokens that are counted by expert are spread evenly.
         """
+        kwargs = kwargs or {}
         if func is READ_NUMBER and is_fake(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func is torch.ops.aten.bincount.default:
-            bins = (kwargs or {}).get("minlength", args[2] if len(args) > 2 else 0)
+            bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             with with_values():
                 return torch.tensor(spread_evenly(args[0].numel(), bins))
-        if (given := tensors_in((args, kwargs))) and not any(is_fake(tensor) for _, tensor in given):
+        if (given := list(_tensors((*args, *kwargs.values())))) and not any(map(is_fake, given)):
             with with_values():  # those counts
-                return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        for _, tensor in tensors_in(result):
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
             self._see(tensor)
         return result
 
@@ -138,6 +138,22 @@ class Lifetimes(TorchDispatchMode):
         self.phase, self.backward = AFTER, True
 
 
+def _tensors(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those that an operator takes or gives, in lists or not. (`tensors_in` looks into all, which takes longer)."""
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def is_plain(runs: Sequence[Lifetimes], rows: Sequence[int]) -> bool:
+    """Whether each storage is of one size in two runs, or grows as their rows do: a third one would tell no more."""
+    one, other = (run.sizes for run in runs)
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a == b or a * rows[1] == b * rows[0] for a, b in pairs)
+
+
 def courses_of(
     runs: Sequence[Lifetimes],
     rows: Sequence[int],
@@ -146,7 +162,7 @@ def courses_of(
     trained: Mapping[int, int],
     tied: bool = False,
 ) -> dict[int, Course]:
-    """Block, or what is before or behind all of them -> what it holds, from three runs of a step.
+    """Block, or what is before or behind all of them -> what it holds, from three runs of a step, or two plain ones.
 
     Of a block that is called several times: in one call.
 
@@ -252,12 +268,12 @@ def _sizes(runs: Sequence[Lifetimes], rows: Sequence[int], tokens: float) -> lis
     first = runs[0]
     if any(len(run.sizes) != len(first.sizes) for run in runs):  # its course depends on the rows: all is per row
         return [Held(size / rows[0] / tokens) for size in first.sizes]
-    few, more, most = rows
+    few, more, *most = rows
     found = []
-    for place, (low, high, top) in enumerate(zip(*(run.sizes for run in runs), strict=True)):
+    for place, (low, high, *top) in enumerate(zip(*(run.sizes for run in runs), strict=True)):
         squared, slope = 0.0, max(0.0, (high - low) / (more - few))
-        if top > (low + slope * (most - few)) * (1 + SAME):
-            squared = ((top - high) / (most - more) - slope) / (most - few)
+        if top and top[0] > (low + slope * (most[0] - few)) * (1 + SAME):
+            squared = ((top[0] - high) / (most[0] - more) - slope) / (most[0] - few)
             slope -= squared * (few + more)
         once = low - slope * few - squared * few**2
         drawn = place in first.drawn

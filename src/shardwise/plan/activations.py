@@ -94,7 +94,12 @@ _WIDTHS = {**BYTES, "bf16-pure": BYTES["bf16"], "fp8": BYTES["bf16"]}
 
 def compute_width(plan: Plan) -> float:
     """Bytes of an activation."""
-    return _WIDTHS[plan.precision]
+    return width_of(plan.precision)
+
+
+def width_of(precision: str) -> float:
+    """Bytes of an activation under it. KeyError: there is no such precision."""
+    return _WIDTHS[precision]
 
 
 GATHERED = ("bf16", "fp16", "fp8")
