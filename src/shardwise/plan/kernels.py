@@ -121,7 +121,7 @@ def passes_of(op: Pointwise, stack: Stack, width: float) -> tuple[float, float]:
         return UPCAST, UPCAST_BACK
     if op.name == "gelu" and stack.gelu_apart:  # autocast takes powers in fp32, and so what follows them
         return GELU_APART * max(stack.residual_bytes / width, 1.0), BACK
-    return 1.0 + 0.5 * (op.kernels - 1), BACK
+    return 1.0 + 0.5 * (op.kernels - 1), stack.picks_back if op.name == "permute" else BACK
 
 
 def attention_kernel(op: Attention, batch: float, tp: int, stack: Stack) -> AttentionKernel:
