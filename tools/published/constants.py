@@ -26,7 +26,7 @@ def tables() -> str:
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
         "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
-        "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
+        "same silicon; gh200 at 0.77 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
         "Leonardo's A100 with 124 of its multiprocessors, and rates to match; mi350x is mi355x with 1,000 W for "
         "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
         "at the share that mi300x has; v100, mi250x, and what mi350x and mi355x reach in 8 bits, are read off rows of "
