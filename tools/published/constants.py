@@ -31,7 +31,7 @@ def tables() -> str:
         "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
         "at the share that mi300x has; v100, mi250x, and what mi350x and mi355x reach in 8 bits, are read off rows of "
         "`elsewhere.csv`, mi250x and mi350x off one source each; t4 and l4 do not hold their nominal clocks at 70 "
-        "W. Of the others they "
+        "W, and GeForce boards since Ada run above theirs. Of the others they "
         "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6; "
         "runs of 2,000 to 717,000 tokens): "
@@ -105,7 +105,9 @@ def tables() -> str:
         "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
         "in MaxText (its pull request 1988), January 2026 in verl (4959). Trainers on JAX accumulate no gradients "
         "unless a row says so; Transformer Engine multiplies fp32 in tf32. Where a loop of its own is compiled, its "
-        "loss is too: 8 bytes per logit. `step` of jax errs least over eleven sources, each of the same weight.",
+        "loss is too: 8 bytes per logit. `step` of jax errs least over eleven sources, each of the same weight. "
+        "`picks_back` of PyTorch's stacks is read off four sources of experts that are not compiled; `overlap_data` of "
+        "megatron-2021 is what its code does: it reduces when the backward pass is over.",
         "`cached` and `most_cached`: freed blocks that fit nothing else, which reserved memory and what nvidia-smi "
         "shows include until memory runs out; read off runs of Megatron-Core (7 to 17 GiB beyond what is counted, "
         "here and in `elsewhere.csv`) and of DeepSpeed. Where a row says that its samples are neither packed nor of "
