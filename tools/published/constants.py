@@ -12,8 +12,8 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing", "updating",
-    "workload",
+    "activations", "blocktime", "frozen", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing",
+    "updating", "workload",
 )  # fmt: skip
 
 

@@ -40,7 +40,8 @@ _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
 """Times that the score matrix is read or written in a forward pass, where it is kept in memory, in 16 bits: some of
 them are casts to the fp32 that the softmax is in."""
 WIDE_PASSES = 6.5
-"""The same in wider types, which no kernel fuses: the product, its scale, mask, softmax, and the second product."""
+"""The same in wider types, which no kernel fuses: 8 forward and 11 backward (product, scale, mask, softmax, product),
+of which the forward pass is priced as a third."""
 
 
 @lru_cache(maxsize=65536)
