@@ -12,8 +12,8 @@ from typing import Any
 from shardwise.plan.stack import Stack, load_stack, stacks
 
 ESTIMATORS = (
-    "activations", "blocktime", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing", "updating",
-    "workload",
+    "activations", "blocktime", "frozen", "kernels", "links", "memory", "schedule", "simulate", "stages", "timing",
+    "updating", "workload",
 )  # fmt: skip
 
 
@@ -26,12 +26,12 @@ def tables() -> str:
         "Nominal rates (dense), memory and bandwidth are the vendors'. `best`, `depth`, `low` (fp8, fp4), `stream` "
         "and the shares of the attention kernels were fitted to the measurements for a100, h100, h100-96g, b200, "
         "gb200, gb300 and mi300x, one value per device; h200 computes as h100 does, b300 as gb300, being the "
-        "same silicon; gh200 at 0.86 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
+        "same silicon; gh200 at 0.77 of it, as four superchips of 680 W on a board are seen to; a100-64g is "
         "Leonardo's A100 with 124 of its multiprocessors, and rates to match; mi350x is mi355x with 1,000 W for "
         "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
         "at the share that mi300x has; v100, mi250x, and what mi350x and mi355x reach in 8 bits, are read off rows of "
         "`elsewhere.csv`, mi250x and mi350x off one source each; t4 and l4 do not hold their nominal clocks at 70 "
-        "W. Of the others they "
+        "W, and GeForce boards since Ada run above theirs. Of the others they "
         "are estimates, after the nearest of these. `units` are its multiprocessors. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6; "
         "runs of 2,000 to 717,000 tokens): "
@@ -105,7 +105,9 @@ def tables() -> str:
         "of attention that is masked until early 2025 in Megatron-Core, September in NeMo and Megatron-Bridge, July "
         "in MaxText (its pull request 1988), January 2026 in verl (4959). Trainers on JAX accumulate no gradients "
         "unless a row says so; Transformer Engine multiplies fp32 in tf32. Where a loop of its own is compiled, its "
-        "loss is too: 8 bytes per logit. `step` of jax errs least over eleven sources, each of the same weight.",
+        "loss is too: 8 bytes per logit. `step` of jax errs least over eleven sources, each of the same weight. "
+        "`picks_back` of PyTorch's stacks is read off four sources of experts that are not compiled; `overlap_data` of "
+        "megatron-2021 is what its code does: it reduces when the backward pass is over.",
         "`cached` and `most_cached`: freed blocks that fit nothing else, which reserved memory and what nvidia-smi "
         "shows include until memory runs out; read off runs of Megatron-Core (7 to 17 GiB beyond what is counted, "
         "here and in `elsewhere.csv`) and of DeepSpeed. Where a row says that its samples are neither packed nor of "

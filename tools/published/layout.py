@@ -214,7 +214,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         recompute=recompute_of(cells, spec, stack, sizes.pp),
         offload=offload_of(cells, zero),
         communication=_communication(
-            cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data
+            cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data * sizes.cp
         ),
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"

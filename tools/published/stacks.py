@@ -148,6 +148,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
+    by_layers = by_layers or (cells.has("nanogpt") and cells.year < NANOGPT)
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
         stack = replace(stack, gelu_apart=True)
     bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
@@ -218,6 +219,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
 
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
+NANOGPT = 2023.45
+"""Year until which nanoGPT's is so too."""
 _SLICED = (
     r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
     r"loss (works |computed )?in (\d+ )?chunks"

@@ -29,6 +29,11 @@ PARTS = {
 """Parameters in a product, as adapters name them."""
 
 
+def parts_of(op: Matmul) -> tuple[str, ...]:
+    """Parameters in it, as adapters name them."""
+    return PARTS.get(op.name.removeprefix("shared-").removeprefix("experts-"), ())
+
+
 GELU = 4
 """Tensors of `0.5 x (1 + tanh(a (x + b x^3)))` in primitives: `x`, the tanh, and both factors of the last product."""
 
@@ -163,9 +168,7 @@ def _saved_input(op: Matmul, how: Saving) -> float:
 
 def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
     """Bytes per row that the adapters of a frozen product keep of its input."""
-    beside = sum(
-        part in adapters.on for part in PARTS.get(op.name.removeprefix("shared-").removeprefix("experts-"), ())
-    )
+    beside = sum(part in adapters.on for part in parts_of(op))
     own = PACKED[adapters.base].inputs if adapters.base else 0.0
     shared = adapters.keeps or own > 0 or (beside > 0 and not adapters.copies)
     return op.saves * width * shared + op.ins * op.rows * (own + beside * adapters.copies)

@@ -9,17 +9,16 @@ from math import ceil
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
-from shardwise.plan.frozen import whole_time
+from shardwise.plan.frozen import ADAPTER_KERNELS, adapter_time, whole_time
 from shardwise.plan.kernels import (
-    ADAPTER_KERNELS,
     BYTES,
     TAIL,
-    adapter_time,
     attention_backward,
     attention_kernel,
     attention_time,
     fastest_matmul,
     matmul_time,
+    passes_of,
     pointwise_time,
     unaligned_share,
 )
@@ -27,7 +26,7 @@ from shardwise.plan.links import Group, collective_time, group_of
 from shardwise.plan.plan import Axes
 from shardwise.plan.stack import Stack
 from shardwise.plan.updating import apart
-from shardwise.plan.workload import Packed
+from shardwise.plan.workload import PACKED, Adapters, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,15 @@ class Setting:
     """Weights get no gradient (adapters on top of them do)."""
     gathers: bool = False
     """`fully_shard` holds the parameters."""
-    packed: Packed | None = None
-    """How frozen weights are packed; None: they are not."""
+    adapters: Adapters | None = None
+    """Which are beside frozen weights."""
     casts: bool = False
     """One process casts them, each by a kernel of its own."""
+
+    @property
+    def packed(self) -> Packed | None:
+        """How frozen weights are packed; None: they are not."""
+        return PACKED[self.adapters.base] if self.adapters and self.adapters.base else None
 
     @property
     def launch(self) -> float:
@@ -145,13 +149,13 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
     """Seconds of kernels: forward, backward, element-wise ones forward, gradients of weights; how many ahead, these."""
     forward = backward = light = weight = 0.0
     kernels = apart = 0
-    batch = shape[0]
+    batch, heads = shape[0], next(iter(block.attentions), None)
     for op in block.ops:
         ahead, back = _op_time(op, shape, setting)
         if setting.frozen and isinstance(op, Matmul) and op.name != "head":
-            given = op.gives * batch * shape[1] / setting.axes.cp / (setting.axes.tp if op.split == "column" else 1)
-            added = adapter_time(given, setting.cluster.device, setting.width, fused=setting.stack.fused)
-            ahead, back = ahead + added, back + added
+            there = setting.axes, setting.adapters, setting.cluster.device, setting.width
+            added = adapter_time(op, batch * shape[1] / setting.axes.cp, there, heads, fused=setting.stack.fused)
+            ahead, back = ahead + added[0], back + added[1]
             if setting.packed:
                 whole = whole_time(op, setting.axes, setting.packed, setting.cluster.device, setting.width)
                 ahead, back = ahead + whole, back + whole * (not setting.packed.stays)
@@ -190,11 +194,6 @@ def _passes(
     return ahead, back, max(sum(device) + 2 * inside, sum(host) + hooks) + 2 * outside
 
 
-UPCAST = 9.0
-"""What the primitives of an RMSNorm move over the one kernel that does it, in 16 bits: 36 B per element against
-4 (to fp32 6, square 8, mean 4, scale 8, back 6, weight 4). In fp32: 28 against 8, as of others with 6 kernels."""
-
-
 def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
     """(forward, backward) seconds of an operator's kernels."""
     batch, length = shape
@@ -208,11 +207,9 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
         return ahead, attention_backward(ahead, stack)
     shard = tp if op.split == "heads" or setting.sequence and op.split == "sequence" or op.per_choice else 1
     moved = op.moved * max(op.per_choice, 1) * tokens / shard
-    is_norm = op.name in ("norm", "qk-norm")
-    whole = stack.fused or stack.fused_norms and is_norm or stack.fused_rope and op.name == "rope"
-    repeated = 1.0 if whole else UPCAST if op.upcast and setting.width < 4 else 1.0 + 0.5 * (op.kernels - 1)
-    ahead = pointwise_time(moved * repeated, device, setting.width)
-    return ahead, ahead * 1.6
+    passes, back = passes_of(op, stack, setting.width)
+    ahead = pointwise_time(moved * passes, device, setting.width)
+    return ahead, ahead * back
 
 
 def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:

@@ -77,7 +77,7 @@ def work_of(
         space.workload.trained < 1,
         stack.keeps_shards and core.precision in GATHERED and core.world > 1,  # other engines: at zero 3 alone
     )
-    setting = Setting(space.cluster, stack, core.axes, *seen, packed=space.workload.packed)
+    setting = Setting(space.cluster, stack, core.axes, *seen, adapters=space.workload.adapters)
     shape = (core.samples, space.workload.seq_len)
     factor = factor_of(space.workload, core.ep)
     times = {id(block): block_time(busiest_block(block, factor), shape, setting) for block, _ in blocks}

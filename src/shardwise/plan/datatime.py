@@ -12,12 +12,13 @@ from shardwise.plan.activations import compute_width
 from shardwise.plan.division import Division
 from shardwise.plan.engines import is_replicated, uses_fully_shard
 from shardwise.plan.frozen import gathered_share
-from shardwise.plan.links import group_of, messages_time
+from shardwise.plan.links import Group, group_of, messages_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import reductions_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
+from shardwise.plan.updating import OWN
 
 
 class Part(NamedTuple):
@@ -72,13 +73,17 @@ class Wire:
             seconds += messages_time(kind, size, self._count(part), group, self.cluster, network)
         return seconds
 
+    @property
+    def at_once(self) -> bool:
+        """Whether ranks of `cp` and replicas are one group, over which gradients are added at once (`DDP`)."""
+        return self.plan.zero == 0 and self.plan.axes.dp_replicate > 1 and self.stack.name not in OWN
+
     def across(self) -> float:
         """Seconds of adding gradients over replicas."""
-        group, network, width = (
-            group_of(self.plan.axes, "dp_replicate"),
-            self.stack.network,
-            self.gradient * self.trained,
-        )
+        axes, network, width = self.plan.axes, self.stack.network, self.gradient * self.trained
+        group = group_of(axes, "dp_replicate")
+        if self.at_once:
+            group = Group(axes.dp_replicate * axes.dp_shard * axes.cp, axes.tp)
         return sum(
             messages_time(
                 "all_reduce", part.params * width / part.shards, self._count(part), group, self.cluster, network
@@ -145,11 +150,11 @@ class Sends(NamedTuple):
 def sends_of(wire: Wire) -> Sends:
     """What is sent for the parameters of a rank."""
     width, sharded = compute_width(wire.plan), wire.plan.zero > 0
-    shards = group_of(wire.plan.axes, "data")
+    shards, kind = group_of(wire.plan.axes, "data"), "reduce_scatter" if sharded else "all_reduce"
     return Sends(
         gather=wire.time("all_gather", width) if sharded else 0.0,
         again=wire.time("all_gather", width, again=True) if sharded else 0.0,
-        reduce=wire.time("reduce_scatter" if sharded else "all_reduce", wire.gradient, share=wire.trained),
+        reduce=0.0 if wire.at_once else wire.time(kind, wire.gradient, share=wire.trained),
         across=wire.across(),
         shared=not sharded or shards.inside(wire.cluster) < shards.size,
     )

@@ -1,4 +1,4 @@
-"""Frozen weights of few bits below adapters (arXiv:2305.14314): what they take, and each use of them. No torch."""
+"""Frozen weights below adapters, whole or of few bits (arXiv:2305.14314): what they take, and each use. No torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.hardware.cluster import Device
-from shardwise.model.ops import Matmul
+from shardwise.model.ops import Attention, Matmul
 from shardwise.model.profile import Block, Profile
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import compute_width, recomputed_in
+from shardwise.plan.activations import compute_width, parts_of, recomputed_in
 from shardwise.plan.division import Division
 from shardwise.plan.kernels import pointwise_time
 from shardwise.plan.plan import Axes, Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, apart
-from shardwise.plan.workload import Packed, Workload
+from shardwise.plan.workload import Adapters, Packed, Workload
+
+ADAPTER_KERNELS = 4
+"""Of an adapter forward: two products, a scale, an addition."""
+GIVEN = {False: (6.0, 4.0), True: (2.0, 1.0)}
+"""Times that an adapter (arXiv:2106.09685) reads or writes what its product gives, forward and backward: its own output
+is written, scaled (2) and added (3), and its gradient scaled (2) and read by two products; fused, written, and read
+where it is added."""
+TAKEN = {False: (1.0, 5.0), True: (1.0, 2.0)}
+"""The same of what its product is fed: read forward; backward read for the gradient of a weight, the gradient written
+and added to the product's (3); fused, read and added in place."""
+DROPPED = 2.5
+"""And each way where dropout stands in front of it: read, written, with a byte of its mask."""
 
 
 def adapted_share(spec: ModelSpec, rank: int, on: Sequence[str]) -> float:
@@ -103,6 +115,37 @@ def _largest(block: Block, tp: int) -> float:
     return max(
         (max(apart(op, heads, gated)) * op.ins / (tp if op.split != "none" else 1) for op in block.matmuls), default=0.0
     )
+
+
+def adapter_time(
+    op: Matmul,
+    tokens: float,
+    setting: tuple[Axes, Adapters | None, Device, float],
+    heads: Attention | None,
+    *,
+    fused: bool,
+) -> tuple[float, float]:
+    """Seconds of a product's adapters, forward and backward: what they move. None: each parameter has one.
+
+    `setting`: axes, adapters, device, and bytes of an activation; `heads`: of its block.
+    """
+    axes, adapters, device, width = setting
+    parts = parts_of(op) or (op.name,)
+    sizes = apart(op, heads, len(parts) == 2)
+    names = parts[: len(sizes)] if len(sizes) > 1 else parts
+    on = names if adapters is None or "qkv" in adapters.on else adapters.on
+    given = sum(size for part, size in zip(names, sizes, strict=False) if part in on) / op.outs
+    count = 1 if adapters and "qkv" in adapters.on and len(names) == 3 else sum(part in on for part in names)
+    if not count:
+        return 0.0, 0.0
+    sent = tokens * op.gives * given / (axes.tp if op.split == "column" else 1)
+    fed = tokens * op.takes * count / (axes.tp if op.split == "row" else 1)
+    dropped = DROPPED if adapters and adapters.copies > width else 0.0
+    ahead, back = (
+        pointwise_time(sent * out + fed * (into + dropped), device, width)
+        for out, into in zip(GIVEN[fused], TAKEN[fused], strict=True)
+    )
+    return ahead, back
 
 
 def whole_time(op: Matmul, axes: Axes, packed: Packed, device: Device, width: float) -> float:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import ceil
 
 from shardwise.hardware.cluster import Device
-from shardwise.model.ops import Attention, attention_flops
+from shardwise.model.ops import Attention, Pointwise, attention_flops
 from shardwise.plan.stack import AttentionKernel, Stack
 
 BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -18,7 +18,8 @@ TAIL = 2e-6
 """Seconds from the start of a kernel to its first useful work, and from its last to its end."""
 
 HIGHEST = 0.87
-"""Largest published share of a nominal rate in a product: 271 of 312 TFLOP/s on an A100 (stas00/ml-engineering)."""
+"""Largest published share of a nominal rate in a product: 271 of 312 TFLOP/s on an A100 (stas00/ml-engineering). Boards
+that run above their nominal clock reach more: `curve.best` where that is larger."""
 
 PLAIN = 0.85
 """Share of the nominal rate that products in fp32 reach at least, where that is half the rate of 16 bits or less: it is
@@ -36,7 +37,11 @@ _RISE = 512
 _WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
 """Whose rate attention in a type has, of types without matrix units for it."""
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
-"""Times that the score matrix is read or written in a forward pass, where it is kept in memory."""
+"""Times that the score matrix is read or written in a forward pass, where it is kept in memory, in 16 bits: some of
+them are casts to the fp32 that the softmax is in."""
+WIDE_PASSES = 6.5
+"""The same in wider types, which no kernel fuses: 8 forward and 11 backward (product, scale, mask, softmax, product),
+of which the forward pass is priced as a third."""
 
 
 @lru_cache(maxsize=65536)
@@ -69,7 +74,7 @@ def matmul_time(m: int, n: int, k: int, device: Device, dtype: str, groups: int 
 
 def fastest_matmul(m: int, n: int, k: int, device: Device, dtype: str, groups: int = 1) -> float:
     """The least time of such products, whatever the software: at the largest share of the rate that any reached."""
-    return groups * 2.0 * m * n * k / (HIGHEST * device.rates.of(dtype))
+    return groups * 2.0 * m * n * k / (max(HIGHEST, device.curve.best) * device.rates.of(dtype))
 
 
 def misaligned(outs: int, ins: int) -> int:
@@ -96,16 +101,29 @@ def pointwise_time(elements: float, device: Device, width: float) -> float:
     return elements * width / (device.bandwidth * device.stream) + TAIL
 
 
-ADAPTED = {False: 6.0, True: 2.0}
-"""Times that an adapter (arXiv:2106.09685) reads or writes what its product gives, each way: its own output is written,
-scaled (2) and added (3); fused, written, and read where it is added."""
-ADAPTER_KERNELS = 4
-"""Of an adapter forward: two products, a scale, an addition."""
+UPCAST = 9.0
+"""What the primitives of an RMSNorm move over the one kernel that does it, in 16 bits: 36 B per element against
+4 (to fp32 6, square 8, mean 4, scale 8, back 6, weight 4). In fp32: 28 against 8, as of others with 6 kernels."""
+UPCAST_BACK = 2.3
+"""Its backward pass over that: 82 B per element, where other operators take 1.6 times theirs: gradients of scale and
+weight in 16 bits (14), casts (8), of both factors, square and mean in fp32 (60)."""
+GELU_APART = 9.0
+"""What the primitives of GELU's formula move over the one kernel: 36 B per element in 16 bits against 4 (power 4, four
+products with a number 16, tanh 4, two additions and the last product 12)."""
+BACK = 1.6
+"""Of any other operator's backward pass over the forward's."""
 
 
-def adapter_time(given: float, device: Device, width: float, *, fused: bool) -> float:
-    """Time of an adapter each way, beside the frozen product that gives so many elements: what it moves."""
-    return pointwise_time(given * ADAPTED[fused], device, width)
+def passes_of(op: Pointwise, stack: Stack, width: float) -> tuple[float, float]:
+    """What an operator's kernels move over one that does it all, of `width` bytes; its backward pass over that."""
+    is_norm = op.name in ("norm", "qk-norm")
+    if stack.fused or (stack.fused_norms and is_norm) or (stack.fused_rope and op.name == "rope"):
+        return 1.0, BACK
+    if op.upcast and width < 4:
+        return UPCAST, UPCAST_BACK
+    if op.name == "gelu" and stack.gelu_apart:  # autocast takes powers in fp32, and so what follows them
+        return GELU_APART * max(stack.residual_bytes / width, 1.0), BACK
+    return 1.0 + 0.5 * (op.kernels - 1), stack.picks_back if op.name == "permute" else BACK
 
 
 def attention_kernel(op: Attention, batch: float, tp: int, stack: Stack) -> AttentionKernel:
@@ -131,8 +149,11 @@ def attention_time(
     if stack.attention in _PASSES:
         scores = batch * heads * queries * keys
         flops = 2.0 * scores * (op.qk_dim + op.v_dim)
-        moved = scores * 2.0 * _PASSES[attention_kernel(op, batch, tp, stack)]
-        return flops / (_half(device) * 0.5) + moved / (device.bandwidth * device.stream) + 6 * TAIL
+        wide = dtype in _WIDE
+        passes = WIDE_PASSES if wide else _PASSES[attention_kernel(op, batch, tp, stack)]
+        moved = scores * (BYTES[dtype] if wide else 2.0) * passes
+        rate = device.rates.of(dtype) * (PLAIN if dtype != "tf32" else 0.5) if wide else _half(device) * 0.5
+        return flops / rate + moved / (device.bandwidth * device.stream) + 6 * TAIL
     flops = batch * queries * attention_flops(op, keys) / tp
     rate = _half(device) if dtype not in _WIDE else min(_half(device), device.rates.of(_WIDE[dtype]))
     return flops / (rate * attention_rate(op, keys, device, stack)) + TAIL

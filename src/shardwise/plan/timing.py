@@ -199,7 +199,7 @@ def rank_costs(division: Division, stages: tuple[Stage, ...], cluster: Cluster, 
     held, casts = is_held(plan, stack), casts_weights(plan) and not frozen
     setting = Setting(
         cluster, stack, plan.axes, _dtype(division), plan.tensor.sequence, plan.context.kind, frozen, held,
-        division.workload.packed, casts,
+        division.workload.adapters, casts,
     )  # fmt: skip
     shape = (division.micro_batch, division.workload.seq_len)
     forward, backward, weight = [], [], []
