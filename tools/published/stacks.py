@@ -284,6 +284,8 @@ def megatron_era(cells: Cells) -> str:
 
 def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     found = framework(cells)
+    if found == "megatron" and cells.year < FUSED and _graphs(cells) and not _divides(cells, "tp", "pp", "cp"):
+        found = None  # whose data parallelism is its own
     if found == "library":
         found = "eager" if nodes == 1 else "deepspeed"
         cells.assume(f"stack {found}, as the row names a trainer only")
@@ -320,9 +322,20 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     return name
 
 
+_GRAPHS = r"horovod|tensorflow|\bmxnet\b|\bkeras\b|\bchainer\b|paddle"
+"""Other frameworks, whose replicas are reduced as DDP's are."""
+
+
+def _graphs(cells: Cells) -> bool:
+    """Whether the row names another framework than PyTorch and JAX, outside the path of its source."""
+    return re.search(_GRAPHS, unsourced(cells.text)) is not None
+
+
 def _of_torch(cells: Cells) -> bool:
     """Whether a row without a framework says what Megatron does not have: DDP, or gradients in shards."""
-    return stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel")
+    return (
+        stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel") or _graphs(cells)
+    )
 
 
 def _says(cells: Cells, pattern: str) -> bool:
