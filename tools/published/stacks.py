@@ -145,6 +145,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
+    if name == "jax" and cells.has(_TORCH_XLA):
+        stack = replace(stack, overlap_data=0.0)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
@@ -243,6 +245,8 @@ LAZY = 2022.75
 """Year until which CUDA loads every kernel of its libraries at the start (before 11.7)."""
 KERNELS = 0.76e9
 """Bytes that they take, beyond a device's `context`: 1,343 MiB in all on a V100 (transformers' docs of 2022)."""
+_TORCH_XLA = r"(py)?torch[ _/-]?xla"
+"""Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
 GATHERS_AGAIN = 2024.6
 """Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
 _GRAPHED = (
