@@ -288,7 +288,7 @@ def megatron_era(cells: Cells) -> str:
 
 def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     found = framework(cells)
-    if found == "megatron" and cells.year < FUSED and _graphs(cells) and not _divides(cells, "tp", "pp", "cp"):
+    if found == "megatron" and cells.year < FUSED and graphs(cells) and not _divides(cells, "tp", "pp", "cp"):
         found = None  # whose data parallelism is its own
     if found == "library":
         found = "eager" if nodes == 1 else "deepspeed"
@@ -330,16 +330,14 @@ _GRAPHS = r"horovod|tensorflow|\bmxnet\b|\bkeras\b|\bchainer\b|paddle"
 """Other frameworks, whose replicas are reduced as DDP's are."""
 
 
-def _graphs(cells: Cells) -> bool:
+def graphs(cells: Cells) -> bool:
     """Whether the row names another framework than PyTorch and JAX, outside the path of its source."""
     return re.search(_GRAPHS, unsourced(cells.text)) is not None
 
 
 def _of_torch(cells: Cells) -> bool:
     """Whether a row without a framework says what Megatron does not have: DDP, or gradients in shards."""
-    return (
-        stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel") or _graphs(cells)
-    )
+    return stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel") or graphs(cells)
 
 
 def _says(cells: Cells, pattern: str) -> bool:
