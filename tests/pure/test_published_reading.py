@@ -76,7 +76,8 @@ def test_the_a100_of_64_gb_is_leonardos() -> None:
 def test_the_owner_of_a_repository_is_not_what_ran() -> None:
     said = "Oneflow-Inc/DLPerf PyTorch/BERT/README.md; NVIDIA DeepLearningExamples, DDP"
     assert not variant("fsdp-1", **BARE | {"notes": said}).stack.name.startswith("megatron")
-    assert variant("fsdp-1", **BARE | {"notes": "OneFlow 0.8"}).stack.name.startswith("megatron")
+    laid = variant("fsdp-1", **BARE | {"notes": "OneFlow 0.8"}).stack
+    assert laid.name.startswith("megatron") and laid.fragmentation == 0, "memory is laid out before it runs"
     said = "hpcaitech/ColossalAI-Pytorch-lightning benchmark/README.md; PyTorch Lightning, DDP"
     assert (
         variant("fsdp-1", **BARE | {"notes": said, "n_gpus": "8", "dp_replicate": "8", "dp_shard": "1"}).stack.name

@@ -147,6 +147,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "jax" and cells.has(_TORCH_XLA):
         stack = replace(stack, overlap_data=0.0)
+    if re.search(_STATIC, unsourced(cells.notes)):
+        stack = replace(stack, fragmentation=0.0)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
@@ -247,6 +249,8 @@ KERNELS = 0.76e9
 """Bytes that they take, beyond a device's `context`: 1,343 MiB in all on a V100 (transformers' docs of 2022)."""
 _TORCH_XLA = r"(py)?torch[ _/-]?xla"
 """Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
+_STATIC = r"\boneflow(?!-inc)|\blibai\b"
+"""Words for OneFlow, which lays memory out before it runs, so that no holes arise."""
 GATHERS_AGAIN = 2024.6
 """Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
 _GRAPHED = (
