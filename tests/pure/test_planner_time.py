@@ -87,6 +87,12 @@ def test_attention_runs_in_the_16_bit_type_that_has_units() -> None:
     assert attention_time(attention, shape, 1, old, stack) == attention_time(attention, shape, 1, with_units, stack)
 
 
+def test_scores_of_fp32_are_twice_as_wide_and_multiplied_at_its_rate() -> None:
+    device, attention, stack = load_cluster("v100:8").device, Attention(16, 16, 64, 64), load_stack("megatron-2021")
+    half, whole = (attention_time(attention, (8, 512, 512), 1, device, stack, kind) for kind in ("fp16", "fp32"))
+    assert whole > 2 * half
+
+
 def test_a_small_sum_through_many_nodes_is_a_tree() -> None:
     many = SLOW.with_(nodes=256)
     assert collective_time("all_reduce", 8, Group(256, 8), many) == pytest.approx(2 * 8 * 2e-5, rel=1e-3)

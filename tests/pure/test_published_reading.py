@@ -76,12 +76,33 @@ def test_the_a100_of_64_gb_is_leonardos() -> None:
 def test_the_owner_of_a_repository_is_not_what_ran() -> None:
     said = "Oneflow-Inc/DLPerf PyTorch/BERT/README.md; NVIDIA DeepLearningExamples, DDP"
     assert not variant("fsdp-1", **BARE | {"notes": said}).stack.name.startswith("megatron")
-    assert variant("fsdp-1", **BARE | {"notes": "OneFlow 0.8"}).stack.name.startswith("megatron")
+    laid = variant("fsdp-1", **BARE | {"notes": "OneFlow 0.8"}).stack
+    assert laid.name.startswith("megatron") and laid.fragmentation == 0, "memory is laid out before it runs"
     said = "hpcaitech/ColossalAI-Pytorch-lightning benchmark/README.md; PyTorch Lightning, DDP"
     assert (
         variant("fsdp-1", **BARE | {"notes": said, "n_gpus": "8", "dp_replicate": "8", "dp_shard": "1"}).stack.name
         == "eager"
     )
+
+
+def test_replicas_of_other_frameworks_are_reduced_as_ddps() -> None:
+    few = BARE | dict.fromkeys(("tp", "pp", "cp", "zero_stage"), "") | {"date": "2020-06"}
+    for said in ("TensorFlow 1.15, Horovod", "MXNet", "PaddlePaddle"):
+        row = variant("fsdp-1", **few | {"notes": said, "n_gpus": "8", "dp_replicate": "8", "dp_shard": "1"})
+        assert (row.stack.name, row.plan.zero) == ("fsdp1", 0), said
+    for said in ({"notes": "Megatron-LM"}, {"notes": "PaddleNLP", "date": "2024-10"}):
+        assert variant("fsdp-1", **few | said).stack.name.startswith("megatron"), said
+
+
+def test_twelve_devices_of_six_cards_are_tiles() -> None:
+    few = BARE | {"gpu": "Intel Max 1550", "n_gpus": "24", "dp_replicate": "1", "dp_shard": "24"}
+    card, tile = (variant("fsdp-1", **few | {"gpus_per_node": count}) for count in ("6", "12"))
+    assert tile.cluster.device.rates.bf16 == card.cluster.device.rates.bf16 / 2
+
+
+def test_torch_on_xla_hides_nothing_of_what_is_sent() -> None:
+    on = {said: variant("fsdp-1", **BARE | {"gpu": "TPU v4", "notes": said}).stack for said in ("JAX", "PyTorch/XLA")}
+    assert on["PyTorch/XLA"].name == on["JAX"].name and on["PyTorch/XLA"].overlap_data == 0 < on["JAX"].overlap_data
 
 
 def test_no_more_blocks_are_recomputed_than_need_be() -> None:

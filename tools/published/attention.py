@@ -72,7 +72,7 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
     if stack == "fsdp1" and kernel == "flash2" and cells.year < TRITON:
         kernel = "triton"
     plain = cells.year < SDPA or re.search(_OWN_SCORES, cells["model"].lower()) is not None
-    if stack in ("eager", "deepspeed", "fsdp1") and plain and cells.has(LAYERS):
+    if stack in ("eager", "deepspeed", "fsdp1", "jax") and plain and cells.has(LAYERS):
         kernel = "unfused"
     named = _named(cells)
     if named == "triton" and cells.year >= TRITON:

@@ -175,8 +175,8 @@ def _sized(preset: str, name: str, cluster: Cluster) -> Cluster:
     return cluster.with_(device=replace(cluster.device, name=name, memory=memory))
 
 
-CORES = {"trainium": 2, "trainium2": 8}
-"""NeuronCores of a chip, which AWS's own tools count as the devices."""
+CORES = {"trainium": 2, "trainium2": 8, "max1550": 2}
+"""NeuronCores of a chip, which AWS's own tools count as the devices, and the tiles of a card, which torch does."""
 
 
 def _cored(preset: str, name: str, base: Cluster, cluster: Cluster) -> Cluster:

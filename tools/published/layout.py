@@ -11,7 +11,7 @@ from published.cells import Cells
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
-from published.stacks import CORE, TORCH, engine, framework, library
+from published.stacks import CORE, TORCH, engine, framework, graphs, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
@@ -46,7 +46,7 @@ def zero_of(cells: Cells, stack: str, sizes: Sizes, room: float, trained: float 
         zero = 3 if room < 2 + 14 * trained else 0
         cells.assume(f"zero {zero}, as a rank's weights and states {'do not ' if zero else ''}fit its device")
         return zero
-    known = framework(cells) is not None or stack in CORE
+    known = stack in CORE or (framework(cells) is not None and not (stack in ("eager", "fsdp1") and graphs(cells)))
     zero = _SHARDING.get(stack, 0) if known else 0
     cells.assume(f"zero {zero}, the stack's default")
     return zero

@@ -145,6 +145,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
+    if name == "jax" and cells.has(_TORCH_XLA):
+        stack = replace(stack, overlap_data=0.0)
+    if re.search(_STATIC, unsourced(cells.notes)):
+        stack = replace(stack, fragmentation=0.0)
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
@@ -246,6 +250,10 @@ LAZY = 2022.75
 """Year until which CUDA loads every kernel of its libraries at the start (before 11.7)."""
 KERNELS = 0.76e9
 """Bytes that they take, beyond a device's `context`: 1,343 MiB in all on a V100 (transformers' docs of 2022)."""
+_TORCH_XLA = r"(py)?torch[ _/-]?xla"
+"""Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
+_STATIC = r"\boneflow(?!-inc)|\blibai\b"
+"""Words for OneFlow, which lays memory out before it runs, so that no holes arise."""
 GATHERS_AGAIN = 2024.6
 """Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
 _GRAPHED = (
@@ -287,6 +295,8 @@ def megatron_era(cells: Cells) -> str:
 
 def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     found = framework(cells)
+    if found == "megatron" and cells.year < FUSED and graphs(cells) and not _divides(cells, "tp", "pp", "cp"):
+        found = None  # whose data parallelism is its own
     if found == "library":
         found = "eager" if nodes == 1 else "deepspeed"
         cells.assume(f"stack {found}, as the row names a trainer only")
@@ -323,9 +333,18 @@ def _name(cells: Cells, *, sharded: bool, nodes: int) -> str:
     return name
 
 
+_GRAPHS = r"horovod|tensorflow|\bmxnet\b|\bkeras\b|\bchainer\b|paddle"
+"""Other frameworks, whose replicas are reduced as DDP's are."""
+
+
+def graphs(cells: Cells) -> bool:
+    """Whether the row names another framework than PyTorch and JAX, outside the path of its source."""
+    return re.search(_GRAPHS, unsourced(cells.text)) is not None
+
+
 def _of_torch(cells: Cells) -> bool:
     """Whether a row without a framework says what Megatron does not have: DDP, or gradients in shards."""
-    return stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel")
+    return stage_said(cells) == 2 or _says(cells, r"\bddp\b|distributed[ _]?data[ _]?parallel") or graphs(cells)
 
 
 def _says(cells: Cells, pattern: str) -> bool:

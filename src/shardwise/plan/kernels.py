@@ -39,9 +39,6 @@ _WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
 """Times that the score matrix is read or written in a forward pass, where it is kept in memory, in 16 bits: some of
 them are casts to the fp32 that the softmax is in."""
-WIDE_PASSES = 6.5
-"""The same in wider types, which no kernel fuses: 8 forward and 11 backward (product, scale, mask, softmax, product),
-of which the forward pass is priced as a third."""
 
 
 @lru_cache(maxsize=65536)
@@ -142,18 +139,18 @@ def attention_time(
 
     Fused: operations over the rate that its kernel reaches; heads below 128 and short sequences reach less of it. The
     kernel of wider numbers uses no matrix units: with tf32 it took as long as without, on an H200.
-    Not fused: two products and the passes over the score matrix, which is not halved by a causal mask.
+    Not fused: two products and the passes over the score matrix, which is not halved by a causal mask; in fp32 both at
+    its rate and width.
     """
     batch, queries, keys = shape
     heads = op.heads / tp
     if stack.attention in _PASSES:
         scores = batch * heads * queries * keys
         flops = 2.0 * scores * (op.qk_dim + op.v_dim)
-        wide = dtype in _WIDE
-        passes = WIDE_PASSES if wide else _PASSES[attention_kernel(op, batch, tp, stack)]
-        moved = scores * (BYTES[dtype] if wide else 2.0) * passes
-        rate = device.rates.of(dtype) * (PLAIN if dtype != "tf32" else 0.5) if wide else _half(device) * 0.5
-        return flops / rate + moved / (device.bandwidth * device.stream) + 6 * TAIL
+        moved = scores * (4.0 if dtype in _WIDE else 2.0) * _PASSES[attention_kernel(op, batch, tp, stack)]
+        rate = min(_half(device), device.rates.of(dtype)) if dtype in _WIDE else _half(device)
+        share = PLAIN if dtype == "fp32" and rate <= _half(device) / 2 else 0.5
+        return flops / (rate * share) + moved / (device.bandwidth * device.stream) + 6 * TAIL
     flops = batch * queries * attention_flops(op, keys) / tp
     rate = _half(device) if dtype not in _WIDE else min(_half(device), device.rates.of(_WIDE[dtype]))
     return flops / (rate * attention_rate(op, keys, device, stack)) + TAIL
