@@ -97,8 +97,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
     if given.get("tokens") is None:
         batch = batch or plan.batch.global_size or made.global_batch
     blocks = given.get("blocks") or plan.blocks  # what a module cannot have depends on them
-    more: dict[str, Any] = {"price": words["price"], "trace_on": given.get("trace_on"), "blocks": blocks}
-    more["precisions"] = (plan.precision,)
+    more = {"price": words["price"], "trace_on": given.get("trace_on"), "blocks": blocks, "allow": (plan.precision,)}
     said = [f"--{name} {words[name]}" for name in taken if words[name] not in ("", None)]
     said += [f"--global-batch {batch}"] if from_file and batch is not None else []
     try:

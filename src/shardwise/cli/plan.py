@@ -42,7 +42,7 @@ from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.hosting import assumed_of, host_share
-from shardwise.plan.plan import PRECISIONS, Plan
+from shardwise.plan.plan import Plan
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
@@ -80,9 +80,8 @@ def plan(
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
-    more: dict[str, Any] = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks}
     words = (words_of(allow), words_of(forbid))
-    more["precisions"] = [word for word in words[0] if word in PRECISIONS]
+    more = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks, "allow": words[0]}
     asked = unevenly(question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more), expert_imbalance)
     asked = adapted(asked, adapters, base)
     with waiting("searching for the best plan"):

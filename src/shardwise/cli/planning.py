@@ -28,7 +28,7 @@ from shardwise.plan.band import band, likeness
 from shardwise.plan.constraints import passed
 from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_share, on_host
 from shardwise.plan.memory import Memory
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import PRECISIONS, Plan
 from shardwise.plan.repair import Read
 from shardwise.plan.spelled import spelled
 from shardwise.plan.stack import Stack, load_stack, stack_on
@@ -115,7 +115,7 @@ def question(
         batch: samples per step.
         tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
         **options: `optimizer`, `price`, `trace_on`, where a module's forward is read (`meta` or `cpu`), `blocks`, the
-            pattern of a module's repeated blocks, and `precisions` that are asked about beside the usual one.
+            pattern of a module's repeated blocks, and what to `allow`: precisions beside the usual one.
 
     Raises:
         UsageError: an unknown name; both a batch and tokens.
@@ -149,7 +149,7 @@ def question(
         profile = profile_of(spec)
     elif module:
         usual = "fp32" if found.device.name.startswith("cpu") else "bf16"
-        profile, more = _described(model, module, seq, device, {usual, *options.get("precisions", ())})
+        profile, more = _described(model, module, seq, device, {usual, *options.get("allow", ())})
         assumed += more
     assumed += how_read(profile)
     if longest and seq > longest:
@@ -249,7 +249,9 @@ def _described(model: str, module: Planned, seq: int, on: str, types: set[str]) 
     from shardwise.diagnose.read_module import read_planned
 
     length = min(seq, module.longest or seq)  # sizes per token are those of a sample that its positions allow
-    profile, notes = read_planned(model, module, length, on, widths={width_of(each) for each in types})
+    profile, notes = read_planned(
+        model, module, length, on, widths={width_of(each) for each in types if each in PRECISIONS}
+    )
     if profile.chosen == profile.experts > 1:
         notes += (f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all",)
     return profile, notes

@@ -169,8 +169,7 @@ def read_module(
     seq_len: int,
     device: str,
     blocks: str = "auto",
-    how: str = SAID_BY_EXAMPLE,
-    widths: Collection[float] = WIDTHS,
+    **options: Any,
 ) -> Profile:
     """The profile of a module, from its own forward: of its `example_input_array`, else of `seq_len` token ids.
 
@@ -180,14 +179,14 @@ def read_module(
         seq_len: tokens of the sample, on a CPU at most `LONGEST`.
         device: `meta`, or `cpu`, which runs the forward for real.
         blocks: the pattern of its repeated blocks, or `WHOLE`.
-        how: what to do about inputs that it does not take.
-        widths: see `describe`.
+        **options: `how`, what to do about inputs that it does not take; `widths`, see `describe`.
 
     Raises:
         ModelError: a factory that fails, a module that does not take its sample, or one that cannot be read there.
 
     Cost: see `describe`.
     """
+    how, widths = options.get("how", SAID_BY_EXAMPLE), options.get("widths", WIDTHS)
     sample = example_of(factory, device)
     if sample is None:
         length = seq_len if device == "meta" else min(seq_len, LONGEST)

@@ -37,8 +37,7 @@ _RISE = 512
 _WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
 """Whose rate attention in a type has, of types without matrix units for it."""
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
-"""Times that the score matrix is read or written in a forward pass, where it is kept in memory, in 16 bits: some of
-them are casts to the fp32 that the softmax is in."""
+"""Times that the score matrix is read or written in a forward pass, where it is kept in memory."""
 
 
 @lru_cache(maxsize=65536)
