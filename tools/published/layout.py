@@ -217,13 +217,16 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
             cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data
         ),
         tensor=Tensor(
-            sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
+            sequence=_sequence(cells, stack.name, sizes.tp),
+            loss=sizes.tp > 1 and stack.name != "megatron-flash" and not cells.has(_WHOLE_LOGITS),
         ),
         compile=cells.compiled is True,
     )
     return plan, work
 
 
+_WHOLE_LOGITS = r"logits (are )?gathered|gather(s|ed) (the |all )?logits"
+"""Codes whose ranks of `tp` each have all logits: the head's output is gathered before the loss."""
 PLAIN = "1F1B without interleaving"
 """Of a row that says nothing of it, run by a stack that has it, whose ranks would be idle for a third of the time."""
 _PLAINLY = (

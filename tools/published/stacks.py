@@ -196,6 +196,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
+    stack = replace(stack, wide_buckets=cells.has(_WIDE) or stack.wide_buckets)
     looped = engine(cells) == "fsdp2" if library(cells) or cells.has(LAYERS) else engine(cells) is None
     if stack.name == "eager" and looped and not trainer:
         stack = replace(stack, logit_bytes=LOOP_LOSS)
@@ -218,6 +219,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
 
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
+_WIDE = r"fp32 buckets"
+"""Words for data ranks that add gradients up in fp32 beside weights in 16 bits."""
 _SLICED = (
     r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
     r"loss (works |computed )?in (\d+ )?chunks"

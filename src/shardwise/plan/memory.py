@@ -279,7 +279,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     summed, updated, low, pure = summed * share, stepped * share, width < 4, plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
         states = {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
-        return {**states, "buckets": summed * width * sent + flat}
+        return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0 * (not stack.widens_grads)

@@ -77,6 +77,8 @@ class Stack:
     """Gradients are set to zero between steps, not to None: they are there in every forward pass."""
     copies_grads: bool = False
     """Data ranks of whole parameters reduce buckets that are copies of the gradients (DDP)."""
+    wide_buckets: bool = False
+    """Those are in fp32, in which micro-batches add up, where the weights are in 16 bits too."""
     reduce_bucket: float = 0.0
     """Elements of each of the two flat buffers that gradients are reduced from below zero 3 (DeepSpeed's
     `reduce_bucket_size` with `overlap_comm`); 0: as many as `hidden_size` squared, which is nothing."""
