@@ -161,7 +161,7 @@ def estimate_memory(
     stages, (largest, peaks) = division.ranks[worst], ranks[worst]
     ahead = held_ahead(division, stack, device)
     left = held_apart(division, stages, peaks, states[worst], stack)
-    left += held_freed(division, stages, largest.most_passing, stack) + largest.freed
+    left += held_freed(division, stages, peaks, largest.most_passing, stack) + largest.freed
     memory = Memory(
         stages=tuple(rank for rank, _ in ranks),
         fragmentation=stack.fragmentation,
