@@ -44,9 +44,10 @@ def held_freed(
     `passing`: the most of that within a pass; an update's copies of gradients, tensor by tensor, fit nothing of a pass.
     """
     cached = min(stack.cached * passing, stack.most_cached)
-    widened = at_once(division, stages, stack) if stack.widens_grads else 0.0
-    beyond = max(0.0, peaks["loss"] + widened - max(peaks.values()))
-    return _gathered_early(division, stages, stack) + cached + beyond
+    freed = _gathered_early(division, stages, stack) + cached
+    if stack.widens_grads:
+        freed += max(0.0, peaks["loss"] + at_once(division, stages, stack) - max(peaks.values()))
+    return freed
 
 
 def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
