@@ -258,10 +258,14 @@ _APEX = r"(apex|amp|opt[ _-]?level)\W{0,3}o2\b"
 
 
 def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
-    """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32."""
+    """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32.
+
+    Apex's second level has fp32 copies for the update alone, and drops all gradients behind it.
+    """
     mixed = stack.name in TORCH and not plan.zero and plan.precision in ("bf16", "fp16")
     if not mixed or cells.has(rf"{_SHARDS}|{_APEX}"):
-        return stack
+        apex = mixed and cells.has(_APEX)
+        return replace(stack, master=True, widens_grads=True, zeroes_grads=False) if apex else stack
     cells.assume("autocast: the residual stream, norms and softmax in fp32")
     return replace(stack, residual_bytes=4.0)
 

@@ -219,7 +219,8 @@ def _rank_memory(
     if logits > again + working:
         loss, freed = {**held, "activations": alive, "logits": logits}, again
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
-    if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
+    buffered = stack.master and not stack.copies_grads  # in buffers that stay
+    if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
         backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
