@@ -120,6 +120,16 @@ def test_copies_of_gradients_that_an_update_frees_are_held_beside_the_loss() -> 
     assert _memory("bf16", stack).held == 0, "gradients are in fp32 as they add up"
 
 
+def test_a_loop_that_holds_its_last_loss_keeps_the_inputs_of_packed_products_twice() -> None:
+    block, plan = profile_of(LLAMA).blocks[0], Plan.parse("bf16-pure")
+    once = Adapters(on=(), base="nf4", keeps=True)
+    kept = [saved_bytes(block, saving_of(plan, EAGER, 128, adapters=replace(once, lasts=lasts))) for lasts in (0, 1)]
+    assert kept[1] - kept[0] == 2 * (3 * DIM + FFN), "of qkv, out, up and down"
+    cells = {"source": "litgpt", "date": "2024-05", "model": "Llama-2-7B QLoRA", "notes": "bnb.nf4"}
+    found = [variant("tune-1", **BARE | cells | {"date": date}).workload.adapters for date in ("2024-05", "2025-05")]
+    assert [each and each.lasts for each in found] == [True, False], "bitsandbytes 0.43.2 keeps none"
+
+
 def test_rows_say_where_logits_are_whole_and_in_which_type_gradients_add_up() -> None:
     cells = {"n_gpus": "8", "tp": "2", "dp_replicate": "4", "precision": "bf16 pure", "source": "a loop on PyTorch"}
     plain = variant("tune-1", **BARE | cells)

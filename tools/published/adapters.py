@@ -88,7 +88,8 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, shar
     copies = width if cast else 0.0 if plain else width + 1
     stays = cells.has(_REENTRANT) or (sharded and stack != "deepspeed" and cells.has(_TRAINER))
     keeps = by_library and cells.year < late
-    return Adapters(on=on, copies=copies, base=base, keeps=keeps, stays=stays, rest=4.0 * upcast)
+    lasts = keeps and cells.has("lit-?gpt") and not cells.noted("longest sample")
+    return Adapters(on=on, copies=copies, base=base, keeps=keeps, lasts=lasts, stays=stays, rest=4.0 * upcast)
 
 
 KEPT = 2024.55

@@ -74,8 +74,8 @@ DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = {False: 2.5, True: 2.0}
 """Bytes per logit of a loss in chunks: all in 16 bits, and where it is not compiled a chunk in fp32."""
-KEPT = 4.5
-"""Bytes per logit of litgpt's, whose chunks' log-softmax is kept in 16 bits too."""
+KEPT = 8.5
+"""Bytes per logit of litgpt's: Fabric casts what a forward gives to fp32, and each chunk's log-softmax is kept."""
 FUSED_LOSS = 8.0
 """Bytes per logit of one kernel for the loss, which has its gradient in the place of its input: the logits of
 transformers, in fp32, and their copy without the last place."""
@@ -164,7 +164,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
     if _chunks(cells):
         stack = replace(stack, logit_bytes=KEPT if cells.has(r"lit-?gpt") else CHUNKED[compiled is True])
-        cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
+        cells.assume("the loss works in chunks of the logits, which torchtune keeps in 16 bits, and litgpt in 32")
     elif of_unsloth(cells) and name in TORCH:
         stack = replace(stack, logit_bytes=SLICED if cells.year >= CUT else IN_PLACE, fused=True)
     elif cells.noted(_SLICED):

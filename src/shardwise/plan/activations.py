@@ -163,6 +163,7 @@ def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
     )
     own = PACKED[adapters.base].inputs if adapters.base else 0.0
     shared = adapters.keeps or own > 0 or (beside > 0 and not adapters.copies)
+    own += width * adapters.lasts
     return op.saves * width * shared + op.ins * op.rows * (own + beside * adapters.copies)
 
 
