@@ -181,3 +181,10 @@ def test_loops_that_are_compiled_leave_no_holes_and_forks_are_no_paths() -> None
 )  # fmt: skip
 def test_gelu_is_a_formula_in_the_models_of_transformers(model: str, notes: str, apart: bool) -> None:
     assert variant("new-2", **BARE | {"date": "2024-06", "model": model, "notes": notes}).stack.gelu_apart is apart
+
+
+def test_the_memory_of_a_row_without_a_micro_batch_is_not_compared() -> None:
+    cells = {"peak_mem_gib": "40", "micro_batch": "", "global_batch": "64"}
+    assert variant("core-8", **cells).memory_gib is None
+    assert variant("core-8", **cells | {"micro_batch": "1"}).memory_gib == 40
+    assert variant("core-8", **cells | {"notes": "micro batch size 1"}).memory_gib == 40

@@ -171,7 +171,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
         workload=workload,
         stack=stack,
         step_time=step_time,
-        memory_gib=memory,
+        memory_gib=None if any(re.fullmatch(_GUESSED, line) for line in cells.assumed) else memory,
         memory_kind=memory_kind_of(cells, stack.name),
         memory_stage=memory_stage_of(cells, stack.name),
         oom=is_oom(cells),
@@ -180,6 +180,9 @@ def row_of(raw: Mapping[str, str]) -> Row:
     )
 
 
+_FASTEST = ", the fastest that fits"
+_GUESSED = rf"{MICRO} \d+({_FASTEST})?"
+"""Of a row that prints no micro-batch, and so nothing that its memory could be compared with."""
 _INFERRED = "recompute="
 _UNSAID = (
     r"(recomput\w*|check ?pointing)( mode)?((( and| or|,) [\w -]{2,40})|( by| in| of) [\w -]{2,40},)?( is| was| are)? "
@@ -301,7 +304,7 @@ def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tu
         return plan
     best = min(times, key=lambda key: times[key][0])
     if guess in cells.assumed:
-        cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}, the fastest that fits"
+        cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}{_FASTEST}"
     if best[1] != plan.recompute.mode:
         cells.assumed[cells.assumed.index(said)] = f"{_INFERRED}{best[1]}, with which a larger micro-batch is faster"
     if turns and best[2] > 1:
