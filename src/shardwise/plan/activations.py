@@ -60,6 +60,8 @@ class Saving:
     weighs_inside: bool = False
     """What experts give is not kept: `Stack.weighs_inside`."""
     adapters: Adapters | None = None
+    returns: bool = False
+    """Packed products give what they are given: their library computes in 16 bits and casts to its input's type."""
 
 
 def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "", adapters: Adapters | None = None) -> Saving:
@@ -86,6 +88,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
         adapters=adapters,
+        returns=bool(adapters and adapters.base and adapters.rest > width),
     )
 
 
@@ -133,7 +136,7 @@ def _saved(op: Op, how: Saving) -> float:
     if isinstance(op, Matmul):
         return _saved_input(op, how)
     shard = _shard(op, how)
-    width = how.residual if op.split == "sequence" and op.name == "norm" else how.width
+    width = how.residual if (op.split == "sequence" and op.name == "norm") or how.returns else how.width
     kept = op.saves * width
     if op.name == "combine" and how.weighs_inside:
         return 0.0
@@ -148,7 +151,7 @@ def _saved_input(op: Matmul, how: Saving) -> float:
     if not op.trained:
         return 0.0
     width = how.inputs if how.inputs and op.name not in ("head", "router") else how.width
-    kept = (op.saves * width if how.adapters is None else _adapted(op, how.adapters, width)) * max(op.chosen, 1)
+    kept = (op.saves * width if how.adapters is None else _adapted(op, how, width)) * max(op.chosen, 1)
     if not how.fused and how.residual > how.width and how.adapters is None:
         kept *= op.parts
     if op.split == "row":  # its input is sharded along its own inner size
@@ -156,14 +159,17 @@ def _saved_input(op: Matmul, how: Saving) -> float:
     return kept / (how.tp if how.sequence and not (how.gathered and op.split == "column") else 1)
 
 
-def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
+def _adapted(op: Matmul, how: Saving, width: float) -> float:
     """Bytes per row that the adapters of a frozen product keep of its input."""
+    adapters = how.adapters or Adapters(on=())
     beside = sum(
         part in adapters.on for part in PARTS.get(op.name.removeprefix("shared-").removeprefix("experts-"), ())
     )
     own = PACKED[adapters.base].inputs if adapters.base else 0.0
     shared = adapters.keeps or own > 0 or (beside > 0 and not adapters.copies)
     own += width * adapters.lasts
+    if how.returns:  # each parameter's own copy in 16 bits
+        return op.ins * op.rows * (width * adapters.keeps * op.parts + own + beside * adapters.copies)
     return op.saves * width * shared + op.ins * op.rows * (own + beside * adapters.copies)
 
 
@@ -213,7 +219,7 @@ def working_bytes(block: Block, how: Saving) -> float:
         if isinstance(op, Matmul):
             outs = op.gives / (how.tp if op.split == "column" else 1)
             ins = op.takes / (how.tp if op.split == "row" else 1)
-            widest = max(widest, (outs + ins) * how.width)
+            widest = max(widest, (outs + ins) * (how.residual if how.returns else how.width))
     return widest
 
 
