@@ -94,7 +94,7 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, shar
 
 KEPT = 2024.55
 """Year until which bitsandbytes' products keep their inputs (its version 0.43.2)."""
-_UPCASTS = r"prepare_model_for_kbit|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl"
+_UPCASTS = r"prepare_model_for_kbit|\bpeft\b|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl"
 """Words for what casts to fp32 all that is not packed: PEFT's `prepare_model_for_kbit_training`; not under FSDP."""
 _REENTRANT = r"(?<!non[- ])\breentrant"
 _TRAINER = r"sfttrainer|\btrl\b|(hugging ?face|hf|transformers) trainer"
