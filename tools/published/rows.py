@@ -30,7 +30,7 @@ from published.measured import (
 )
 from published.models import model_of
 from published.recompute import EVERY_SECOND, NO_RECOMPUTE, PER_OPERATOR, TWO_OF_THREE
-from published.stacks import TORCH, TPU, stack_of
+from published.stacks import TORCH, TPU, library, stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -238,7 +238,7 @@ def halved(
     """
     plan, work = job
     if (
-        stack.name not in ("eager", "fsdp1")
+        not (stack.name in ("eager", "fsdp1") or (stack.name == "torchtitan" and library(cells)))
         or plan.precision not in ("bf16", "fp16")
         or work.compute
         or is_oom(cells)

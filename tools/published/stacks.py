@@ -181,6 +181,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     return stack
 
 
+def is_fork(cells: Cells) -> bool:
+    """Whether a row is of a code on Megatron-LM and DeepSpeed, whose engine steps."""
+    return re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)) is not None
+
+
 def _loops(cells: Cells) -> bool:
     """Whether a row is a loop of its own around a compiled model, which spends nothing of a trainer's each step."""
     return cells.compiled is True and cells.year >= NONE and engine(cells) is None and not library(cells)
@@ -210,7 +215,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=TWICE_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
-    if stack.name == "megatron-2021" and not re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)):
+    if stack.name == "megatron-2021" and not is_fork(cells):
         stack = replace(stack, context=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
