@@ -88,8 +88,9 @@ SLICED = 0.5
 CUT = 2024.9
 """Year from which unsloth's is such a one (Cut Cross Entropy, arXiv:2411.09009)."""
 LOW_LOSS = 8.0
-"""Bytes per logit of it where nothing makes them fp32: DeepSpeed's engine has no autocast, and of some models the code
-leaves them in 16 bits: these, what is left without the last place, its log-softmax and the gradient."""
+"""Bytes per logit of one that nothing makes fp32: DeepSpeed's engine has no autocast, and of some models the code
+leaves them in 16 bits, as do loops of pure bf16: these, what is left without the last place, its log-softmax and the
+gradient."""
 _LOW_LOSS = r"\bqwen[ -](1\.8|7|14|72)|gpt-?2|gpt-?j\b|gpt-?neo|\bopt\b|bloom|falcon|pythia"
 TWICE_LOSS = 14.0
 """Bytes per logit of it from `TWICE` to `SHIFTED`: its caller holds them in 16 bits too."""
@@ -206,7 +207,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
     stack = replace(stack, wide_buckets=cells.has(_WIDE) or stack.wide_buckets)
-    if stack.name == "deepspeed" and cells.year < TWICE and re.search(_LOW_LOSS, cells["model"].lower()):
+    low = stack.name == "deepspeed" and cells.year < TWICE and re.search(_LOW_LOSS, cells["model"].lower())
+    if low or cells.noted(r"logits in 16 bits"):
         stack = replace(stack, logit_bytes=LOW_LOSS)
     looped = engine(cells) == "fsdp2" if library(cells) or cells.has(LAYERS) else engine(cells) is None
     if stack.name == "eager" and looped and not trainer:
