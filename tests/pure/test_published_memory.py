@@ -188,3 +188,9 @@ def test_the_memory_of_a_row_without_a_micro_batch_is_not_compared() -> None:
     assert variant("core-8", **cells).memory_gib is None
     assert variant("core-8", **cells | {"micro_batch": "1"}).memory_gib == 40
     assert variant("core-8", **cells | {"notes": "micro batch size 1"}).memory_gib == 40
+
+
+def test_products_of_four_bits_run_again_below_torchtitan() -> None:
+    cells = {"source": "torchtitan", "date": "2026-07", "gpu": "gb200", "activation_checkpoint": "selective"}
+    kept = [variant("new-2", **BARE | cells | {"precision": kind}).stack.keeps_products for kind in ("nvfp4", "mxfp8")]
+    assert kept == [0.0, load_stack("torchtitan").keeps_products]
