@@ -393,10 +393,3 @@ def test_what_a_peak_counts_and_of_which_rank() -> None:
     assert read("peak is mem-max-allocated-bytes, logged by the last rank") == ("allocated", "last")
     assert read("peak reserved 77.9 GB (allocated is in the memory column)") == ("allocated", "worst")
     assert read("max reserved of rank 0") == ("reserved", "first")
-
-
-def test_deepspeeds_optimizer_of_bf16_shares_out_its_states_below_megatron_whatever_the_stage_is() -> None:
-    cells = {"source": "Megatron-DeepSpeed", "date": "2023-06", "zero_stage": "0", "dp_replicate": "64", "dp_shard": ""}
-    stages = [variant("core-8", **cells | {"precision": kind}).plan.zero for kind in ("bf16", "fp16")]
-    assert stages == [1, 0]
-    assert variant("core-8", **cells | {"source": "Megatron-LM", "precision": "bf16"}).plan.zero == 0

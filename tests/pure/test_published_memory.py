@@ -194,3 +194,10 @@ def test_products_of_four_bits_run_again_below_torchtitan() -> None:
     cells = {"source": "torchtitan", "date": "2026-07", "gpu": "gb200", "activation_checkpoint": "selective"}
     kept = [variant("new-2", **BARE | cells | {"precision": kind}).stack.keeps_products for kind in ("nvfp4", "mxfp8")]
     assert kept == [0.0, load_stack("torchtitan").keeps_products]
+
+
+def test_deepspeeds_optimizer_of_bf16_shares_out_its_states_below_megatron_whatever_the_stage_is() -> None:
+    cells = {"source": "Megatron-DeepSpeed", "date": "2023-06", "zero_stage": "0", "dp_replicate": "64", "dp_shard": ""}
+    stages = [variant("core-8", **cells | {"precision": kind}).plan.zero for kind in ("bf16", "fp16")]
+    assert stages == [1, 0]
+    assert variant("core-8", **cells | {"source": "Megatron-LM", "precision": "bf16"}).plan.zero == 0
