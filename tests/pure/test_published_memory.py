@@ -201,3 +201,17 @@ def test_deepspeeds_optimizer_of_bf16_shares_out_its_states_below_megatron_whate
     stages = [variant("core-8", **cells | {"precision": kind}).plan.zero for kind in ("bf16", "fp16")]
     assert stages == [1, 0]
     assert variant("core-8", **cells | {"source": "Megatron-LM", "precision": "bf16"}).plan.zero == 0
+
+
+def test_attention_in_primitives_of_llama_in_transformers_keeps_probabilities_in_fp32() -> None:
+    cells = BARE | {"date": "2023-07", "notes": "Hugging Face Trainer; no flash attention"}
+    wide = [variant("tune-1", **cells | {"model": name}).stack.wide_softmax for name in ("Llama-2-7B", "GPT-2 XL")]
+    assert wide == [True, False]
+    block = profile_of(LLAMA).blocks[0]
+    kept = [
+        saved_bytes(
+            block, saving_of(Plan.parse("bf16-pure"), replace(EAGER, attention="unfused", wide_softmax=on), 128)
+        )
+        for on in (False, True)
+    ]
+    assert kept[1] - kept[0] == 2 * LLAMA.num_heads * 128

@@ -155,6 +155,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
+    wide = by_layers and stack.attention == "unfused" and re.search(_WIDE_SOFTMAX, cells["model"].lower())
+    stack = replace(stack, wide_softmax=bool(wide))
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
         stack = replace(stack, gelu_apart=True)
     bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
@@ -232,6 +234,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
 
 
+_WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
+"""Models whose attention in primitives has its softmax in fp32, as transformers has them."""
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 _WIDE = r"fp32 buckets"

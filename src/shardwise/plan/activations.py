@@ -43,6 +43,8 @@ class Saving:
     """Bytes of an element in the compute dtype."""
     residual: float
     """Bytes of an element of the residual stream."""
+    scores: float
+    """Bytes of an element of probabilities, where attention keeps any."""
     attention: str
     fused: bool
     gelu: int
@@ -78,6 +80,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         sequence=sequence,
         width=width,
         residual=max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
+        scores=4.0 if stack.wide_softmax else max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         attention=stack.attention,
         fused=stack.fused,
         gelu=GELU if stack.gelu_apart else 1,
@@ -177,7 +180,7 @@ def _saved_attention(op: Attention, how: Saving) -> float:
     fused = op.saves * how.width + 4 * op.heads * op.rows
     if how.attention in ("unfused", "fused-softmax"):
         scores = op.heads * op.rows * how.keys * op.reach
-        kept = how.residual + how.width + 1  # probabilities before and behind dropout (p = 0 saves none), and its mask
+        kept = how.scores + how.width + 1  # probabilities before and behind dropout (p = 0 saves none), and its mask
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
 
@@ -215,7 +218,7 @@ def working_bytes(block: Block, how: Saving) -> float:
         behind += _saved(op, how)
         if isinstance(op, Attention) and how.attention == "unfused":
             scores = op.heads * op.rows * how.keys * op.reach / how.tp
-            widest = max(widest, 2 * how.residual * scores + _saved(op, how) - behind)
+            widest = max(widest, 2 * how.scores * scores + _saved(op, how) - behind)
         if isinstance(op, Matmul):
             outs = op.gives / (how.tp if op.split == "column" else 1)
             ins = op.takes / (how.tp if op.split == "row" else 1)

@@ -63,6 +63,8 @@ class Stack:
     residual_bytes: float = 0.0
     """Bytes of an element of the residual stream; 0: the compute dtype. Where it is wider, and nothing is fused, each
     product casts what it is fed for itself (`torch.autocast`)."""
+    wide_softmax: bool = False
+    """Attention in primitives has its softmax in fp32, and casts what that gives (transformers' LLaMA and its kin)."""
     gelu_apart: bool = False
     """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
