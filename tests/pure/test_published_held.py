@@ -98,16 +98,47 @@ def test_whole_parameters_have_no_adapters_though_the_source_is_named_for_them()
 
 
 def test_freed_blocks_are_a_share_of_what_passes_and_given_back_before_memory_runs_out() -> None:
-    some, all_of_it = (replace(DEEPSPEED, cached=share, most_cached=inf) for share in (0.5, 1.0))
-    plain = _memory("fsdp8 bf16", replace(DEEPSPEED, cached=0.0))
+    plainly = replace(DEEPSPEED, widens_grads=False)
+    some, all_of_it = (replace(plainly, cached=share, most_cached=inf) for share in (0.5, 1.0))
+    plain = _memory("fsdp8 bf16", replace(plainly, cached=0.0))
     passing = plain.worst.most_passing
     assert passing >= plain.worst.passing > 0 and plain.held == 0
     assert _memory("fsdp8 bf16", some).held == 0.5 * _memory("fsdp8 bf16", all_of_it).held == 0.5 * passing
     assert _memory("fsdp8 bf16", replace(some, most_cached=7.0)).held == 7.0
-    need = _memory("fsdp8 bf16", replace(DEEPSPEED, cached=0.0), memory=1e12).device
+    need = _memory("fsdp8 bf16", replace(plainly, cached=0.0), memory=1e12).device
     tight = _memory("fsdp8 bf16", all_of_it, memory=need + 0.25 * passing)
     assert tight.device == pytest.approx(tight.limit) and tight.fits, "as much as there is room for"
     assert not _memory("fsdp8 bf16", all_of_it, memory=need - 1).fits
+
+
+def test_copies_of_gradients_that_an_update_frees_are_held_beside_the_loss() -> None:
+    stack = replace(load_stack("megatron-2021"), cached=0.0)
+    whole = _memory("fp16", stack)
+    assert whole.worst.phase == "loss" and whole.held == whole.worst.terms["master"] > 0
+    roomy = _memory("fp16", stack, memory=1e12)
+    assert _memory("fp16", stack, memory=roomy.device - roomy.held).fits, "given back before memory runs out"
+    assert _memory("bf16", stack).held == 0, "gradients are in fp32 as they add up"
+
+
+def test_a_loop_that_holds_its_last_loss_keeps_the_inputs_of_packed_products_twice() -> None:
+    block, plan = profile_of(LLAMA).blocks[0], Plan.parse("bf16-pure")
+    once = Adapters(on=(), base="nf4", keeps=True)
+    kept = [saved_bytes(block, saving_of(plan, EAGER, 128, adapters=replace(once, lasts=lasts))) for lasts in (0, 1)]
+    assert kept[1] - kept[0] == 2 * (3 * DIM + FFN), "of qkv, out, up and down"
+    cells = {"source": "litgpt", "date": "2024-05", "model": "Llama-2-7B QLoRA", "notes": "bnb.nf4"}
+    found = [variant("tune-1", **BARE | cells | {"date": date}).workload.adapters for date in ("2024-05", "2025-05")]
+    assert [each and each.lasts for each in found] == [True, False], "bitsandbytes 0.43.2 keeps none"
+
+
+def test_rows_say_where_logits_are_whole_and_in_which_type_gradients_add_up() -> None:
+    cells = {"n_gpus": "8", "tp": "2", "dp_replicate": "4", "precision": "bf16 pure", "source": "a loop on PyTorch"}
+    plain = variant("tune-1", **BARE | cells)
+    wide = variant("tune-1", **BARE | cells | {"notes": "logits gathered before the loss; fp32 buckets"})
+    assert plain.plan.tensor.loss and not wide.plan.tensor.loss
+    assert wide.stack.wide_buckets and not plain.stack.wide_buckets
+    stacks = (replace(load_stack("torchtitan"), wide_buckets=wide) for wide in (False, True))
+    buckets = [_memory("dp8 bf16-pure", stack).worst.terms["buckets"] for stack in stacks]
+    assert buckets[1] == 2 * buckets[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,37 @@ def test_loops_that_are_compiled_leave_no_holes_and_forks_are_no_paths() -> None
 )  # fmt: skip
 def test_gelu_is_a_formula_in_the_models_of_transformers(model: str, notes: str, apart: bool) -> None:
     assert variant("new-2", **BARE | {"date": "2024-06", "model": model, "notes": notes}).stack.gelu_apart is apart
+
+
+def test_the_memory_of_a_row_without_a_micro_batch_is_not_compared() -> None:
+    cells = {"peak_mem_gib": "40", "micro_batch": "", "global_batch": "64"}
+    assert variant("core-8", **cells).memory_gib is None
+    assert variant("core-8", **cells | {"micro_batch": "1"}).memory_gib == 40
+    assert variant("core-8", **cells | {"notes": "micro batch size 1"}).memory_gib == 40
+
+
+def test_products_of_four_bits_run_again_below_torchtitan() -> None:
+    cells = {"source": "torchtitan", "date": "2026-07", "gpu": "gb200", "activation_checkpoint": "selective"}
+    kept = [variant("new-2", **BARE | cells | {"precision": kind}).stack.keeps_products for kind in ("nvfp4", "mxfp8")]
+    assert kept == [0.0, load_stack("torchtitan").keeps_products]
+
+
+def test_deepspeeds_optimizer_of_bf16_shares_out_its_states_below_megatron_whatever_the_stage_is() -> None:
+    cells = {"source": "Megatron-DeepSpeed", "date": "2023-06", "zero_stage": "0", "dp_replicate": "64", "dp_shard": ""}
+    stages = [variant("core-8", **cells | {"precision": kind}).plan.zero for kind in ("bf16", "fp16")]
+    assert stages == [1, 0]
+    assert variant("core-8", **cells | {"source": "Megatron-LM", "precision": "bf16"}).plan.zero == 0
+
+
+def test_attention_in_primitives_of_llama_in_transformers_keeps_probabilities_in_fp32() -> None:
+    cells = BARE | {"date": "2023-07", "notes": "Hugging Face Trainer; no flash attention"}
+    wide = [variant("tune-1", **cells | {"model": name}).stack.wide_softmax for name in ("Llama-2-7B", "GPT-2 XL")]
+    assert wide == [True, False]
+    block = profile_of(LLAMA).blocks[0]
+    kept = [
+        saved_bytes(
+            block, saving_of(Plan.parse("bf16-pure"), replace(EAGER, attention="unfused", wide_softmax=on), 128)
+        )
+        for on in (False, True)
+    ]
+    assert kept[1] - kept[0] == 2 * LLAMA.num_heads * 128

@@ -84,17 +84,20 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, shar
     base = base_of(cells)
     by_library = base in ("nf4", "nf4-double", "int8") and not own
     late = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
-    upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has("nothing cast")
+    upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has(_AS_THEY_ARE)
     copies = width if cast else 0.0 if plain else width + 1
     stays = cells.has(_REENTRANT) or (sharded and stack != "deepspeed" and cells.has(_TRAINER))
     keeps = by_library and cells.year < late
-    return Adapters(on=on, copies=copies, base=base, keeps=keeps, stays=stays, rest=4.0 * upcast)
+    lasts = keeps and cells.has("lit-?gpt") and not cells.noted("longest sample")
+    return Adapters(on=on, copies=copies, base=base, keeps=keeps, lasts=lasts, stays=stays, rest=4.0 * upcast)
 
 
 KEPT = 2024.55
 """Year until which bitsandbytes' products keep their inputs (its version 0.43.2)."""
-_UPCASTS = r"prepare_model_for_kbit|\btrl\b|(hugging ?face|hf|transformers) trainer|axolotl"
+_UPCASTS = r"prepare_model_for_kbit|\bpeft\b|\btrl\b|hugging ?face|(hf|transformers) trainer|axolotl"
 """Words for what casts to fp32 all that is not packed: PEFT's `prepare_model_for_kbit_training`; not under FSDP."""
+_AS_THEY_ARE = r"nothing cast|llama-?factory|\bfsdp"
+"""Words for codes that leave it: a script for FSDP shards one type."""
 _REENTRANT = r"(?<!non[- ])\breentrant"
 _TRAINER = r"sfttrainer|\btrl\b|(hugging ?face|hf|transformers) trainer"
 """Words for what recomputes by reentrant checkpoints, below FSDP1 where it shards."""

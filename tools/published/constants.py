@@ -75,7 +75,8 @@ def tables() -> str:
         "`copies_grads` (the buckets of "
         "PyTorch's DDP are copies of the gradients) and `deepspeed`'s gradients, which are in 16 bits until a rank's "
         "share of them is copied to fp32 for the update (`widens_grads`): its code in `stage_1_and_2.py` and "
-        "`stage3.py`.",
+        "`stage3.py`. Megatron-LM of 2021 copies those of fp16 runs so too (`optimizer.py`, freed by the next step's "
+        "`zero_grad`), and half of its holes are whole blocks (`cached`), which runs on V100 needed back.",
         "`torchtitan`'s recompute by operator keeps every second product and none of experts, as its list says, and "
         "runs the others again; `block_host` of `eager` and `deepspeed`, whose blocks are those of `transformers`, is "
         "read off steps of few tokens (Qwen-1.8B to 14B on an A100, BERT-large on a V100; "

@@ -11,7 +11,7 @@ from published.cells import Cells
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
-from published.stacks import CORE, TORCH, engine, framework, graphs, library
+from published.stacks import CORE, TORCH, engine, framework, graphs, is_fork, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
@@ -190,6 +190,14 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     elif zero == 3 and sizes.pp > 1 and stage_of(cells) is None:
         cells.assume("zero 2: in a pipeline weights stay gathered from micro-batch to micro-batch")
         zero = 2
+    if (
+        not zero
+        and is_fork(cells)
+        and sizes.data > 1
+        and precision_of(cells, stack.name, cluster.device.rates)[0] == "bf16"
+    ):
+        cells.assume("zero 1: DeepSpeed's optimizer of bf16 shares out its states whatever the stage is")
+        zero = 1
     axes = axes_of(cells, sizes, zero, ep)
     total, count = batch_of(cells, sizes, seq_len)
     precision, compute = precision_of(cells, stack.name, cluster.device.rates)
@@ -217,13 +225,16 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
             cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data * sizes.cp
         ),
         tensor=Tensor(
-            sequence=_sequence(cells, stack.name, sizes.tp), loss=sizes.tp > 1 and stack.name != "megatron-flash"
+            sequence=_sequence(cells, stack.name, sizes.tp),
+            loss=sizes.tp > 1 and stack.name != "megatron-flash" and not cells.has(_WHOLE_LOGITS),
         ),
         compile=cells.compiled is True,
     )
     return plan, work
 
 
+_WHOLE_LOGITS = r"logits (are )?gathered|gather(s|ed) (the |all )?logits"
+"""Codes whose ranks of `tp` each have all logits: the head's output is gathered before the loss."""
 PLAIN = "1F1B without interleaving"
 """Of a row that says nothing of it, run by a stack that has it, whose ranks would be idle for a third of the time."""
 _PLAINLY = (

@@ -19,7 +19,10 @@ _KINDS = r"((cpu|optimizer|state|parameter|param|activation)s?[ _-])*offload(ing
 _OFF = rf"\b{_KINDS}( is| was)?[ =:]*(off|disabled|false|no(t|ne)?)\b|\b(no|not|without|w/o)( any)? {_KINDS}\b"
 """Says that nothing moves."""
 
-_SAVED = r"activations? (check ?point\w* )?(cpu )?offload|check ?point\w* whose inputs (are )?offload"
+_SAVED = (
+    r"activations? (check ?point\w* )?(cpu )?offload|check ?point\w* whose inputs (are )?offload"
+    r"|check ?points (wait |are )?(on|offloaded to) the (host|cpu)"
+)
 """Says that what is kept between both passes moves."""
 _ADDED = r"cumulative ablation step: (\+8-bit|q?lora)"
 """Steps of torchtune's ablation behind the one that moves saved activations, which they have too."""

@@ -30,7 +30,7 @@ from published.measured import (
 )
 from published.models import model_of
 from published.recompute import EVERY_SECOND, NO_RECOMPUTE, PER_OPERATOR, TWO_OF_THREE
-from published.stacks import TORCH, TPU, stack_of
+from published.stacks import TORCH, TPU, library, stack_of
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.profile import profile_of
@@ -171,7 +171,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
         workload=workload,
         stack=stack,
         step_time=step_time,
-        memory_gib=memory,
+        memory_gib=None if any(re.fullmatch(_GUESSED, line) for line in cells.assumed) else memory,
         memory_kind=memory_kind_of(cells, stack.name),
         memory_stage=memory_stage_of(cells, stack.name),
         oom=is_oom(cells),
@@ -180,6 +180,9 @@ def row_of(raw: Mapping[str, str]) -> Row:
     )
 
 
+_FASTEST = ", the fastest that fits"
+_GUESSED = rf"{MICRO} \d+({_FASTEST})?"
+"""Of a row that prints no micro-batch, and so nothing that its memory could be compared with."""
 _INFERRED = "recompute="
 _UNSAID = (
     r"(recomput\w*|check ?pointing)( mode)?((( and| or|,) [\w -]{2,40})|( by| in| of) [\w -]{2,40},)?( is| was| are)? "
@@ -235,7 +238,7 @@ def halved(
     """
     plan, work = job
     if (
-        stack.name not in ("eager", "fsdp1")
+        not (stack.name in ("eager", "fsdp1") or (stack.name == "torchtitan" and library(cells)))
         or plan.precision not in ("bf16", "fp16")
         or work.compute
         or is_oom(cells)
@@ -258,10 +261,14 @@ _APEX = r"(apex|amp|opt[ _-]?level)\W{0,3}o2\b"
 
 
 def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
-    """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32."""
+    """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32.
+
+    Apex's second level has fp32 copies for the update alone, and drops all gradients behind it.
+    """
     mixed = stack.name in TORCH and not plan.zero and plan.precision in ("bf16", "fp16")
     if not mixed or cells.has(rf"{_SHARDS}|{_APEX}"):
-        return stack
+        apex = mixed and cells.has(_APEX)
+        return replace(stack, master=True, widens_grads=True, zeroes_grads=False) if apex else stack
     cells.assume("autocast: the residual stream, norms and softmax in fp32")
     return replace(stack, residual_bytes=4.0)
 
@@ -297,7 +304,7 @@ def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tu
         return plan
     best = min(times, key=lambda key: times[key][0])
     if guess in cells.assumed:
-        cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}, the fastest that fits"
+        cells.assumed[cells.assumed.index(guess)] = f"{MICRO} {best[0]}{_FASTEST}"
     if best[1] != plan.recompute.mode:
         cells.assumed[cells.assumed.index(said)] = f"{_INFERRED}{best[1]}, with which a larger micro-batch is faster"
     if turns and best[2] > 1:

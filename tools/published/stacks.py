@@ -74,8 +74,8 @@ DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = {False: 2.5, True: 2.0}
 """Bytes per logit of a loss in chunks: all in 16 bits, and where it is not compiled a chunk in fp32."""
-KEPT = 4.5
-"""Bytes per logit of litgpt's, whose chunks' log-softmax is kept in 16 bits too."""
+KEPT = 8.5
+"""Bytes per logit of litgpt's: Fabric casts what a forward gives to fp32, and each chunk's log-softmax is kept."""
 FUSED_LOSS = 8.0
 """Bytes per logit of one kernel for the loss, which has its gradient in the place of its input: the logits of
 transformers, in fp32, and their copy without the last place."""
@@ -87,6 +87,11 @@ SLICED = 0.5
 """Bytes per logit of a loss that never holds all of them."""
 CUT = 2024.9
 """Year from which unsloth's is such a one (Cut Cross Entropy, arXiv:2411.09009)."""
+LOW_LOSS = 8.0
+"""Bytes per logit of one that nothing makes fp32: DeepSpeed's engine has no autocast, and of some models the code
+leaves them in 16 bits, as do loops of pure bf16: these, what is left without the last place, its log-softmax and the
+gradient."""
+_LOW_LOSS = r"\bqwen[ -](1\.8|7|14|72)|gpt-?2|gpt-?j\b|gpt-?neo|\bopt\b|bloom|falcon|pythia"
 TWICE_LOSS = 14.0
 """Bytes per logit of it from `TWICE` to `SHIFTED`: its caller holds them in 16 bits too."""
 TWICE = 2024.8
@@ -149,9 +154,13 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
         stack = replace(stack, fragmentation=0.0)
+    if name == "torchtitan" and "fp4" in cells["precision"].lower():
+        stack = replace(stack, keeps_products=0.0)  # the kernels of these are not in its list, and run again
     if name == "nanotron" and cells.year < GATHERS_AGAIN:
         stack = replace(stack, saves_gathered=True, runs_ahead=0.0)
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
+    wide = by_layers and stack.attention == "unfused" and re.search(_WIDE_SOFTMAX, cells["model"].lower())
+    stack = replace(stack, wide_softmax=bool(wide))
     by_layers = by_layers or (cells.has("nanogpt") and cells.year < NANOGPT)
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
         stack = replace(stack, gelu_apart=True)
@@ -165,7 +174,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
     if _chunks(cells):
         stack = replace(stack, logit_bytes=KEPT if cells.has(r"lit-?gpt") else CHUNKED[compiled is True])
-        cells.assume("the loss works in chunks of the logits, which torchtune and litgpt keep in 16 bits")
+        cells.assume("the loss works in chunks of the logits, which torchtune keeps in 16 bits, and litgpt in 32")
     elif of_unsloth(cells) and name in TORCH:
         stack = replace(stack, logit_bytes=SLICED if cells.year >= CUT else IN_PLACE, fused=True)
     elif cells.noted(_SLICED):
@@ -180,6 +189,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def is_fork(cells: Cells) -> bool:
+    """Whether a row is of a code on Megatron-LM and DeepSpeed, whose engine steps."""
+    return re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)) is not None
 
 
 def _loops(cells: Cells) -> bool:
@@ -201,6 +215,10 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
+    stack = replace(stack, wide_buckets=cells.has(_WIDE) or stack.wide_buckets)
+    low = stack.name == "deepspeed" and cells.year < TWICE and re.search(_LOW_LOSS, cells["model"].lower())
+    if low or cells.noted(r"logits in 16 bits"):
+        stack = replace(stack, logit_bytes=LOW_LOSS)
     looped = engine(cells) == "fsdp2" if library(cells) or cells.has(LAYERS) else engine(cells) is None
     if stack.name == "eager" and looped and not trainer:
         stack = replace(stack, logit_bytes=LOOP_LOSS)
@@ -208,7 +226,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=TWICE_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
-    if stack.name == "megatron-2021" and not re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)):
+    if stack.name == "megatron-2021" and not is_fork(cells):
         stack = replace(stack, context=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
@@ -221,10 +239,14 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
 
 
+_WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
+"""Models whose attention in primitives has its softmax in fp32, as transformers has them."""
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 NANOGPT = 2023.45
 """Year until which nanoGPT's is so too."""
+_WIDE = r"fp32 buckets"
+"""Words for data ranks that add gradients up in fp32 beside weights in 16 bits."""
 _SLICED = (
     r"(?<!without )(?<!no )\bliger|fused ce\b|tiled (loss|logits)|chunked (ce|cross|loss)|cut cross|"
     r"loss (works |computed )?in (\d+ )?chunks"

@@ -48,6 +48,8 @@ class Saving:
     """Bytes of an element in the compute dtype."""
     residual: float
     """Bytes of an element of the residual stream."""
+    scores: float
+    """Bytes of an element of probabilities, where attention keeps any."""
     attention: str
     fused: bool
     gelu: int
@@ -65,6 +67,8 @@ class Saving:
     weighs_inside: bool = False
     """What experts give is not kept: `Stack.weighs_inside`."""
     adapters: Adapters | None = None
+    returns: bool = False
+    """Packed products give what they are given: their library computes in 16 bits and casts to its input's type."""
 
 
 def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "", adapters: Adapters | None = None) -> Saving:
@@ -81,6 +85,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         sequence=sequence,
         width=width,
         residual=max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
+        scores=4.0 if stack.wide_softmax else max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         attention=stack.attention,
         fused=stack.fused,
         gelu=GELU if stack.gelu_apart else 1,
@@ -91,6 +96,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
         adapters=adapters,
+        returns=bool(adapters and adapters.base and adapters.rest > width),
     )
 
 
@@ -143,7 +149,7 @@ def _saved(op: Op, how: Saving) -> float:
     if isinstance(op, Matmul):
         return _saved_input(op, how)
     shard = _shard(op, how)
-    width = how.residual if op.split == "sequence" and op.name == "norm" else how.width
+    width = how.residual if (op.split == "sequence" and op.name == "norm") or how.returns else how.width
     kept = op.saves * width
     if op.name == "combine" and how.weighs_inside:
         return 0.0
@@ -158,7 +164,7 @@ def _saved_input(op: Matmul, how: Saving) -> float:
     if not op.trained:
         return 0.0
     width = how.inputs if how.inputs and op.name not in ("head", "router") else how.width
-    kept = (op.saves * width if how.adapters is None else _adapted(op, how.adapters, width)) * max(op.chosen, 1)
+    kept = (op.saves * width if how.adapters is None else _adapted(op, how, width)) * max(op.chosen, 1)
     if not how.fused and how.residual > how.width and how.adapters is None:
         kept *= op.parts
     if op.split == "row":  # its input is sharded along its own inner size
@@ -166,11 +172,15 @@ def _saved_input(op: Matmul, how: Saving) -> float:
     return kept / (how.tp if how.sequence and not (how.gathered and op.split == "column") else 1)
 
 
-def _adapted(op: Matmul, adapters: Adapters, width: float) -> float:
+def _adapted(op: Matmul, how: Saving, width: float) -> float:
     """Bytes per row that the adapters of a frozen product keep of its input."""
+    adapters = how.adapters or Adapters(on=())
     beside = sum(part in adapters.on for part in parts_of(op))
     own = PACKED[adapters.base].inputs if adapters.base else 0.0
     shared = adapters.keeps or own > 0 or (beside > 0 and not adapters.copies)
+    own += width * adapters.lasts
+    if how.returns:  # each parameter's own copy in 16 bits
+        return op.ins * op.rows * (width * adapters.keeps * op.parts + own + beside * adapters.copies)
     return op.saves * width * shared + op.ins * op.rows * (own + beside * adapters.copies)
 
 
@@ -178,7 +188,7 @@ def _saved_attention(op: Attention, how: Saving) -> float:
     fused = op.saves * how.width + 4 * op.heads * op.rows
     if how.attention in ("unfused", "fused-softmax"):
         scores = op.heads * op.rows * how.keys * op.reach
-        kept = how.residual + how.width + 1  # probabilities before and behind dropout (p = 0 saves none), and its mask
+        kept = how.scores + how.width + 1  # probabilities before and behind dropout (p = 0 saves none), and its mask
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
 
@@ -216,11 +226,11 @@ def working_bytes(block: Block, how: Saving) -> float:
         behind += _saved(op, how)
         if isinstance(op, Attention) and how.attention == "unfused":
             scores = op.heads * op.rows * how.keys * op.reach / how.tp
-            widest = max(widest, 2 * how.residual * scores + _saved(op, how) - behind)
+            widest = max(widest, 2 * how.scores * scores + _saved(op, how) - behind)
         if isinstance(op, Matmul):
             outs = op.gives / (how.tp if op.split == "column" else 1)
             ins = op.takes / (how.tp if op.split == "row" else 1)
-            widest = max(widest, (outs + ins) * how.width)
+            widest = max(widest, (outs + ins) * (how.residual if how.returns else how.width))
     return widest
 
 

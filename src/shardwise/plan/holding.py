@@ -13,7 +13,7 @@ from shardwise.plan.division import Division
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
-from shardwise.plan.updating import OWN
+from shardwise.plan.updating import OWN, at_once
 
 
 def held_apart(
@@ -36,9 +36,18 @@ def held_apart(
     return max(0.0, others + gradients - max(peaks.values())) + added
 
 
-def held_freed(division: Division, stages: tuple[Stage, ...], passing: float, stack: Stack) -> float:
-    """Bytes of freed blocks: of weights gathered too early, and of what comes and goes (`passing`) in other sizes."""
-    return _gathered_early(division, stages, stack) + min(stack.cached * passing, stack.most_cached)
+def held_freed(
+    division: Division, stages: tuple[Stage, ...], peaks: Mapping[str, float], passing: float, stack: Stack
+) -> float:
+    """Bytes of freed blocks: of weights gathered too early, and of what comes and goes in other sizes.
+
+    `passing`: the most of that within a pass; an update's copies of gradients, tensor by tensor, fit nothing of a pass.
+    """
+    cached = min(stack.cached * passing, stack.most_cached)
+    freed = _gathered_early(division, stages, stack) + cached
+    if stack.widens_grads:
+        freed += max(0.0, peaks["loss"] + at_once(division, stages, stack) - max(peaks.values()))
+    return freed
 
 
 def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:

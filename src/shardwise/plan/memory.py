@@ -161,7 +161,7 @@ def estimate_memory(
     stages, (largest, peaks) = division.ranks[worst], ranks[worst]
     ahead = held_ahead(division, stack, device)
     left = held_apart(division, stages, peaks, states[worst], stack)
-    left += held_freed(division, stages, largest.most_passing, stack) + largest.freed
+    left += held_freed(division, stages, peaks, largest.most_passing, stack) + largest.freed
     memory = Memory(
         stages=tuple(rank for rank, _ in ranks),
         fragmentation=stack.fragmentation,
@@ -219,7 +219,8 @@ def _rank_memory(
     if logits > again + working:
         loss, freed = {**held, "activations": alive, "logits": logits}, again
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
-    if stack.master or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
+    buffered = stack.master and not stack.copies_grads  # in buffers that stay
+    if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients
         backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
@@ -279,7 +280,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     summed, updated, low, pure = summed * share, stepped * share, width < 4, plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
         states = {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
-        return {**states, "buckets": summed * width * sent + flat}
+        return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0 * (not stack.widens_grads)

@@ -63,6 +63,8 @@ class Stack:
     residual_bytes: float = 0.0
     """Bytes of an element of the residual stream; 0: the compute dtype. Where it is wider, and nothing is fused, each
     product casts what it is fed for itself (`torch.autocast`)."""
+    wide_softmax: bool = False
+    """Attention in primitives has its softmax in fp32, and casts what that gives (transformers' LLaMA and its kin)."""
     gelu_apart: bool = False
     """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
@@ -77,6 +79,8 @@ class Stack:
     """Gradients are set to zero between steps, not to None: they are there in every forward pass."""
     copies_grads: bool = False
     """Data ranks of whole parameters reduce buckets that are copies of the gradients (DDP)."""
+    wide_buckets: bool = False
+    """Those are in fp32, in which micro-batches add up, where the weights are in 16 bits too."""
     reduce_bucket: float = 0.0
     """Elements of each of the two flat buffers that gradients are reduced from below zero 3 (DeepSpeed's
     `reduce_bucket_size` with `overlap_comm`); 0: as many as `hidden_size` squared, which is nothing."""

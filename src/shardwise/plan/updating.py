@@ -299,7 +299,8 @@ def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
 def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
     """Bytes that an update at once makes beside its states (`Stack.fused_optimizer`, `widens_grads`)."""
     if stack.widens_grads and division.workload.trained == 1:
-        return division.owned(stages) * 4.0 if division.plan.precision in ("bf16", "fp16") else 0.0
+        low = "fp16", "bf16" if stack.grad_bytes < 4 else ""
+        return division.owned(stages) * 4.0 if division.plan.precision in low else 0.0
     if stack.fused_optimizer:
         return 0.0
     wide = 2.0 if division.plan.precision == "bf16-pure" and not stack.pure_master else 4.0

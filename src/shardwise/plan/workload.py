@@ -70,6 +70,9 @@ class Adapters:
     """What the frozen products' weights are packed as, a key of `PACKED`; empty: they are as the plan has them."""
     keeps: bool = False
     """A packed product keeps its input, which it has no need of (bitsandbytes before 0.43.2, of July 2024)."""
+    lasts: bool = False
+    """And the loop refers to its last loss while the next is computed, whose graph holds all those inputs beside what
+    autograd frees (litgpt's, in micro-batches of one length)."""
     stays: bool = False
     """Inputs of recomputed blocks, and their gradients, stay until the backward pass ends: FSDP1 hooks what goes into
     frozen units, and where a reentrant checkpoint has made that a leaf, the hook keeps it alive."""
