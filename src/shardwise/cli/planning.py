@@ -110,8 +110,7 @@ def question(
     Args:
         model: a preset, a file of sizes, `hf:NAME`, or `pkg.mod:factory`.
         cluster: a preset or a file, or one that was read.
-        seq: tokens per sample; None: 4096, or as many as the model has positions for where that is less, marked as
-            assumed.
+        seq: tokens per sample; None: 4096, or the model's positions where these are fewer, marked as assumed.
         batch: samples per step.
         tokens: tokens per step, `4M`; of `batch` and `tokens` one is given, or neither.
         **options: `optimizer`, `price`, `trace_on`, where a module's forward is read (`meta` or `cpu`), `blocks`, the
@@ -249,9 +248,8 @@ def _described(model: str, module: Planned, seq: int, on: str, types: set[str]) 
     from shardwise.diagnose.read_module import read_planned
 
     length = min(seq, module.longest or seq)  # sizes per token are those of a sample that its positions allow
-    profile, notes = read_planned(
-        model, module, length, on, widths={width_of(each) for each in types if each in PRECISIONS}
-    )
+    widths = {width_of(each) for each in types & {*PRECISIONS}}
+    profile, notes = read_planned(model, module, length, on, widths=widths)
     if profile.chosen == profile.experts > 1:
         notes += (f"every token meets all {profile.experts} experts, as its forward does; MFU counts them all",)
     return profile, notes
