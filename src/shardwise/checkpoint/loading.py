@@ -7,8 +7,7 @@ import platform
 from collections.abc import Collection, Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, reduce
-from operator import or_
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -196,31 +195,32 @@ def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], a
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
     """
-    here, sums = dict.fromkeys(manifest.tensors, 0), list[tuple[str, Box, int]]()
+    here: dict[str, list[int]] = {name: [] for name in manifest.tensors}  # stored pieces that are, as they are stored
+    sums: list[tuple[str, Box, int]] = []
     for held in held_by(tensors):
         part, tensor = held.part, held.of(tensors[held.part.name])
         read = arrived.get((part.name, part.box))
         if read is not None and read.is_in(tensors[part.name], tensor):
-            here[part.name] |= 1 << read.piece
+            here[part.name].append(read.piece)
         else:
             sums.append((part.name, part.box, _contribution(part, tensor)))
     told = peers.gather((list(tensors), list(here.values()), sums))
     totals = {name: 0 for names, _, _ in told for name in names}
     doubted = {name for *_, found in told for name, _, _ in found}
     first: dict[tuple[str, Box], tuple[int, int | None]] = {}  # None: as it is stored
-    for (name, entry), *seen in zip(manifest.tensors.items(), *(masks for _, masks, _ in told), strict=True):
-        if entry.pieces and reduce(or_, seen) == (1 << len(entry.pieces)) - 1:
+    for (name, entry), *seen in zip(manifest.tensors.items(), *(pieces for _, pieces, _ in told), strict=True):
+        if entry.pieces and len({piece for each in seen for piece in each}) == len(entry.pieces):
             totals[name] = entry.checksum
         if name in doubted:
-            intact = [[piece.box for i, piece in enumerate(entry.pieces) if mask >> i & 1] for mask in seen]
-            first |= {(name, box): (rank, None) for rank, boxes in enumerate(intact) for box in boxes}
+            first |= {(name, entry.pieces[i].box): (rank, None) for rank, each in enumerate(seen) for i in each}
     for rank, (*_, found) in enumerate(told):
         for name, box, value in found:
             known_rank, known_value = first.setdefault((name, box), (rank, value))
             if known_value != value:
+                one, other = sorted((known_rank, rank))
                 raise CheckpointError(
-                    f"{name}{box}: the copies on ranks {known_rank} and {rank} differ after loading; one of them is "
-                    "not what was stored: check the memory of these machines"
+                    f"{name}{box}: the copies on ranks {one} and {other} differ after loading; one of them is not what "
+                    "was stored: check the memory of these machines"
                 )
             if known_rank == rank:
                 totals[name] = (totals[name] + value) & MASK
