@@ -61,6 +61,19 @@ def test_what_attention_keeps_grows_with_the_length_that_is_asked_for() -> None:
     assert per_token[1] > 4 * per_token[0]
 
 
+@pytest.mark.parametrize("widths", [(2.0,), (4.0,), ()])
+def test_steps_are_looked_at_in_the_types_that_are_asked_about(widths: tuple[float, ...]) -> None:
+    profile = read_module("m", Manual, 16, "meta", widths=widths)
+    assert {seen.width for seen, _ in profile.blocks[0].courses} == {*widths} and not profile.unseen
+
+
+def test_two_batches_say_as_much_as_three_where_all_grows_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = read_module("m", Manual, 16, "meta")
+    monkeypatch.setattr("shardwise.model.seen.is_plain", lambda runs, rows: False)
+    three = read_module("m", Manual, 16, "meta")
+    assert two.blocks[0].courses == three.blocks[0].courses != ()
+
+
 def test_buffers_are_counted() -> None:
     class Table(Manual):
         def __init__(self) -> None:
