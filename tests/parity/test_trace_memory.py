@@ -65,6 +65,7 @@ FAST = [
     ("cp2 / offload=activations", "short"),
     ("fsdp3 / zero2 / mb2", "uneven"),  # shards of two sizes, padded
     ("fsdp3", "uneven"),
+    ("fsdp8", "decoder"),  # its first forward is at its most while it looks at written weights
 ]
 FAST_PIPELINES = [("pp2 / 1f1b mb4", "short")]
 PLANS = [

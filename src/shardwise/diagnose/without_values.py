@@ -45,6 +45,7 @@ from shardwise.parallel.scalars import bind_scalars
 from shardwise.parallel.ties import bind_stages
 from shardwise.parallel.torch_private import resync_fully_sharded
 from shardwise.parallel.unused import Unused
+from shardwise.parallel.written import watch_weights
 from shardwise.plan.constraints import check, refuse
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import token_cross_entropy
@@ -199,6 +200,8 @@ def without_values(training: Training, plan: Plan, mesh: Mesh, ledger: Pretendin
             allocate(part.root, device, torch.device("cpu") if plan.offload.state else device)
             if part.run is not part.root:
                 resync_fully_sharded(part.run)
+            if not plan.compile:
+                watch_weights(part.run)  # its sums are held for a moment, in a real step's first forward
             _allocate_attributes(part.root, blueprint.attributes, device)
         with ledger.lists_of_integers():
             placed = replicate_data(bind_scalars(bind_stages(placed)), plan, mesh)

@@ -64,7 +64,7 @@ def _values(unit: nn.Module, prefix: str, units: Container[object]) -> Iterator[
     """Name of each parameter of a unit itself -> the sum of its bits, as integers."""
     for name, parameter in unit.named_parameters(prefix, recurse=False):
         local = parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
-        if type(local) is torch.Tensor and not local.is_meta:  # no shapes without values, no pairs of fp8 and a scale
+        if not (local.is_meta or hasattr(local, "__tensor_flatten__")):  # no pairs of fp8 and a scale
             yield name, _sum(local.contiguous().view(-1).view(_INTEGERS[local.element_size()]))
     for name, child in unit.named_children():
         if child not in units:
@@ -73,5 +73,5 @@ def _values(unit: nn.Module, prefix: str, units: Container[object]) -> Iterator[
 
 def _sum(bits: torch.Tensor) -> int:
     """On a CPU in pieces, where a sum has a copy of what it adds in the type that it adds it in."""
-    pieces = torch.split(bits, _PIECE) if bits.device.type == "cpu" else (bits,)
+    pieces = torch.split(bits, _PIECE) if bits.untyped_storage().device.type == "cpu" else (bits,)  # "meta" in a trace
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
