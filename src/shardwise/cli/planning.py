@@ -296,19 +296,19 @@ def show_memory(out: Console, memory: Memory, plan: Plan, cluster: Cluster) -> N
     out.print(table)
     out.print(legend(worst.terms, lambda value: spelled(value, 2)))
     fits = "" if not memory.limit or memory.fits else f", {spelled(memory.device - memory.limit)} too much"
+    back = f" (of it {spelled(memory.held)} held, and given back when memory runs short)" if memory.held else ""
     out.print(
         f"allocated {spelled(memory.allocated)}, reserved {spelled(memory.reserved)}, on the device "
-        f"{spelled(memory.device)}{fits} (memory estimates: {band('memory', cluster.device.name)})",
+        f"{spelled(memory.device)}{back}{fits} (memory estimates: {band('memory', cluster.device.name)})",
         markup=False,
     )
     if memory.peak is not memory.worst:
         most = spelled(memory.reserved_of(memory.peak))
         out.print(f"most is reserved outside of steps: {most} at the {memory.peak.phase}")
     if apart := on_host(memory, plan, cluster.per_node):
+        share = spelled(host_share(cluster)) + " of host memory per device"
         lack = ", too much" if host_lack(memory, plan, cluster) else ""
-        out.print(
-            f"offloaded states: {spelled(apart)} of {spelled(host_share(cluster))} of host memory per device{lack}"
-        )
+        out.print(f"offloaded states: {spelled(apart)} of {share}{lack}")
     phases = ", ".join(f"{name} {spelled(value)}" for name, value in memory.peaks.items())
     kept = f"; a save keeps {spelled(memory.host)} of host memory per device" if memory.host else ""
     out.print(f"live tensors at most in each phase: {phases}{kept}", style="dim")

@@ -221,9 +221,9 @@ def binds(candidate: Candidate, space: Space) -> str:
     name, seconds = terms[0]
     rest = next(((n, s) for n, s in terms[1:] if s > 0.01 * total), None)
     text = f"{name} takes {seconds / total:.0%} of the step" + (f", {rest[0]} {rest[1] / total:.0%}" if rest else "")
-    share = candidate.memory.device / space.cluster.device.memory
+    share = candidate.needs / space.cluster.device.memory
     worst = candidate.memory.peak
-    memory = f"memory is {share:.0%} full on pipeline rank {worst.rank} at the {worst.phase}"
+    memory = f"{share:.0%} of memory is needed on pipeline rank {worst.rank} at the {worst.phase}"
     return "; ".join(part for part in (text, _unaligned(candidate, space), memory) if part)
 
 
