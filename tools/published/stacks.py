@@ -184,6 +184,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
+    if cells.noted(_MASKED):
+        stack = replace(stack, logit_share=MASKED)
+    wide = re.search(_WIDE_MASKS, unsourced(cells.text))
+    if wide:
+        stack = replace(stack, wide_masks=True)
     if cells.noted(_GRAPHED):
         stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
@@ -245,6 +250,12 @@ _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 NANOGPT = 2023.45
 """Year until which nanoGPT's is so too."""
+_WIDE_MASKS = r"tensorflow|\bmxnet\b"
+"""Words for frameworks whose dropout multiplies by a mask of numbers; TensorFlow's BERT has GELU's formula besides."""
+_MASKED = r"(logits|predictions|head|loss)( of| over| on)?( the)? masked (tokens|positions|words)( only| alone)?"
+"""Words for BERT's head over what is masked alone."""
+MASKED = 20 / 128
+"""Share of the tokens that is (its `max_predictions_per_seq`: 20 of 128, 80 of 512)."""
 _WIDE = r"fp32 buckets"
 """Words for data ranks that add gradients up in fp32 beside weights in 16 bits."""
 _SLICED = (

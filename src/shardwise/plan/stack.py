@@ -65,6 +65,10 @@ class Stack:
     product casts what it is fed for itself (`torch.autocast`)."""
     wide_softmax: bool = False
     """Attention in primitives has its softmax in fp32, and casts what that gives (transformers' LLaMA and its kin)."""
+    wide_masks: bool = False
+    """Dropout keeps its mask in numbers of what it drops, not in bytes (TensorFlow, MXNet)."""
+    logit_share: float = 1.0
+    """Share of the tokens of which the loss has logits (BERT's: the masked ones); what they take of memory."""
     gelu_apart: bool = False
     """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
