@@ -100,6 +100,9 @@ SHIFTED = 2025.15
 """Year from which labels are shifted and not the logits (4.49, pull request 35646): the caller's are the loss's own."""
 LOOP_LOSS = 14.0
 """Bytes per logit of a loop of its own: these, and the logits in 16 bits, which a variable of the loop holds."""
+BUCKET = 2.5e8
+"""Elements of each of DeepSpeed's two buffers below zero 3 where none are printed: its `reduce_bucket_size` is 5e8,
+and there is a second one with `overlap_comm` alone; with it examples and trainers have 2e8 to 5e8."""
 FOREACH = 2025.5
 """Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
 TORCH = ("torchtitan", "fsdp1", "eager")
@@ -165,6 +168,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
         stack = replace(stack, gelu_apart=True)
     bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
+    if name == "deepspeed" and not sharded and not cells.has("colossal"):
+        stack = replace(stack, reduce_bucket=BUCKET)
     if name == "deepspeed" and bucket:
         stack = replace(stack, reduce_bucket=float(bucket.group(1)))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
