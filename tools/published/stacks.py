@@ -153,6 +153,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
+    if name == "torchtitan" and sharded and cells.has(_FLAT):
+        stack = replace(stack, one_root=True)
     if name == "jax" and cells.has(_TORCH_XLA):
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
@@ -246,7 +248,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, cached=0.0)
     elif stack.name in (*TORCH, "deepspeed") and cells.noted(VARIED) and not cells.noted(r"(?<!not )\bpacked"):
         stack = replace(stack, cached=HOLES, most_cached=inf)
-    return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
+    return replace(stack, zeroes_grads=(cells.year < NONE and stack.name in TORCH) or cells.noted(_NEVER) is not None)
 
 
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
@@ -257,6 +259,10 @@ NANOGPT = 2023.45
 """Year until which nanoGPT's is so too."""
 _WIDE_MASKS = r"tensorflow|\bmxnet\b"
 """Words for frameworks whose dropout multiplies by a mask of numbers; TensorFlow's BERT has GELU's formula besides."""
+_FLAT = r"\bfsdp-?1\b|full_shard|(?<!hybrid_)shard_grad_op"
+"""Words for FSDP1 in runs that are as torchtitan's else."""
+_NEVER = r"gradients (are )?never (set to zero|zeroed|dropped)|zero_grad\(set_to_none[ =]+false"
+"""Words for gradients that stay between steps."""
 _MASKED = r"(logits|predictions|head|loss)( of| over| on)?( the)? masked (tokens|positions|words)( only| alone)?"
 """Words for BERT's head over what is masked alone."""
 MASKED = 20 / 128
