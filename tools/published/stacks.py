@@ -132,6 +132,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     stack = replace(stack, attention=attention_of(cells, name, stack.attention, core=name in CORE))
+    grouped = bool(spec.num_kv_heads) and spec.num_kv_heads < spec.num_heads
+    if grouped and stack.attention == "flash1" and cells.year >= GROUPED and cells.has(LAYERS) and is_old(cells):
+        stack = replace(stack, attention="unfused", wide_softmax=True)
+        cells.assume("attention in primitives, as the memory-efficient kernel takes no grouped heads")
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
     compiled = cells.compiled
@@ -253,6 +257,9 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
 
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
 """Models whose attention in primitives has its softmax in fp32, as transformers has them."""
+GROUPED = 2025.05
+"""Year from which transformers leaves groups of heads to torch's attention (4.48), which has a kernel for them on
+Ampere and later alone, and on others works in fp32."""
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 NANOGPT = 2023.45
