@@ -191,7 +191,9 @@ def _saved_attention(op: Attention, how: Saving) -> float:
     fused = op.saves * how.width + 4 * op.heads * op.rows
     if how.attention in ("unfused", "fused-softmax"):
         scores = op.heads * op.rows * how.keys * op.reach
-        kept = how.scores + how.width + how.mask  # probabilities before and behind dropout (p = 0 saves none), and its mask
+        kept = (
+            how.scores + how.width + how.mask
+        )  # probabilities before and behind dropout (p = 0 saves none), and its mask
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
 
