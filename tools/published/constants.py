@@ -32,8 +32,8 @@ def tables() -> str:
         "at the share that mi300x has; v100, mi250x, and what mi350x and mi355x reach in 8 bits, are read off rows of "
         "`elsewhere.csv`, mi250x and mi350x off one source each; t4 and l4 do not hold their nominal clocks at 70 "
         "W, and GeForce boards since Ada run above theirs. Of the others they "
-        "are estimates, after the nearest of these. `units` are its multiprocessors. What a process has of a device before "
-        "its first tensor is by 34 runs of one script on 14 devices, which nvidia-smi shows apart by 0.6 GiB. "
+        "are estimates, after the nearest of these. `units` are its multiprocessors. What a process has of a device "
+        "before its first tensor is by 34 runs of one script on 14 devices, which nvidia-smi shows apart by 0.6 GiB. "
         "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6; "
         "runs of 2,000 to 717,000 tokens): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
@@ -80,8 +80,9 @@ def tables() -> str:
         "PyTorch's DDP are copies of the gradients) and `deepspeed`'s gradients, which are in 16 bits until a rank's "
         "share of them is copied to fp32 for the update (`widens_grads`): its code in `stage_1_and_2.py` and "
         "`stage3.py`, which flattens them before (`flattens_grads`), with zero 3 for 1e9 parameters at a time "
-        "(`most_updated`, its `sub_group_size`). Megatron-LM of 2021 copies those of fp16 runs so too (`optimizer.py`, freed by the next step's "
-        "`zero_grad`), and half of its holes are whole blocks (`cached`), which runs on V100 needed back.",
+        "(`most_updated`, its `sub_group_size`). Megatron-LM of 2021 copies those of fp16 runs so too (`optimizer.py`, "
+        "freed by the next step's `zero_grad`), and half of its holes are whole blocks (`cached`), which runs on V100 "
+        "needed back.",
         "`torchtitan`'s recompute by operator keeps every second product and none of experts, as its list says, and "
         "runs the others again; `block_host` of `eager` and `deepspeed`, whose blocks are those of `transformers`, is "
         "read off steps of few tokens (Qwen-1.8B to 14B on an A100, BERT-large on a V100; "
