@@ -366,7 +366,7 @@ def test_a_shorthand_needs_a_model(here: Path) -> None:
 
 def test_what_would_fit_is_shown_and_does(here: Path) -> None:
     lion = ("--optimizer", "lion")  # Adam's states do not fit twice, as they are while a checkpoint is loaded
-    words = ("--seq", "2048", "--global-batch", "2", "--forbid", "offload", "--forbid", "recompute", *lion)
+    words = ("--seq", "2560", "--global-batch", "2", "--forbid", "offload", "--forbid", "recompute", *lion)
     code, text, _ = invoke(plan, "llama-1b", "l4:1", *words)
     assert code == ExitCode.REFUSED
     assert "what would fit, each change alone, with a global batch of 2" in text
@@ -375,7 +375,7 @@ def test_what_would_fit_is_shown_and_does(here: Path) -> None:
     nodes, seq = "2 nodes in place of 1 (l4:1x2)", next(change for change in advice if change.startswith("--seq"))
     assert {nodes, "without --forbid offload"} <= set(advice)
     assert all(word in text for word in advice)
-    for change, cluster, length in ((nodes, "l4:1x2", "2048"), (seq, "l4:1", seq.split()[1])):
+    for change, cluster, length in ((nodes, "l4:1x2", "2560"), (seq, "l4:1", seq.split()[1])):
         shown = advice[change]
         more = ("--model", "llama-1b", "--cluster", cluster, "--seq", length, "--global-batch", "2", *lion, "--json")
         code, text, _ = invoke(estimate, shown["plan"]["shorthand"], *more)
@@ -386,7 +386,7 @@ def test_what_would_fit_is_shown_and_does(here: Path) -> None:
 def test_nothing_that_was_not_tried_is_advised(here: Path) -> None:
     """Words that no plan is freed by, and axes that a module cannot have, are not shown."""
     sizes, cluster = preset("llama-1b"), load_cluster("l4:1")
-    work, left_out = Workload(seq_len=2048, global_batch=2), (("recompute", "module.no-blocks"),)
+    work, left_out = Workload(seq_len=2560, global_batch=2), (("recompute", "module.no-blocks"),)
     space = Space(profile_of(sizes), sizes, cluster, work, STACK, forbid=("offload", "tp"), left_out=left_out)
     changes = [each.change for each in advise(space)]
     assert "without --forbid offload" in changes

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from published.stacks import CHUNKED, HOLES, KEPT, LIMITED, LOOP_LOSS, UNFUSED_LOSS
+from published.stacks import BUCKET, CHUNKED, HOLES, KEPT, LIMITED, LOOP_LOSS, MASKED, UNFUSED_LOSS
 from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec
@@ -265,12 +265,79 @@ def test_trl_loads_fp32_and_a_loop_on_fsdp2_has_its_own_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "buffers"), [("fsdp8 zero2 / bf16", 2), ("fsdp8 zero1 / bf16-pure", 2), ("fsdp8 / bf16", 0)]
-)
+    ("plan", "buffers"),
+    [
+        ("fsdp8 zero2 / bf16", 2), ("fsdp8 zero1 / bf16-pure", 2), ("fsdp8 zero1 / fp16", 2), ("fsdp8 / bf16", 1),
+        ("dp8 / bf16", 0),
+    ],
+)  # fmt: skip
 def test_deepspeeds_buckets_are_two_flat_buffers_below_zero_3(plan: str, buffers: int) -> None:
-    """`reduce_bucket_size` elements each, where communication overlaps: as its stage_1_and_2.py makes them."""
+    """`reduce_bucket_size` elements each, where communication overlaps: in its stage_1_and_2.py and stage3.py."""
     flat = replace(DEEPSPEED, reduce_bucket=1e6)
     sizes = [_memory(plan, stack).worst.terms.get("buckets", 0.0) for stack in (DEEPSPEED, flat)]
     assert sizes[1] - sizes[0] == buffers * 1e6 * 2
-    said = variant("tune-1", **BARE | {"notes": "DeepSpeed ZeRO-2, reduce_bucket_size 5e8 with overlap_comm"})
-    assert said.stack.reduce_bucket == 5e8
+
+
+@pytest.mark.parametrize(
+    ("notes", "bucket"),
+    [
+        ("DeepSpeed ZeRO-2, reduce_bucket_size 5e8 with overlap_comm", 5e8),
+        ("DeepSpeed ZeRO-2", BUCKET),
+        ("DeepSpeed ZeRO-3", 0.0),
+        ("ColossalAI, ZeRO-2", 0.0),
+    ],
+)
+def test_where_no_bucket_is_printed_deepspeeds_has_its_default_size_below_zero_3(notes: str, bucket: float) -> None:
+    assert variant("tune-1", **BARE | {"notes": notes}).stack.reduce_bucket == bucket
+
+
+def test_deepspeed_updates_a_sub_group_of_shards_at_once() -> None:
+    """Flattened in 16 bits and widened to fp32: `_prepare_fp32_grad_for_sub_group` of its stage3.py."""
+    few = replace(DEEPSPEED, most_updated=1e4)
+    for plan, copied in (("fsdp8 / bf16", 1e4), ("fsdp8 zero2 / bf16", LLAMA.num_params / 8)):
+        assert _memory(plan, few).peaks["update"] - sum(
+            _memory(plan, few).worst.terms.get(name, 0.0) for name in ("weights", "master", "gradients", "optimizer")
+        ) == pytest.approx(6 * copied), plan
+
+
+def test_gradients_of_fsdp2_stay_on_the_stream_that_reduces_them() -> None:
+    """But not those of whole weights, nor what a pipeline adds up before it reduces."""
+    titan = load_stack("torchtitan")
+    one = replace(titan, grads_apart=False)
+    gradients = LLAMA.num_params / 8 * 4
+    for plan, left in (("fsdp8 / bf16", gradients), ("dp8 / bf16", 0.0), ("pp2 fsdp4 zero1 / mb2 / bf16", 0.0)):
+        assert _memory(plan, titan).held - _memory(plan, one).held == pytest.approx(left), plan
+
+
+def test_a_head_over_masked_tokens_and_masks_of_numbers() -> None:
+    bert = {"model": "BERT-large", "n_params": "", "n_layers": "", "d_model": "", "n_heads": "", "n_kv_heads": ""}
+    bert |= {"d_ff": "", "date": "2020-06", "precision": "fp32", "activation_checkpoint": "none"}
+    rows = [
+        variant("tune-1", **BARE | bert | {"notes": notes})
+        for notes in ("PyTorch", "TensorFlow 1.15; logits of masked tokens only", "PyTorch; logits of every token")
+    ]
+    assert [row.stack.wide_masks for row in rows] == [False, True, False]
+    assert [row.stack.logit_share for row in rows] == [1.0, MASKED, 1.0]
+    block = profile_of(rows[0].spec).blocks[0]
+    narrow, wide = (
+        saved_bytes(block, saving_of(rows[0].plan, replace(rows[0].stack, wide_masks=on), 128)) for on in (False, True)
+    )
+    assert wide - narrow == 3 * (2 * 1024 + 16 * 128), "of both sublayers' outputs, and of 16 heads' probabilities"
+    logits = [_memory("bf16", replace(EAGER, logit_share=share)).worst.terms["logits"] for share in (1.0, 0.5)]
+    assert logits[1] == logits[0] / 2
+
+
+def test_words_for_flat_parameters_gradients_that_stay_and_grouped_heads() -> None:
+    later = BARE | {"date": "2026-06"}
+    roots = [
+        variant("fsdp-1", **later | {"notes": notes}).stack.one_root
+        for notes in ("PyTorch FSDP FULL_SHARD, Hugging Face", "PyTorch FSDP2, Hugging Face")
+    ]
+    assert roots == [True, False]
+    assert variant("tune-1", **later | {"notes": "a loop, gradients never set to zero"}).stack.zeroes_grads
+    grouped = later | {"model": "Llama 3.1 8B", "notes": "Hugging Face Trainer", "precision": "fp16", "n_kv_heads": "8"}
+    kernels = [
+        variant("new-2", **grouped | {"gpu": gpu, "date": date}).stack.attention
+        for gpu, date in (("v100-sxm-32g", "2026-06"), ("v100-sxm-32g", "2024-06"), ("a100-sxm-80g", "2026-06"))
+    ]
+    assert kernels[0] == "unfused" != kernels[1] and kernels[2].startswith("flash")

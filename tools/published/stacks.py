@@ -100,6 +100,9 @@ SHIFTED = 2025.15
 """Year from which labels are shifted and not the logits (4.49, pull request 35646): the caller's are the loss's own."""
 LOOP_LOSS = 14.0
 """Bytes per logit of a loop of its own: these, and the logits in 16 bits, which a variable of the loop holds."""
+BUCKET = 2.5e8
+"""Elements of each of DeepSpeed's two buffers below zero 3 where none are printed: its `reduce_bucket_size` is 5e8,
+and there is a second one with `overlap_comm` alone; with it examples and trainers have 2e8 to 5e8."""
 FOREACH = 2025.5
 """Until when the AdamW of transformers' Trainer goes over all parameters at once; then it is one kernel."""
 TORCH = ("torchtitan", "fsdp1", "eager")
@@ -129,6 +132,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     stack = replace(stack, attention=attention_of(cells, name, stack.attention, core=name in CORE))
+    grouped = bool(spec.num_kv_heads) and spec.num_kv_heads < spec.num_heads
+    if grouped and stack.attention == "flash1" and cells.year >= GROUPED and cells.has(LAYERS) and is_old(cells):
+        stack = replace(stack, attention="unfused", wide_softmax=True)
+        cells.assume("attention in primitives, as the memory-efficient kernel takes no grouped heads")
     if cells.noted(r"kernel:"):  # a sweep over kernels says which norm it ran
         stack = replace(stack, fused=cells.noted(r"rms ?(norm)? ?kernel") is not None)
     compiled = cells.compiled
@@ -150,6 +157,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
+    if name == "torchtitan" and sharded and cells.has(_FLAT):
+        stack = replace(stack, one_root=True)
     if name == "jax" and cells.has(_TORCH_XLA):
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
@@ -165,6 +174,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
         stack = replace(stack, gelu_apart=True)
     bucket = cells.noted(r"reduce_bucket_size[ =:]+([\d.]+(e\d+)?)")
+    if name == "deepspeed" and not sharded and not cells.has("colossal"):
+        stack = replace(stack, reduce_bucket=BUCKET)
     if name == "deepspeed" and bucket:
         stack = replace(stack, reduce_bucket=float(bucket.group(1)))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
@@ -184,6 +195,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
+    if cells.noted(_MASKED):
+        stack = replace(stack, logit_share=MASKED)
+    wide = re.search(_WIDE_MASKS, unsourced(cells.text))
+    if wide:
+        stack = replace(stack, wide_masks=True)
     if cells.noted(_GRAPHED):
         stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
@@ -236,15 +252,28 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, cached=0.0)
     elif stack.name in (*TORCH, "deepspeed") and cells.noted(VARIED) and not cells.noted(r"(?<!not )\bpacked"):
         stack = replace(stack, cached=HOLES, most_cached=inf)
-    return replace(stack, zeroes_grads=cells.year < NONE and stack.name in TORCH)
+    return replace(stack, zeroes_grads=(cells.year < NONE and stack.name in TORCH) or cells.noted(_NEVER) is not None)
 
 
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
 """Models whose attention in primitives has its softmax in fp32, as transformers has them."""
+GROUPED = 2025.05
+"""Year from which transformers leaves groups of heads to torch's attention (4.48), which has a kernel for them on
+Ampere and later alone, and on others works in fp32."""
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 NANOGPT = 2023.45
 """Year until which nanoGPT's is so too."""
+_WIDE_MASKS = r"tensorflow|\bmxnet\b"
+"""Words for frameworks whose dropout multiplies by a mask of numbers; TensorFlow's BERT has GELU's formula besides."""
+_FLAT = r"\bfsdp-?1\b|full_shard|(?<!hybrid_)shard_grad_op"
+"""Words for FSDP1 in runs that are as torchtitan's else."""
+_NEVER = r"gradients (are )?never (set to zero|zeroed|dropped)|zero_grad\(set_to_none[ =]+false"
+"""Words for gradients that stay between steps."""
+_MASKED = r"(logits|predictions|head|loss)( of| over| on)?( the)? masked (tokens|positions|words)( only| alone)?"
+"""Words for BERT's head over what is masked alone."""
+MASKED = 20 / 128
+"""Share of the tokens that is (its `max_predictions_per_seq`: 20 of 128, 80 of 512)."""
 _WIDE = r"fp32 buckets"
 """Words for data ranks that add gradients up in fp32 beside weights in 16 bits."""
 _SLICED = (

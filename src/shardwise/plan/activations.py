@@ -52,6 +52,8 @@ class Saving:
     """Bytes of an element of probabilities, where attention keeps any."""
     attention: str
     fused: bool
+    mask: float
+    """Bytes of an element of dropout's mask."""
     gelu: int
     """Tensors that an unfused GELU keeps."""
     keys: int
@@ -88,6 +90,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         scores=4.0 if stack.wide_softmax else max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         attention=stack.attention,
         fused=stack.fused,
+        mask=width if stack.wide_masks else 1.0,
         gelu=GELU if stack.gelu_apart else 1,
         keys=seq_len,
         inputs=BYTES[compute] if stack.saves_low and compute in ("fp8", "fp4") else 0.0,
@@ -157,7 +160,7 @@ def _saved(op: Op, how: Saving) -> float:
         first = max(width, 4.0) if op.upcast else width
         kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
         kept *= how.gelu if op.name == "gelu" else 1
-    return (kept + op.masks) * max(op.per_choice, 1) / shard
+    return (kept + op.masks * how.mask) * max(op.per_choice, 1) / shard
 
 
 def _saved_input(op: Matmul, how: Saving) -> float:
@@ -188,7 +191,9 @@ def _saved_attention(op: Attention, how: Saving) -> float:
     fused = op.saves * how.width + 4 * op.heads * op.rows
     if how.attention in ("unfused", "fused-softmax"):
         scores = op.heads * op.rows * how.keys * op.reach
-        kept = how.scores + how.width + 1  # probabilities before and behind dropout (p = 0 saves none), and its mask
+        kept = (
+            how.scores + how.width + how.mask
+        )  # probabilities before and behind dropout (p = 0 saves none), and its mask
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
 

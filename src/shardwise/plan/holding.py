@@ -28,7 +28,8 @@ def held_apart(
     if casts_weights(plan) and stack.name in OWN and not stack.eager:
         left = cast_whole(division, stages, stack) - cast_last(division, stages)
         return left / 2 if max(peaks, key=lambda phase: peaks[phase]) == "backward" else 0.0
-    if not stack.grads_apart or plan.offload.state or not is_gathered(plan):
+    shards = is_gathered(plan) if stack.name in OWN else plan.zero > 0 and plan.axes.pp == 1
+    if not stack.grads_apart or plan.offload.state or not shards:
         return 0.0
     gradients = states["gradients"]
     added = gradients if plan.batch.micro_batches > 1 else 0.0

@@ -269,7 +269,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     summed = owned if plan.zero >= 2 and not accumulates_whole(plan, stack) else whole
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
-    flat = 2 * stack.reduce_bucket * width * (0 < plan.zero < 3)
+    flat = stack.reduce_bucket * width * (0, 2, 2, 1)[plan.zero]
     state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
     if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
         held = held_width(division, stages, held_unpacked(plan, stack))
@@ -284,7 +284,8 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
         gradients = summed * width + updated * 4.0 * (not stack.widens_grads)
-        return {"weights": kept * width, "master": updated * 4.0, "gradients": gradients, "optimizer": updated * state}
+        states = {"weights": kept * width, "master": updated * 4.0, "gradients": gradients}
+        return {**states, "optimizer": updated * state, "buckets": flat}
     return {
         "weights": kept * (width if master else max(width, 4.0)),
         "master": updated * 4.0 if master else 0.0,

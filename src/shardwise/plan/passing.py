@@ -43,7 +43,7 @@ def logits_of(division: Division, stack: Stack) -> float:
     sharded = plan.axes.tp > 1 and plan.tensor.loss
     vocab = division.profile.vocab / (plan.axes.tp if sharded else 1)
     per_logit = stack.logit_bytes if width < 4 else 4 * width  # with its log-softmax, and two gradients
-    return division.tokens * (vocab * per_logit + 2 * division.profile.dim * width)
+    return division.tokens * stack.logit_share * (vocab * per_logit + 2 * division.profile.dim * width)
 
 
 def working_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:

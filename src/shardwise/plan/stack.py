@@ -65,6 +65,10 @@ class Stack:
     product casts what it is fed for itself (`torch.autocast`)."""
     wide_softmax: bool = False
     """Attention in primitives has its softmax in fp32, and casts what that gives (transformers' LLaMA and its kin)."""
+    wide_masks: bool = False
+    """Dropout keeps its mask in numbers of what it drops, not in bytes (TensorFlow, MXNet)."""
+    logit_share: float = 1.0
+    """Share of the tokens of which the loss has logits (BERT's: the masked ones); what they take of memory."""
     gelu_apart: bool = False
     """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
@@ -82,10 +86,14 @@ class Stack:
     wide_buckets: bool = False
     """Those are in fp32, in which micro-batches add up, where the weights are in 16 bits too."""
     reduce_bucket: float = 0.0
-    """Elements of each of the two flat buffers that gradients are reduced from below zero 3 (DeepSpeed's
-    `reduce_bucket_size` with `overlap_comm`); 0: as many as `hidden_size` squared, which is nothing."""
+    """Elements of each of the two flat buffers that gradients are reduced from below zero 3, and of the one of zero 3
+    (DeepSpeed's `reduce_bucket_size` with `overlap_comm`); 0: as many as `hidden_size` squared, which is nothing."""
     widens_grads: bool = False
     """The update works on a copy of a rank's share of the gradients in fp32."""
+    flattens_grads: bool = False
+    """They are copied into one tensor in their own type before (DeepSpeed from zero 1 on)."""
+    most_updated: float = inf
+    """zero 3: so many parameters of a rank are updated at once (DeepSpeed's `sub_group_size`)."""
     fused_optimizer: bool = True
     """False: the update makes a temporary of all that it updates (PyTorch's `foreach`), as wide as a state."""
     fragmentation: float = 0.05

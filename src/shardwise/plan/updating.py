@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from shardwise.hardware.cluster import Cluster, Device
@@ -300,7 +300,11 @@ def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> floa
     """Bytes that an update at once makes beside its states (`Stack.fused_optimizer`, `widens_grads`)."""
     if stack.widens_grads and division.workload.trained == 1:
         low = "fp16", "bf16" if stack.grad_bytes < 4 else ""
-        return division.owned(stages) * 4.0 if division.plan.precision in low else 0.0
+        if division.plan.precision not in low:
+            return 0.0
+        once = stack.most_updated if division.plan.zero == 3 else inf
+        flat = 2.0 if stack.flattens_grads and division.plan.zero else 0.0
+        return min(division.owned(stages), once) * (4.0 + flat)
     if stack.fused_optimizer:
         return 0.0
     wide = 2.0 if division.plan.precision == "bf16-pure" and not stack.pure_master else 4.0
