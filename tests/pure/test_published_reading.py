@@ -134,6 +134,10 @@ def test_what_overlaps_and_is_fused_by_date() -> None:
     zero3 = BARE | {"zero_stage": "3", "notes": "DeepSpeed ZeRO-3"}
     hidden = [variant("fsdp-1", **zero3 | {"date": date}).stack.overlap_data for date in ("2022-06", "2024-01")]
     assert hidden == [0.0, load_stack("deepspeed").overlap_data] and hidden[1] > 0
+    fsdp = BARE | {"zero_stage": "3", "notes": "PyTorch FSDP"}
+    first = [variant("fsdp-1", **fsdp | {"date": date}).stack for date in ("2022-06", "2023-06")]
+    assert {stack.name for stack in first} == {"fsdp1"}
+    assert [stack.overlap_data for stack in first] == [0.0, load_stack("fsdp1").overlap_data]
     cores = [variant("core-8", date=date, notes="Megatron-Core").stack for date in ("2023-10", "2025-01")]
     assert (
         cores[0].name == cores[1].name

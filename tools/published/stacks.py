@@ -59,7 +59,7 @@ GATHERED_SINGLY = 0.12
 COALESCED = 2022.0
 """Year from which it gathers them together and ahead (its pull request 1453: 1.7 times as fast on eight p4d)."""
 PREFETCHES = 2023.0
-"""Year from which DeepSpeed's gathers are seen to run beside what computes."""
+"""Year from which gathers of DeepSpeed and FSDP1 are seen to run beside what computes."""
 CORE_SINCE = 2023.0
 """Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
 FUSED_CORE = 2024.25
@@ -148,6 +148,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
     if name == "deepspeed" and cells.year < PREFETCHES:
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
+    if name == "fsdp1" and sharded and cells.year < PREFETCHES:
+        stack = replace(stack, overlap_data=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "jax" and cells.has(_TORCH_XLA):
