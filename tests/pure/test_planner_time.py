@@ -279,6 +279,13 @@ def test_an_update_of_all_parameters_at_once_passes_over_them_for_each_operation
         assert terms[1] / terms[0] == pytest.approx(at_once / fused), precision
 
 
+def test_deepspeed_scales_gradients_in_a_pass_of_its_own() -> None:
+    one, work = load_cluster("h100:1"), Workload(seq_len=128, global_batch=1)
+    stacks = load_stack("eager"), load_stack("deepspeed")
+    plain, scaled = (estimate_time(EIGHT, one, Plan.parse("fp32"), work, stack=s).terms["optimizer"] for s in stacks)
+    assert scaled / plain == pytest.approx(40 / 32)
+
+
 def test_recompute_by_operator_costs_the_host_a_look_at_each() -> None:
     small, one = profile_of(preset("gpt2-medium")), load_cluster("h100:1")
     work = Workload(seq_len=1024, global_batch=8)
