@@ -186,11 +186,18 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
         stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
-    if cells.noted(_GRAPHED):
+    if _graphs_experts(cells, spec, name) or cells.noted(_GRAPHED):
         stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
+    """Whether a CUDA graph holds the steps of a mixture: Megatron-Bridge's of June 2026 and later on Blackwell, whose
+    grouped products take their sizes on the device; not of hybrids with Mamba."""
+    late = name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS
+    return late and spec.kind == "moe" and not spec.scan_dim and re.search(r"b[23]00", cells["gpu"].lower()) is not None
 
 
 def is_fork(cells: Cells) -> bool:
