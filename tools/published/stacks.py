@@ -194,8 +194,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
 
 
 def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
-    """Whether a CUDA graph holds the steps of a mixture: Megatron-Bridge's of June 2026 and later on Blackwell, whose
-    grouped products take their sizes on the device; not of hybrids with Mamba."""
+    """Whether a CUDA graph holds the steps of a mixture: Megatron-Bridge's on Blackwell, from June 2026 on.
+
+    Its grouped products take their sizes on the device there; hybrids with Mamba have no such graphs.
+    """
     late = name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS
     return late and spec.kind == "moe" and not spec.scan_dim and re.search(r"b[23]00", cells["gpu"].lower()) is not None
 
