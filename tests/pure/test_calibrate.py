@@ -41,3 +41,27 @@ def test_leaving_a_source_out_writes_nothing(
     assert before == [path.read_bytes() for path in sorted(set(calibrate.FILES.values()))]
     monkeypatch.setattr("sys.argv", ["calibrate", str(SAMPLE), "--leave-out", "nobody"])
     assert calibrate.main() == 2
+
+
+def test_models_are_left_out_by_fifths_of_their_source() -> None:
+    row = variant("core-1")
+    small = [replace(row, spec=replace(row.spec, num_layers=layers)) for layers in (8, 10, 12, 14, 16)]
+    rows = [*small, replace(row, group="alone")]
+    found = [calibrate.left_out(rows, f"model:{fold}") for fold in range(1, calibrate.FOLDS + 1)]
+    assert [sum(fold) for fold in found] == [1] * calibrate.FOLDS  # each model once, but for one that has no other
+    assert not any(fold[-1] for fold in found) and found[0][0] and found[4][4]
+
+
+def test_a_device_that_is_left_out_has_its_siblings_constants() -> None:
+    constants, row, other = calibrate.Constants(), variant("old-1", gpu="h200"), variant("old-2", gpu="h100")
+    assert calibrate.left_out([row, other], "device:h200") == [True, False]
+    alone, rest = calibrate.job_of([row], constants), calibrate.job_of([other], constants)
+    faster = {**rest.values, ("device", "h100", "curve.best"): 0.75}
+    found = calibrate.unseen(alone, replace(rest, values=faster), constants, seconds=0.0)
+    assert found["device", "h200", "curve.best"] == 0.75
+
+
+def test_small_sources_are_kept_whole_where_others_are_thinned() -> None:
+    row = variant("core-1")
+    rows = [replace(row, group="large")] * (calibrate.FEW + 1) + [replace(row, group="small")] * 3
+    assert [row.group for row in calibrate.thinned(rows, 50)] == ["large"] * 3 + ["small"] * 3

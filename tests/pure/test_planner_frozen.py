@@ -11,7 +11,7 @@ from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.frozen import adapted_share, packed_share
+from shardwise.plan.frozen import adapted_share, adapter_time, packed_share
 from shardwise.plan.kernels import TAIL
 from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.plan import Plan
@@ -180,3 +180,11 @@ def test_parameters_of_adapters() -> None:
     sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096
     assert adapted_share(SPEC, 8, ("q", "k", "v", "o")) == pytest.approx(8 * 32 * sides / SPEC.num_params)
     assert adapted_share(SPEC, 8, ("qkv",)) == pytest.approx(8 * 32 * (4096 + 6144) / SPEC.num_params)
+
+
+def test_adapters_in_fp32_move_twice_the_bytes() -> None:
+    product = next(op for op in EIGHT.blocks[0].matmuls if op.name == "down")
+    there = Plan.parse(ALONE).axes, Adapters(on=("down",)), load_cluster("a100-80g").device, 2.0
+    wide = (there[0], Adapters(on=("down",), wide=True), *there[2:])
+    half, full = (adapter_time(product, 4096, each, None, fused=False) for each in (there, wide))
+    assert [f - TAIL for f in full] == pytest.approx([2 * (h - TAIL) for h in half])

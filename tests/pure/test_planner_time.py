@@ -12,7 +12,7 @@ from shardwise.model.ops import Attention
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.blocktime import _passes, crossing
+from shardwise.plan.blocktime import CAST, Setting, _matmul, _passes, crossing
 from shardwise.plan.kernels import TAIL, attention_kernel, attention_rate, attention_time, matmul_time, pointwise_time
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.memory import estimate_memory
@@ -279,6 +279,13 @@ def test_an_update_of_all_parameters_at_once_passes_over_them_for_each_operation
         assert terms[1] / terms[0] == pytest.approx(at_once / fused), precision
 
 
+def test_deepspeed_scales_gradients_in_a_pass_of_its_own() -> None:
+    one, work = load_cluster("h100:1"), Workload(seq_len=128, global_batch=1)
+    stacks = load_stack("eager"), load_stack("deepspeed")
+    plain, scaled = (estimate_time(EIGHT, one, Plan.parse("fp32"), work, stack=s).terms["optimizer"] for s in stacks)
+    assert scaled / plain == pytest.approx(40 / 32)
+
+
 def test_recompute_by_operator_costs_the_host_a_look_at_each() -> None:
     small, one = profile_of(preset("gpt2-medium")), load_cluster("h100:1")
     work = Workload(seq_len=1024, global_batch=8)
@@ -465,3 +472,14 @@ def test_a_device_alone_waits_for_no_other() -> None:
         for n, stack in ((1, "torchtitan"), (2, "torchtitan"), (1, "eager"), (2, "eager"))
     ]  # fmt: skip
     assert other == [0.003, load_stack("torchtitan").step, *[load_stack("eager").step] * 2]
+
+
+def test_products_of_low_precision_cast_what_they_are_fed_forward_and_back() -> None:
+    op = next(op for op in EIGHT.blocks[0].matmuls if op.name == "down")
+    setting = Setting(H100, load_stack("megatron-bridge"), Plan.parse("bf16").axes, "fp8")
+    device, sizes = H100.device, (op.outs, op.ins)
+    ahead, back = _matmul(op, 8192, setting)
+    casts = [CAST["fp8"] * 8192 * size / (device.bandwidth * device.stream) for size in (op.ins, op.outs)]
+    product = matmul_time(8192, *sizes, device, "fp8")
+    both = matmul_time(8192, *reversed(sizes), device, "fp8") + matmul_time(op.ins, op.outs, 8192, device, "fp8")
+    assert (ahead, back) == pytest.approx((product + casts[0], both + casts[1]))

@@ -67,7 +67,7 @@ def test_of_frozen_products_only_adapters_keep_inputs(on: tuple[str, ...], copie
 def test_adapters_by_the_words_of_a_row(cells: dict[str, str], on: tuple[str, ...], copies: float) -> None:
     plain = {"model": "Llama-2-7B LoRA", "date": "2024-02", "precision": "bf16"}
     row = variant("tune-1", **BARE | plain | cells)
-    assert row.workload.adapters == Adapters(on=on, copies=copies)
+    assert row.workload.adapters == Adapters(on=on, copies=copies, wide=cells.get("date", "") > "2024-06")
     share = variant("tune-1", **BARE | plain | cells | {"notes": "rank 8; " + cells.get("notes", "")}).workload.trained
     assert share == pytest.approx(row.workload.trained / 2), "rank 16 where nothing says another"
 

@@ -130,10 +130,21 @@ def test_in_a_graph_of_the_whole_step_the_host_waits_for_no_gather() -> None:
     assert graphed.stack.gather_wait == 0 < variant("fsdp-1", **BARE | {"notes": "torchtitan"}).stack.gather_wait
 
 
+def test_megatron_bridge_graphs_the_steps_of_mixtures_on_blackwell() -> None:
+    row = BARE | {"model": "Qwen3-30B-A3B", "gpu": "gb300", "date": "2026-06", "notes": "Megatron-Bridge"}
+    other = ({"date": "2026-02"}, {"gpu": "h100"}, {"model": "Llama-3-8B"}, {"model": "Nemotron-3-Nano 30B-A3B"})
+    hosts = [variant("fsdp-1", **row | cells).stack.route_host for cells in ({}, *other)]
+    assert hosts[0] == 0 and all(hosts[1:]), "elsewhere the host launches each kernel"
+
+
 def test_what_overlaps_and_is_fused_by_date() -> None:
     zero3 = BARE | {"zero_stage": "3", "notes": "DeepSpeed ZeRO-3"}
     hidden = [variant("fsdp-1", **zero3 | {"date": date}).stack.overlap_data for date in ("2022-06", "2024-01")]
     assert hidden == [0.0, load_stack("deepspeed").overlap_data] and hidden[1] > 0
+    fsdp = BARE | {"zero_stage": "3", "notes": "PyTorch FSDP"}
+    first = [variant("fsdp-1", **fsdp | {"date": date}).stack for date in ("2022-06", "2023-06")]
+    assert {stack.name for stack in first} == {"fsdp1"}
+    assert [stack.overlap_data for stack in first] == [0.0, load_stack("fsdp1").overlap_data]
     cores = [variant("core-8", date=date, notes="Megatron-Core").stack for date in ("2023-10", "2025-01")]
     assert (
         cores[0].name == cores[1].name

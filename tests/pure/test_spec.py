@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import ConfigError, ModelError, UsageError
-from shardwise.model.profile import profile_of
+from shardwise.model.profile import SCANNED, profile_of
 from shardwise.model.spec import ModelSpec, load_spec, preset, presets, refuse_unbuilt, spec_from_dict
 
 # number of parameters of the published checkpoints
@@ -308,3 +308,11 @@ def test_names_of_other_sizes_are_no_presets(name: str) -> None:
 def test_an_unknown_name_of_a_repository_is_near_its_last_part() -> None:
     with pytest.raises(UsageError, match="did you mean 'mistral-7b'"):
         preset("mistralai/Mistral-7B-v0.3")
+
+
+def test_a_state_space_mixer_scans_its_channels_whatever_the_length() -> None:
+    hybrid = replace(preset("llama-1b"), window=512, scan_dim=4096)
+    scans = [op for op in profile_of(hybrid).blocks[0].ops if op.name == "scan"]
+    assert [(op.moved, op.split) for op in scans] == [(SCANNED * 4096, "heads")]  # which ranks of tp divide
+    assert not any(op.name == "scan" for op in profile_of(preset("llama-1b")).blocks[0].ops)
+    assert "scan_dim=4096" in hybrid.other_parts, "no reference model has one"

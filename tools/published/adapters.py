@@ -80,16 +80,19 @@ def adapters_of(cells: Cells, spec: ModelSpec, stack: str, width: float, *, shar
         on = ("qkv", *(part for part in on if part not in "qkv"))
     own = cells.has("torchtune") or of_unsloth(cells)
     plain = stack in CORE or own or cells.has(_PLAIN)
-    cast = plain and stack not in CORE and cells.year >= FP32 and not own
+    late = stack not in CORE and cells.year >= FP32 and not own
+    wide = late and width < 4 and not cells.has(r"lit-?gpt|automodel")  # which have their own
+    cast = plain and late
     base = base_of(cells)
     by_library = base in ("nf4", "nf4-double", "int8") and not own
-    late = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
+    until = KEPT + 0.25 * cells.has("lit-?gpt")  # which stays with version 0.42
     upcast = by_library and not sharded and cells.has(_UPCASTS) and not cells.has(_AS_THEY_ARE)
     copies = width if cast else 0.0 if plain else width + 1
     stays = cells.has(_REENTRANT) or (sharded and stack != "deepspeed" and cells.has(_TRAINER))
-    keeps = by_library and cells.year < late
+    keeps = by_library and cells.year < until
     lasts = keeps and cells.has("lit-?gpt") and not cells.noted("longest sample")
-    return Adapters(on=on, copies=copies, base=base, keeps=keeps, lasts=lasts, stays=stays, rest=4.0 * upcast)
+    rest = 4.0 * upcast
+    return Adapters(on=on, copies=copies, wide=wide, base=base, keeps=keeps, lasts=lasts, stays=stays, rest=rest)
 
 
 KEPT = 2024.55

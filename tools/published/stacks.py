@@ -59,7 +59,7 @@ GATHERED_SINGLY = 0.12
 COALESCED = 2022.0
 """Year from which it gathers them together and ahead (its pull request 1453: 1.7 times as fast on eight p4d)."""
 PREFETCHES = 2023.0
-"""Year from which DeepSpeed's gathers are seen to run beside what computes."""
+"""Year from which gathers of DeepSpeed and FSDP1 are seen to run beside what computes."""
 CORE_SINCE = 2023.0
 """Year from which Megatron-LM and NeMo are Megatron-Core, with its distributed optimizer and sequence parallelism."""
 FUSED_CORE = 2024.25
@@ -155,6 +155,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
     if name == "deepspeed" and cells.year < PREFETCHES:
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
+    if name == "fsdp1" and sharded and cells.year < PREFETCHES:
+        stack = replace(stack, overlap_data=0.0)
     if name == "deepspeed" and sharded and cells.year < COALESCED:
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "torchtitan" and sharded and cells.has(_FLAT):
@@ -200,11 +202,20 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     wide = re.search(_WIDE_MASKS, unsourced(cells.text))
     if wide:
         stack = replace(stack, wide_masks=True)
-    if cells.noted(_GRAPHED):
+    if _graphs_experts(cells, spec, name) or cells.noted(_GRAPHED):
         stack = replace(stack, launch=GRAPHED, micro_host=0.0, fill_host=0.0, gather_wait=0.0)
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
+    """Whether a CUDA graph holds the steps of a mixture: Megatron-Bridge's on Blackwell, from June 2026 on.
+
+    Its grouped products take their sizes on the device there; hybrids with Mamba have no such graphs.
+    """
+    late = name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS
+    return late and spec.kind == "moe" and not spec.scan_dim and re.search(r"b[23]00", cells["gpu"].lower()) is not None
 
 
 def is_fork(cells: Cells) -> bool:

@@ -175,6 +175,12 @@ def block_flops(block: Block, seq_len: int) -> float:
     return total
 
 
+SCANNED = 60
+"""Elements whose passing through memory takes as long as convolution, scan and gated norm of a state-space mixer, per
+channel and token (Nemotron-H and Nemotron-3 on H100 and B200: 50 to 100; their small kernels wait for memory, and no
+low precision speeds them up)."""
+
+
 def profile_of(spec: ModelSpec) -> Profile:
     """The profile of a decoder from its sizes. Needs no torch; microseconds."""
     blocks = tuple(_block(spec, spec.is_moe(layer), spec.window_of(layer)) for layer in range(spec.num_layers))
@@ -256,7 +262,8 @@ def _attention_ops(spec: ModelSpec, window: int) -> list[Op]:
     norms: list[Op] = []
     if spec.qk_norm:
         norms = [Pointwise("qk-norm", 2 * width, "heads", saves=width, saves_apart=2 * width, upcast=True, kernels=12)]
-    return [qkv, *norms, *([rotate] if spec.positions == "rotary" else []), core, out]
+    scan = [Pointwise("scan", SCANNED * spec.scan_dim, "heads")] if spec.scan_dim else []
+    return [qkv, *norms, *([rotate] if spec.positions == "rotary" else []), core, *scan, out]
 
 
 def _ffn_ops(spec: ModelSpec, width: int, name: str = "") -> list[Op]:

@@ -80,6 +80,8 @@ class ModelSpec:
     """Tokens that attention looks back on; 0: all."""
     full_every: int = 0
     """With a window: one layer in so many, the last of them, looks back on all tokens; 0: none does."""
+    scan_dim: int = 0
+    """Channels of a state-space mixer (Mamba-2), whose products stand as attention over a window; 0: none."""
     dropout: bool = False
     """Dropout is drawn in training, and its masks kept."""
     num_dense_layers: int = 0
@@ -243,7 +245,7 @@ class ModelSpec:
         gpt = self.kind == "gpt"
         usual = {
             "kv_rank": 0, "shared_ffn_dim": 0, "num_dense_layers": 0, "moe_every": 1, "expert_dim": 0, "dropout": False,
-            "window": 0, "causal": True, "patch": 0, "other_params": 0, "block_norms": 2,
+            "scan_dim": 0, "window": 0, "causal": True, "patch": 0, "other_params": 0, "block_norms": 2,
             **(_PLAIN if gpt else _GATED),
             **({"num_kv_heads": self.num_heads, "qk_norm": False} if gpt else {}),
         }  # fmt: skip

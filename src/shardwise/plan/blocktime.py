@@ -212,6 +212,12 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
     return ahead, ahead * back
 
 
+CAST = {"fp8": 3.0, "fp4": 6.0}
+"""Bytes per element that making a product's input in a low precision moves, and the gradient of its output: read in 16
+bits, written by rows and, for the product of the other pass, by columns, some of it fused with what goes before; those
+of fp4 are read for their largest first. So small products gain least (NVFP4 against Llama's sizes: -22 to -4 %)."""
+
+
 def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     axes, device = setting.axes, setting.cluster.device
     tokens *= op.rows
@@ -235,7 +241,8 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     if op.trained and not setting.frozen:
         back += max(least, matmul_time(ins, outs, rows, device, dtype, groups) * scale)
         back += groups * ins * outs * setting.stack.adds_bytes / (device.bandwidth * device.stream)
-    return ahead, back
+    cast = CAST.get(dtype, 0.0) * groups * rows / (device.bandwidth * device.stream)
+    return ahead + cast * ins, back + cast * outs
 
 
 HOOKS = 27.0

@@ -141,8 +141,9 @@ def adapter_time(
     sent = tokens * op.gives * given / (axes.tp if op.split == "column" else 1)
     fed = tokens * op.takes * count / (axes.tp if op.split == "row" else 1)
     dropped = DROPPED if adapters and adapters.copies > width else 0.0
+    bytes_each = width * (2.0 if adapters and adapters.wide else 1.0)
     ahead, back = (
-        pointwise_time(sent * out + fed * (into + dropped), device, width)
+        pointwise_time(sent * out + fed * (into + dropped), device, bytes_each)
         for out, into in zip(GIVEN[fused], TAKEN[fused], strict=True)
     )
     return ahead, back

@@ -66,6 +66,9 @@ class Adapters:
     copies: float = 0.0
     """Bytes per element of its input that each keeps for itself: what dropout makes of it, and the mask; 0: it keeps
     the input as it is, as others do that read it."""
+    wide: bool = False
+    """They are in fp32 beside weights of 16 bits: they cast what they are fed and what they give, and what each moves
+    has twice the bytes (PEFT since its version 0.12, of July 2024)."""
     base: str = ""
     """What the frozen products' weights are packed as, a key of `PACKED`; empty: they are as the plan has them."""
     keeps: bool = False
