@@ -65,6 +65,9 @@ class Stack:
     product casts what it is fed for itself (`torch.autocast`)."""
     wide_softmax: bool = False
     """Attention in primitives has its softmax in fp32, and casts what that gives (transformers' LLaMA and its kin)."""
+    drops_scores: bool = True
+    """Attention in primitives has dropout, and keeps what that makes of its probabilities and the mask beside them;
+    False: none, or of p = 0, which gives back what it is given."""
     gelu_apart: bool = False
     """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
