@@ -39,6 +39,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ),
     (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
     (r"torchtune|lit-?(gpt|llama|parrot)", "eager"),
+    (r"transformer engine's layers", "megatron"),  # whose kernels they are, whatever shards them
     (r"\bfsdp2|fully_shard", "fsdp2"),
     (r"\bfsdp|full_shard|hybrid_shard", "fsdp"),
     (r"transformer[ -]?engine", "megatron"),
