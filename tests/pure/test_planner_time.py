@@ -309,6 +309,18 @@ def test_adapters_send_their_own_gradients_and_move_what_they_give() -> None:
     assert compute[0].terms["compute"] > 1.1 * compute[1].terms["compute"]
 
 
+def test_what_shards_an_update_alone_gathers_adapters_alone() -> None:
+    """Megatron's optimizer leaves frozen weights whole on each rank: only messages cost."""
+    work, plan = Workload(seq_len=512, global_batch=32), Plan.parse("fsdp32 zero1 bf16")
+
+    def sent(name: str, trained: float) -> float:
+        time = estimate_time(EIGHT, SLOW, plan, replace(work, trained=trained), stack=load_stack(name))
+        return time.terms["data"] + time.hidden["data"]
+
+    assert sent("megatron-core", 0.002) < 0.2 * sent("megatron-core", 1.0)
+    assert sent("torchtitan", 0.002) > 0.4 * sent("torchtitan", 1.0)
+
+
 def test_recompute_by_operator_runs_the_products_that_it_does_not_keep() -> None:
     """torchtitan's keeps every second product, and none of experts."""
     experts, stack, work = profile_of(preset("qwen3-30b-a3b")), load_stack("torchtitan"), replace(WORK, global_batch=32)

@@ -78,6 +78,23 @@ def test_what_torch_and_cuda_of_a_date_hold() -> None:
     assert context == [KERNELS, 0.0], "every kernel is loaded at the start before CUDA 11.7"
     old = [variant("old-1", source=source).stack.context for source in ("Megatron-LM log", "Megatron-DeepSpeed log")]
     assert old[0] == KERNELS < old[1], "the memory beside its tensors is that of DeepSpeed's fork"
+    assert variant("old-1", source="Megatron-DeepSpeed log", date="2024-06").stack.context == 0.0, "of its time"
+
+
+def test_attention_without_dropout_keeps_its_probabilities_once() -> None:
+    """Sailor's models multiply what the softmax gives: 4 bytes per score in fp32, as its cards show, and not 9."""
+    block = profile_of(GPT).blocks[0]
+    scores = GPT.num_heads * 128 * block.attentions[0].reach
+    for plan, wide, more in (("fp32", False, 5), ("bf16", False, 3), ("bf16", True, 1)):
+        stack = replace(EAGER, attention="unfused", wide_softmax=wide)
+        found = [
+            saved_bytes(block, saving_of(Plan.parse(plan), replace(stack, drops_scores=on), 128))
+            for on in (True, False)
+        ]
+        assert found[0] - found[1] == more * scores, (plan, wide)
+    said = {"": True, "no dropout": True, "unfused attention without dropout": False, "attention dropout 0.1": True}
+    for notes, drops in said.items():
+        assert variant("core-8", **BARE | {"notes": notes}).stack.drops_scores is drops, notes
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,7 @@ def test_what_was_measured_and_how_it_counts() -> None:
         ({"source": "t5x"}, "jax"),
         ({"source": "FairScale", "date": "2021-06"}, "fsdp1"),
         ({"source": "NeMo AutoModel", "notes": "TE + DeepEP"}, "megatron-bridge"),
+        ({"source": "x", "notes": "PyTorch FSDP with Transformer Engine's layers", "tp": ""}, "megatron-core"),
         ({"source": "NeMo AutoModel", "notes": "LoRA"}, "torchtitan"),
         ({"source": "NeMo AutoModel", "notes": "LoRA", "n_gpus": "1", "tp": "", "dp_replicate": ""}, "eager"),
     ],

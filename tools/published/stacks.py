@@ -39,6 +39,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ),
     (r"internevo|internlm/", "megatron-core"),  # overlaps gradients and parameters of zero 1
     (r"torchtune|lit-?(gpt|llama|parrot)", "eager"),
+    (r"transformer engine's layers", "megatron"),  # whose kernels they are, whatever shards them
     (r"\bfsdp2|fully_shard", "fsdp2"),
     (r"\bfsdp|full_shard|hybrid_shard", "fsdp"),
     (r"transformer[ -]?engine", "megatron"),
@@ -172,6 +173,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
     wide = by_layers and stack.attention == "unfused" and re.search(_WIDE_SOFTMAX, cells["model"].lower())
     stack = replace(stack, wide_softmax=bool(wide))
+    if cells.noted(_UNDROPPED):
+        stack = replace(stack, drops_scores=False)
     by_layers = by_layers or (cells.has("nanogpt") and cells.year < NANOGPT)
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
         stack = replace(stack, gelu_apart=True)
@@ -253,7 +256,7 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         stack = replace(stack, logit_bytes=TWICE_LOSS)
     if stack.name == "megatron-flash" and cells.has(r"megatron"):
         stack = replace(stack, grad_bytes=4.0)
-    if stack.name == "megatron-2021" and not is_fork(cells):
+    if stack.name == "megatron-2021" and not (is_fork(cells) and cells.year < LAZY):
         stack = replace(stack, context=0.0)
     if cells.year < LAZY:
         stack = replace(stack, context=max(stack.context, KERNELS))
@@ -271,6 +274,8 @@ _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
 GROUPED = 2025.05
 """Year from which transformers leaves groups of heads to torch's attention (4.48), which has a kernel for them on
 Ampere and later alone, and on others works in fp32."""
+_UNDROPPED = r"attention without dropout|(no|without) attention dropout|attention dropout[ =:]*(of )?0(\.0*)?(?![.\d])"
+"""Words for attention without dropout."""
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"
 """Models whose GELU is its formula in primitives, as transformers and minGPT have them."""
 NANOGPT = 2023.45

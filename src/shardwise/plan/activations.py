@@ -51,6 +51,8 @@ class Saving:
     scores: float
     """Bytes of an element of probabilities, where attention keeps any."""
     attention: str
+    drops: bool
+    """Those are dropped in parts: `Stack.drops_scores`."""
     fused: bool
     mask: float
     """Bytes of an element of dropout's mask."""
@@ -89,6 +91,7 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         residual=max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         scores=4.0 if stack.wide_softmax else max(stack.residual_bytes or width, adapters.rest if adapters else 0.0),
         attention=stack.attention,
+        drops=stack.drops_scores,
         fused=stack.fused,
         mask=width if stack.wide_masks else 1.0,
         gelu=GELU if stack.gelu_apart else 1,
@@ -191,9 +194,8 @@ def _saved_attention(op: Attention, how: Saving) -> float:
     fused = op.saves * how.width + 4 * op.heads * op.rows
     if how.attention in ("unfused", "fused-softmax"):
         scores = op.heads * op.rows * how.keys * op.reach
-        kept = (
-            how.scores + how.width + how.mask
-        )  # probabilities before and behind dropout (p = 0 saves none), and its mask
+        behind = how.width + how.mask if how.drops else how.width * (how.scores > how.width)
+        kept = how.scores + behind  # probabilities, and behind them dropout's with its mask, or what they are cast to
         return (op.saves * how.width + scores * kept) / how.tp
     return fused / how.tp
 

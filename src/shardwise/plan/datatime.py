@@ -150,9 +150,10 @@ class Sends(NamedTuple):
 def sends_of(wire: Wire) -> Sends:
     """What is sent for the parameters of a rank."""
     width, sharded = compute_width(wire.plan), wire.plan.zero > 0
+    whole = wire.plan.zero == 3 or wire.stack.keeps_shards  # weights are shards, frozen ones too; else an update's are
     shards, kind = group_of(wire.plan.axes, "data"), "reduce_scatter" if sharded else "all_reduce"
     return Sends(
-        gather=wire.time("all_gather", width) if sharded else 0.0,
+        gather=wire.time("all_gather", width, share=1.0 if whole else wire.trained) if sharded else 0.0,
         again=wire.time("all_gather", width, again=True) if sharded else 0.0,
         reduce=0.0 if wire.at_once else wire.time(kind, wire.gradient, share=wire.trained),
         across=wire.across(),

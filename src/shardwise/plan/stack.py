@@ -69,6 +69,9 @@ class Stack:
     """Dropout keeps its mask in numbers of what it drops, not in bytes (TensorFlow, MXNet)."""
     logit_share: float = 1.0
     """Share of the tokens of which the loss has logits (BERT's: the masked ones); what they take of memory."""
+    drops_scores: bool = True
+    """Attention in primitives has dropout, and keeps what that makes of its probabilities and the mask beside them;
+    False: none, or of p = 0, which gives back what it is given."""
     gelu_apart: bool = False
     """GELU is its tanh formula in primitives, which keep four tensors (transformers' `gelu_new`), and not a kernel."""
     saves_gathered: bool = False
