@@ -357,6 +357,15 @@ def test_reasons() -> None:
     assert "compute" in binds(found.best, found.space)
 
 
+def test_what_binds_is_the_memory_that_is_needed_and_not_what_an_allocator_holds() -> None:
+    found = eight()
+    assert found.best is not None
+    held = replace(found.best, memory=replace(found.best.memory, held=found.space.cluster.device.memory / 4))
+    needed = held.needs / found.space.cluster.device.memory
+    assert held.memory.device > 1.2 * held.needs
+    assert f"{needed:.0%} of memory is needed" in binds(held, found.space)
+
+
 def test_neighbours_of_an_axis_have_micro_batches_that_their_data_ranks_can_have() -> None:
     """With the plan's own number `pp2` was refused, and `pp8` and `tp2` had micro-batches of twice the size."""
     space = space_of(preset("llama-8b"), cluster("h100:8"), Workload(seq_len=8192, global_batch=32))

@@ -80,8 +80,8 @@ def kind_of(plan: Plan, *, experts: bool) -> str:
 def likeness(plan: Plan, profile: Profile) -> str:
     """One sentence: how far the estimates of layouts of this plan's kind have been from published runs.
 
-    And of all runs of sources outside the fit (but for four constants, docs/planner.md): what to expect of a cluster
-    that nobody has seen.
+    And of all runs of sources outside the fit (but for the constants that docs/planner.md names): what to expect of a
+    cluster that nobody has seen.
     """
     kind = kind_of(plan, experts=profile.experts > 0)
     said = []
@@ -91,7 +91,7 @@ def likeness(plan: Plan, profile: Profile) -> str:
         said.append(f"{what} {known}")
     text = f"published runs laid out as this plan is ({kind}): {'; '.join(said)}"
     others = ", ".join(f"{what} {_halves(_band(entry))}" for what, entry in _table()["elsewhere"].items())
-    text += f"; of sources outside the fit but for four constants: {others}"
+    text += f"; of sources outside the fit (docs/planner.md names what was set in view of them): {others}"
     if not any(block.attentions for block in profile.blocks):
         text += "; none of them is of a model without attention"
     return text
