@@ -81,6 +81,12 @@ class Division:
         return axes.dp_shard * axes.cp if self.plan.zero else 1
 
     @cached_property
+    def part_left(self) -> float:
+        """Of a block's gathered weights, what stays from its forward to its backward pass: `reshard=2` leaves half."""
+        dial = self.plan.communication.reshard_after_forward
+        return 1 / dial if type(dial) is int and dial < self.shards else 0.0
+
+    @cached_property
     def expert_shards(self) -> int:
         """Ranks that share the optimizer state of an expert."""
         axes = self.plan.axes

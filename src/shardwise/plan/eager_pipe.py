@@ -19,6 +19,7 @@ from shardwise.plan.eager import (
     working_in,
 )
 from shardwise.plan.eager_sizes import AT_END, RankSizes, Terms, larger
+from shardwise.plan.eager_tensors import last_of
 from shardwise.plan.moments import Moment
 from shardwise.plan.stages import Stage
 
@@ -69,7 +70,44 @@ class PipeRank(RankSizes):
                 whole = self.gathered_in(moment, len(stage.blocks)) - (sum(back) or unit) * self.width
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = larger(largest.get("reduction"), terms)
+                if self.held_width:
+                    terms |= self.last_reduction(moment, stage)
+                    terms["gradients"] += begun - gradients
+                    largest["last reduction"] = larger(largest.get("last reduction"), terms)
         return largest
+
+    def ends_of(self, stage: Stage) -> tuple[float, float]:
+        """Parameters of a stage outside its blocks whose gradients are reduced together; and zeros among these."""
+        zeros = self.division.unused_outside((stage,)) * self.fills
+        if stage.first and stage.last:
+            return self.summed_outside, zeros
+        head = self.trained(self.division.profile.head)
+        return self.embedding() * stage.first + head * stage.last + zeros, zeros
+
+    def largest_unit(self, stage: Stage) -> tuple[float, float, int]:
+        """The same of the ends, the block or its experts of which it is most; and the ranks that share it."""
+        shards, alone = (self.division.shards, self.division.expert_shards) if self.plan.zero else (1, 1)
+        units = {(self.summed(b) - self.apart(b), self.summed(b) - self.trained(b), shards) for b in stage.blocks}
+        return max((*self.ends_of(stage), shards), *units, *((self.apart(b), 0.0, alone) for b in stage.blocks))
+
+    def last_tensor(self, stage: Stage) -> float:
+        """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
+        block = max(stage.blocks, key=self.summed)
+        ends = self.summed(block) < self.ends_of(stage)[0]
+        block = self.division.profile.head if ends and stage.last else block
+        if stage.last or not ends:
+            return last_of(block, self.division)
+        return (self.embedding() - self.division.embedding_table) or self.embedding()
+
+    def last_reduction(self, moment: Moment, stage: Stage) -> Terms:
+        """When a stage's last block is reduced, what others gave is there twice: as it was summed over replicas too."""
+        block = stage.blocks[-1]
+        sent = self.summed(block) * self.reduced_width
+        beside = max(0.0, sent - self.owned(block) * self.own_width)
+        ends = self.ends_of(stage)[0] / (self.division.shards if self.plan.zero else 1)
+        given = (sum(map(self.owned, stage.blocks)) + ends) * (self.own_width + self.held_width)
+        left = self.gathered_in(moment, len(stage.blocks)) - sum(map(self.params, stage.blocks)) * self.width
+        return {"gradients": given + sent + beside, "gathered": max(0.0, left)}
 
     def in_flight(self, moment: Moment) -> float:
         """Bytes of what was sent and is kept until it has come."""
@@ -216,7 +254,7 @@ class PipeRank(RankSizes):
             over = over * self.tokens + self.again(index, block)
             if stage.last and work == "B":
                 over -= self.head() + self.logit() * wide
-            done = 0.0 if waits else row if self.adds_up else exchanged.done * self.width
+            done = 0.0 if waits else row if self.adds_up and moment.begun[moment.turn] else exchanged.done * self.width
             found.append(("attention of the last block", {**last, "working": over, "gradients": done}))
         if work == "B":
             found += self.whole_backward(moment, stage, last)
@@ -276,18 +314,19 @@ class PipeRank(RankSizes):
         """Of a backward pass in one piece, the moments around its `last` block, and behind its first one."""
         block, num_blocks = stage.blocks[-1], len(stage.blocks)
         head = self.trained(self.division.profile.head) * stage.last
+        adds = self.adds_up and moment.begun[moment.turn]  # else what is made stays
         found: list[tuple[str, Terms]] = []
         if stage.last and not course_of(self.division.profile.head, self.local):  # else see `in_head`
             working = self.logit() * (self.width - max(self.width, 4.0)) + max(0.0, self.head_norm() - self.head())
             found.append(("head", {**last, "gradients": head * self.width, "working": working}))
         seen = course_of(block, self.local) or self.local_experts(block)
         for held in () if seen else norms_in(block, self.local):
-            own = held.gradients if self.engine and not self.adds_up else self.row(block)
+            own = held.gradients if self.engine and not adds else self.row(block)
             working = last["working"] + held.size(self.tokens) - working_in(block, self.local) * self.tokens
             found.append(("norm of the last block", {**last, "gradients": own * self.width, "working": working}))
         if self.engine and not seen:  # a unit's gradients are added up when it has gone backward
             used_up = working_in(block, self.local) * self.tokens + self.kept_whole(block)
-            own = self.row(block) if self.adds_up else self.trained(block) + head
+            own = self.row(block) if adds else self.trained(block) + head
             end = {**last, "gradients": own * self.width}
             end["working"] += AT_END * self.stream(block) - used_up
             found.append(("end of the last block", end))

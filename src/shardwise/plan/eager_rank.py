@@ -108,14 +108,18 @@ class _Rank(RankSizes):
         terms["gathered"] = sum(map(self.params, waiting)) * self.width
         several = self.plan.batch.micro_batches * (not self.sums_first)
         shards = self.division.shards if self.plan.zero else 1
+        if self.held_width and not self.sums_first:  # before they are cast, or behind
+            sent, given = unit * self.reduced_width, unit / shards * self.own_width
+            before = sent + (several > 1) * unit / shards * self.reduced_width - given
+            terms["gradients"] += max(0.0, before) - sent
         if several < 2:  # they have no shards yet; those of the unit are in the type of sums
-            narrow = (self.own_width < self.reduced_width) * unit
+            narrow = (self.own_width < self.reduced_width and not self.held_width) * unit
             terms["gradients"] -= (narrow + sum(map(self.summed, waiting))) / shards * self.own_width
             terms["gradients"] += narrow / shards * self.reduced_width * self.sums_first
             return terms
-        if not self.plan.reshards:
-            terms["gathered"] = self.gathered(0)
-        if self.plan.reshards or several > 2:
+        if not self.plan.reshards:  # which have no gradients in a type of their own yet
+            terms["gathered"] = self.gathered(0) - self.kept_gradients * (self.held_width > 0)
+        if (self.plan.reshards or several > 2) and not self.held_width:
             width = self.reduced_width - (self.own_width if self.own_width < self.reduced_width else 0.0)
             shared_out = self.own_width < self.reduced_width and self.plan.axes.dp_replicate == 1  # which are counted
             terms["gradients"] += unit / shards * width * (not shared_out)
@@ -236,6 +240,7 @@ class _Rank(RankSizes):
             moments, less = self.held_in(index, block, course), self.kept_whole(block)
         for held in moments:
             terms = self.gradients_at(place, left, held)
+            terms["gradients"] += self.swapped(place)
             terms |= {
                 "gathered": self.gathered(1 + self.prefetch, place) - self.used_up(held),
                 "working": held.size(self.tokens) - less + again,
@@ -245,6 +250,14 @@ class _Rank(RankSizes):
             worst = self.gradients_at(place, left, Held()) | {"gathered": self.gathered(1, place), "working": 0.0}
         ends = self.widened(place) if self.casts else self.reduced(place)
         return larger(worst, ends) if ends else worst
+
+    def swapped(self, place: int) -> float:
+        """By how much gradients that were summed once are more than their sums, in the last micro-batch."""
+        if not (self.held_width and self.sums_first):
+            return 0.0
+        behind = self.behind(place)
+        given = self.owned_by(behind) * (self.own_width + self.held_width)
+        return max(0.0, given - sum(map(self.summed, behind)) * self.reduced_width)
 
     def used_up(self, held: Held) -> float:
         """Bytes of the cast weights of a block that has gone backward behind them."""
@@ -280,7 +293,7 @@ class _Rank(RankSizes):
         if self.sums_first:
             gone = [b for b in self.behind(place) if not b.apart]
             terms["gradients"] -= (sum(map(self.summed, gone)) + own + done) * wide
-            terms["gradients"] += sum(map(self.owned, gone)) * self.own_width
+            terms["gradients"] += sum(map(self.owned, gone)) * (self.own_width + self.held_width)
         if not self.accumulates or self.sums_first:
             terms["gradients"] += done / self.division.expert_shards * self.own_width
         return terms | {"gathered": self.given_back(place)}
@@ -322,7 +335,9 @@ class _Rank(RankSizes):
         if self.engine:
             new = (held.fresh if self.adds_up else head + held.gradients) * self.width + left
             if not self.accumulates:
-                new += sum(self.owned(b) for b in (*gone, *begun) if not b.apart) * self.own_width
+                new += self.owned_by([*gone, *begun]) * self.own_width
+            if self.held_width and not self.sums_first:
+                new += self.owned_by(gone) * (self.own_width if self.accumulates else self.held_width)
             if not self.adds_up:
                 new += sum(map(self.trained, self.apart_behind(place))) * self.width
             new += self.sent_behind(place) * self.reduced_width
@@ -336,6 +351,10 @@ class _Rank(RankSizes):
             new -= min(there * self.width, self.gradients / 2 - there * self.width)
         new += (self.tied(place < 0) + sum(map(self.trained, begun))) * self.width
         return {"gradients": new, "logits": self.logit() * self.width}
+
+    def owned_by(self, gone: Sequence[Block]) -> float:
+        """Elements of this rank's shards of the gradients that blocks have given, but for those that are apart."""
+        return sum(self.owned(block) for block in gone if not block.apart)
 
     def entered(self, place: int) -> float:
         """Inputs of the recomputed blocks with experts behind a place, which live until the backward pass ends.

@@ -23,9 +23,8 @@ from shardwise.plan.eager import (
     received_by,
     upcast_norms,
 )
-from shardwise.plan.eager_tensors import last_of
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
-from shardwise.plan.messages_data import reduce_width
+from shardwise.plan.messages_data import reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE
 from shardwise.plan.stages import Stage
 
@@ -55,6 +54,10 @@ class RankSizes:
         """Bytes of an element of a gradient as its parameter has it."""
         self.reduced_width = float(reduce_width(self.plan))
         """And while it is reduced."""
+        replicas = self.plan.axes.dp_replicate * (1 if self.plan.zero else self.plan.axes.cp)
+        differs = self.engine and replicas > 1 and self.own_width != self.reduced_width
+        self.held_width = self.reduced_width * differs
+        """And of what was summed over replicas, which torch holds until the backward pass ends, beside what it gave."""
         self.prefetch = max(1, self.plan.communication.prefetch)
         """Blocks whose weights come while another one goes backward."""
         several = self.plan.batch.micro_batches > 1
@@ -64,7 +67,7 @@ class RankSizes:
         at_once = self.plan.axes.pp == 1 and (not several or self.plan.zero >= 2)
         self.sums_first = self.engine and several and not at_once
         """Whether gradients are reduced once, behind the last micro-batch."""
-        self.adds_up = self.sums_first and self.width >= self.reduced_width
+        self.adds_up = self.sums_first and reduce_type(self.plan) == self.plan.precision.removesuffix("-pure")
         """Whether autograd adds a gradient to that of the micro-batch before as soon as it is made."""
         self.adds_later = self.sums_first and not self.adds_up and self.plan.schedule.kind in ZERO_BUBBLE
         """Whether what a backward pass to the weights gives waits for the next one to the inputs."""
@@ -161,17 +164,25 @@ class RankSizes:
             behind = 0.0 if place is None or several else sum(map(self.params, self.behind(place)))
             return (self.inner + self.outside - behind) * self.width
         if place is None:
-            return (self.outside + self.largest * min(ahead, len(self.blocks))) * self.width
-        here = [block for _, block in dict.fromkeys(self.chain[max(0, place + 1 - ahead) : place + 1])]
+            whole = self.largest * min(ahead, len(self.blocks))
+            return (self.outside + whole + (self.inner - whole) * self.division.part_left) * self.width
+        first = max(0, place + 1 - ahead)
+        here = [block for _, block in dict.fromkeys(self.chain[first : place + 1])]
+        whole = sum(map(self.params, (*here, *self.apart_behind(place))))
         ahead_of_it = sum(map(self.apart, here[:-1]))  # which come by themselves, when the rest has
-        return (self.outside + sum(map(self.params, (*here, *self.apart_behind(place)))) - ahead_of_it) * self.width
+        return (self.outside + whole - ahead_of_it + self.left_of(self.chain[: max(0, place)])) * self.width
 
     def given_back(self, place: int) -> float:
         """Bytes of gathered weights when the block at a place has given its own back, and those ahead have come."""
         if self.sums_first and not self.plan.reshards:  # in the last micro-batch, whose blocks give theirs back
             return (self.inner + self.outside - sum(map(self.params, self.behind(place - 1)))) * self.width
         alone = self.apart(self.chain[place - 1][1]) * (place > 0 and self.plan.reshards)
+        alone -= self.left_of(self.chain[max(0, place - 1) : place])
         return self.gathered(self.prefetch, place - 1) - alone * self.width
+
+    def left_of(self, chain: Sequence[tuple[int, Block]]) -> float:
+        """Elements of the weights of blocks that a forward pass left, until a backward pass has gathered them."""
+        return sum(self.params(block) for _, block in dict.fromkeys(chain)) * self.division.part_left
 
     def apart_behind(self, place: int) -> list[Block]:
         """Blocks behind a place whose gradients wait for the end of the backward pass, and their weights with them."""
@@ -340,29 +351,6 @@ class RankSizes:
         kept_apart = self.adds_up or (self.accumulates and not self.engine and not self.casts)
         return division.embedding_table * (kept_apart + 2 * all_there)
 
-    def ends_of(self, stage: Stage) -> tuple[float, float]:
-        """Parameters of a stage outside its blocks whose gradients are reduced together; and zeros among these."""
-        zeros = self.division.unused_outside((stage,)) * self.fills
-        if stage.first and stage.last:
-            return self.summed_outside, zeros
-        head = self.trained(self.division.profile.head)
-        return self.embedding() * stage.first + head * stage.last + zeros, zeros
-
-    def largest_unit(self, stage: Stage) -> tuple[float, float, int]:
-        """The same of the ends, the block or its experts of which it is most; and the ranks that share it."""
-        shards, alone = (self.division.shards, self.division.expert_shards) if self.plan.zero else (1, 1)
-        units = {(self.summed(b) - self.apart(b), self.summed(b) - self.trained(b), shards) for b in stage.blocks}
-        return max((*self.ends_of(stage), shards), *units, *((self.apart(b), 0.0, alone) for b in stage.blocks))
-
-    def last_tensor(self, stage: Stage) -> float:
-        """Elements of the last parameter of a stage's largest unit: of its ends, or of a block."""
-        block = max(stage.blocks, key=self.summed)
-        ends = self.summed(block) < self.ends_of(stage)[0]
-        block = self.division.profile.head if ends and stage.last else block
-        if stage.last or not ends:
-            return last_of(block, self.division)
-        return (self.embedding() - self.division.embedding_table) or self.embedding()
-
     def reduction(
         self, gradients: float, unit: float, last: float | None = None, zeros: float = 0.0, shards: int = 0
     ) -> Terms:
@@ -374,7 +362,7 @@ class RankSizes:
         """
         given = unit / ((shards or self.division.shards) if self.plan.zero else 1)
         narrow = self.own_width < self.reduced_width and not self.sums_first
-        if narrow and self.plan.axes.dp_replicate > 1 and given < unit:  # what is summed over replicas stays to the end
+        if self.held_width and not self.sums_first:
             given = self.kept_gradients / self.own_width
         elif not narrow:  # they are the parameters' gradients themselves, or in the place of the whole
             given = 0.0 if last is None else last * (given < unit) + given - (unit - zeros)

@@ -342,6 +342,6 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
         live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
     gradient = unit if division.workload.trained == 1 else 0.0  # frozen weights have none
-    inside = max(min(live, every) + gradient, 2 * apart)
+    inside = max(min(live, every) + gradient, 2 * apart) + max(0.0, every - live) * division.part_left
     share = gathered_share(division.profile, packed, width)
     return (inside * share + ends) * width + kept_whole(division, stages)

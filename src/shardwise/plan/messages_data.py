@@ -125,10 +125,13 @@ def _part(scene: Scene, across: str) -> str:
 
 def reduce_width(plan: Plan) -> int:
     """Bytes of a gradient on the wire."""
+    return WIDTH[reduce_type(plan)]
+
+
+def reduce_type(plan: Plan) -> str:
+    """The type of a gradient on the wire."""
     given = plan.communication.reduce_dtype
-    if given:
-        return WIDTH[given]
-    return 4 if plan.mixed or plan.precision == "bf16-pure" else WIDTH[plan.precision]
+    return given or ("fp32" if plan.mixed or plan.precision == "bf16-pure" else plan.precision)
 
 
 def reductions(plan: Plan) -> int:
