@@ -51,6 +51,11 @@ FAST = [
     ("pp2 dp2 / 1f1b mb4 / bf16", "tied"),
     ("pp2 tp4 / 1f1b mb4", "tied"),
     ("pp2 / gpipe mb4", "moe"),
+    ("dp2 fsdp2 / mb8 / bf16 / recompute=blocks reduce=bf16", "gpt"),
+    ("dp2 tp2 / mb16 / bf16-pure / recompute=blocks", "llama"),
+    ("fsdp4 / mb8 / bf16 / recompute=blocks reshard=2", "llama"),
+    ("pp2 cp2 / gpipe mb4 / bf16 / reduce=bf16", "llama"),
+    ("pp2 cp2 / zero-bubble-v mb8 / fp16 / context=ulysses reduce=bf16", "moe"),
 ]
 PLANS = [
     "dp1",
@@ -103,6 +108,13 @@ PLANS = [
     "dp2 cp2",
     "fsdp2 tp2 cp2 / seq",
     "fsdp2 cp2 / bf16",
+    "dp2 / mb16 / bf16 / recompute=blocks reduce=bf16",
+    "dp2 tp2 / mb16 / bf16-pure / recompute=blocks",
+    "dp2 fsdp2 / mb8 / bf16 / recompute=blocks reduce=bf16",
+    "dp2 fsdp2 / zero2 / mb8 / bf16 / recompute=blocks reduce=bf16",
+    "dp2 fsdp2 / mb8 / fp16 / recompute=blocks reshard=false reduce=bf16",
+    "fsdp4 / reshard=2",
+    "fsdp4 / mb8 / bf16 / recompute=blocks reshard=2",
 ]
 PIPELINES = [
     "pp2 / gpipe mb4",
@@ -119,6 +131,9 @@ PIPELINES = [
     "pp2 cp2 / 1f1b mb4",
     "pp2 tp2 / 1f1b mb4 / seq",
     "pp2 / 1f1b mb4 / recompute=blocks",
+    "pp2 dp2 / 1f1b mb8 / bf16 / recompute=blocks reduce=bf16",
+    "pp2 cp2 / gpipe mb4 / bf16 / reduce=bf16",
+    "pp2 cp2 / zero-bubble-v mb8 / fp16 / context=ulysses reduce=bf16",
 ]
 EXPERTS = ["fsdp2 ep2", "fsdp4 ep2 / mb2", "dp2 fsdp2 ep2 / zero1", "fsdp4 ep4 / recompute=blocks", "fsdp2 cp2 ep2"]
 

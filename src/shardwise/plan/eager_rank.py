@@ -256,7 +256,7 @@ class _Rank(RankSizes):
         if not (self.held_width and self.sums_first):
             return 0.0
         behind = self.behind(place)
-        given = self.owned_by(behind) * (self.own_width + self.held_width)
+        given = self.owned_by(behind) * (self.own_width + self.held_width) - self.returned(behind)
         return max(0.0, given - sum(map(self.summed, behind)) * self.reduced_width)
 
     def used_up(self, held: Held) -> float:
@@ -337,7 +337,7 @@ class _Rank(RankSizes):
             if not self.accumulates:
                 new += self.owned_by([*gone, *begun]) * self.own_width
             if self.held_width and not self.sums_first:
-                new += self.owned_by(gone) * (self.own_width if self.accumulates else self.held_width)
+                new += self.beside_sums(gone)
             if not self.adds_up:
                 new += sum(map(self.trained, self.apart_behind(place))) * self.width
             new += self.sent_behind(place) * self.reduced_width
@@ -355,6 +355,17 @@ class _Rank(RankSizes):
     def owned_by(self, gone: Sequence[Block]) -> float:
         """Elements of this rank's shards of the gradients that blocks have given, but for those that are apart."""
         return sum(self.owned(block) for block in gone if not block.apart)
+
+    def beside_sums(self, gone: Sequence[Block]) -> float:
+        """Bytes of what blocks have given in one of two types, beside the other: as it was summed over replicas too."""
+        if not self.accumulates:
+            return self.owned_by(gone) * self.held_width
+        return max(0.0, self.owned_by(gone) * self.own_width - self.returned(gone))
+
+    def returned(self, gone: Sequence[Block]) -> float:
+        """Bytes of weights that are counted as gathered, and are given back in the last micro-batch."""
+        stays = not self.plan.reshards and self.plan.batch.micro_batches > 2
+        return sum(map(self.params, gone)) * self.width * stays
 
     def entered(self, place: int) -> float:
         """Inputs of the recomputed blocks with experts behind a place, which live until the backward pass ends.

@@ -24,7 +24,7 @@ from shardwise.plan.eager import (
     upcast_norms,
 )
 from shardwise.plan.engines import casts_weights, is_replicated, uses_fully_shard
-from shardwise.plan.messages_data import reduce_type, reduce_width
+from shardwise.plan.messages_data import held_sums, reduce_type, reduce_width
 from shardwise.plan.plan import ZERO_BUBBLE
 from shardwise.plan.stages import Stage
 
@@ -54,9 +54,7 @@ class RankSizes:
         """Bytes of an element of a gradient as its parameter has it."""
         self.reduced_width = float(reduce_width(self.plan))
         """And while it is reduced."""
-        replicas = self.plan.axes.dp_replicate * (1 if self.plan.zero else self.plan.axes.cp)
-        differs = self.engine and replicas > 1 and self.own_width != self.reduced_width
-        self.held_width = self.reduced_width * differs
+        self.held_width = float(held_sums(self.plan))
         """And of what was summed over replicas, which torch holds until the backward pass ends, beside what it gave."""
         self.prefetch = max(1, self.plan.communication.prefetch)
         """Blocks whose weights come while another one goes backward."""

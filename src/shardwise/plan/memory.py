@@ -21,6 +21,7 @@ from shardwise.plan.engines import casts_weights
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
 from shardwise.plan.holding import held_apart, held_freed
 from shardwise.plan.imbalance import busiest
+from shardwise.plan.messages_data import held_sums
 from shardwise.plan.passing import activations_of, block_bytes, logits_of, working_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, stack_of
@@ -225,6 +226,9 @@ def _rank_memory(
         backward["activations"] = max(alive + again, block)
     elif casts_weights(plan) and stack.name in OWN:
         backward["gathered"] = cast_last(division, stages)
+    if stack.name in OWN:
+        trained = division.profile.trained * division.workload.trained
+        backward["gradients"] += division.owned(stages) * trained * held_sums(plan)
     update = {**states, "gradients": gradients, "temporary": spike + at_once(division, stages, stack)}
     phases = {"loss": loss, "backward": backward, "update": update}
     if plan.offload.state:

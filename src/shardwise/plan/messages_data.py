@@ -134,6 +134,16 @@ def reduce_type(plan: Plan) -> str:
     return given or ("fp32" if plan.mixed or plan.precision == "bf16-pure" else plan.precision)
 
 
+def held_sums(plan: Plan) -> int:
+    """Bytes of an element of what was summed over replicas, which torch holds until a backward pass ends.
+
+    None where a gradient has the type on the wire: it is what was summed.
+    """
+    replicas = plan.axes.dp_replicate * (1 if plan.zero else plan.axes.cp)
+    own = plan.precision if plan.precision in ("fp64", "bf16-pure") else "fp32"
+    return reduce_width(plan) * (uses_fully_shard(plan) and replicas > 1 and WIDTH[own] != reduce_width(plan))
+
+
 def reductions(plan: Plan) -> int:
     """How often a gradient is reduced over its shards in a step."""
     return reductions_of(plan.zero, plan.axes.pp, plan.batch.micro_batches)
