@@ -143,7 +143,8 @@ class PipeRank(RankSizes):
             kept += self.head()
             at_once += self.logit() * max(self.width, 4.0)
             deferred += self.own_logit() * self.width + self.sent_bytes(self.division.profile.head.width)
-        kept += self.sent(stage) - self.received(stage)
+        at_home = stage.start + len(stage.blocks) in {other.start for other in self.stages}  # in the next one's buffer
+        kept += self.sent(stage) * (not at_home) - self.received(stage)
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
         unit = self.gradients / (sum(trained[1:]) or 1.0)
         later = trained[0] - inside_at_once
@@ -238,7 +239,8 @@ class PipeRank(RankSizes):
             found.append(("loss", {"gathered": self.gathered_in(moment, 1), "logits": copies * wide * self.logit()}))
             if work == "B":  # what the head and the loss kept is used up
                 working -= self.head() + self.logit() * wide
-        last = {"gathered": self.gathered_in(moment, 1 + self.prefetch), "gradients": row, "working": working}
+        makes = work == "B" or self.at_once(index, block)  # gradients of weights
+        last = {"gathered": self.gathered_in(moment, 1 + self.prefetch), "gradients": row * makes, "working": working}
         if work == "I":  # what recomputed blocks give is added up behind all of them
             behind = [b for i, b in enumerate(stage.blocks, stage.start) if self.at_once(i, b)][1:]
             last["gradients"] += sum(map(self.trained, behind)) * self.width
