@@ -67,7 +67,9 @@ class PipeRank(RankSizes):
                 terms = self.reduction(begun - gradients, unit, self.last_tensor(stage), size.zeros, size.shards)
                 terms["gradients"] += size.gradients + size.gradients_at_once
                 back = [self.params(b) for b in stage.blocks if self.apart(b)]  # experts come last, of all weights
-                whole = self.gathered_in(moment, len(stage.blocks)) - (sum(back) or unit) * self.width
+                ends = self.ends_of(stage)[0]  # which come first, the root's
+                back = sum(back) or unit + ends * (ends < unit)
+                whole = self.gathered_in(moment, len(stage.blocks)) - back * self.width
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = larger(largest.get("reduction"), terms)
                 if self.held_width:
@@ -104,9 +106,11 @@ class PipeRank(RankSizes):
         block = stage.blocks[-1]
         sent = self.summed(block) * self.reduced_width
         beside = max(0.0, sent - self.owned(block) * self.own_width)
-        ends = self.ends_of(stage)[0] / (self.division.shards if self.plan.zero else 1)
-        given = (sum(map(self.owned, stage.blocks)) + ends) * (self.own_width + self.held_width)
-        left = self.gathered_in(moment, len(stage.blocks)) - sum(map(self.params, stage.blocks)) * self.width
+        ends = self.ends_of(stage)[0]
+        owned = sum(map(self.owned, stage.blocks)) + ends / (self.division.shards if self.plan.zero else 1)
+        given = owned * (self.own_width + self.held_width)
+        back = ends + sum(map(self.params, stage.blocks))
+        left = self.gathered_in(moment, len(stage.blocks)) - back * self.width
         return {"gradients": given + sent + beside, "gathered": max(0.0, left)}
 
     def in_flight(self, moment: Moment) -> float:
