@@ -66,9 +66,8 @@ class PipeRank(RankSizes):
                 unit = size.unit
                 terms = self.reduction(begun - gradients, unit, self.last_tensor(stage), size.zeros, size.shards)
                 terms["gradients"] += size.gradients + size.gradients_at_once
-                back = [self.params(b) for b in stage.blocks if self.apart(b)]  # experts come last, of all weights
-                ends = self.ends_of(stage)[0]  # which come first, the root's
-                back = sum(back) or unit + ends * (ends < unit)
+                ends = self.ends_of(stage)[0]  # which come first, the root's; experts come last, of all weights
+                back = sum(self.params(b) for b in stage.blocks if self.apart(b)) or unit + ends * (ends < unit)
                 whole = self.gathered_in(moment, len(stage.blocks)) - back * self.width
                 terms |= {"gathered": max(0.0, whole), "activations": alive - kept}
                 largest["reduction"] = larger(largest.get("reduction"), terms)
