@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from published.cells import Skip
+from published.layout import UNEVEN
 from published.rows import row_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.plan import Offload
@@ -306,3 +307,21 @@ def test_a_compiled_loop_of_its_own_compiles_its_loss() -> None:
     found = [variant("fsdp-1", **said | {"compile": compiled}).stack for compiled in ("y", "n")]
     assert [stack.name for stack in found] == ["eager"] * 2
     assert found[0].logit_bytes == 8.0 < found[1].logit_bytes
+
+
+@pytest.mark.parametrize(
+    ("notes", "times"),
+    [
+        ("torchtitan", UNEVEN),
+        ("torchtitan; balanced routing", 1.0),
+        ("torchtitan; a CUDA graph of the whole step", 1.0),
+        ("Megatron-Core", 1.0),
+        ("Megatron-Core; real router", UNEVEN),
+        ("Megatron-Core; real router; capacity factor 1", 1.0),
+    ],
+)
+def test_routers_that_are_not_forced_to_balance_load_a_rank_more(notes: str, times: float) -> None:
+    mixture = BARE | {"model": "Mixtral 8x7B", "ep": "8", "n_params": "", "notes": notes}
+    blank = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab"), "")
+    assert variant("fsdp-1", **mixture | blank).workload.imbalance == times
+    assert variant("fsdp-1", **mixture | blank | {"ep": ""}).workload.imbalance == 1.0
