@@ -325,3 +325,13 @@ def test_routers_that_are_not_forced_to_balance_load_a_rank_more(notes: str, tim
     blank = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab"), "")
     assert variant("fsdp-1", **mixture | blank).workload.imbalance == times
     assert variant("fsdp-1", **mixture | blank | {"ep": ""}).workload.imbalance == 1.0
+
+
+def test_products_that_tp_overlaps_are_a_switch_of_megatron_core() -> None:
+    def hidden(notes: str, **cells: str) -> float:
+        return variant("core-8", **BARE | {"notes": notes} | cells).stack.overlap_tensor
+
+    usual, more = (load_stack(name).overlap_tensor for name in ("megatron-core", "megatron-bridge"))
+    assert hidden("Megatron-Core") == hidden("Megatron-Core; no tp overlap") == usual < more
+    assert hidden("Megatron-Core; tp_comm_overlap") == more
+    assert hidden("Megatron-Core", source="NVIDIA/Megatron-LM README table") == more

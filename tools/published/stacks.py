@@ -152,6 +152,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
         stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
     stack = _of_its_time(cells, stack)
+    if name in CORE and cells.has(_OVERLAPS_PRODUCTS):
+        stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
     if name == "deepspeed" and cells.year < PREFETCHES:
@@ -269,6 +271,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     return replace(stack, zeroes_grads=(cells.year < NONE and stack.name in TORCH) or cells.noted(_NEVER) is not None)
 
 
+_OVERLAPS_PRODUCTS = r"(?<!no )(?<!without )\btp[ _-](comm[ _-])?overlap|megatron-lm readme"
+"""Words for Megatron-Core's switch `--tp-comm-overlap`, with which its README of 2024 was measured."""
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
 """Models whose attention in primitives has its softmax in fp32, as transformers has them."""
 GROUPED = 2025.05
