@@ -175,7 +175,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
     wide = by_layers and stack.attention == "unfused" and re.search(_WIDE_SOFTMAX, cells["model"].lower())
     stack = replace(stack, wide_softmax=bool(wide))
-    if cells.noted(_UNDROPPED):
+    if cells.noted(_UNDROPPED) or spec.patch:  # vision transformers have none
         stack = replace(stack, drops_scores=False)
     by_layers = by_layers or (cells.has("nanogpt") and cells.year < NANOGPT)
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
