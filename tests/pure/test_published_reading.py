@@ -335,3 +335,17 @@ def test_products_that_tp_overlaps_are_a_switch_of_megatron_core() -> None:
     assert hidden("Megatron-Core") == hidden("Megatron-Core; no tp overlap") == usual < more
     assert hidden("Megatron-Core; tp_comm_overlap") == more
     assert hidden("Megatron-Core", source="NVIDIA/Megatron-LM README table") == more
+
+
+@pytest.mark.parametrize(
+    ("cells", "hides"),
+    [
+        ({"notes": "AXLearn on JAX", "date": "2024-10"}, False),
+        ({"notes": "AXLearn on JAX", "date": "2025-10"}, True),
+        ({"notes": "AXLearn on JAX", "date": "2024-10", "gpu": "tpu-v5p"}, True),
+        ({"notes": "MaxText", "date": "2024-10"}, True),
+        ({"notes": "NVIDIA's t5x on JAX", "date": "2023-06"}, False),
+    ],
+)
+def test_jax_on_gpus_hid_nothing_before_its_scheduler_was_on(cells: dict[str, str], hides: bool) -> None:
+    assert (variant("fsdp-1", **BARE | {"model": "Llama 3.1 8B"} | cells).stack.overlap_data > 0) is hides

@@ -164,7 +164,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "torchtitan" and sharded and cells.has(_FLAT):
         stack = replace(stack, one_root=True)
-    if name == "jax" and cells.has(_TORCH_XLA):
+    if name == "jax" and (cells.has(_TORCH_XLA) or _waits(cells)):
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
         stack = replace(stack, fragmentation=0.0)
@@ -212,6 +212,15 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _waits(cells: Cells) -> bool:
+    """Whether JAX computes nothing while it sends: on GPUs, where XLA's latency-hiding scheduler was off by default.
+
+    NVIDIA's own runs and MaxText's scripts turned it on before.
+    """
+    on_gpu = not re.search(rf"{TPU}|{TRAINIUM}", cells["gpu"].lower())
+    return on_gpu and cells.year < (SCHEDULED if cells.has(r"nvidia|dgxc|maxtext") else SCHEDULES)
 
 
 def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
@@ -325,6 +334,9 @@ _TORCH_XLA = r"(py)?torch[ _/-]?xla"
 """Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
 _STATIC = r"\boneflow(?!-inc)|\blibai\b"
 """Words for OneFlow, which lays memory out before it runs, so that no holes arise."""
+SCHEDULED, SCHEDULES = 2023.7, 2025.0
+"""Years from which NVIDIA's and MaxText's JAX, and any, hides on GPUs what it sends: XLA's
+`xla_gpu_enable_latency_hiding_scheduler`."""
 GATHERS_AGAIN = 2024.6
 """Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
 _GRAPHED = (
