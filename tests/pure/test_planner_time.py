@@ -93,6 +93,16 @@ def test_scores_of_fp32_are_twice_as_wide_and_multiplied_at_its_rate() -> None:
     assert whole > 2 * half
 
 
+def test_autocast_has_softmax_and_dropout_in_fp32() -> None:
+    device, attention = load_cluster("a100-80g:8").device, Attention(16, 16, 64, 64)
+    plain = replace(load_stack("eager"), attention="unfused")
+    cast, dropless = replace(plain, residual_bytes=4.0), replace(plain, residual_bytes=4.0, drops_scores=False)
+    times = [attention_time(attention, (8, 512, 512), 1, device, stack) for stack in (dropless, plain, cast)]
+    assert times == sorted(times) and times[2] / times[1] == pytest.approx(1.2, abs=0.05)
+    whole = [attention_time(attention, (8, 512, 512), 1, device, stack, "fp32") for stack in (plain, cast)]
+    assert whole[0] == whole[1], "nothing is cast in fp32"
+
+
 def test_a_small_sum_through_many_nodes_is_a_tree() -> None:
     many = SLOW.with_(nodes=256)
     assert collective_time("all_reduce", 8, Group(256, 8), many) == pytest.approx(2 * 8 * 2e-5, rel=1e-3)

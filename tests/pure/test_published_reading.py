@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from published.cells import Skip
+from published.layout import UNEVEN
 from published.rows import row_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.plan import Offload
@@ -306,3 +307,45 @@ def test_a_compiled_loop_of_its_own_compiles_its_loss() -> None:
     found = [variant("fsdp-1", **said | {"compile": compiled}).stack for compiled in ("y", "n")]
     assert [stack.name for stack in found] == ["eager"] * 2
     assert found[0].logit_bytes == 8.0 < found[1].logit_bytes
+
+
+@pytest.mark.parametrize(
+    ("notes", "times"),
+    [
+        ("torchtitan", UNEVEN),
+        ("torchtitan; balanced routing", 1.0),
+        ("torchtitan; a CUDA graph of the whole step", 1.0),
+        ("Megatron-Core", 1.0),
+        ("Megatron-Core; real router", UNEVEN),
+        ("Megatron-Core; real router; capacity factor 1", 1.0),
+    ],
+)
+def test_routers_that_are_not_forced_to_balance_load_a_rank_more(notes: str, times: float) -> None:
+    mixture = BARE | {"model": "Mixtral 8x7B", "ep": "8", "n_params": "", "notes": notes}
+    blank = dict.fromkeys(("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab"), "")
+    assert variant("fsdp-1", **mixture | blank).workload.imbalance == times
+    assert variant("fsdp-1", **mixture | blank | {"ep": ""}).workload.imbalance == 1.0
+
+
+def test_products_that_tp_overlaps_are_a_switch_of_megatron_core() -> None:
+    def hidden(notes: str, **cells: str) -> float:
+        return variant("core-8", **BARE | {"notes": notes} | cells).stack.overlap_tensor
+
+    usual, more = (load_stack(name).overlap_tensor for name in ("megatron-core", "megatron-bridge"))
+    assert hidden("Megatron-Core") == hidden("Megatron-Core; no tp overlap") == usual < more
+    assert hidden("Megatron-Core; tp_comm_overlap") == more
+    assert hidden("Megatron-Core", source="NVIDIA/Megatron-LM README table") == more
+
+
+@pytest.mark.parametrize(
+    ("cells", "hides"),
+    [
+        ({"notes": "AXLearn on JAX", "date": "2024-10"}, False),
+        ({"notes": "AXLearn on JAX", "date": "2025-10"}, True),
+        ({"notes": "AXLearn on JAX", "date": "2024-10", "gpu": "tpu-v5p"}, True),
+        ({"notes": "MaxText", "date": "2024-10"}, True),
+        ({"notes": "NVIDIA's t5x on JAX", "date": "2023-06"}, False),
+    ],
+)
+def test_jax_on_gpus_hid_nothing_before_its_scheduler_was_on(cells: dict[str, str], hides: bool) -> None:
+    assert (variant("fsdp-1", **BARE | {"model": "Llama 3.1 8B"} | cells).stack.overlap_data > 0) is hides

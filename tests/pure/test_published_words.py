@@ -217,7 +217,7 @@ def test_one_silicon_computes_alike_and_one_code_takes_the_same_times() -> None:
     # what the recipes of the second choose is not compared
     chosen = {"grad_bytes": 0.0, "once_per_node": False, "overlap_tensor": 0.0, "overlap_data": 0.0, "loss_bytes": 0.0}
     same = [replace(stack, name="", about="", **chosen) for stack in (core, bridge)]
-    assert same[0] == same[1] and 0.4 < core.overlap_tensor < bridge.overlap_tensor
+    assert same[0] == same[1] and 0.25 < core.overlap_tensor < 0.5 < bridge.overlap_tensor
     assert core.loss_bytes > bridge.loss_bytes  # whose kernel reads the logits twice
 
 

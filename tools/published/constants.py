@@ -64,9 +64,9 @@ def tables() -> str:
         "`softmax_host` is read off the 24 such rows of one sweep (-30 % without it, where 842 others are at 0).",
         "`eager` was measured on one node: over several, torchtune and litgpt take torchtitan's numbers, or fsdp1's "
         "before July 2024, uncompiled, and trainers that name no engine take deepspeed's.",
-        "`overlap_tensor` of Megatron-Core lies between what its README of 2024 shows with the switch for it (0.73, as "
-        "the recipes of Megatron-Bridge set it), and the two of five collectives that are hidden without; rows seldom "
-        "say which. "
+        "`overlap_tensor` of Megatron-Core is between the quarter and the half of what `tp` sends that its backward "
+        "pass hides by default (with and without sequences sharded), read off eleven sources; with the switch for more "
+        "it is that of Megatron-Bridge's recipes, which set it. "
         "`fragmentation` and `cached` of Megatron-Core are what five runs on 64 to 592 B200 have reserved over what "
         "they allocated (1.03 to 1.05), and its `context` what nvidia-smi shows beside that in three sources. "
         "`torchtitan` holds the gradients on the stream that reduces them (`grads_apart`), as measured of the same "

@@ -171,6 +171,23 @@ _EXCHANGES = r"\b(deep|hybrid)-?ep\b|(?<!no )(?<!without )expert[ -]parallel|(fs
 """Says that ranks share the experts."""
 
 
+_EVEN = r"balanc|forced|fake gate|mock data|even rout|capacity factor|tokens? dropp|drop and pad|cuda graphs? of the"
+"""Words for tokens that ranks have as many of: a benchmark's router, tokens dropped beyond a number, a graph of sizes
+that are known before it runs."""
+UNEVEN = 1.4
+"""Tokens of the busiest rank over the mean where routers choose: what is sent and multiplied follows it. Read off five
+sources that print a real router or train a checkpoint, all too fast without it."""
+
+
+def _imbalance(cells: Cells, stack: str, ep: int) -> float:
+    """Of the ranks that share experts: benchmarks of Megatron-Core force balance, trainers and torchtitan do not."""
+    trains = stack in (*TORCH, "deepspeed") or cells.has(r"\bswift\b|real router")
+    if ep == 1 or not trains or cells.noted(_EVEN):
+        return 1.0
+    cells.assume(f"routers of their own: the busiest rank has {UNEVEN} times the mean of the tokens")
+    return UNEVEN
+
+
 def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_len: int) -> tuple[Plan, Workload]:
     """The layout and the work of a row.
 
@@ -211,6 +228,7 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         compute=compute,
         trained=trained,
         adapters=adapters_of(cells, spec, stack.name, 4.0 if precision == "fp32" else 2.0, sharded=zero == 3),
+        imbalance=_imbalance(cells, stack.name, axes.ep),
     )
     plan = Plan(
         axes=axes,

@@ -152,6 +152,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
         stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
     stack = _of_its_time(cells, stack)
+    if name in CORE and cells.has(_OVERLAPS_PRODUCTS):
+        stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
     if name == "deepspeed" and cells.year < PREFETCHES:
@@ -162,7 +164,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "torchtitan" and sharded and cells.has(_FLAT):
         stack = replace(stack, one_root=True)
-    if name == "jax" and cells.has(_TORCH_XLA):
+    if name == "jax" and (cells.has(_TORCH_XLA) or _waits(cells)):
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
         stack = replace(stack, fragmentation=0.0)
@@ -173,7 +175,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     by_layers = cells.has(rf"{LAYERS}|{_TRAINERS}|mingpt") and not cells.has("lit-?gpt")
     wide = by_layers and stack.attention == "unfused" and re.search(_WIDE_SOFTMAX, cells["model"].lower())
     stack = replace(stack, wide_softmax=bool(wide))
-    if cells.noted(_UNDROPPED):
+    if cells.noted(_UNDROPPED) or spec.patch:  # vision transformers have none
         stack = replace(stack, drops_scores=False)
     by_layers = by_layers or (cells.has("nanogpt") and cells.year < NANOGPT)
     if by_layers and not stack.fused and re.search(_GELU_NEW, cells["model"].lower()):
@@ -210,6 +212,15 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _waits(cells: Cells) -> bool:
+    """Whether JAX computes nothing while it sends: on GPUs, where XLA's latency-hiding scheduler was off by default.
+
+    NVIDIA's own runs and MaxText's scripts turned it on before.
+    """
+    on_gpu = not re.search(rf"{TPU}|{TRAINIUM}", cells["gpu"].lower())
+    return on_gpu and cells.year < (SCHEDULED if cells.has(r"nvidia|dgxc|maxtext") else SCHEDULES)
 
 
 def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
@@ -269,6 +280,8 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
     return replace(stack, zeroes_grads=(cells.year < NONE and stack.name in TORCH) or cells.noted(_NEVER) is not None)
 
 
+_OVERLAPS_PRODUCTS = r"(?<!no )(?<!without )\btp[ _-](comm[ _-])?overlap|megatron-lm readme"
+"""Words for Megatron-Core's switch `--tp-comm-overlap`, with which its README of 2024 was measured."""
 _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
 """Models whose attention in primitives has its softmax in fp32, as transformers has them."""
 GROUPED = 2025.05
@@ -321,6 +334,9 @@ _TORCH_XLA = r"(py)?torch[ _/-]?xla"
 """Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
 _STATIC = r"\boneflow(?!-inc)|\blibai\b"
 """Words for OneFlow, which lays memory out before it runs, so that no holes arise."""
+SCHEDULED, SCHEDULES = 2023.7, 2025.0
+"""Years from which NVIDIA's and MaxText's JAX, and any, hides on GPUs what it sends: XLA's
+`xla_gpu_enable_latency_hiding_scheduler`."""
 GATHERS_AGAIN = 2024.6
 """Year from which nanotron's products with sequence parallelism gather their input again in the backward pass."""
 _GRAPHED = (

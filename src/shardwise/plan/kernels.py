@@ -38,6 +38,11 @@ _WIDE = {"fp32": "fp32", "tf32": "fp32", "fp64": "fp64"}
 """Whose rate attention in a type has, of types without matrix units for it."""
 _PASSES = {"unfused": 11.0, "fused-softmax": 6.5}
 """Times that the score matrix is read or written in a forward pass, where it is kept in memory."""
+_AUTOCAST = {True: 13.7, False: 9.3}
+"""The same of primitives under autocast, which has softmax and dropout in fp32: with dropout or without, a third of
+what both passes move, counted in 16 bits. Forward: product 1, scale 2, mask into fp32 3, softmax 4, dropout 4.5, cast
+3, product 1; backward: products 4, cast 3, dropout 4.5, softmax 6, cast 3, scale 2. Without dropout, as in pictures,
+there is no mask and no scale either, and the softmax casts: 12 and 16."""
 
 
 @lru_cache(maxsize=65536)
@@ -146,7 +151,10 @@ def attention_time(
     if stack.attention in _PASSES:
         scores = batch * heads * queries * keys
         flops = 2.0 * scores * (op.qk_dim + op.v_dim)
-        moved = scores * (4.0 if dtype in _WIDE else 2.0) * _PASSES[attention_kernel(op, batch, tp, stack)]
+        kernel = attention_kernel(op, batch, tp, stack)
+        wide = kernel == "unfused" and stack.residual_bytes > 2 and dtype not in _WIDE
+        passes = _AUTOCAST[stack.drops_scores] if wide else _PASSES[kernel]
+        moved = scores * (4.0 if dtype in _WIDE else 2.0) * passes
         rate = min(_half(device), device.rates.of(dtype)) if dtype in _WIDE else _half(device)
         share = PLAIN if dtype == "fp32" and rate <= _half(device) / 2 else 0.5
         return flops / (rate * share) + moved / (device.bandwidth * device.stream) + 6 * TAIL
