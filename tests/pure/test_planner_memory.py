@@ -219,6 +219,17 @@ def test_what_gathers_product_by_product_holds_no_whole_blocks() -> None:
         assert memory.worst.terms["gathered"] == pytest.approx((inside + ends) * 2, rel=1e-3), most
 
 
+@pytest.mark.parametrize(("recompute", "kept"), [("", 32), (" / recompute=0.25", 24), (" / recompute=blocks", 0)])
+def test_autograd_keeps_what_is_gathered_of_blocks_that_are_not_computed_again(recompute: str, kept: int) -> None:
+    """Beside them a gradient, and the table; where all are computed again, one ahead of the block at work."""
+    profile = profile_of(preset("llama-2-7b"))
+    plan, work = Plan.parse(f"fsdp8 bf16{recompute}"), Workload(seq_len=4096, global_batch=64)
+    stack = replace(load_stack("deepspeed"), keeps_gathered=True, widens_grads=False, flattens_grads=False)
+    block = profile.blocks[0].params
+    terms = estimate_memory(profile, plan, work, stack=stack).worst.terms
+    assert terms["gathered"] == pytest.approx(((max(kept, 2) + 1) * block + 4096 * 32000) * 2, rel=1e-4)
+
+
 def test_deepspeed_scales_no_gradients_in_fp32_but_for_its_update() -> None:
     deepspeed = load_stack("deepspeed")
     found = [_terms(f"fsdp8 / {kind} / recompute=blocks", stack=deepspeed)["gradients"] for kind in ("fp16", "bf16")]

@@ -232,3 +232,16 @@ def test_attention_in_primitives_of_llama_in_transformers_keeps_probabilities_in
         for on in (False, True)
     ]
     assert kept[1] - kept[0] == 2 * LLAMA.num_heads * 128
+
+
+def test_deepspeeds_own_linear_is_there_where_the_model_is_built_within_its_context() -> None:
+    loop = BARE | {"source": "own loop", "zero_stage": "3", "notes": "DeepSpeed ZeRO-3", "date": "2025-06"}
+    for other, kept in (
+        ({}, True),
+        ({"date": "2026-09"}, False),
+        ({"notes": "DeepSpeed ZeRO-3; Hugging Face Trainer"}, False),
+        ({"notes": "DeepSpeed ZeRO-3; torch.compile"}, False),
+        ({"notes": "DeepSpeed ZeRO-3, memory_efficient_linear false; Hugging Face"}, True),
+    ):
+        stack = variant("tune-1", **loop | other).stack
+        assert (stack.name, stack.keeps_gathered) == ("deepspeed", kept), other

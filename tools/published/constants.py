@@ -127,7 +127,10 @@ def tables() -> str:
         "compiled leaves no holes (so an H200 was measured, docs/benchmarks.md). Where MaxText's row on a TPU of "
         "mid-2024 or later does not say what is recomputed, and all of it would not fit, what blocks are given waits "
         "on the host, as its configurations have it. `most_gathered`: what XLA and DeepSpeed gather are products, not "
-        "blocks. GELU of GPT-2, GPT-J, CodeGen and Phi in `transformers`, and of minGPT, is its formula in primitives.",
+        "blocks. `keeps_gathered`: until July 2026 autograd keeps all that DeepSpeed's zero 3 gathers for blocks that "
+        "are not computed again, where the model is built outside its `zero.Init` (its pull request 8189), as loops of "
+        "their own do, or its own linear is turned off. GELU of GPT-2, GPT-J, CodeGen and Phi in `transformers`, "
+        "and of minGPT, is its formula in primitives.",
         "Adapters (LoRA): a frozen product keeps nothing of its input; each adapter keeps a copy of its own, 3 "
         "bytes per element in 16 bits, with the mask of its dropout; without dropout (torchtune, LLaMA-Factory, "
         "unsloth, Megatron) it shares the input, but from June 2024 PEFT casts it for each (its version 0.12). They "

@@ -164,6 +164,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, network=GATHERED_SINGLY)
     if name == "torchtitan" and sharded and cells.has(_FLAT):
         stack = replace(stack, one_root=True)
+    if name == "deepspeed" and (
+        cells.noted(_OWN_LINEAR) or (cells.year < DIRECT and not (compiled or _by_others(cells)))
+    ):
+        stack = replace(stack, keeps_gathered=True)
     if name == "jax" and (cells.has(_TORCH_XLA) or _waits(cells)):
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
@@ -235,6 +239,11 @@ def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
 def is_fork(cells: Cells) -> bool:
     """Whether a row is of a code on Megatron-LM and DeepSpeed, whose engine steps."""
     return re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)) is not None
+
+
+def _by_others(cells: Cells) -> bool:
+    """Whether a trainer or a fork of Megatron builds the model, within DeepSpeed's `zero.Init`."""
+    return library(cells) or cells.has(rf"{LAYERS}|{_FORKS}|megatron|lightning|colossal")
 
 
 def _loops(cells: Cells) -> bool:
@@ -330,6 +339,11 @@ LAZY = 2022.75
 """Year until which CUDA loads every kernel of its libraries at the start (before 11.7)."""
 KERNELS = 0.76e9
 """Bytes that they take, beyond a device's `context`: 1,343 MiB in all on a V100 (transformers' docs of 2022)."""
+DIRECT = 2026.57
+"""Year until which DeepSpeed has its own linear, which keeps no gathered weight, for models alone that are built within
+its `zero.Init` (its pull request 8189)."""
+_OWN_LINEAR = r"mem(ory)?_efficient_linear[ =:]+(false|off)"
+"""Words for what turns it off."""
 _TORCH_XLA = r"(py)?torch[ _/-]?xla"
 """Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
 _STATIC = r"\boneflow(?!-inc)|\blibai\b"

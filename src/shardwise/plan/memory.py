@@ -12,7 +12,7 @@ from functools import partial
 
 from shardwise.hardware.cluster import GIB, Device
 from shardwise.model.profile import Profile
-from shardwise.plan.activations import compute_width
+from shardwise.plan.activations import compute_width, recomputed_in
 from shardwise.plan.around import copied, outside_step
 from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division, divide
@@ -346,6 +346,9 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
         live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
     gradient = unit if division.workload.trained == 1 else 0.0  # frozen weights have none
+    if stack.keeps_gathered and division.shards > 1:
+        courses = (each for stage in stages for each in recomputed_in(stage, plan))
+        live = max(live, sum(division.dense(block) * (n - again) for block, n, again in courses))
     inside = max(min(live, every) + gradient, 2 * apart) + max(0.0, every - live) * division.part_left
     share = gathered_share(division.profile, packed, width)
     return (inside * share + ends) * width + kept_whole(division, stages)

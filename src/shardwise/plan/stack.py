@@ -119,6 +119,9 @@ class Stack:
     """zero 3: so many parameters of blocks are gathered at most, or a product and the next where these have more, by
     what gathers each product for itself: XLA, and DeepSpeed, which keeps what is used again within 1e9 parameters (its
     `max_reuse_distance`, half on the way to the loss and half on the way back); inf: whole blocks."""
+    keeps_gathered: bool = False
+    """zero 3: autograd keeps what a forward pass gathers until the backward pass has used it, unless the block is
+    computed again: PyTorch's linear saves a view of its weight (DeepSpeed without its `memory_efficient_linear`)."""
     one_root: bool = False
     """zero 3: what is outside of blocks is gathered together, in the flat parameter of FSDP1's root."""
     offloads_weights: bool = True
