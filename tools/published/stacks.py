@@ -71,6 +71,8 @@ FLEXIBLE = 2025.7
 """Year from which Megatron-Bridge's recipes dispatch tokens by DeepEP or HybridEP."""
 OVERLAPPED_EXPERTS = 2026.4
 """Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
+_EXCHANGES_ALL = r"all-?to-?all (token )?dispatch|dispatch\w* (by |with )?all-?to-?all"
+"""Words for Megatron-Core's dispatcher that sends a token to each of its experts by itself."""
 DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = {False: 2.5, True: 2.0}
@@ -127,7 +129,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, pure_master=False)
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
-    flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE
+    flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE and not cells.noted(_EXCHANGES_ALL)
     once = flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher") is not None
     stack = replace(stack, once_per_node=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
     if "dualpipe" in cells["pp_schedule"].lower():
@@ -230,9 +232,10 @@ def _waits(cells: Cells) -> bool:
 def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
     """Whether a CUDA graph holds the steps of a mixture: Megatron-Bridge's on Blackwell, from June 2026 on.
 
-    Its grouped products take their sizes on the device there; hybrids with Mamba have no such graphs.
+    Its grouped products take their sizes on the device there; hybrids with Mamba have no such graphs, nor has what
+    sends tokens all to all, whose counts the host must have.
     """
-    late = name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS
+    late = name == "megatron-bridge" and cells.year >= OVERLAPPED_EXPERTS and not cells.noted(_EXCHANGES_ALL)
     return late and spec.kind == "moe" and not spec.scan_dim and re.search(r"b[23]00", cells["gpu"].lower()) is not None
 
 

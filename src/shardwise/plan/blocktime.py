@@ -217,6 +217,9 @@ CAST = {"fp8": 3.0, "fp4": 6.0}
 bits, written by rows and, for the product of the other pass, by columns, some of it fused with what goes before; those
 of fp4 are read for their largest first. So small products gain least (NVFP4 against Llama's sizes: -22 to -4 %)."""
 
+WIDE = ("head", "router")
+"""Products that stay in 16 bits."""
+
 
 def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     axes, device = setting.axes, setting.cluster.device
@@ -231,7 +234,7 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
     if not op.experts or axes.ep == 1:
         outs = ceil(outs / axes.tp) if op.split == "column" else outs
         ins = ceil(ins / axes.tp) if op.split == "row" else ins
-    dtype = setting.dtype if op.name not in ("head", "router") or setting.dtype not in ("fp8", "fp4") else "bf16"
+    dtype = setting.dtype if op.name not in WIDE or setting.dtype not in CAST else "bf16"
     scale = 1.0 / setting.stack.efficiency
     if setting.stack.unpadded and BYTES[dtype] == 2:
         scale /= unaligned_share(outs, ins, device)
@@ -311,8 +314,10 @@ def _waits(host: tuple[float, float], busy: float, setting: Setting) -> float:
 
 
 def _kernels(op: Op, batch: float, setting: Setting) -> int:
-    if isinstance(op, Matmul):
-        return 1 if not op.experts else 3
+    if isinstance(op, Matmul) and op.experts:
+        return 3
+    if isinstance(op, Matmul):  # below 16 bits what it is fed is cast by a kernel of its own
+        return 2 if setting.dtype in CAST and op.name not in WIDE else 1
     if isinstance(op, Attention):
         kernel = attention_kernel(op, batch, setting.axes.tp, setting.stack)
         return {"unfused": 7, "fused-softmax": 4}.get(kernel, 1)
