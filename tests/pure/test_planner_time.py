@@ -12,7 +12,7 @@ from shardwise.model.ops import Attention
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.blocktime import CAST, Setting, _matmul, _passes, crossing
+from shardwise.plan.blocktime import CAST, Setting, _kernels, _matmul, _passes, crossing
 from shardwise.plan.kernels import TAIL, attention_kernel, attention_rate, attention_time, matmul_time, pointwise_time
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.memory import estimate_memory
@@ -505,3 +505,18 @@ def test_products_of_low_precision_cast_what_they_are_fed_forward_and_back() -> 
     product = matmul_time(8192, *sizes, device, "fp8")
     both = matmul_time(8192, *reversed(sizes), device, "fp8") + matmul_time(op.ins, op.outs, 8192, device, "fp8")
     assert (ahead, back) == pytest.approx((product + casts[0], both + casts[1]))
+    assert _kernels(op, 1.0, setting) == 2 and _kernels(op, 1.0, replace(setting, dtype="bf16")) == 1
+    head = EIGHT.head.matmuls[0]
+    assert _kernels(head, 1.0, setting) == 1  # it stays in 16 bits
+
+
+def test_experts_of_grouped_products_are_started_one_by_one() -> None:
+    mixture, cluster = profile_of(preset("mixtral-8x7b")), load_cluster("h100:8")
+    work = Workload(seq_len=64, global_batch=8)
+
+    def seconds(ep: int, host: float) -> float:
+        stack = replace(load_stack("megatron-core"), expert_host=host)
+        return estimate_time(mixture, cluster, Plan.parse(f"fsdp8 ep{ep} zero1 / bf16"), work, stack=stack).total
+
+    few, more = (seconds(ep, 0.01) - seconds(ep, 0.0) for ep in (8, 2))
+    assert more == pytest.approx(4 * few, rel=0.2) and few > 0

@@ -337,6 +337,25 @@ def test_products_that_tp_overlaps_are_a_switch_of_megatron_core() -> None:
     assert hidden("Megatron-Core", source="NVIDIA/Megatron-LM README table") == more
 
 
+def test_megatron_core_adds_gradients_up_in_the_type_that_is_said() -> None:
+    def width(name: str, notes: str) -> float:
+        return variant("core-8", **BARE | {"notes": f"{name}; {notes}"}).stack.grad_bytes
+
+    usual = {name: width(name, "") for name in ("Megatron-Core", "Megatron-Bridge")}
+    assert all(width(name, "gradients in fp32") == 4 for name in usual)
+    assert all(width(name, "grads reduced in bf16") == 2 for name in usual)
+    assert all(width(name, "masters in fp32") == usual[name] for name in usual)
+
+
+def test_megatron_bridge_sends_a_token_once_per_node_unless_its_dispatcher_is_said() -> None:
+    def once(notes: str) -> bool:
+        return variant("core-8", **BARE | {"date": "2026-01", "notes": f"Megatron-Bridge; {notes}"}).stack.once_per_node
+
+    assert (
+        once("") and once("flex dispatcher") and not once("alltoall dispatcher") and not once("dispatch by all-to-all")
+    )
+
+
 @pytest.mark.parametrize(
     ("cells", "hides"),
     [

@@ -73,6 +73,8 @@ OVERLAPPED_EXPERTS = 2026.4
 """Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
 _EXCHANGES_ALL = r"all-?to-?all (token )?dispatch|dispatch\w* (by |with )?all-?to-?all"
 """Words for Megatron-Core's dispatcher that sends a token to each of its experts by itself."""
+_GRADS_IN = r"grad(ient)?s?( (are|accumulated|reduced|added up))* in (fp32|bf16)|(fp32|bf16) grad(ient)?s\b"
+"""Words for the type in which Megatron-Core adds up and reduces gradients (`grad_reduce_in_fp32`)."""
 DUALPIPE = 0.9
 """Share of the exchange of tokens that DualPipe puts beside the computing of the other direction (arXiv:2412.19437)."""
 CHUNKED = {False: 2.5, True: 2.0}
@@ -154,6 +156,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name in (*TORCH, "deepspeed") and cells.noted(r"(?<!without )(?<!no )fused kernels"):
         stack = replace(stack, fused=True, logit_bytes=FUSED_LOSS)
     stack = _of_its_time(cells, stack)
+    said = cells.noted(_GRADS_IN) if name in CORE else None
+    if said:
+        stack = replace(stack, grad_bytes=4.0 if "fp32" in said.group() else 2.0)
     if name in CORE and cells.has(_OVERLAPS_PRODUCTS):
         stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
     if name in CORE and cells.year < FUSED_CORE:
