@@ -311,6 +311,15 @@ def test_the_rate_of_hosts_that_update_is_said_to_be_assumed() -> None:
     assert not assumed_of(Plan.parse("fsdp8"), H100)
 
 
+def test_dials_that_have_no_part_in_an_estimate_are_said() -> None:
+    ruled, wrapped = "fsdp8 / bf16 precision=layers.*.attn:fp32,head:fp32", "fsdp8 / bf16 / wrap=1000000"
+    assert assumed_of(Plan.parse(ruled), H100) == [
+        "modules with a type of their own (layers.*.attn, head) count like all others, in bf16"
+    ]
+    assert assumed_of(Plan.parse(wrapped), H100) == ["blocks are gathered whole, and not by the units of wrap=1000000"]
+    assert not assumed_of(Plan.parse("dp8 / wrap=1000000"), H100)  # which has no effect there
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "looped-bfs vs2", "1f1b", "interleaved vs2", "zero-bubble vs2"])
 def test_each_micro_batch_beyond_the_first_rounds_takes_as_long_as_those_before(schedule: str) -> None:
     """Where forwards and backwards are apart, each is as slow as its own slowest stage, and pays all that is sent."""

@@ -41,7 +41,19 @@ def host_lack(memory: Memory, plan: Plan, cluster: Cluster) -> str:
 
 
 def assumed_of(plan: Plan, cluster: Cluster) -> list[str]:
-    """What is assumed of hosts that update states, in words."""
-    rate = host_rate(cluster, plan.world)
-    share = f"{rate / 1e9:.0f} GB/s, {rate / cluster.host_bandwidth:.0%} of a device's link to its host"
-    return [f"offloaded states are updated at {share}"] if plan.offload.state else []
+    """What estimates assume of a plan, in words: of hosts that update states, and of dials that have no part in them.
+
+    >>> from shardwise.hardware.cluster import load_cluster
+    >>> assumed_of(Plan.parse("fsdp8 / bf16 precision=head:fp32"), load_cluster("h100:8"))
+    ['modules with a type of their own (head) count like all others, in bf16']
+    """
+    rate, notes = host_rate(cluster, plan.world), []
+    if plan.offload.state:
+        share = f"{rate / 1e9:.0f} GB/s, {rate / cluster.host_bandwidth:.0%} of a device's link to its host"
+        notes.append(f"offloaded states are updated at {share}")
+    if plan.module_types:
+        names = ", ".join(plan.module_types)
+        notes.append(f"modules with a type of their own ({names}) count like all others, in {plan.precision}")
+    if plan.wrap_min_params and plan.zero:
+        notes.append(f"blocks are gathered whole, and not by the units of wrap={plan.wrap_min_params}")
+    return notes
