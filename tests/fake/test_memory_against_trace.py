@@ -303,3 +303,10 @@ def test_on_a_gpu_cast_weights_are_gone_when_all_gradients_are_there() -> None:
     memory = estimate_memory(profile_of(spec), plan, work, stack=load_stack("shardwise"))
     peak = trace_step(training_of(spec, work), plan, rank=0).later.num_bytes
     assert memory.stages[0].allocated == pytest.approx(peak, rel=0.03)
+
+
+def test_states_of_a_type_of_their_own_are_no_wider_under_fp64() -> None:
+    plan, work = Plan.parse("dp1 / mb32 / fp64 / recompute=blocks"), replace(WORK, optimizer="adamw-bf16")
+    traced = trace_step(training_of(MODELS["llama"], work), plan).later.num_bytes
+    memory = estimate_memory(profile_of(MODELS["llama"]), plan, work, stack=load_stack("shardwise-cpu"))
+    assert memory.stages[0].allocated == pytest.approx(traced, rel=0.03)

@@ -73,7 +73,7 @@ def copied(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float
     weight = 2.0 + 4.0 * trained if pure else wide
     if workload.trained < 1:  # frozen ones are written as they are
         weight = held_width(division, stages, compute_width(plan))
-    each = weight + state_bytes(division, stages, stack) * wide / 4 * trained
+    each = weight + state_bytes(division, stages, stack) * trained
     whole = sum(_params(division, stage) for stage in stages) - division.second_table(stages) * plan.axes.tp
     return whole * each / (plan.world // plan.axes.pp)
 

@@ -274,7 +274,7 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     kept = owned if plan.zero == 3 or (plan.zero and stack.keeps_shards) else whole
     width = compute_width(plan)
     flat = stack.reduce_bucket * width * (0, 2, 2, 1)[plan.zero]
-    state = state_bytes(division, stages, stack) * max(width / 4, 1.0)
+    state = state_bytes(division, stages, stack)
     if workload.trained < 1:  # adapters: frozen weights need no master copy, and fp32 only where they are cast from it
         held = held_width(division, stages, held_unpacked(plan, stack))
         summed, updated = ((owned if plan.zero >= zero else whole) * workload.trained for zero in (2, 1))

@@ -21,7 +21,7 @@ from shardwise.plan.links import Group, collective_time, group_of, messages_time
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
-from shardwise.plan.workload import STATE_BYTES, Workload
+from shardwise.plan.workload import OWN_TYPE, STATE_BYTES, Workload
 
 HOST_UPDATE = 0.6
 """Share of a device's link to the host at which the host's cores update its states: all ranks share that memory."""
@@ -123,17 +123,18 @@ def is_muon(workload: Workload, stack: Stack) -> bool:
 
 
 def state_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes of optimizer state per parameter that a rank with these stages updates, in fp32.
+    """Bytes of optimizer state per parameter that a rank with these stages updates.
 
     Muon keeps one average of a matrix, and AdamW's two of everything else: tables, heads, norms, experts.
     """
+    optimizer, wide = division.workload.optimizer, 1 + (division.plan.precision == "fp64")
     if not is_muon(division.workload, stack):
-        return STATE_BYTES[division.workload.optimizer]
+        return STATE_BYTES[optimizer] * (1 if optimizer in OWN_TYPE else wide)
     tp, shards = division.plan.axes.tp, division.shards
     counts = [pair for stage in stages for pair in stage.counts]
     kept = sum(m.num_params / (tp if m.split else 1) * n for block, n in counts for m in matrices(block)) / shards
     share = kept / max(division.owned(stages), 1.0)
-    return STATE_BYTES["adamw"] - (STATE_BYTES["adamw"] - STATE_BYTES["muon"]) * share
+    return (STATE_BYTES["adamw"] - (STATE_BYTES["adamw"] - STATE_BYTES["muon"]) * share) * wide
 
 
 def update_bytes(state: float, stack: Stack, precision: str = "bf16") -> float:

@@ -22,6 +22,8 @@ STATE_BYTES = {
 }
 """Bytes of optimizer state per parameter, without a master copy. adamw: two moments in fp32; 8-bit: with one fp32 scale
 per block of 256; lamb: as adamw; adafactor: a row and a column per matrix."""
+OWN_TYPE = ("adamw-bf16", "adamw-8bit")
+"""Those whose states have a type of their own; all others are in that of fp32 or fp64 parameters."""
 
 
 class Packed(NamedTuple):
