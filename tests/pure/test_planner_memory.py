@@ -219,6 +219,30 @@ def test_what_gathers_product_by_product_holds_no_whole_blocks() -> None:
         assert memory.worst.terms["gathered"] == pytest.approx((inside + ends) * 2, rel=1e-3), most
 
 
+def test_resharding_to_few_ranks_leaves_a_part_of_all_blocks_but_those_at_work() -> None:
+    profile, work = profile_of(preset("llama-2-7b")), Workload(seq_len=4096, global_batch=64)
+
+    def gathered(dial: str) -> float:
+        return estimate_memory(profile, Plan.parse(f"fsdp8 / bf16 / {dial}"), work).worst.terms["gathered"]
+
+    block = 2 * profile.blocks[0].params
+    assert gathered("reshard=2") - gathered("reshard=true") == pytest.approx(30 * block / 2)
+    assert gathered("reshard=8") == gathered("reshard=true")  # all ranks: nothing is left
+
+
+@pytest.mark.parametrize(("axes", "held"), [("dp2 fsdp4", 4.0), ("fsdp8", 0.0)])
+def test_sums_over_replicas_stay_until_a_backward_pass_ends_where_gradients_have_another_type(
+    axes: str, held: float
+) -> None:
+    profile, work = profile_of(preset("llama-2-7b")), Workload(seq_len=4096, global_batch=8)
+
+    def backward(reduce: str) -> float:
+        return estimate_memory(profile, Plan.parse(f"{axes} / bf16-pure / reduce={reduce}"), work).peaks["backward"]
+
+    shards = Plan.parse(axes).axes.dp_shard
+    assert backward("fp32") - backward("bf16") == pytest.approx(held * profile.num_params / shards, rel=0.01)
+
+
 @pytest.mark.parametrize(("recompute", "kept"), [("", 32), (" / recompute=0.25", 24), (" / recompute=blocks", 0)])
 def test_autograd_keeps_what_is_gathered_of_blocks_that_are_not_computed_again(recompute: str, kept: int) -> None:
     """Beside them a gradient, and the table; where all are computed again, one ahead of the block at work."""
