@@ -56,6 +56,7 @@ FAST = [
     ("fsdp4 / mb8 / bf16 / recompute=blocks reshard=2", "llama"),
     ("pp2 cp2 / gpipe mb4 / bf16 / reduce=bf16", "llama"),
     ("pp2 cp2 / zero-bubble-v mb8 / fp16 / context=ulysses reduce=bf16", "moe"),
+    ("pp4 / gpipe mb32 / bf16 / recompute=blocks", "llama"),
 ]
 PLANS = [
     "dp1",
@@ -134,6 +135,7 @@ PIPELINES = [
     "pp2 dp2 / 1f1b mb8 / bf16 / recompute=blocks reduce=bf16",
     "pp2 cp2 / gpipe mb4 / bf16 / reduce=bf16",
     "pp2 cp2 / zero-bubble-v mb8 / fp16 / context=ulysses reduce=bf16",
+    "pp4 / gpipe mb32 / bf16 / recompute=blocks",
 ]
 EXPERTS = ["fsdp2 ep2", "fsdp4 ep2 / mb2", "dp2 fsdp2 ep2 / zero1", "fsdp4 ep4 / recompute=blocks", "fsdp2 cp2 ep2"]
 
@@ -155,8 +157,10 @@ def estimated(text: str, model: str, rank: int) -> float:
 
 
 def check_close(text: str, model: str) -> None:
+    """A rank of each stage."""
     plan = Plan.parse(text)
-    for rank in sorted({0, plan.world - 1} if plan.axes.pp > 1 else {0}):
+    stages = range(0, plan.world, plan.world // plan.axes.pp)
+    for rank in (*stages[:-1], plan.world - 1) if plan.axes.pp > 1 else (0,):
         assert estimated(text, model, rank) == pytest.approx(traced(text, model, rank), rel=0.03), rank
 
 

@@ -7,7 +7,6 @@ from functools import lru_cache
 from operator import ge, sub
 from typing import NamedTuple
 
-from shardwise.plan.plan import LOOPED
 from shardwise.plan.schedule import actions, stages_of
 
 
@@ -23,7 +22,7 @@ class Moment(NamedTuple):
     pending: tuple[int, ...]
     """Those of them whose inputs have their gradients, and whose weights have not."""
     outputs: tuple[int, ...]
-    """Tensors sent on, of micro-batches that are no longer alive: looped schedules await their sends at the end."""
+    """Tensors sent on, of micro-batches that are no longer alive: all but 1F1B keep their sends until the end."""
     gradients: tuple[int, ...]
     """Gradients sent back and kept, the running one included."""
     reached: tuple[int, ...]
@@ -95,7 +94,7 @@ def _between(first: tuple[int, ...], middle: tuple[int, ...], last: tuple[int, .
 def _of_rank(kind: str, shape: tuple[int, int, int], rank: int) -> dict[Moment, None]:
     ranks, turns, count = shape
     stages = stages_of(kind, rank, ranks, turns)
-    last, awaited = ranks * turns - 1, kind not in LOOPED
+    last, awaited = ranks * turns - 1, kind == "1f1b"
     sends = [stage < last and stage + 1 not in stages for stage in stages]
     returns = [stage > 0 and stage - 1 not in stages for stage in stages]
     alive, pending = [0] * turns, [0] * turns
