@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from shardwise.checkpoint import store as stores
+from shardwise.checkpoint import taking
 from shardwise.checkpoint.digests import BLOCK
 from shardwise.checkpoint.loading import Proof
 from shardwise.checkpoint.shardfile import Seen, ShardFile, ignore
@@ -82,7 +84,11 @@ def unchecked(store: Store, state: TrainState, path: Path) -> None:
             file._fill(file._data + first * BLOCK + begin, target[begin : begin + file._files.piece])
 
     nothing = Proof(matched=0, stored=0)
-    with patch.object(ShardFile, "_fill_blocks", read), patch.object(stores, "prove", lambda *_: nothing):
+    with (
+        patch.object(ShardFile, "_fill_blocks", read),
+        patch.object(taking, "found", lambda *_: None),
+        patch.object(stores, "prove", lambda *_: nothing),
+    ):
         store.load(state, path)
 
 
@@ -166,8 +172,7 @@ def measure(folder: str, rounds: int, stalls: int) -> Times:
                 "torch": (base / "torch", lambda: torch.load(base / "torch" / f"{mesh.rank}.pt", weights_only=True)),
                 "raw": (latest, partial(raw, own, buffer)),
             }
-            names = list(loads)
-            for name in names[i % len(names) :] + names[: i % len(names)]:  # the first one finds the disk busy
+            for name in Random(i).sample(list(loads), len(loads)):  # what comes before leaves its traces
                 path, load = loads[name]
                 mesh.barrier()
                 if mesh.is_first:

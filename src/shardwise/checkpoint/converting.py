@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.checkpoint.agree import Peers
 from shardwise.checkpoint.arrival import as_stored
 from shardwise.checkpoint.format import OPTIM, DamagedError
-from shardwise.checkpoint.loading import Converted, Proof, checksums
+from shardwise.checkpoint.loading import Converted, Proof, checksums, found
 from shardwise.checkpoint.manifest import Manifest, TensorEntry
 from shardwise.checkpoint.partial_state import check_imported, weights
 from shardwise.checkpoint.saveable import Kind
@@ -91,10 +91,19 @@ class Reading:
             )
 
 
-def convert(peers: Peers, doing: str, manifest: Manifest, reading: Reading) -> tuple[Manifest, tuple[Converted, ...]]:
+def convert(
+    peers: Peers, doing: str, manifest: Manifest, reading: Reading, sources: Collection[str]
+) -> tuple[Manifest, tuple[Converted, ...]]:
     """Change what was read in place; the manifest of the result, by which the state is proven, and what was done.
 
     Before anything is changed, the checksum of what was read must be the stored one. Every rank calls it.
+
+    Args:
+        peers: the ranks.
+        doing: for the text of errors.
+        manifest: of the checkpoint, as it is read.
+        reading: of this rank.
+        sources: names of what any rank changes.
 
     Cost: one more pass over what is changed, before and after, and two gathers of a number for each part.
 
@@ -103,14 +112,13 @@ def convert(peers: Peers, doing: str, manifest: Manifest, reading: Reading) -> t
         CheckpointError: a number cannot be kept in the run's type.
     """
     conversion, filled = reading.conversion, reading.template
-    sources = {name for names in peers.gather(sorted(reading.sources)) for name in names}
     if not sources:
         return manifest, ()
-    found = checksums(peers, manifest, {name: filled[name] for name in reading.sources}, {})
-    _check_sources(doing, manifest, found)
+    read = found(manifest, {name: filled[name] for name in reading.sources}, {})
+    _check_sources(doing, manifest, checksums(manifest, peers.gather(read)))
     moved = peers.together(doing, lambda: list(conversion.run(filled)) if conversion is not None else [])
     made = {name: filled[name] for name in conversion.targets} if conversion is not None else {}
-    sums = checksums(peers, manifest, made, {})
+    sums = checksums(manifest, peers.gather(found(manifest, made, {})))
     entries = {name: entry for name, entry in manifest.tensors.items() if name not in sources}
     for kinds in peers.gather({name: (tuple(t.shape), str(t.dtype)) for name, t in made.items()}):
         for name, (shape, dtype) in kinds.items():
@@ -118,12 +126,12 @@ def convert(peers: Peers, doing: str, manifest: Manifest, reading: Reading) -> t
     return replace(manifest, tensors=entries), _summed(item for theirs in peers.gather(moved) for item in theirs)
 
 
-def _check_sources(doing: str, manifest: Manifest, found: Mapping[str, int]) -> None:
+def _check_sources(doing: str, manifest: Manifest, sums: Mapping[str, int]) -> None:
     """The same answer on every rank."""
-    wrong = [name for name, total in found.items() if total != manifest.tensors[name].checksum]
+    wrong = [name for name, total in sums.items() if total != manifest.tensors[name].checksum]
     if wrong:
         raise DamagedError(
-            f"{doing}: {wrong[0]}: checksum {found[wrong[0]]:016x} of what was read, the manifest says "
+            f"{doing}: {wrong[0]}: checksum {sums[wrong[0]]:016x} of what was read, the manifest says "
             f"{manifest.tensors[wrong[0]].checksum:016x} ({len(wrong)} tensors): it changed before it was written, or "
             "while it was read; choose another checkpoint"
         )

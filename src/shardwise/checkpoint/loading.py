@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -158,15 +158,44 @@ def _contribution(part: Part, tensor: Tensor) -> int:
     return contribution(words_of(numpy_bytes(tensor), part.box.sizes, part.dtype), word_box(part.box, part.dtype))
 
 
-def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], arrived: Arrivals) -> Proof:
+Found = tuple[list[str], list[list[int]], list[tuple[str, Box, int]]]
+"""What a rank holds: names of tensors; for each of the manifest the stored parts that are as they are stored; sums."""
+
+
+def found(manifest: Manifest, tensors: Mapping[str, Tensor], arrived: Arrivals) -> Found:
+    """What this rank holds of a checkpoint, by what is in memory now.
+
+    Args:
+        manifest: of what was read.
+        tensors: of this rank.
+        arrived: from `fill`.
+
+    Cost: as `Arrival.is_in` over parts that arrived, a pass of sums, which take several times as long as digests, over
+    all others.
+    """
+    here: dict[str, list[int]] = {name: [] for name in manifest.tensors}
+    sums: list[tuple[str, Box, int]] = []
+    for held in held_by(tensors):
+        part, tensor = held.part, held.of(tensors[held.part.name])
+        read = arrived.get((part.name, part.box))
+        if read is not None and read.is_in(tensors[part.name], tensor):
+            here[part.name].append(read.piece)
+        else:
+            sums.append((part.name, part.box, _contribution(part, tensor)))
+    return list(tensors), list(here.values()), sums
+
+
+def prove(manifest: Manifest, told: Sequence[Found]) -> Proof:
     """Compare live tensors with what was stored: names both ways, and checksums; copies with each other.
 
-    Cost: that of `checksums`.
+    Args:
+        manifest: of what was read.
+        told: what each rank `found`.
 
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
     """
-    live, stored = checksums(peers, manifest, tensors, arrived), manifest.tensors
+    live, stored = checksums(manifest, told), manifest.tensors
     odd = sorted(live.keys() ^ stored.keys())
     wrong = [name for name in stored if name in live and live[name] != stored[name].checksum]
     if odd or wrong:
@@ -178,43 +207,28 @@ def prove(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], arriv
     return Proof(matched=len(live), stored=len(stored))
 
 
-def checksums(peers: Peers, manifest: Manifest, tensors: Mapping[str, Tensor], arrived: Arrivals) -> dict[str, int]:
-    """The checksum of every tensor that any rank holds, of what is in memory now. Every rank calls it.
+def checksums(manifest: Manifest, told: Sequence[Found]) -> dict[str, int]:
+    """The checksum of every tensor that any rank holds.
 
     It is the stored one where all stored parts of a tensor arrived and are in the state, byte by byte.
 
     Args:
-        peers: the ranks.
         manifest: of what was read.
-        tensors: of this rank.
-        arrived: from `fill`.
-
-    Cost: as `Arrival.is_in` over parts that arrived, a pass of sums, which take several times as long as digests, over
-    all others; and a gather of one number for each part.
+        told: what each rank `found`.
 
     Raises:
         CheckpointError: naming the tensor, and the rank whose copy differs.
     """
-    here: dict[str, list[int]] = {name: [] for name in manifest.tensors}  # stored pieces that are, as they are stored
-    sums: list[tuple[str, Box, int]] = []
-    for held in held_by(tensors):
-        part, tensor = held.part, held.of(tensors[held.part.name])
-        read = arrived.get((part.name, part.box))
-        if read is not None and read.is_in(tensors[part.name], tensor):
-            here[part.name].append(read.piece)
-        else:
-            sums.append((part.name, part.box, _contribution(part, tensor)))
-    told = peers.gather((list(tensors), list(here.values()), sums))
     totals = {name: 0 for names, _, _ in told for name in names}
-    doubted = {name for *_, found in told for name, _, _ in found}
+    doubted = {name for *_, sums in told for name, _, _ in sums}
     first: dict[tuple[str, Box], tuple[int, int | None]] = {}  # None: as it is stored
     for (name, entry), *seen in zip(manifest.tensors.items(), *(pieces for _, pieces, _ in told), strict=True):
         if entry.pieces and len({piece for each in seen for piece in each}) == len(entry.pieces):
             totals[name] = entry.checksum
         if name in doubted:
             first |= {(name, entry.pieces[i].box): (rank, None) for rank, each in enumerate(seen) for i in each}
-    for rank, (*_, found) in enumerate(told):
-        for name, box, value in found:
+    for rank, (*_, sums) in enumerate(told):
+        for name, box, value in sums:
             known_rank, known_value = first.setdefault((name, box), (rank, value))
             if known_value != value:
                 one, other = sorted((known_rank, rank))

@@ -15,7 +15,7 @@ from shardwise.checkpoint.agree import Peers, late_told
 from shardwise.checkpoint.changed import changed
 from shardwise.checkpoint.converting import with_converted
 from shardwise.checkpoint.directory import Skipped, StoreDirectory
-from shardwise.checkpoint.drawn import digests, gathered, go_on, moved, stored
+from shardwise.checkpoint.drawn import States, digests, gathered, go_on, moved, stored
 from shardwise.checkpoint.files import LOCAL, Files
 from shardwise.checkpoint.format import DamagedError
 from shardwise.checkpoint.holding import Held, Holder
@@ -30,7 +30,6 @@ from shardwise.checkpoint.loading import (
 )
 from shardwise.checkpoint.manifest import NOT_FINITE, Manifest, ProbeResult
 from shardwise.checkpoint.objects import directory_of
-from shardwise.checkpoint.partial_state import weights
 from shardwise.checkpoint.remote import files_for, located, standing
 from shardwise.checkpoint.retention import Retention
 from shardwise.checkpoint.saveable import Forgetful, Prober, Saveable, broken_weight, mesh_of
@@ -307,14 +306,16 @@ class Store:
         start, peers, doing = time.perf_counter(), Peers.of(mesh_of(state)), f"loading {path}"
         files = files_for(path, self._directory.files)
         manifest = peers.on_first(doing, lambda: Manifest.read(path, files))
-        peers.together(doing, lambda: check_damage(peers, path, manifest, files))
-        drawn = peers.together(doing, lambda: stored(manifest.scalars, peers.rank, path))
+
+        def check() -> States:
+            check_damage(peers, path, manifest, files)
+            return stored(manifest.scalars, peers.rank, path)
+
+        drawn = peers.together(doing, check)
         changes = () if weights_only else changed(peers, manifest, state, converts=convert_state)
         how = {"weights_only": weights_only, "convert_state": convert_state}
-        kept, converted, arrived = take_over(state, path, manifest, files, **how)
-        live = state.tensors()
-        proof = prove(peers, *(weights(kept, live, kept.tensors) if weights_only else (kept, live)), arrived)
-        proof = with_converted(proof, manifest, converted)
+        kept, converted, told = take_over(state, path, manifest, files, **how)
+        proof = with_converted(prove(kept, told), manifest, converted)
         if not weights_only:
             peers.together(doing, lambda: go_on(drawn, path, state.mesh.device))
         if self.probe is not None and manifest.probe is not None:
