@@ -209,10 +209,16 @@ def test_what_is_kept_between_blocks(made: Callable[[], nn.Module], plan: str, s
     ("name", "plan"),
     [
         ("gpt_neo", "dp1 / bf16 / recompute=ops"),  # scores in fp32, which forward has for a moment
-        ("gpt_neo", "pp2 / 1f1b mb4 / recompute=ops"),
+        ("gpt_neo", "pp2 / 1f1b mb4 / recompute=ops"),  # and its mask is made, and kept, by each stage
         ("mixtral", "fsdp2 / mb2 / recompute=ops"),  # products by group run again
     ],
 )
 def test_what_is_recomputed_operator_by_operator_is_seen(name: str, plan: str) -> None:
     experts = {"num_local_experts": 8} if name == "mixtral" else {}
     near_the_trace(hugging_face(name, **experts), plan, 64, within=0.01)
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("plan", ["pp2 / gpipe mb4 / recompute=ops", "pp2 / 1f1b mb4 / recompute=blocks"])
+def test_masks_are_kept_by_each_stage(plan: str) -> None:
+    near_the_trace(hugging_face("gpt_neo"), plan, 64, within=0.005)

@@ -46,6 +46,9 @@ class Course(NamedTuple):
     """The same where blocks are recomputed: what others are given, and what is kept outside of them."""
     again: tuple[Held, ...] = ()
     """Moments of a forward pass that a recomputed block runs again: those within it, but for its last operation."""
+    shared: tuple[Held, Held] = (Held(), Held())
+    """Of what runs before the blocks, the parts of `kept` and of `left` that blocks after the first are given, without
+    a gradient (masks, tables of positions): each stage of a pipeline makes them for itself."""
 
 
 class Seen(NamedTuple):

@@ -45,6 +45,8 @@ class Lifetimes(TorchDispatchMode):
         self.inside = False
         self.taken: set[int] = set()
         """Places of what blocks are given, which is kept if they are recomputed."""
+        self.shared: set[int] = set()
+        """Those of them that blocks after the first are given, without a gradient."""
         self.apart: set[int] = set()
         """Places of what is kept outside of blocks."""
         self._outside = [*module.parameters(), *module.buffers(), *given]
@@ -111,7 +113,10 @@ class Lifetimes(TorchDispatchMode):
             self.events = [(*event[:2], last, *event[3:]) if event[2] == AFTER else event for event in self.events]
         self.calls.append(block)
         self.phase, self.inside = len(self.calls) - 1, True
+        given = list(given)
         self.taken.update(map(self.place_of, given))
+        if self.phase:
+            self.shared.update(self.place_of(tensor) for tensor in given if not tensor.requires_grad)
 
     def leave(self, is_last: bool, gave: Iterable[torch.Tensor]) -> None:
         """A block has run; `is_last`: in the order of blocks."""
@@ -179,7 +184,7 @@ def courses_of(
     first = runs[0]
     sizes = _sizes(runs, rows, tokens)
     added = {place for kind, place, *_ in first.events if kind == "added"}
-    shared = _of_tied(first, sizes, added) if tied else frozenset[int]()
+    of_table = _of_tied(first, sizes, added) if tied else frozenset[int]()
     kept, left = _kept(first, sizes, out)
     found: dict[tuple[int, bool, bool], list[Held]] = {}
     before, total = {}, Held()
@@ -192,7 +197,7 @@ def courses_of(
     for kind, place, phase, backward, inside in first.events:
         if kind == "added":
             fresh.discard(place)
-        elif place in shared:
+        elif place in of_table:
             apart += first.sizes[place] if kind == "made" else -first.sizes[place]
         elif kind == "made" and place in added and backward:
             gradients[phase] += first.sizes[place] / first.width
@@ -213,6 +218,9 @@ def courses_of(
             held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn, given=given)
             found.setdefault((phase, backward, inside), []).append(held)
     courses = {at: _course(kept[at], left[at], *(found.get((at, *way), []) for way in WAYS)) for at in kept}
+    if BEFORE in courses:
+        shared = _kept(first, [size if at in first.shared else Held() for at, size in enumerate(sizes)], out)
+        courses[BEFORE] = courses[BEFORE]._replace(shared=(shared[0][BEFORE], shared[1][BEFORE]))
     return _by_block(first.calls, courses)
 
 
@@ -256,7 +264,7 @@ def _average(courses: Sequence[Course]) -> Course:
         largest(held for moments in each for held in moments)
         for each in ([c.forward for c in courses], [c.backward for c in courses], [c.again for c in courses])
     )
-    return Course(kept, forward, backward, left, again)
+    return courses[0]._replace(kept=kept, forward=forward, backward=backward, left=left, again=again)
 
 
 def _sum(one: Held, other: Held, times: int = 1) -> Held:

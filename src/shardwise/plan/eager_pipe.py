@@ -146,6 +146,8 @@ class PipeRank(RankSizes):
             kept += self.head()
             at_once += self.logit() * max(self.width, 4.0)
             deferred += self.own_logit() * self.width + self.sent_bytes(self.division.profile.head.width)
+        again = any(self.reruns(index, block) for index, block in enumerate(stage.blocks, stage.start))
+        kept += self.shared(again) * (not stage.first)
         at_home = stage.start + len(stage.blocks) in {other.start for other in self.stages}  # in the next one's buffer
         kept += self.sent(stage) * (not at_home) - self.received(stage)
         trained = [self.division.whole([s]) * self.division.trained_share([s]) for s in (stage, *self.stages)]
@@ -164,6 +166,12 @@ class PipeRank(RankSizes):
             zeros=zeros,
             shards=shards,
         )
+
+    def shared(self, recomputed: bool) -> float:
+        """Bytes of a micro-batch that each stage makes for its blocks as the first one does, and keeps: masks."""
+        first = self.division.profile.blocks[0]
+        course = course_ahead(first.through or first, self.local)
+        return course.shared[recomputed].size(self.tokens) if course else 0.0
 
     def at_once(self, index: int, block: Block) -> bool:
         """Whether its weights get gradients when its inputs do: as it is recomputed."""
