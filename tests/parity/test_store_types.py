@@ -570,7 +570,7 @@ def test_the_record_holds_what_was_changed(stored: str) -> None:
         state = make("one", mesh, with_averages("bf16"))
         kept = json.loads(json.dumps(load(state, f"{stored}/fp32").proof.to_dict()))
     assert kept["converted"] == [
-        {"moments": 16, "before": "float32", "now": "bfloat16", "unit": "relative"}
+        {"what": "moments", "count": 16, "before": "float32", "now": "bfloat16", "unit": "relative"}
         | {"rounding": kept["converted"][0]["rounding"]}
     ]
     assert 0.001 < kept["converted"][0]["rounding"] < 0.00391

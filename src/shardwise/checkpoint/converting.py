@@ -1,4 +1,4 @@
-"""Averages of an optimizer that are stored in another type than a run keeps: checked as stored, and then changed."""
+"""Tensors that are stored in another type than a run keeps: checked as they are stored, and then changed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ from shardwise.errors import CheckpointError
 
 
 class Conversion(Protocol):
-    """What a state would change; `shardwise.train.moments.Conversion` is one."""
+    """What a state would change; `shardwise.train.conversion.Conversion` is one."""
 
     @property
     def what(self) -> str:
         """What differs, for an error's text."""
+        ...
+
+    @property
+    def settings(self) -> Sequence[str]:
+        """Which settings say the types, as `optimizer.state_dtype`."""
         ...
 
     @property
@@ -36,14 +41,14 @@ class Conversion(Protocol):
         """Fresh tensors to read what is stored into."""
         ...
 
-    def run(self, filled: dict[str, Tensor]) -> Sequence[tuple[str, str, str, float, str]]:
-        """Replace sources by targets; of each average: name, how it was and is kept, what that cost, in which unit."""
+    def run(self, filled: dict[str, Tensor]) -> Sequence[tuple[str, str, str, str, float, str]]:
+        """Replace sources by targets; of each: what it is, name, how it was and is kept, what that cost, its unit."""
         ...
 
 
 @runtime_checkable
 class Converting(Protocol):
-    """A state that can take averages of another type; `TrainState` is one."""
+    """A state that can take tensors of another type; `TrainState` is one."""
 
     def conversion(self, stored: Mapping[str, Kind], template: dict[str, Tensor]) -> Conversion | None:
         """What would be changed of a checkpoint with these tensors; None: nothing."""
@@ -84,10 +89,11 @@ class Reading:
             CheckpointError: naming what differs, and the way to load it all the same.
         """
         if self.conversion is not None and not convert_state:
+            flags = " ".join(f"--allow {setting}" for setting in self.conversion.settings)
             raise CheckpointError(
-                f"{self.conversion.what}; needed the same type, or leave to change it: give the optimizer the "
-                "state_dtype that it was saved with, or convert: store.load(..., convert_state=True), in "
-                "`shardwise train` --allow optimizer.state_dtype"
+                f"{self.conversion.what}; needed the same type, or leave to change it: give "
+                f"{' and '.join(self.conversion.settings)} as it was saved with, or convert: store.load(..., "
+                f"convert_state=True), in `shardwise train` {flags}"
             )
 
 
@@ -137,16 +143,16 @@ def _check_sources(doing: str, manifest: Manifest, sums: Mapping[str, int]) -> N
         )
 
 
-def _summed(moved: Iterable[tuple[str, str, str, float, str]]) -> tuple[Converted, ...]:
-    """By how they were and are kept; an average that several ranks hold counts once."""
-    names = dict[tuple[str, str, str], set[str]]()
-    worst = dict[tuple[str, str, str], float]()
-    for name, before, now, rounding, unit in moved:
-        key = (before, now, unit)
+def _summed(moved: Iterable[tuple[str, str, str, str, float, str]]) -> tuple[Converted, ...]:
+    """By what they are, and how they were and are kept; a tensor that several ranks hold counts once."""
+    names = dict[tuple[str, str, str, str], set[str]]()
+    worst = dict[tuple[str, str, str, str], float]()
+    for what, name, before, now, rounding, unit in moved:
+        key = (what, before, now, unit)
         names.setdefault(key, set()).add(name)
         worst[key] = max(worst.get(key, 0.0), rounding)
     return tuple(
-        Converted(moments=len(names[key]), before=key[0], now=key[1], rounding=worst[key], unit=key[2])
+        Converted(what=key[0], count=len(names[key]), before=key[1], now=key[2], rounding=worst[key], unit=key[3])
         for key in sorted(names)
     )
 

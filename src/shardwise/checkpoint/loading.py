@@ -35,12 +35,14 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "tf32": 0.005, "bf16": 0.02, "bf16-pur
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """Averages of an optimizer that are kept in another type than they were stored in."""
+    """Tensors that are kept in another type than they were stored in."""
 
-    moments: int
+    what: str
+    """`moments`, averages of an optimizer, or `weights`."""
+    count: int
     """How many, over all ranks."""
     before: str
-    """`float32`, `bfloat16`, `bfloat16-stochastic`, `8bit` or `4bit`."""
+    """`float32`, `bfloat16`, `bfloat16-stochastic`, `8bit`, `4bit`, or with `... with float32 masters` behind it."""
     now: str
     rounding: float
     """The largest, over all numbers; 0: each has the stored value."""
@@ -50,7 +52,7 @@ class Converted:
     def __str__(self) -> str:
         cost = f"relative rounding {self.rounding:.2g}" if self.unit == "relative" else ""
         cost = f"largest {cost or f'rounding {self.rounding:.2g} {self.unit}'}" if self.rounding else "exact"
-        return f"{self.moments} moments from {self.before} to {self.now} ({cost})"
+        return f"{self.count} {self.what} from {self.before} to {self.now} ({cost})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,15 @@ def masters_in(tensors: Iterable[str]) -> list[str]:
     return [name for name in tensors if name.startswith(OPTIM) and name.endswith(MASTER)]
 
 
+def masters_for(manifest: Manifest, live: Mapping[str, Tensor]) -> list[str]:
+    """Names of the fp32 copies that belong to a state's weights: its own, and stored ones of weights of other types."""
+    stored = [name for name in masters_in(manifest.tensors) if name not in live]
+    weights = {name: MODEL + name.removeprefix(OPTIM).removesuffix(MASTER) for name in stored}
+    types = {name: str(live[weight].dtype) for name, weight in weights.items() if weight in live}
+    other = [name for name, kind in types.items() if kind != f"torch.{manifest.tensors[weights[name]].dtype}"]
+    return masters_in(live) + other
+
+
 def followers(loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the weights that a state keeps and did not load: averages, which begin with them, and fp32 masters."""
     found = {}

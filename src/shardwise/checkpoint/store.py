@@ -271,11 +271,11 @@ class Store:
 
         With `weights_only` the model's parameters and buffers alone: the optimizer is as new, averages of the weights
         begin with them, and step, data and seed stay. The fp32 masters of `bf16-pure` are the stored ones, else the
-        weights. So a checkpoint without optimizer state, or of another optimizer,
-        begins a run.
+        weights. So a checkpoint without optimizer state, or of another optimizer, begins a run.
 
-        With `convert_state` AdamW's averages may be stored in another type than its `state_dtype`: they are read and
-        checked as stored, and then kept as the optimizer keeps those of a step. `Proof.converted` says what it cost.
+        With `convert_state` the checkpoint may be of another precision, and AdamW's averages of another `state_dtype`:
+        tensors are read and checked as stored, and then changed; weights are those of the fp32 masters where some are
+        stored. `Proof.converted` says what it cost.
 
         Nothing reaches the state before names, shapes, types and the digest of every byte that is used are checked on
         all ranks; then the state is proven to be the stored one.

@@ -12,7 +12,7 @@ from shardwise.checkpoint.converting import convert, wanted
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.loading import Converted, Found, bits, check_names, found
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.partial_state import followers, masters_in, scalars_for, weights
+from shardwise.checkpoint.partial_state import followers, masters_for, scalars_for, weights
 from shardwise.checkpoint.saveable import Saveable
 
 
@@ -28,7 +28,9 @@ def take_over(
         CheckpointError: on all ranks; the state is as it was.
     """
     peers, doing = Peers.of(state.mesh), f"loading {path}"
-    masters = {name for names in peers.gather(masters_in(state.tensors())) for name in names} if weights_only else None
+    masters = None
+    if weights_only:
+        masters = {name for names in peers.gather(masters_for(manifest, state.tensors())) for name in names}
     known, reading, own = peers.together(doing, lambda: wanted(state, manifest, masters))
     template = reading.template
     told = peers.gather((bits(known, template), bits(known, own), sorted(reading.sources)))

@@ -52,6 +52,8 @@ def resume(store: Store, state: TrainState, wanted: str, *, convert_state: bool 
 def begin(store: Store, state: TrainState, weights: str | None) -> Loaded | CheckpointError | None:
     """Load the weights that `--weights` names: the optimizer is as new, step 0, data from its first sample.
 
+    They become what the plan's precision keeps: of another type they are converted, as the proof says.
+
     Where this process takes the place of another one under `--recover`, what went wrong is returned: the run's own
     memory may hold what it has reached, and then nobody needs them.
 
@@ -60,7 +62,7 @@ def begin(store: Store, state: TrainState, weights: str | None) -> Loaded | Chec
     """
     text = recovery_place(variables())
     try:
-        return store.load(state, place_of(weights), weights_only=True) if weights is not None else None
+        return store.load(state, place_of(weights), weights_only=True, convert_state=True) if weights else None
     except CheckpointError as error:
         if text is None or Place.parse(text).world == 1:
             raise

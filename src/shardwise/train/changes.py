@@ -22,7 +22,8 @@ _NOT_MATHS = ("data.num_workers", "model.name")
 _LAYOUT = ("plan.shorthand", "plan.file", "train.micro_batches", "train.nproc", "train.device")
 _EACH_TIME = ("train.out", "train.name", "train.resume", "train.port")
 """What a start says of itself."""
-_STATE_DTYPE = "optimizer.state_dtype"
+_TYPES = ("optimizer.state_dtype", "plan.precision")
+"""By which tensors of a checkpoint may be of other types than the run's."""
 CONTENT = "data.content"
 """No setting: what lies in the files that the same settings name."""
 _SHAPES = ("kind", "num_layers", "dim", "ffn_dim", "vocab_size", "num_experts", "ffn", "norm", "qkv_bias", "qk_norm",
@@ -141,7 +142,7 @@ def check_allowed(
         UsageError: an allowed key that is no change: a slip of the pen.
     """
     keys = [change.key for change in changes]
-    known = {*keys, *before, "all", _STATE_DTYPE, CONTENT}  # averages of another type also lie in what --resume names
+    known = {*keys, *before, "all", *_TYPES, CONTENT}  # tensors of another type also lie in what --resume names
     unknown = [key for key in allow if key not in known]
     if unknown:
         raise UsageError(
@@ -186,8 +187,8 @@ def _changed(run: RunDir) -> set[str]:
 
 
 def may_convert(leave: Collection[str]) -> bool:
-    """Whether checkpoints whose averages have another type than `optimizer.state_dtype` may be converted."""
-    return bool({_STATE_DTYPE, "all"} & set(leave))
+    """Whether tensors of a checkpoint may be converted to the types of `optimizer.state_dtype` and of the plan."""
+    return any(key == "all" or key.startswith(_TYPES) for key in leave)
 
 
 def check_content(

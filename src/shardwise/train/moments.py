@@ -7,13 +7,13 @@ optimizer, which keeps them as it keeps those of a step; nobody holds more than 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import CheckpointError
 from shardwise.train.low_bits import CODES, MOMENTS, SCALES, Coded, LowBitAdamW, Plain
 from shardwise.train.optim import MASTER, PREFIX, NamedOptimizer
 from shardwise.train.state_values import Kind
@@ -22,107 +22,57 @@ STOCHASTIC = "bfloat16-stochastic"
 _PLAIN = ("float64", "float32", "bfloat16")
 _BESIDE = {"step", MASTER}
 """Keys of a parameter's state that are no averages: they load as they are."""
-_SLACK = 1e-6
-"""For the arithmetic of a division and a product."""
 
 
-class Moved(NamedTuple):
-    """One average that changed its type."""
+@dataclass(frozen=True, kw_only=True)
+class Averages:
+    """Those of one parameter, which are stored in another way than they are kept."""
 
-    name: str
-    """`optim.h.0.weight.exp_avg`."""
-    before: str
-    """How it was stored: `float32`, `bfloat16`, `bfloat16-stochastic`, `8bit` or `4bit`."""
-    now: str
-    rounding: float
-    """What that cost, at most; 0: nothing."""
-    of: str
-    """Its unit: `relative` to the number, or `of its block's largest`."""
-
-
-class _Item(NamedTuple):
-    """The averages of one parameter."""
-
+    what: ClassVar[str] = "averages"
+    counted: ClassVar[str] = "moments"
     name: str
     before: str
+    """`float32`, `bfloat16`, `bfloat16-stochastic`, `8bit` or `4bit`."""
     now: str
     stored: Plain | Coded
     kept: Plain | Coded
     wide: torch.dtype
-    sources: tuple[str, ...]
-    """Keys of what is stored and not kept as it is."""
-    targets: tuple[str, ...]
-
-
-class Conversion:
-    """What a state does with averages of another type; made by `find_conversion`.
-
-    Attributes:
-        targets: names of the state's own tensors that are made, and not read.
-    """
-
-    def __init__(self, items: Collection[_Item]) -> None:
-        """See `find_conversion`."""
-        self._items = tuple(items)
-        self.targets = frozenset(f"{PREFIX}{item.name}.{key}" for item in items for key in item.targets)
+    keys: tuple[str, ...]
+    """Of what is stored and not kept as it is."""
+    made: tuple[str, ...]
 
     @property
-    def what(self) -> str:
-        """What differs, for an error's text."""
-        kinds: dict[tuple[str, str], list[str]] = {}
-        for item in self._items:
-            kinds.setdefault((item.before, item.now), []).append(item.name)
-        return "; ".join(
-            f"the averages of {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)} are {before} in the "
-            f"checkpoint, {now} in this run"
-            for (before, now), names in kinds.items()
-        )
+    def setting(self) -> str:
+        """Which one says the types: full ones are those of the parameters."""
+        return "plan.precision" if {self.before, self.now} == {"float64", "float32"} else "optimizer.state_dtype"
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of what is made."""
+        return tuple(f"{PREFIX}{self.name}.{key}" for key in self.made)
 
     def sources(self) -> dict[str, Tensor]:
         """Fresh tensors of what is stored, of its types, in this run's layout."""
-        return {
-            f"{PREFIX}{item.name}.{key}": tensor for item in self._items for key, tensor in item.stored.fresh().items()
-        }
+        return {f"{PREFIX}{self.name}.{key}": tensor for key, tensor in self.stored.fresh().items()}
 
-    @torch.no_grad()
-    def run(self, filled: dict[str, Tensor]) -> list[Moved]:
-        """Replace, in `filled`, what `sources` gave by what the optimizer keeps of it; every rank takes part.
-
-        Cost: the averages of one parameter at a time in fp32 (of fp64 parameters fp64), and as a step of the optimizer.
-
-        Raises:
-            CheckpointError: a number is not finite, or did not arrive within what its type can round.
-        """
-        moved: list[Moved] = []
-        wrong: list[str] = []
-        for item in self._items:
-            prefix = f"{PREFIX}{item.name}."
-            state: dict[str, Any] = {key: filled.pop(prefix + key) for key in item.sources}
-            mean, square = item.stored.read(state, item.wide)
-            new: dict[str, Any] = {"step": filled[f"{prefix}step"]}
-            item.kept.write(new, mean, square)
-            for key, found in zip(MOMENTS, item.kept.roundings(new, mean, square), strict=True):
-                moved.append(Moved(prefix + key, item.before, item.now, found.largest, found.of))
-                if not found.largest <= found.most + _SLACK:
-                    wrong.append(f"{prefix}{key}: found a rounding of {found.largest:.2g} ({found.of}), needed at most "
-                                 f"{found.most:.2g}")  # fmt: skip
-            made = {key: new[key] for key in item.targets}
-            filled |= {
-                prefix + key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
-                for key, value in made.items()
-            }
-        if wrong:  # after the last one: other ranks are in the same collectives
-            raise CheckpointError(
-                f"{wrong[0]} ({len(wrong)} averages on this rank); they are not finite, or were changed on the way: "
-                "load an older checkpoint, or keep the optimizer's state_dtype as it was"
-            )
-        return moved
+    def run(self, filled: dict[str, Tensor]) -> Iterator[tuple[str, float, str, float]]:
+        """Replace what is stored by what is kept: name, rounding, its unit, the largest that its type explains."""
+        prefix = f"{PREFIX}{self.name}."
+        state: dict[str, Any] = {key: filled.pop(prefix + key) for key in self.keys}
+        mean, square = self.stored.read(state, self.wide)
+        new: dict[str, Any] = {"step": filled[f"{prefix}step"]}
+        self.kept.write(new, mean, square)
+        for key, found in zip(MOMENTS, self.kept.roundings(new, mean, square), strict=True):
+            yield prefix + key, found.largest, found.of, found.most
+        for key in self.made:
+            value = new[key]
+            filled[prefix + key] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
 
 
-def find_conversion(
+def other_averages(
     optimizer: NamedOptimizer, stored: Mapping[str, Kind], template: Mapping[str, Tensor]
-) -> Conversion | None:
-    """The averages that a checkpoint keeps in another way than an optimizer does; None: there are none, or no way.
+) -> Iterator[Averages]:
+    """Those that a checkpoint keeps in another way than an optimizer does.
 
     Only between ways to keep the two averages of Adam: what differs otherwise stays for the comparison of names.
 
@@ -133,19 +83,17 @@ def find_conversion(
     """
     theirs = _by_parameter(stored)
     ours = _by_parameter({name: (tuple(t.shape), _word(t.dtype)) for name, t in template.items()})
-    return Conversion(items) if (items := list(_items(optimizer, theirs, ours))) else None
+    yield from _items(optimizer, theirs, ours)
 
 
 def _items(
     optimizer: NamedOptimizer, theirs: Mapping[str, dict[str, Kind]], ours: Mapping[str, dict[str, Kind]]
-) -> Iterator[_Item]:
+) -> Iterator[Averages]:
     for name, parameter in optimizer.params.items():
         before, now = _kept_as(theirs.get(name, {})), _kept_as(ours.get(name, {}))
         owner, live = optimizer.owner(name), optimizer.live[name]
         is_coded = before in ("8bit", "4bit")
         if before is None or now is None or before == now or (is_coded and live.dim() < 2):
-            continue
-        if theirs[name].keys() & _BESIDE != ours[name].keys() & _BESIDE:
             continue
         if isinstance(owner, LowBitAdamW):
             kept = owner.averages(parameter)
@@ -153,15 +101,15 @@ def _items(
             kept = Plain(live, getattr(torch, now))
         else:
             continue
-        yield _Item(
+        yield Averages(
             name=name,
             before=before,
             now=now,
             stored=_reader(live, before, name),
             kept=kept,
-            wide=torch.promote_types(live.dtype, torch.float32),
-            sources=tuple(theirs[name].keys() - _BESIDE),
-            targets=tuple(ours[name].keys() - _BESIDE),
+            wide=torch.float64 if before == "float64" else torch.promote_types(live.dtype, torch.float32),
+            keys=tuple(theirs[name].keys() - _BESIDE),
+            made=tuple(ours[name].keys() - _BESIDE),
         )
 
 

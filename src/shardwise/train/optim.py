@@ -75,6 +75,11 @@ class NamedOptimizer:
         """It makes all of its state in the first step; what a checkpoint has more is of another `state_dtype`."""
 
     @property
+    def masters(self) -> frozenset[str]:
+        """Names of the parameters that are stepped as fp32 copies."""
+        return frozenset(name for name, p in self.params.items() if p.dtype != self.live[name].dtype)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's own groups."""
         return self.torch.param_groups

@@ -17,12 +17,12 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.torch_private import empty_as
 from shardwise.train.batches import Batches
+from shardwise.train.conversion import Conversion, find_conversion
 from shardwise.train.ema import Ema
 from shardwise.train.extra_state import ExtraState
 from shardwise.train.given import check_given
 from shardwise.train.group_values import GroupValues
 from shardwise.train.mirror import Mirror
-from shardwise.train.moments import Conversion, find_conversion
 from shardwise.train.optim import PREFIX, NamedOptimizer, name_optimizer
 from shardwise.train.passing import Passing
 from shardwise.train.protect import Guard
@@ -197,7 +197,7 @@ class TrainState:
         return model | self.optimizer.state_template(own, late=late, forms=forms)
 
     def conversion(self, stored: Mapping[str, Kind], template: Tensors) -> Conversion | None:
-        """How averages that are `stored` in another type become those of a `template`; None: none are.
+        """How what is `stored` in another type becomes what a `template` has; None: nothing is.
 
         Args:
             stored: shape and type of every tensor of a checkpoint.
