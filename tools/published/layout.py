@@ -189,7 +189,7 @@ def _imbalance(cells: Cells, stack: str, ep: int) -> float:
 
 
 _UNREDUCED = r"requires_gradient_sync|\bno_sync\b"
-"""Words for `fully_shard` and DDP that reduce gradients behind the last micro-batch alone: until then they are whole."""
+"""Words for `fully_shard` and DDP that reduce behind the last micro-batch alone: until then gradients are whole."""
 _RESHARDS = r"reshard_after_forward[ =:]+true"
 
 
