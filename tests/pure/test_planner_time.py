@@ -13,7 +13,15 @@ from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
 from shardwise.plan.blocktime import CAST, Setting, _kernels, _matmul, _passes, crossing
-from shardwise.plan.kernels import TAIL, attention_kernel, attention_rate, attention_time, matmul_time, pointwise_time
+from shardwise.plan.kernels import (
+    TAIL,
+    attention_backward,
+    attention_kernel,
+    attention_rate,
+    attention_time,
+    matmul_time,
+    pointwise_time,
+)
 from shardwise.plan.links import HOP, Group, collective_time, group_of, messages_time
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Axes, Plan
@@ -484,6 +492,19 @@ def test_flash_attention_2_rises_with_the_length_on_ampere_and_kernels_in_triton
     long = attention_rate(op, 16384, load_cluster("a100-80g").device, stack)
     assert 0.6 < long < 0.65, "as runs of 16,000 tokens and more do"
     assert grows("l40s", "triton") == grows("l40s", "flash2")
+
+
+def test_fused_attention_is_near_the_rate_of_products_where_sums_in_fp32_halve_it() -> None:
+    """Benchmarks of kernels, TFLOP/s: RTX 4090, 2,048 tokens, causal, heads of 128: 151.2 forward, 99.2 backward
+    (apache/tvm, `tl_doc/flash_perf.md`); RTX 5090, 8,192 keys: 187 of FlashAttention 2 and 204 of cuDNN, forward."""
+    op, stack = (
+        Attention(heads=32, kv_heads=32, qk_dim=128, v_dim=128),
+        replace(load_stack("eager"), attention="flash2"),
+    )
+    ada, blackwell = load_cluster("rtx4090").device, load_cluster("rtx5090").device
+    both = ada.rates.bf16 * attention_rate(op, 2048, ada, stack) * 3.5 / (1 + attention_backward(1.0, stack))
+    assert both == pytest.approx(3.5e12 / (1 / 151.2 + 2.5 / 99.2), rel=0.1)
+    assert 187e12 < blackwell.rates.bf16 * attention_rate(op, 8192, blackwell, stack) < 204e12
 
 
 def test_a_device_alone_waits_for_no_other() -> None:

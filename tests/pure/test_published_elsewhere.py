@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -55,3 +56,19 @@ def test_networks_wires_and_experts_of_sources_that_nobody_fitted(
     collectives few switches hide; A100 of 2022; tiles of Max 1550; TensorFlow in fp32 and fp16; adapters in fp32;
     what Megatron-Core hides of tp; what DeepSpeed gathers in a node."""
     assert median(abs(error) for error in times(each for each in found[1] if each.row.group == source)) < within
+
+
+def test_no_run_stands_there_twice(found: tuple[list[Row], list[Result]]) -> None:
+    """Two sources, one measurement: a report that cites another, or a page that was read twice."""
+    seen: dict[tuple[object, ...], list[Row]] = {}
+    for row in found[0]:
+        if row.step_time:
+            job = (row.cluster.device, row.plan.axes, row.workload.seq_len, row.workload.global_batch)
+            seen.setdefault(job, []).append(row)
+    twice = [
+        (one.id, other.id)
+        for rows in seen.values()
+        for one, other in combinations(rows, 2)
+        if one.group != other.group and abs(one.step_time / other.step_time - 1) < 1e-4
+    ]
+    assert not twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,10 @@ SIZE = LLAMA.num_params
 
 def _peak(plan: str, stack: Stack, phase: str) -> float:
     return estimate_memory(profile_of(LLAMA), Plan.parse(plan), WORK, stack=stack).peaks[phase]
+
+
+def _terms(plan: str, stack: Stack) -> Mapping[str, float]:
+    return estimate_memory(profile_of(LLAMA), Plan.parse(plan), WORK, stack=stack).worst.terms
 
 
 @pytest.mark.parametrize("name", ["eager", "torchtitan", "fsdp1"])
@@ -245,3 +250,37 @@ def test_deepspeeds_own_linear_is_there_where_the_model_is_built_within_its_cont
     ):
         stack = variant("tune-1", **loop | other).stack
         assert (stack.name, stack.keeps_gathered) == ("deepspeed", kept), other
+
+
+def test_gradients_that_ranks_reduce_behind_the_last_micro_batch_are_whole_until_then() -> None:
+    """`fully_shard` keeps them in the type that they are reduced in."""
+    cells = BARE | {"global_batch": "128", "zero_stage": "3", "dp_shard": "16", "dp_replicate": "1", "peak_mem_gib": ""}
+    cells |= {"precision": "bf16", "notes": "FSDP2 loop, weights in bf16"}
+    said = "; accumulates with set_requires_gradient_sync(False)"
+
+    def plan(notes: str, **more: str) -> Plan:
+        return variant("fsdp-1", **cells | more | {"notes": cells["notes"] + notes}).plan
+
+    late, usual = plan(said), plan("")
+    assert (late.zero, late.reshards, usual.zero) == (1, True, 3)
+    assert plan(said, global_batch="32").zero == 3, "one micro-batch"
+    wide = plan(said + "; gradients reduced in fp32")
+    assert [each.communication.reduce_dtype for each in (late, wide)] == ["bf16", "fp32"]
+    assert plan("; gradients reduced in fp32", precision="fp32").communication.reduce_dtype is None
+
+    torchtitan, low = load_stack("torchtitan"), "fsdp4 zero1 / mb2 / bf16-pure / reshard=true reduce="
+    held = [_terms(f"{low}{kind}", torchtitan)["gradients"] for kind in ("fp32", "bf16")]
+    assert held == [4.0 * SIZE, 2.0 * SIZE]
+
+
+def test_a_pipeline_whose_stages_reshard_gathers_for_each_micro_batch() -> None:
+    cells = BARE | {"source": "torchtitan", "date": "2026-05", "zero_stage": "3", "pp": "2", "dp_shard": "8"}
+    cells |= {"dp_replicate": "1", "global_batch": "32", "peak_mem_gib": ""}
+    stages = [variant("fsdp-1", **cells | {"notes": said}).plan.zero for said in ("reshard_after_forward True", "")]
+    assert stages == [3, 1]
+
+
+def test_the_loss_of_torchtitan_is_compiled_with_16_bits_of_a_logit_and_a_loops_own_with_eight_bytes() -> None:
+    loop = BARE | {"date": "2026-02", "compile": "y", "zero_stage": "3", "n_gpus": "16"}
+    found = [variant("new-2", **loop | {"notes": said}).stack for said in ("torchtitan", "a loop on FSDP2")]
+    assert [(stack.name, stack.logit_bytes) for stack in found] == [("torchtitan", 4.0), ("torchtitan", 8.0)]

@@ -335,6 +335,9 @@ def test_products_that_tp_overlaps_are_a_switch_of_megatron_core() -> None:
     assert hidden("Megatron-Core") == hidden("Megatron-Core; no tp overlap") == usual < more
     assert hidden("Megatron-Core; tp_comm_overlap") == more
     assert hidden("Megatron-Core", source="NVIDIA/Megatron-LM README table") == more
+    two, alone = {"tp": "2", "dp_replicate": "32"}, "Megatron-Bridge; no sequence parallelism"
+    assert hidden("Megatron-Bridge", **two) == hidden(alone) == more, "user buffers split what sequences are split for"
+    assert hidden(alone, **two) == usual
 
 
 def test_megatron_core_adds_gradients_up_in_the_type_that_is_said() -> None:

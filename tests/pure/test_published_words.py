@@ -318,7 +318,7 @@ _BEFORE_AMPERE = ("v100-32g", "Quadro RTX 8000", "RTX 2080 Ti", "T4")
         ("A100-SXM4-40", "a100-40g", 42.3), ("A100 x 40", "a100-80g", 84.9), ("Quadro RTX 8000", "titanrtx", 50.9),
         ("Quadro RTX 6000", "titanrtx", 25.4), ("RTX 6000 Ada", "ada6000", 51.0), ("RTX 3060 12 GB", "rtx3060", 12.6),
         ("RTX 3070", "rtx3070", 8.4), ("RTX 4070", "rtx4070", 12.5), ("RTX 4070 Ti Super", "rtx4070tis", 16.9),
-        ("RTX 5080", "rtx5080", 16.9),
+        ("RTX 5080", "rtx5080", 16.9), ("RTX 4080 SUPER", "rtx4080s", 16.9), ("GeForce RTX 4080", "rtx4080", 16.9),
         ("GTX 1080 Ti", "gtx1080ti", 11.7), ("A16", "a16", 15.8), ("GB10", "gb10", 128.0), ("DGX Spark", "gb10", 128.0),
         ("GB20", "", 0.0), ("V100-SXM3-32GB", "v100", 33.9), ("p4d.24xlarge", "a100-40g", 42.3),
         ("AWS p4de.24xlarge", "a100-80g", 84.9), ("p5.48xlarge", "h100", 84.9), ("p5en.48xlarge", "h200", 150.0),

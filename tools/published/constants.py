@@ -31,11 +31,12 @@ def tables() -> str:
         "1,400, so at its clocks by the root of that; trainium's is read off AWS's pages; mi325x has fp8 "
         "at the share that mi300x has; v100, mi250x, and what mi350x and mi355x reach in 8 bits, are read off rows of "
         "`elsewhere.csv`, mi250x and mi350x off one source each; t4 and l4 do not hold their nominal clocks at 70 "
-        "W, and GeForce boards since Ada run above theirs. Of the others they "
-        "are estimates, after the nearest of these. `units` are its multiprocessors. What a process has of a device "
-        "before its first tensor is by 34 runs of one script on 14 devices, which nvidia-smi shows apart by 0.6 GiB. "
-        "FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to 6; "
-        "runs of 2,000 to 717,000 tokens): "
+        "W, and GeForce boards since Ada run above theirs; fused attention on these is by benchmarks of kernels (RTX "
+        "4090: apache/tvm's `tl_doc/flash_perf.md`; RTX 5090), as products have half of the units' rate there. Of the "
+        "others they are estimates, after the nearest of these. `units` are its multiprocessors. What a process has of "
+        "a device before its first tensor is by 34 runs of one script on 14 devices, which nvidia-smi shows apart by "
+        "0.6 GiB. FlashAttention 2 on Ampere rises with the length up to 16,000 tokens (arXiv:2307.08691, figures 4 to "
+        "6; runs of 2,000 to 717,000 tokens): "
         "`rise` is the keys at which it reaches half of its share. The kernels in Triton that FSDP1's jobs ran in 2023 "
         "do not: llm-foundry's runs of 2,048 to 65,536 tokens.",
         _devices(data),

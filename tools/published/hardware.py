@@ -63,6 +63,7 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"5090", "rtx5090", ""),
     (rf"5080{_PLAIN}", "rtx5080", ""),
     (r"4090", "rtx4090", ""),
+    (r"4080-?s(uper)?\b", "rtx4080s", ""),
     (r"4080", "rtx4080", ""),
     (rf"4070{_PLAIN}", "rtx4070", ""),
     (r"4070-?ti-?s(uper)?\b", "rtx4070tis", ""),

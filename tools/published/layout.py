@@ -188,6 +188,30 @@ def _imbalance(cells: Cells, stack: str, ep: int) -> float:
     return UNEVEN
 
 
+_UNREDUCED = r"requires_gradient_sync|\bno_sync\b"
+"""Words for `fully_shard` and DDP that reduce behind the last micro-batch alone: until then gradients are whole."""
+_RESHARDS = r"reshard_after_forward[ =:]+true"
+
+
+def _steadied(cells: Cells, stack: Stack, cluster: Cluster, sizes: Sizes, zero: int) -> int:
+    """`zero` as it is from micro-batch to micro-batch, and that of optimizers which share out states at every stage."""
+    if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise") and not cells.noted(_RESHARDS):
+        cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
+        return 1
+    if zero == 3 and sizes.pp > 1 and stage_of(cells) is None:
+        cells.assume("zero 2: in a pipeline weights stay gathered from micro-batch to micro-batch")
+        return 2
+    if (
+        not zero
+        and is_fork(cells)
+        and sizes.data > 1
+        and precision_of(cells, stack.name, cluster.device.rates)[0] == "bf16"
+    ):
+        cells.assume("zero 1: DeepSpeed's optimizer of bf16 shares out its states whatever the stage is")
+        return 1
+    return zero
+
+
 def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_len: int) -> tuple[Plan, Workload]:
     """The layout and the work of a row.
 
@@ -201,22 +225,12 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         cells.assume(f"ep {ep}, as the row names an exchange between experts and no degree")
     trained = trained_share(cells, spec)
     zero = zero_of(cells, stack.name, sizes, cluster.device.memory / _whole(spec, sizes, ep), trained)
-    if zero == 3 and sizes.pp > 1 and stack.name in ("torchtitan", "shardwise"):
-        cells.assume("zero 1: in a pipeline FSDP2 gathers once per step and reduces behind the last micro-batch")
-        zero = 1
-    elif zero == 3 and sizes.pp > 1 and stage_of(cells) is None:
-        cells.assume("zero 2: in a pipeline weights stay gathered from micro-batch to micro-batch")
-        zero = 2
-    if (
-        not zero
-        and is_fork(cells)
-        and sizes.data > 1
-        and precision_of(cells, stack.name, cluster.device.rates)[0] == "bf16"
-    ):
-        cells.assume("zero 1: DeepSpeed's optimizer of bf16 shares out its states whatever the stage is")
-        zero = 1
-    axes = axes_of(cells, sizes, zero, ep)
     total, count = batch_of(cells, sizes, seq_len)
+    late = zero == 3 and sizes.pp == 1 and count > 1 and cells.noted(_UNREDUCED) is not None
+    if late:
+        cells.assume("zero 1 whose weights reshard: gradients are reduced behind the last micro-batch alone")
+    zero = _steadied(cells, stack, cluster, sizes, 1 if late else zero)
+    axes = axes_of(cells, sizes, zero, ep)
     precision, compute = precision_of(cells, stack.name, cluster.device.rates)
     if compute in ("fp8", "fp4") and not getattr(cluster.device.rates, compute):
         cells.assume(f"products in 16 bits: the device has no {compute} unit")
@@ -239,8 +253,11 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
         float8=_float8(cells, compute),
         recompute=recompute_of(cells, spec, stack, sizes.pp),
         offload=offload_of(cells, zero),
-        communication=_communication(
-            cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data * sizes.cp
+        communication=replace(
+            _communication(
+                cells, stack.name, precision, accumulates=zero == 3 and count > 1, ranks=sizes.data * sizes.cp
+            ),
+            **({"reshard_after_forward": True} if late else {}),  # what frees weights is as with zero 3
         ),
         tensor=Tensor(
             sequence=_sequence(cells, stack.name, sizes.tp),
@@ -339,6 +356,9 @@ def _float8(cells: Cells, compute: str) -> Float8:
     return Float8(recipe="tensorwise", all_gather=gather)
 
 
+_WIDE_SUMS = r"reduce_dtype[ =:]+(torch\.)?(fp32|float32)|grad(ient)?s? (are )?reduced in fp32"
+
+
 def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool, ranks: int) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
     if accumulates and cells.noted(
@@ -348,6 +368,8 @@ def _communication(cells: Cells, stack: str, precision: str, *, accumulates: boo
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
         return Communication(reshard_after_forward=False)
+    if ranks > 1 and stack in TORCH and precision == "bf16-pure" and cells.noted(_WIDE_SUMS):
+        return Communication(reduce_dtype="fp32")
     own_type = ranks > 1 and stack in TORCH and precision == "bf16-pure"  # in which PyTorch reduces a gradient
     if own_type or cells.noted(r"mode pure") or stack == "deepspeed":
         return Communication(reduce_dtype="fp16" if precision == "fp16" else "bf16")

@@ -38,7 +38,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.band import kind_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Recompute, Schedule
-from shardwise.plan.stack import Stack
+from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Workload
 
@@ -154,7 +154,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
     plan, workload = halved(cells, spec, cluster, stack, (plan, workload))
-    stack = autocast(cells, stack, plan)
+    stack = plain_tensor(autocast(cells, stack, plan), plan)
     plan = recomputed(cells, spec, cluster, stack, (plan, workload))
     plan = tuned(cells, spec, cluster, stack, (plan, workload))
     step_time = step_time_of(cells, spec, cluster, plan, workload, stack)
@@ -271,6 +271,16 @@ def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
         return replace(stack, master=True, widens_grads=True, zeroes_grads=False) if apex else stack
     cells.assume("autocast: the residual stream, norms and softmax in fp32")
     return replace(stack, residual_bytes=4.0)
+
+
+def plain_tensor(stack: Stack, plan: Plan) -> Stack:
+    """The stack; without sequence parallelism nothing of `tp` is split beside products: user buffers need it.
+
+    Source: Megatron-Bridge's `comm_overlap.py`, which turns `tp_comm_overlap` off then.
+    """
+    if stack.name != "megatron-bridge" or plan.axes.tp == 1 or plan.tensor.sequence:
+        return stack
+    return replace(stack, overlap_tensor=load_stack("megatron-core").overlap_tensor)
 
 
 def tuned(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, job: tuple[Plan, Workload]) -> Plan:

@@ -211,8 +211,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "eager" and stack.fused and engine(cells) is None and cells.year >= FUSED:
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
-    elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:
-        stack = replace(stack, logit_bytes=4.0)  # logits and their gradient, in 16 bits
+    elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:  # logits and their gradient, in 16 bits
+        stack = replace(stack, logit_bytes=4.0 if engine(cells) == "torchtitan" else OWN_LOSS)
     if cells.noted(_MASKED):
         stack = replace(stack, logit_share=MASKED)
     wide = re.search(_WIDE_MASKS, unsourced(cells.text))

@@ -59,6 +59,7 @@ NAMES = (
     (r"GeForce RTX 4070 Ti SUPER", "rtx4070tis"),
     (r"GeForce RTX 3090", "rtx3090"),
     (r"GeForce RTX 4080", "rtx4080"),
+    (r"GeForce RTX 4080 SUPER", "rtx4080s"),
     (r"GeForce RTX 4090", "rtx4090"),
     (r"GeForce RTX 5080", "rtx5080"),
     (r"GeForce RTX 5090", "rtx5090"),

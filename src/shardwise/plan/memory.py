@@ -283,7 +283,8 @@ def states_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> di
     sent = stack.copies_grads and not plan.zero and plan.axes.dp_replicate > 1
     summed, updated, low, pure = summed * share, stepped * share, width < 4, plan.precision == "bf16-pure"
     if pure and not stack.pure_master:
-        states = {"weights": kept * width, "gradients": summed * width, "optimizer": updated * state}
+        added = 4.0 if plan.communication.reduce_dtype == "fp32" and accumulates_whole(plan, stack) else width
+        states = {"weights": kept * width, "gradients": summed * added, "optimizer": updated * state}
         return {**states, "buckets": summed * (4.0 if stack.wide_buckets else width) * sent + flat}
     master = low and (stack.master or pure)
     if plan.precision == "fp16" and master:  # scaled gradients stay in fp16, and are unscaled into each rank's share
