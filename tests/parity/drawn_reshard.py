@@ -28,7 +28,7 @@ from tests.parity.random_models import RULES
 WIDE = {"dim": 64, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 96}
 """Some matrices are large enough for averages in 8 and 4 bits."""
 PRECISIONS = ("fp32", "bf16", "fp16")
-"""All keep fp32 parameters: a checkpoint of one loads into the others."""
+"""All keep fp32 parameters: a checkpoint of one loads into the others as it is."""
 STEPS = 8
 """Length of the schedule."""
 
@@ -208,7 +208,10 @@ class Case:
 
     @property
     def converts(self) -> bool:
-        return self.before.optimizer != self.after.optimizer
+        """Whether what is stored is of other types than what is kept."""
+        kept = [sw.Plan.parse(half.plan).precision for half in (self.before, self.after)]
+        types = {"fp32" if kind in PRECISIONS else kind for kind in kept}
+        return self.before.optimizer != self.after.optimizer or len(types) > 1
 
 
 def draw(random: Random, worlds: tuple[int, int], *, same: bool = False, light: bool = False) -> Case:
@@ -229,9 +232,11 @@ def draw(random: Random, worlds: tuple[int, int], *, same: bool = False, light: 
         model = random.choice([*COARSE] if coarse and random.random() < 0.7 else models)
         types = random.choice((("fp64", "fp64"), ("fp64", "fp64"), ("bf16-pure", "bf16-pure"), None))
         types = types or (random.choice(PRECISIONS), random.choice(PRECISIONS))
+        if random.random() < 0.3:
+            types = random.choice(PRECISIONS + ("bf16-pure", "fp64")), random.choice(("fp32", "bf16-pure", "fp64"))
         if same:
             types = random.choice((("fp32",) * 2, ("fp16",) * 2, ("fp16",) * 2, ("fp64",) * 2, ("bf16-pure",) * 2))
-        if model in WHOLE and types[0] == "bf16-pure":
+        if model in WHOLE and "bf16-pure" in types:
             continue  # torch's batch norm of one process does not take statistics in fp32 there
         if model in GIVEN and optimizer == "several":
             continue  # its adapters are all in the first two blocks, and the last pattern would take none

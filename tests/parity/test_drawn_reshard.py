@@ -104,7 +104,7 @@ def _steps(ranks: list[Told], steps: range) -> list[list[tuple[int, int]]]:
 def check_numbers(case: Case, after: list[Told], truth: Told) -> None:
     """The steps after the load against those of one process."""
     kinds = [sw.Plan.parse(half.plan).precision for half in (case.before, case.after)]
-    if kinds == ["fp64", "fp64"]:
+    if kinds[1] == "fp64":  # what was loaded is the same, whatever it was saved in
         for told in (*after, truth):
             told.trace.params = {n: t for n, t in told.end.items() if not NOISE.search(n)}
         worst = grid.differences([told.trace for told in after], truth.trace)
@@ -198,7 +198,7 @@ def test_what_the_draws_found(world: World, tmp_path: Path) -> None:
 
 def test_the_draws_reach_every_model_optimizer_and_axis() -> None:
     random = Random(0)
-    cases = [draw(random, (4, 8)) for _ in range(100)]
+    cases = [draw(random, (4, 8)) for _ in range(150)]
     assert {case.model for case in cases} == set(MODELS)
     assert {case.after.optimizer for case in cases} == set(OPTIMIZERS)
     words = {re.sub(r"\d+$", "", word) for case in cases for word in (case.before.plan + case.after.plan).split()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Callable
@@ -361,3 +362,17 @@ def test_a_runs_directory_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="its store is .*/checkpoints: give that"):
         Store(tmp_path)
+
+
+def test_a_probe_in_fp16_is_measured_by_a_scale_that_its_gradients_bear() -> None:
+    with open_mesh(plan := Plan.parse("dp1 / fp16")) as mesh:
+        state = TrainState(placed := apply(lambda: nn.Linear(4, 4), plan, mesh, seed=1), adamw(placed, 0.01))
+        assert state.loss_scale is not None
+        probe = Probe([torch.full((4,), 3.0)] * 64, lambda output, _: mean_over(output.square().mean(1)))
+        right = probe.measure(state)
+        state.loss_scale.scale = 2.0**24  # too much for a sum over these rows, as another plan's sums may be
+        assert probe.measure(state) == right and math.isfinite(right.grad_norm)
+        assert state.loss_scale.scale == 2.0**24
+        with torch.no_grad():
+            next(iter(placed.parameters())).fill_(math.nan)
+        assert math.isnan(probe.measure(state).grad_norm)

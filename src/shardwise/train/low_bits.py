@@ -170,14 +170,16 @@ class Coded:
     Args:
         parameter: whose averages, of two dims or more; its layout is that of the codes.
         kind: `8bit` or `4bit`.
+        wide: type of the scales; None: the parameter's, fp32 of half types.
 
     Raises:
         ConfigError: torchao is not installed.
     """
 
-    def __init__(self, parameter: Tensor, kind: str) -> None:
+    def __init__(self, parameter: Tensor, kind: str, wide: torch.dtype | None = None) -> None:
         """See the class."""
         self._parameter, self._kind = parameter, kind
+        self._wide = wide or torch.promote_types(parameter.dtype, torch.float32)
         self._blocks = Blocks.of(parameter, BLOCK[kind])
         bits, device = int(kind[0]), local_shard(parameter).device
         self._tables = (table(bits, True).to(device), table(bits, False).to(device))
@@ -185,8 +187,7 @@ class Coded:
     def fresh(self) -> dict[str, Tensor]:
         """Tensors of the names, types and layouts of the state, to be filled."""
         shard = local_shard(self._parameter)
-        wide = torch.promote_types(shard.dtype, torch.float32)
-        scale = shard.new_empty((*shard.shape[:-1], self._blocks.count), dtype=wide)
+        scale = shard.new_empty((*shard.shape[:-1], self._blocks.count), dtype=self._wide)
         codes = [shard.new_empty(shard.shape, dtype=torch.uint8) for _ in range(1 if self._kind == "4bit" else 2)]
         return self._named(codes, [scale, scale.clone()])
 
@@ -205,6 +206,7 @@ class Coded:
 
     def write(self, state: dict[str, Any], mean: Tensor, square: Tensor) -> None:
         """Quantise both into the state; where ranks split rows, all of them take part."""
+        mean, square = mean.to(self._wide), square.to(self._wide)
         scales = [self._blocks.largest(values, self._parameter) for values in (mean, square)]
         codes = [
             quantise(values, self._blocks.spread(scale), codes)

@@ -101,21 +101,23 @@ def _items(
             kept = Plain(live, getattr(torch, now))
         else:
             continue
+        stored_in = {kind for _, kind in theirs[name].values()}
+        full = torch.float64 if "float64" in stored_in else torch.float32
         yield Averages(
             name=name,
             before=before,
             now=now,
-            stored=_reader(live, before, name),
+            stored=_reader(live, before, name, full),
             kept=kept,
-            wide=torch.float64 if before == "float64" else torch.promote_types(live.dtype, torch.float32),
+            wide=torch.promote_types(live.dtype, full),
             keys=tuple(theirs[name].keys() - _BESIDE),
             made=tuple(ours[name].keys() - _BESIDE),
         )
 
 
-def _reader(live: Tensor, kind: str, name: str) -> Plain | Coded:
+def _reader(live: Tensor, kind: str, name: str, full: torch.dtype) -> Plain | Coded:
     if kind in ("8bit", "4bit"):
-        return Coded(live, kind)
+        return Coded(live, kind, full)
     if kind == STOCHASTIC:
         return Plain(live, torch.bfloat16, (name, 0))
     return Plain(live, getattr(torch, kind))

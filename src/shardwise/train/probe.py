@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,14 +69,36 @@ class Probe:
         if self._step is None or self._step.state is not state:
             self._step = TrainStep(state, self.loss_fn, StepOptions())
             order_buckets(placed, partial(self._step.measure, window))  # at a load none was made yet
-        with untraced(placed):
-            before = generators.states(placed.mesh.device)
-            loss, norm = self._step.measure(window)
-            draws = torch.tensor(float(generators.states(placed.mesh.device) != before), device=placed.mesh.device)
+        loss, norm, drew = _in_range(self._step, window)
+        draws = torch.tensor(float(drew), device=placed.mesh.device)
         rows = self._digest
         if float(placed.mesh.all_reduce_max(draws)):  # by the rank and the micro-batch: other plans draw otherwise
             rows = rows[:32] + hashlib.sha256(f"{rows} {placed.plan}".encode()).hexdigest()[:32]
         return Measured(loss, norm, rows)
+
+
+def _in_range(step: TrainStep, window: Any) -> tuple[float, float, bool]:
+    """Loss and gradient norm, and whether a generator moved; without a trace.
+
+    Of scaled gradients in fp16 one that is too large is no finding: how many rows one sum takes hangs on the plan. A
+    step would leave its update out and halve the scale; here it is halved for as long as it takes, as no number is
+    another one for that.
+    """
+    scale = step.state.loss_scale
+    kept = scale.scale if scale is not None else 1.0
+    try:
+        while True:
+            with untraced(step.state.placed):
+                device = step.state.mesh.device
+                before = generators.states(device)
+                loss, norm = step.measure(window)
+                drew = generators.states(device) != before
+            if scale is None or scale.scale <= 1 or math.isfinite(norm) or not math.isfinite(loss):
+                return loss, norm, drew
+            scale.scale /= 2
+    finally:
+        if scale is not None:
+            scale.scale = kept
 
 
 def _feed(digest: Any, value: Any) -> None:

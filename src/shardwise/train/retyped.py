@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.train.ema import PREFIX as EMA
 from shardwise.train.optim import MASTER, PREFIX, NamedOptimizer
 from shardwise.train.state_values import Kind
 from shardwise.train.update_rules import local_shard
 
 MODEL = "model."
-_WIDE = {"float64", "float32"}
-_FLOATS = {*_WIDE, "bfloat16", "float16"}
+_FLOATS = {"float64", "float32", "bfloat16", "float16"}
 
 
 class Retyped:
@@ -81,7 +79,7 @@ def retyped(optimizer: NamedOptimizer, stored: Mapping[str, Kind], template: Map
                 types = (before, stored[master][1]) if has else (before,)
                 kept = (tensor, torch.empty_like(tensor, dtype=torch.float32)) if keeps else (tensor,)
                 yield Retyped(name, types, kept)
-        elif before != now and (name.startswith(EMA) or {before, now} == _WIDE):
+        elif before != now:
             yield Retyped(name, (before,), (tensor,))
 
 
