@@ -96,6 +96,8 @@ BAD = [
     (estimate, ("fsdp8", *EIGHT, "--adapters", "16", "--traffic"), "--traffic: no reference model has adapters"),
     (plan, ("llama-1b", "h100:8", "--allow", "fp8", "--forbid", "tp,fp8"), "found 'fp8' in both"),
     (plan, ("resnet-50", "h100:8"), "or a model type or config.json of transformers as hf:NAME"),
+    (plan, ("llama-1b", "h100:8", "--forbid", "PP"), "found 'PP', which no plan has; did you mean 'pp'?"),
+    (plan, ("llama-1b", "h100:8", "--goal", "Time"), "did you mean 'time'?"),
     (plan, ("llama-1b", "h100:8", "--allow", "tp"), "found 'tp', which is tried unless it is forbidden"),
     (plan, ("llama-8b", "h100:8", "--global-batch", "8", "--forbid", "tp,pp,fsdp,dp,cp"), "what is forbidden; forbid"),
     (plan, ("llama-1b", "h100:8", "--out", "folder.toml"), "needed a file in a folder"),
