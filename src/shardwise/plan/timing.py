@@ -56,7 +56,7 @@ class StepTime:
     flops: float
     """Operations of the model per step, forward and backward, causal attention halved, no recompute."""
     rate: float
-    """Nominal rate of a device in the compute dtype."""
+    """Nominal rate of a device in the compute dtype; of fp8 and fp4 that in bf16, as torchtitan counts MFU."""
     stages: tuple[float, ...] = field(default=())
     """Busy seconds of each pipeline rank."""
 
