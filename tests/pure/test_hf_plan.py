@@ -246,6 +246,17 @@ def test_without_transformers_its_extra_is_named(
     assert ended.value.code == ExitCode.USAGE and "pip install 'shardwise[hf]'" in capsys.readouterr().err
 
 
+def test_how_a_model_is_given_is_said(tmp_path: Path) -> None:
+    """Of a config.json sizes were missing, and a repository's name was a file that is not there."""
+    model = written(tmp_path, **BERT)
+    with pytest.raises(ConfigError, match=r"found a config.json of transformers .*give it as hf:/.*config.json"):
+        question(model.removeprefix("hf:"), "h100:8", seq=64, batch=8, tokens=None)
+    with pytest.raises(DataError, match="nothing is downloaded; the preset llama-8b has these sizes: leave out hf:"):
+        question("hf:meta-llama/Llama-3.1-8B", "h100:8", seq=64, batch=8, tokens=None)
+    with pytest.raises(DataError, match="nothing is downloaded$"):
+        question("hf:meta-llama/Llama-9-8B", "h100:8", seq=64, batch=8, tokens=None)
+
+
 def test_a_list_is_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(DataError, match=r"found a JSON list, needed an object"):

@@ -30,8 +30,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from shardwise.errors import ConfigError, DataError, ModelError
+from shardwise.errors import ConfigError, DataError, ModelError, UsageError
 from shardwise.findings import nearest
+from shardwise.model.spec import preset
 from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes, refuse_unsaid
 
 PREFIX = "hf:"
@@ -266,7 +267,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DataError(
             f"model {PREFIX}{path}: no such file; needed: a config.json of transformers, a local directory that holds "
-            "one, or a name such as `llama`; nothing is downloaded"
+            f"one, or a name such as `llama`; nothing is downloaded{_as_preset(str(path))}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
@@ -278,6 +279,14 @@ def _read(path: Path) -> dict[str, Any]:
             "copy it again"
         )
     return said
+
+
+def _as_preset(name: str) -> str:
+    """What to say of the name of a repository that a preset has the sizes of."""
+    try:
+        return f"; the preset {preset(name).name} has these sizes: leave out {PREFIX}"
+    except UsageError:
+        return ""
 
 
 def _made(path: Path, said: Mapping[str, Any]) -> PreTrainedConfig:
