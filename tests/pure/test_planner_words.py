@@ -331,6 +331,16 @@ def test_an_error_of_a_word_in_a_plans_file_names_the_file(here: Path) -> None:
         question_of("explain", "p.toml", Plan.load("p.toml"))
 
 
+def test_an_error_of_a_stack_or_of_a_forbidden_word_names_the_file(here: Path) -> None:
+    made = MadeFor(model="tiny", cluster="h100:8", seq=64, stack="megatron")
+    save_plan(Plan.parse("dp8"), here / "p.toml", made)
+    for verb in (estimate, explain):
+        text = str(invoke(verb, "p.toml")[2])
+        assert "stack 'megatron': unknown" in text and "p.toml says that it was made for" in text, text
+    save_plan(Plan.parse("dp8"), here / "p.toml", replace(made, stack="", forbid=("ppp",)))
+    assert "p.toml: made_for.forbid: found 'ppp', which no plan has; did you" in str(invoke(explain, "p.toml")[2])
+
+
 def test_what_has_no_effect_is_said(here: Path) -> None:
     """Notes and warnings of the constraints, which only `check` showed."""
     words = ("--model", "tiny", "--cluster", "cpu:4")
