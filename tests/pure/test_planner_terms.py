@@ -318,6 +318,8 @@ def test_an_mfu_above_one_is_explained() -> None:
     assert time_of(text, work, profile_of(preset("llama-405b")), where).mfu > 1
     (said,) = assumed_of(Plan.parse(text), where)
     assert said == "MFU is over the rate in bf16, of products in fp8 too, and so may be above 100%"
+    (said,) = assumed_of(Plan.parse("fsdp8 / bf16 fp8=tensorwise+emulate"), H100)
+    assert said == "emulated products in float8 are counted as those in bf16: in fp32 a step is longer"
 
 
 def test_dials_that_have_no_part_in_an_estimate_are_said() -> None:

@@ -101,6 +101,10 @@ BAD = [
     (plan, ("llama-1b", "h100:8", "--allow", "tp"), "found 'tp', which is tried unless it is forbidden"),
     (plan, ("llama-8b", "h100:8", "--global-batch", "8", "--forbid", "tp,pp,fsdp,dp,cp"), "what is forbidden; forbid"),
     (plan, ("llama-1b", "h100:8", "--out", "folder.toml"), "needed a file in a folder"),
+    (
+        estimate, ("dp8 / bf16 fp8", "--model", "llama-1b", "--cluster", "a100-80g:8"),
+        "the plan `dp8 / bf16 fp8=tensorwise` multiplies in float8, and a100-80g has no unit for it",
+    ),
     (estimate, ("fsdp9", *EIGHT), "needs 9 devices"),  # and not a batch for nine
 ]  # fmt: skip
 
