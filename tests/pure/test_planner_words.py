@@ -279,6 +279,25 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
             check_path(Path(file), (".toml", ".html"))
 
 
+def test_what_a_plan_is_made_from_is_not_written_over(here: Path) -> None:
+    """The cluster's file became the plan's."""
+    (here / "sizes.toml").write_text('preset = "tiny"')
+    load_cluster("h100:1").save(here / "plan.toml")
+    (here / "link.toml").symlink_to("sizes.toml")
+    for words, what in ((("tiny", "plan.toml"), "cluster"), (("sizes.toml", "h100:1", "--out=link.toml"), "model")):
+        assert f"is the file of the {what}, which" in str(invoke(plan, *words)[2])
+    assert load_cluster(here / "plan.toml").device.name == "h100"
+
+
+def test_a_place_that_leads_nowhere_is_no_internal_error(here: Path) -> None:
+    (here / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(ConfigError, match=r"loop.toml: cannot be written \(.*needed a file in a folder that exists"):
+        check_path(here / "loop.toml", (".toml",))
+    (gone := here / "gone").mkdir()
+    done = shell("rmdir ../gone && shardwise plan tiny h100:1", gone)
+    assert done.returncode == ExitCode.USAGE and "plan.toml: cannot be written" in done.stderr
+
+
 def test_explain_says_of_a_plan_what_plan_said(here: Path) -> None:
     """What was forbidden is so for the neighbours too: compiled ones would be faster than the plan itself."""
     words = ("llama-1b", "h100:8", "--seq", "2048", "--global-batch", "8", "--forbid", "compile,recompute", "--json")

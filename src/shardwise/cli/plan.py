@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from shardwise.cli.planning import (
     show_time,
 )
 from shardwise.cli.uneven import ImbalanceOption, unevenly
-from shardwise.errors import ExitCode, PlanError
+from shardwise.errors import ConfigError, ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
 from shardwise.plan.constraints import check, refuse
@@ -80,6 +81,7 @@ def plan(
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
     check_path(out, (".toml", ".json"))
     check_path(html, (".html",))
+    _spare(out, model=model.removeprefix("hf:"), cluster=cluster)
     words = (words_of(allow), words_of(forbid))
     more = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks, "allow": words[0]}
     asked = unevenly(question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more), expert_imbalance)
@@ -112,6 +114,17 @@ def plan(
         _show(found, whole, asked, out, points if front else None)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def _spare(out: Path, **inputs: str) -> None:
+    """Refuse to write the plan over what it is made from.
+
+    Raises:
+        ConfigError: `--out` is the file of the model or of the cluster.
+    """
+    for what, word in inputs.items():
+        if os.path.exists(out) and os.path.exists(word) and os.path.samefile(out, word):
+            raise ConfigError(f"{out}: is the file of the {what}, which the plan would replace; give another --out")
 
 
 def complete(plan: Plan, asked: Question) -> Plan:

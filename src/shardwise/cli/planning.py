@@ -39,16 +39,8 @@ if TYPE_CHECKING:
     from shardwise.diagnose.read_module import Planned
 
 COLOURS = (
-    "blue",
-    "cyan",
-    "green",
-    "yellow",
-    "magenta",
-    "red",
-    "bright_blue",
-    "bright_green",
-    "bright_magenta",
-    "white",
+    *("blue", "cyan", "green", "yellow", "magenta", "red"),
+    *("bright_blue", "bright_green", "bright_magenta", "white"),
 )
 BAR = 48
 MOST = 2**20
@@ -390,7 +382,10 @@ def check_path(path: Path | None, endings: tuple[str, ...]) -> None:
     """
     if path is None:
         return
-    folder = path.resolve().parent
+    try:
+        folder = path.resolve().parent
+    except (OSError, RuntimeError) as error:  # the working directory is gone; links in a circle
+        raise ConfigError(f"{path}: cannot be written ({error}); needed a file in a folder that exists") from None
     if path.suffix not in endings or len(os.fsencode(path.name)) > 230 or path.is_dir() or not folder.is_dir():
         ending = " or ".join(endings)
         raise ConfigError(
