@@ -32,7 +32,6 @@ from shardwise.cli.planning import (
     question,
     refuse_ending,
     said_json,
-    seconds,
     show_assumed,
     show_memory,
     show_time,
@@ -48,7 +47,7 @@ from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
 from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
-from shardwise.plan.spelled import spelled
+from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack
 from shardwise.records import write_text
 

@@ -30,7 +30,7 @@ from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_sha
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import PRECISIONS, Plan
 from shardwise.plan.repair import Read
-from shardwise.plan.spelled import spelled
+from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -322,11 +322,6 @@ def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
         out.print(
             f"cost {hour:,.2f} per hour, {per:,.2f} per billion tokens (at {cluster.device.price} per device hour)"
         )
-
-
-def seconds(value: float) -> str:
-    """`1.23 s`, `45.6 ms`."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
 
 
 def show_assumed(out: Console, plan: Plan, asked: Question, stack: Stack) -> None:
