@@ -78,9 +78,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
-    check_path(out, (".toml", ".json"))
-    check_path(html, (".html",))
-    _spare(out, model=model.removeprefix("hf:"), cluster=cluster)
+    _check_places(out, html, model=model.removeprefix("hf:"), cluster=cluster)
     words = (words_of(allow), words_of(forbid))
     more = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks, "allow": words[0]}
     asked = unevenly(question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more), expert_imbalance)
@@ -115,12 +113,14 @@ def plan(
         raise typer.Exit(ExitCode.REFUSED)
 
 
-def _spare(out: Path, **inputs: str) -> None:
-    """Refuse to write the plan over what it is made from.
+def _check_places(out: Path, html: Path | None, **inputs: str) -> None:
+    """Refuse what cannot be written, and to write the plan over what it is made from.
 
     Raises:
-        ConfigError: `--out` is the file of the model or of the cluster.
+        ConfigError: see `check_path`; `--out` is the file of the model or of the cluster.
     """
+    check_path(out, (".toml", ".json"))
+    check_path(html, (".html",))
     for what, word in inputs.items():
         if os.path.exists(out) and os.path.exists(word) and os.path.samefile(out, word):
             raise ConfigError(f"{out}: is the file of the {what}, which the plan would replace; give another --out")
