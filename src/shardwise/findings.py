@@ -67,15 +67,17 @@ def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
     """
     if close := near(name, known, limit):
         return close
-    shown = ", ".join(sorted(known)[:20])
+    shown = ", ".join(sorted({*known})[:20])
     return f"known: {shown}{', ...' if len(known) > 20 else ''}"
 
 
 def near(name: str, known: Sequence[str], limit: int = 3) -> str:
-    """The same, and nothing when no name is near.
+    """The same, and nothing when no name is near; one that differs in the case of its letters alone is the one meant.
 
-    >>> near("sead", ["steps"])
-    ''
+    >>> near("sead", ["steps"]), near("PP", ["pp", "cp"])
+    ('', "did you mean 'pp'?")
     """
-    close = get_close_matches(name, known, n=limit, cutoff=0.6)
+    names = list(dict.fromkeys(known))  # tables of several kinds have some twice
+    same = [each for each in names if each.casefold() == name.casefold()]
+    close = same or get_close_matches(name, names, n=limit, cutoff=0.6)
     return "did you mean " + " or ".join(repr(c) for c in close) + "?" if close else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli.planning import question
 from shardwise.errors import ConfigError, UsageError
 from shardwise.hardware.cluster import Cluster, Link, cluster_from, device_names, load_cluster
 from shardwise.hardware.presets import device_named
@@ -59,6 +60,18 @@ def test_each_preset_is_spelled_as_it_is() -> None:
 def test_unknown_device_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'h100'"):
         load_cluster("h1000:8")
+
+
+def test_a_size_that_nobody_said_is_assumed(tmp_path: Path) -> None:
+    """`h100` was eight devices, and nothing said so."""
+    said = "per_node: assumed, 8 in one node (give h100:8)"
+    assert load_cluster("h100").origins == load_cluster("h100@eth100").origins == (said,)
+    assert load_cluster("h100:8").origins == load_cluster("h100:8x2").origins == ()
+    (file := tmp_path / "ours.toml").write_text('preset = "h100"')
+    assert said in load_cluster(file).origins
+    file.write_text('preset = "h100"\nper_node = 6')
+    assert not any(line.startswith("per_node") for line in load_cluster(file).origins)
+    assert said in question("llama-1b", "h100", seq=128, batch=8, tokens=None).assumed
 
 
 @pytest.mark.parametrize("text", ["h100:0", "h100:8x0"])

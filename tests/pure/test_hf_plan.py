@@ -188,7 +188,7 @@ def test_sizes_that_do_not_go_together_are_refused_with_file_and_reason(tmp_path
     with pytest.raises(ConfigError, match=r"config\.json: .*\(4096\) is not a multiple .* heads \(33\)") as refused:
         question(odd, "h100:8", seq=64, batch=8, tokens=None)
     assert refused.value.exit_code == ExitCode.USAGE
-    with pytest.raises(ConfigError, match=r"bert: BertForMaskedLM cannot be made .*heads \(5\)"):  # by its constructor
+    with pytest.raises(ConfigError, match=r"json: BertForMaskedLM cannot be made .*heads \(5\)"):  # by its constructor
         question(written(tmp_path, **BERT | {"num_attention_heads": 5}), "h100:8", seq=64, batch=8, tokens=None)
 
 
@@ -205,6 +205,10 @@ def test_sizes_that_do_not_go_together_are_refused_with_file_and_reason(tmp_path
             {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4},
             "num_experts_per_tok: found 4, .* = 2",
         ),
+        ({"model_type": "mixtral", "num_experts_per_tok": 0}, "num_experts_per_tok: found 0, needed at least 1 .* = 8"),
+        ({"attention_dropout": 2.0}, "attention_dropout: found 2.0, needed a share between 0 and 1"),
+        ({"architectures": ["LLamaForCausalLM"]}, "architectures names 'LLamaForCausalLM'.* did you mean 'LlamaForC"),
+        ({"hidden_act": "geluu"}, "LlamaForCausalLM cannot be made .* mend hidden_act"),
         ({"hidden_size": 4096.5}, "transformers refuses the configuration .*hidden_size"),
         ({"architectures": "LlamaForCausalLM"}, "architectures: found 'LlamaForCausalLM', needed a list"),
         ({"model_type": ["llama"]}, r"found model_type \['llama'\], needed one that transformers"),
@@ -215,6 +219,23 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, object
         question(written(tmp_path, **{"model_type": "llama"} | said), "h100:8", seq=64, batch=8, tokens=None)
 
 
+def test_a_class_that_is_made_for_another_type_is_said(tmp_path: Path) -> None:
+    """Files contradict themselves: what was read is said, and where it cannot be, what to mend."""
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    small |= {"intermediate_size": 96, "vocab_size": 320}
+    works = written(tmp_path, model_type="llama", architectures=["GemmaForCausalLM"], **small)
+    said = "architectures names {}, a class of {}, and model_type is {}"
+    notes = question(works, "h100:8", seq=64, batch=8, tokens=None).assumed
+    assert f"its {said.format('GemmaForCausalLM', 'gemma', 'llama')}: that class is read with its sizes" in notes
+    for name, kind, other, error in (
+        ("MistralForCausalLM", "mistral", "llama", ModelError),  # by its forward
+        ("LlamaForCausalLM", "llama", "mistral", ConfigError),  # by its constructor
+    ):
+        fails = written(tmp_path, model_type=other, architectures=[name], **small)
+        with pytest.raises(error, match=said.format(name, kind, other) + ": mend one"):
+            question(fails, "h100:8", seq=64, batch=8, tokens=None)
+
+
 @pytest.mark.parametrize("words", ["plan hf:llama h100:8", "check dp2 --model hf:llama", "rules hf:llama"])
 def test_without_transformers_its_extra_is_named(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -223,6 +244,17 @@ def test_without_transformers_its_extra_is_named(
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == ExitCode.USAGE and "pip install 'shardwise[hf]'" in capsys.readouterr().err
+
+
+def test_how_a_model_is_given_is_said(tmp_path: Path) -> None:
+    """Of a config.json sizes were missing, and a repository's name was a file that is not there."""
+    model = written(tmp_path, **BERT)
+    with pytest.raises(ConfigError, match=r"found a config.json of transformers .*give it as hf:/.*config.json"):
+        question(model.removeprefix("hf:"), "h100:8", seq=64, batch=8, tokens=None)
+    with pytest.raises(DataError, match="nothing is downloaded; the preset llama-8b has these sizes: leave out hf:"):
+        question("hf:meta-llama/Llama-3.1-8B", "h100:8", seq=64, batch=8, tokens=None)
+    with pytest.raises(DataError, match="nothing is downloaded$"):
+        question("hf:meta-llama/Llama-9-8B", "h100:8", seq=64, batch=8, tokens=None)
 
 
 def test_a_list_is_no_configuration(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from shardwise.plan.memory import Memory, estimate_memory
 from shardwise.plan.pictures import shown_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Space
+from shardwise.plan.spelled import seconds
 from shardwise.plan.stack import load_stack
 from shardwise.plan.workload import Workload
 
@@ -272,6 +273,20 @@ def test_the_page_is_one_well_formed_file_that_needs_nothing_else(here: Path, mo
     assert ("node 1" in text) is False
     assert "a&amp;b&lt;script&gt;" in text
     assert "<script" not in text
+
+
+def test_the_page_says_numbers_as_the_tables_do(here: Path) -> None:
+    """A step of an hour was 3.83e+03 s there, and a full device 79.1 GiB of 79 GiB."""
+    for words in (("llama-1b", "cpu:8", "--seq=2048"), ("llama-8b", "h100:8", "--seq=4096", "--stack=deepspeed")):
+        found = json.loads(invoke(plan, *words, "--global-batch", "64", "--html", "r.html", "--json")[1])
+        text = (here / "r.html").read_text()
+        assert all(value == 0 or value > 1e-6 for value in found["time"]["hidden"].values()), "rounding was drawn"
+        assert f'<span class="big">{seconds(found["time"]["total"])}</span>' in text
+        assert not re.search(r"\de[+-]\d", re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL))
+        [(needs, limit)] = re.findall(r">([\d.]+) GiB of ([\d.]+) GiB<", text)
+        assert float(needs) <= float(limit) == round(found["memory"]["limit"] / 2**30, 1)
+        terms = dict(re.findall(r"<tr><td>(\w[\w-]*)</td><td>([\d,.]+ m?u?s)</td><td>[\d.]+%</td></tr>", text))
+        assert terms == {name: seconds(value) for name, value in found["time"]["terms"].items()}
 
 
 def test_a_plan_file_says_what_it_was_made_for_and_options_win(here: Path) -> None:

@@ -311,6 +311,17 @@ def test_the_rate_of_hosts_that_update_is_said_to_be_assumed() -> None:
     assert not assumed_of(Plan.parse("fsdp8"), H100)
 
 
+def test_an_mfu_above_one_is_explained() -> None:
+    """405 billion parameters in fp8 do more than an H200's nominal rate in bf16."""
+    text, work = "fsdp128 / bf16 fp8=rowwise / compile", Workload(seq_len=8192, global_batch=512)
+    where = load_cluster("h200:8x16")
+    assert time_of(text, work, profile_of(preset("llama-405b")), where).mfu > 1
+    (said,) = assumed_of(Plan.parse(text), where)
+    assert said == "MFU is over the rate in bf16, of products in fp8 too, and so may be above 100%"
+    (said,) = assumed_of(Plan.parse("fsdp8 / bf16 fp8=tensorwise+emulate"), H100)
+    assert said == "emulated products in float8 are counted as those in bf16: in fp32 a step is longer"
+
+
 def test_dials_that_have_no_part_in_an_estimate_are_said() -> None:
     ruled, wrapped = "fsdp8 / bf16 precision=layers.*.attn:fp32,head:fp32", "fsdp8 / bf16 / wrap=1000000"
     assert assumed_of(Plan.parse(ruled), H100) == [

@@ -401,6 +401,20 @@ def test_what_stays_gathered_is_not_gathered_again() -> None:
     assert data("pp2 fsdp16 / gpipe mb2 / reshard=false") == data("pp2 fsdp16 zero1 / gpipe mb2")
 
 
+def test_the_rank_that_sends_most_may_not_be_the_one_that_has_most() -> None:
+    """Experts that no other rank has are not sent: a middle rank has most parameters, and the first sends the table.
+
+    A bound that counts what an average rank sends was above the estimate, and the search passed better plans by.
+    """
+    sizes, plan = preset("deepseek-v2-lite"), Plan.parse("pp4 cp2 ep2 zero2 / interleaved vs4 mb7 / bf16")
+    work, slow = Workload(seq_len=128, global_batch=7), load_cluster("rtx4090:1x8")
+    small, large = (
+        estimate_time(profile_of(replace(sizes, vocab_size=size)), slow, plan, work).terms["data"]
+        for size in (sizes.vocab_size // 2, sizes.vocab_size)
+    )
+    assert large > 1.2 * small
+
+
 def test_long_passes_hide_all_but_the_first_gather_and_the_last_reduction() -> None:
     """As torch's engine gathers and reduces one way, whether it frees weights between or not."""
     quick = load_cluster("h100:8x4")

@@ -96,9 +96,15 @@ BAD = [
     (estimate, ("fsdp8", *EIGHT, "--adapters", "16", "--traffic"), "--traffic: no reference model has adapters"),
     (plan, ("llama-1b", "h100:8", "--allow", "fp8", "--forbid", "tp,fp8"), "found 'fp8' in both"),
     (plan, ("resnet-50", "h100:8"), "or a model type or config.json of transformers as hf:NAME"),
+    (plan, ("llama-1b", "h100:8", "--forbid", "PP"), "found 'PP', which no plan has; did you mean 'pp'?"),
+    (plan, ("llama-1b", "h100:8", "--goal", "Time"), "did you mean 'time'?"),
     (plan, ("llama-1b", "h100:8", "--allow", "tp"), "found 'tp', which is tried unless it is forbidden"),
     (plan, ("llama-8b", "h100:8", "--global-batch", "8", "--forbid", "tp,pp,fsdp,dp,cp"), "what is forbidden; forbid"),
     (plan, ("llama-1b", "h100:8", "--out", "folder.toml"), "needed a file in a folder"),
+    (
+        estimate, ("dp8 / bf16 fp8", "--model", "llama-1b", "--cluster", "a100-80g:8"),
+        "the plan `dp8 / bf16 fp8=tensorwise` multiplies in float8, and a100-80g has no unit for it",
+    ),
     (estimate, ("fsdp9", *EIGHT), "needs 9 devices"),  # and not a batch for nine
 ]  # fmt: skip
 
@@ -273,6 +279,25 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
             check_path(Path(file), (".toml", ".html"))
 
 
+def test_what_a_plan_is_made_from_is_not_written_over(here: Path) -> None:
+    """The cluster's file became the plan's."""
+    (here / "sizes.toml").write_text('preset = "tiny"')
+    load_cluster("h100:1").save(here / "plan.toml")
+    (here / "link.toml").symlink_to("sizes.toml")
+    for words, what in ((("tiny", "plan.toml"), "cluster"), (("sizes.toml", "h100:1", "--out=link.toml"), "model")):
+        assert f"is the file of the {what}, which" in str(invoke(plan, *words)[2])
+    assert load_cluster(here / "plan.toml").device.name == "h100"
+
+
+def test_a_place_that_leads_nowhere_is_no_internal_error(here: Path) -> None:
+    (here / "loop.toml").symlink_to("loop.toml")
+    with pytest.raises(ConfigError, match=r"loop.toml: cannot be written \(.*needed a file in a folder that exists"):
+        check_path(here / "loop.toml", (".toml",))
+    (gone := here / "gone").mkdir()
+    done = shell("rmdir ../gone && shardwise plan tiny h100:1", gone)
+    assert done.returncode == ExitCode.USAGE and "plan.toml: cannot be written" in done.stderr
+
+
 def test_explain_says_of_a_plan_what_plan_said(here: Path) -> None:
     """What was forbidden is so for the neighbours too: compiled ones would be faster than the plan itself."""
     words = ("llama-1b", "h100:8", "--seq", "2048", "--global-batch", "8", "--forbid", "compile,recompute", "--json")
@@ -327,6 +352,16 @@ def test_an_error_of_a_word_in_a_plans_file_names_the_file(here: Path) -> None:
         UsageError, match="global_batch: found 0.*made for --model tiny --cluster h100:8 --global-batch 0"
     ):
         question_of("explain", "p.toml", Plan.load("p.toml"))
+
+
+def test_an_error_of_a_stack_or_of_a_forbidden_word_names_the_file(here: Path) -> None:
+    made = MadeFor(model="tiny", cluster="h100:8", seq=64, stack="megatron")
+    save_plan(Plan.parse("dp8"), here / "p.toml", made)
+    for verb in (estimate, explain):
+        text = str(invoke(verb, "p.toml")[2])
+        assert "stack 'megatron': unknown" in text and "p.toml says that it was made for" in text, text
+    save_plan(Plan.parse("dp8"), here / "p.toml", replace(made, stack="", forbid=("ppp",)))
+    assert "p.toml: made_for.forbid: found 'ppp', which no plan has; did you" in str(invoke(explain, "p.toml")[2])
 
 
 def test_what_has_no_effect_is_said(here: Path) -> None:

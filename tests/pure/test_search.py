@@ -27,7 +27,7 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Search, Walk, every_plan, find_plan
-from shardwise.plan.space import FEATURES, OPT_IN, Space
+from shardwise.plan.space import FEATURES, OPT_IN, Space, features_of
 from shardwise.plan.stack import Stack, load_stack, stacks
 from shardwise.plan.timing import estimate_time
 from shardwise.plan.workload import Adapters, Workload
@@ -376,6 +376,27 @@ def test_neighbours_of_an_axis_have_micro_batches_that_their_data_ranks_can_have
     assert not [text for text in reasons.values() if "does not divide" in text or "batch.divide" in text]
     fast = estimated(space, Plan.parse("fsdp8 / mb4 / bf16 / recompute=blocks"))
     assert "tp2: " in {each.field: each.reason for each in decisions(fast, space)}["axes.tp"], "fewer are faster there"
+
+
+def test_a_neighbour_that_is_forbidden_is_called_so() -> None:
+    """It was faster, and nothing said why it was not taken."""
+    work = Workload(seq_len=2048, global_batch=8)
+    found = find(preset("llama-1b"), cluster("h100:8"), work, forbid=("tp", "dp_shard"))
+    assert found.best is not None and found.best.plan.axes.cp == 8
+    reasons = {each.field: each.reason for each in decisions(found.best, found.space)}
+    assert re.fullmatch(r"cp4: \S+ faster, forbidden \(dp_shard\)", reasons["axes.cp"])
+    for word in ("compile", "zero2", "accumulation", "bf16", "sequence", "recompute=ops", "interleaved"):
+        allow = ("fp16",) if word == "bf16" else ()
+        ranked = find(preset("llama-1b"), cluster("h100:8"), work, forbid=(word,), allow=allow).ranked
+        assert not [each.plan for each in ranked if word in features_of(each.plan)], word
+
+
+def test_a_neighbour_without_context_has_none_of_its_options() -> None:
+    """`cp1` was refused for an exchange that it does not have."""
+    space = space_of(preset("llama-1b"), cluster("h100:2"), Workload(seq_len=2048, global_batch=8))
+    given = estimated(space, Plan.parse("cp2 zero2 / mb8 / bf16 / context=gather"))
+    reason = {each.field: each.reason for each in decisions(given, space)}["axes.cp"]
+    assert re.match(r"cp1( mb\d)?: \S+ (slower|faster)", reason), reason
 
 
 def test_reasons_speak_of_what_is_to_be_least() -> None:

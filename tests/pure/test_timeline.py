@@ -14,6 +14,7 @@ from shardwise.plan.pictures import step_picture
 from shardwise.plan.plan import Plan
 from shardwise.plan.search import Candidate, Search
 from shardwise.plan.space import Space
+from shardwise.plan.spelled import seconds
 from shardwise.plan.stack import load_stack
 from shardwise.plan.timeline import Timeline, timeline_of
 from shardwise.plan.timing import estimate_time
@@ -100,7 +101,7 @@ def test_many_micro_batches_of_a_deep_pipeline_are_drawn_in_part() -> None:
     assert "drawn with 16 of the 64 micro-batches" in text
     assert "rank 3" in text
     assert "published runs laid out as this plan is (tp + pp)" in text
-    assert f"idle: bubble and sends {chosen.time.terms['pipeline']:.3g} s" in text
+    assert f"idle: bubble and sends {seconds(chosen.time.terms['pipeline'])}" in text
 
 
 def test_the_colours_tell_recompute_from_backward_and_hidden_from_exposed() -> None:

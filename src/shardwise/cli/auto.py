@@ -29,7 +29,7 @@ def this_machine(found: Cluster | None, num_ranks: int, hosts: int = 1) -> Clust
     2
     """
     here = num_ranks // hosts
-    cluster = found or load_cluster("cpu")
+    cluster = found or load_cluster("cpu:1")
     if found is None:
         cluster = cluster.with_(device=replace(cluster.device, memory=host_memory() / here))
     return cluster.with_(nodes=hosts, per_node=here, domain=here)

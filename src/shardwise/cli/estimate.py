@@ -156,7 +156,7 @@ def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTi
     """Both estimates of a legal plan.
 
     Raises:
-        PlanError: a plan that the constraints refuse, or that needs more devices than the cluster has.
+        PlanError: a plan that the constraints refuse, or that needs more devices, or other units, than the cluster has.
         ModelError: nothing of the model is trained.
     """
     workload, world = asked.workload, asked.cluster.world
@@ -167,5 +167,11 @@ def estimates(plan: Plan, asked: Question, stack: Stack) -> tuple[Memory, StepTi
         )
     refuse_frozen(asked.profile)
     refuse(check(plan, spec=asked.read(stack), global_batch=workload.global_batch, seq_len=workload.seq_len))
-    memory = estimate_memory(asked.profile, plan, workload, stack=stack, device=asked.cluster.device)
+    device, float8 = asked.cluster.device, plan.float8
+    if float8.recipe != "none" and not float8.emulate and not device.rates.fp8:
+        raise PlanError(
+            f"the plan `{plan}` multiplies in float8, and {device.name} has no unit for it (rates.fp8 of a cluster "
+            "file): drop fp8, or use another device"
+        )
+    memory = estimate_memory(asked.profile, plan, workload, stack=stack, device=device)
     return memory, estimate_time(asked.profile, asked.cluster, plan, workload, stack=stack)

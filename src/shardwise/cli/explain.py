@@ -31,6 +31,7 @@ from shardwise.cli.planning import (
     show_time,
 )
 from shardwise.cli.uneven import ImbalanceOption
+from shardwise.errors import ConfigError, UsageError
 from shardwise.plan.reasons import binds, decisions
 from shardwise.plan.report import mesh_picture
 from shardwise.plan.search import Candidate, Goal
@@ -69,7 +70,10 @@ def explain(
     made = load_made_for(plan)
     forbid = made.forbid  # neighbours are what the search would have made of them
     words = tuple(word for word in OPT_IN if word not in forbid and (word != "fp8" or asked.cluster.device.rates.fp8))
-    space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words, forbid, asked.left_out)
+    try:
+        space = Space(asked.profile, asked.limits, asked.cluster, asked.workload, found, words, forbid, asked.left_out)
+    except UsageError as error:  # of a word that the file forbids
+        raise ConfigError(f"{plan}: made_for.{error}") from None
     chosen = Candidate(plan=parsed, memory=memory, time=step)
     why = decisions(chosen, space, cast(Goal, made.goal or "time"))
     if json:

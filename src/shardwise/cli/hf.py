@@ -16,7 +16,16 @@ from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
 from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, stacks_of
-from shardwise.models.hf import hf_config, hf_factory, is_class_said, longest_sequence, model_class, unsaid_sizes
+from shardwise.models.hf import (
+    PREFIX,
+    hf_config,
+    hf_factory,
+    is_class_said,
+    longest_sequence,
+    model_class,
+    of_other_type,
+    unsaid_sizes,
+)
 from shardwise.models.hf_inputs import advice, inputs_of, steady, with_example
 from shardwise.models.hf_sizes import CHOSEN, EXPERTS
 from shardwise.parallel.blueprint import Blueprint, record
@@ -102,8 +111,14 @@ def planned_hf(model: str, blocks: str = "auto") -> Planned:
     3
     """
     config, notes = steady(hf_config(model))
-    inputs, factory = inputs_of(config), hf_factory(config)
-    found = stacks_of(factory, blocks, several=inputs is not None and (inputs.is_text or not inputs.is_fixed))
+    inputs, factory, other = inputs_of(config), hf_factory(config), of_other_type(config)
+    try:
+        found = stacks_of(factory, blocks, several=inputs is not None and (inputs.is_text or not inputs.is_fixed))
+    except ConfigError as error:  # of the constructor, which knows the type alone
+        text = str(error).replace(f"model {PREFIX}{config.model_type}:", f"model {model}:", 1)
+        raise ConfigError(f"{text}; {other}: mend one" if other else text) from error
+    how = f"{other}: mend one; or {advice(config)}" if other else advice(config)
+    notes += [f"its {other}: that class is read with its sizes"] if other else []
     notes += [*said_of(found), *([inputs.note] if inputs else [])]
     if unsaid := unsaid_sizes(model):
         notes.append(f"its config.json does not say {', '.join(unsaid)}: the defaults of {config.model_type}")
@@ -123,7 +138,7 @@ def planned_hf(model: str, blocks: str = "auto") -> Planned:
         longest = longest_sequence(config)
         return Planned(
             made=lambda _: factory, longest=longest, refused=lambda _: refused_axes(config, found) | left,
-            limits=limits, notes=tuple(notes), blocks=found, how=advice(config),
+            limits=limits, notes=tuple(notes), blocks=found, how=how,
         )  # fmt: skip
     if not inputs.is_text:
         left["cp"] = "what it is fed is no text, whose tokens could be divided"
@@ -131,7 +146,7 @@ def planned_hf(model: str, blocks: str = "auto") -> Planned:
     return Planned(
         made=lambda seq: partial(with_example, factory, fed(seq)), longest=inputs.longest, usual=inputs.usual,
         is_fixed=inputs.is_fixed, refused=lambda _: refused_axes(config, found) | left, limits=limits,
-        notes=tuple(notes), blocks=found, how=advice(config),
+        notes=tuple(notes), blocks=found, how=how,
     )  # fmt: skip
 
 

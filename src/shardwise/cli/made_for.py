@@ -108,6 +108,7 @@ def question_of(verb: str, source: str, plan: Plan, **given: Any) -> tuple[Quest
         asked = _as_applied(asked, plan)
         asked = unevenly(asked, given.get("imbalance") or (made.imbalance if asked.profile.experts else None))
         asked = adapted(asked, words["adapters"], words["base"])
+        asked.stack(words["stack"])
     except UsageError as error:
         if not said:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +32,12 @@ from shardwise.cli.planning import (
     question,
     refuse_ending,
     said_json,
-    seconds,
     show_assumed,
     show_memory,
     show_time,
 )
 from shardwise.cli.uneven import ImbalanceOption, unevenly
-from shardwise.errors import ExitCode, PlanError
+from shardwise.errors import ConfigError, ExitCode, PlanError
 from shardwise.hardware.cluster import GIB
 from shardwise.plan.advice import Advice, advise
 from shardwise.plan.constraints import check, refuse
@@ -47,7 +47,7 @@ from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.repair import change
 from shardwise.plan.report import mesh_picture, plan_rows, plan_table
 from shardwise.plan.search import HEADROOM, Candidate, Search, find_plan
-from shardwise.plan.spelled import spelled
+from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack
 from shardwise.records import write_text
 
@@ -78,8 +78,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Find the best plan: exit 0, 1 when nothing fits or nothing is legal, 2 on a usage error."""
-    check_path(out, (".toml", ".json"))
-    check_path(html, (".html",))
+    _check_places(out, html, model=model.removeprefix("hf:"), cluster=cluster)
     words = (words_of(allow), words_of(forbid))
     more = {"optimizer": optimizer, "price": price, "trace_on": trace_on, "blocks": blocks, "allow": words[0]}
     asked = unevenly(question(model, cluster, seq=seq, batch=global_batch, tokens=tokens, **more), expert_imbalance)
@@ -112,6 +111,19 @@ def plan(
         _show(found, whole, asked, out, points if front else None)
     if not found.best:
         raise typer.Exit(ExitCode.REFUSED)
+
+
+def _check_places(out: Path, html: Path | None, **inputs: str) -> None:
+    """Refuse what cannot be written, and to write the plan over what it is made from.
+
+    Raises:
+        ConfigError: see `check_path`; `--out` is the file of the model or of the cluster.
+    """
+    check_path(out, (".toml", ".json"))
+    check_path(html, (".html",))
+    for what, word in inputs.items():
+        if os.path.exists(out) and os.path.exists(word) and os.path.samefile(out, word):
+            raise ConfigError(f"{out}: is the file of the {what}, which the plan would replace; give another --out")
 
 
 def complete(plan: Plan, asked: Question) -> Plan:

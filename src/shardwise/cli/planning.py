@@ -30,7 +30,7 @@ from shardwise.plan.hosting import ASSUMED_HOST, assumed_of, host_lack, host_sha
 from shardwise.plan.memory import Memory
 from shardwise.plan.plan import PRECISIONS, Plan
 from shardwise.plan.repair import Read
-from shardwise.plan.spelled import spelled
+from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.stack import Stack, load_stack, stack_on
 from shardwise.plan.timing import StepTime
 from shardwise.plan.workload import Workload
@@ -39,16 +39,8 @@ if TYPE_CHECKING:
     from shardwise.diagnose.read_module import Planned
 
 COLOURS = (
-    "blue",
-    "cyan",
-    "green",
-    "yellow",
-    "magenta",
-    "red",
-    "bright_blue",
-    "bright_green",
-    "bright_magenta",
-    "white",
+    *("blue", "cyan", "green", "yellow", "magenta", "red"),
+    *("bright_blue", "bright_green", "bright_magenta", "white"),
 )
 BAR = 48
 MOST = 2**20
@@ -332,11 +324,6 @@ def show_time(out: Console, step: StepTime, cluster: Cluster) -> None:
         )
 
 
-def seconds(value: float) -> str:
-    """`1.23 s`, `45.6 ms`."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"
-
-
 def show_assumed(out: Console, plan: Plan, asked: Question, stack: Stack) -> None:
     """Every number that nobody gave."""
     out.print()
@@ -390,7 +377,10 @@ def check_path(path: Path | None, endings: tuple[str, ...]) -> None:
     """
     if path is None:
         return
-    folder = path.resolve().parent
+    try:
+        folder = path.resolve().parent
+    except (OSError, RuntimeError) as error:  # the working directory is gone; links in a circle
+        raise ConfigError(f"{path}: cannot be written ({error}); needed a file in a folder that exists") from None
     if path.suffix not in endings or len(os.fsencode(path.name)) > 230 or path.is_dir() or not folder.is_dir():
         ending = " or ".join(endings)
         raise ConfigError(

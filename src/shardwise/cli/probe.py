@@ -18,9 +18,10 @@ from rich.table import Table
 
 from shardwise.cli.devices import launched
 from shardwise.cli.output import console, print_json
-from shardwise.cli.planning import check_path, seconds
+from shardwise.cli.planning import check_path
 from shardwise.errors import UsageError
 from shardwise.hardware.cluster import GIB, Cluster, Device, Loading, load_cluster
+from shardwise.plan.spelled import seconds
 from shardwise.records import as_dict
 
 if TYPE_CHECKING:

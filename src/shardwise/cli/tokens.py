@@ -21,7 +21,8 @@ def batch_of(batch: int | None, tokens: str | None, seq: int, world: int) -> tup
     if batch is not None:
         return batch, _remark(batch, world)
     if tokens is None:
-        return world, [f"global batch: {world} samples, one per device (give --global-batch or --tokens)"]
+        samples = f"{world:,} sample{'s' * (world > 1)}"
+        return world, [f"global batch: {samples}, one per device (give --global-batch or --tokens)"]
     wanted = count_of(tokens)
     if wanted < seq:
         raise UsageError(f"--tokens {tokens}: less than one sequence of {seq} tokens; give at least {seq}")

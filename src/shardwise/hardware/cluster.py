@@ -220,7 +220,7 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
     if isinstance(source, str) and not source.endswith((".toml", ".json")):
         word = read_word(source)
         local, network = (from_dict(Link, link) for link in (word.local, word.network))
-        size: dict[str, Any] = {"nodes": word.nodes, "per_node": word.per_node, **word.shape}
+        size: dict[str, Any] = {"nodes": word.nodes, "per_node": word.per_node, "origins": word.origins, **word.shape}
         return Cluster(name=source, device=from_dict(Device, word.device), local=local, network=network, **size)
     data, text = read_file(source)
     try:

@@ -29,6 +29,8 @@ class Word(NamedTuple):
     network: dict[str, float]
     shape: dict[str, Any]
     """`domain` and `host_bandwidth`, where the device says."""
+    origins: tuple[str, ...] = ()
+    """A line for the size that it does not say."""
 
 
 def device_names() -> list[str]:
@@ -86,7 +88,8 @@ def read_word(text: str) -> Word:
     shape.pop("per_node", None)
     if not per_node or not nodes:
         raise UsageError(f"cluster {text!r}: found a size of 0, needed at least one node of one device")
-    return Word({"name": name, **entry}, nodes, per_node, local, network, shape)
+    origins = () if match.group(2) else (f"per_node: assumed, {per_node} in one node (give {name}:{per_node})",)
+    return Word({"name": name, **entry}, nodes, per_node, local, network, shape, origins)
 
 
 def on_preset(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +108,9 @@ def on_preset(data: Mapping[str, Any]) -> dict[str, Any]:
     except UsageError as error:
         raise RecordError(("preset",), str(error)) from None
     known = word._asdict()
+    unsaid = [line for line in known.pop("origins") if "per_node" not in given]
     known |= {"name": f"{text}, changed" if {*given} - {"format", "origins"} else text, **known.pop("shape")}
-    lines, origins = given.get("origins", []), list[str]()
+    lines, origins = given.get("origins", []), unsaid
     for key, value in known.items():
         own = given.get(key, {})
         if key not in given and isinstance(value, dict):

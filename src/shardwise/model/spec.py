@@ -342,6 +342,8 @@ def load_spec(source: str | os.PathLike[str]) -> ModelSpec:
     if isinstance(source, str) and not source.endswith((".toml", ".json")):
         return preset(source)
     data, text = read_file(source)
+    if "model_type" in data:
+        raise ConfigError(f"{source}: found a config.json of transformers (model_type); give it as hf:{source}")
     try:
         return spec_from_dict(data, name=os.path.splitext(os.path.basename(source))[0])
     except (ConfigError, PlanError) as error:

@@ -30,8 +30,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from shardwise.errors import ConfigError, DataError, ModelError
+from shardwise.errors import ConfigError, DataError, ModelError, UsageError
 from shardwise.findings import nearest
+from shardwise.model.spec import preset
 from shardwise.models.hf_sizes import LENGTHS, assumed_sizes, refuse_sizes, refuse_unsaid
 
 PREFIX = "hf:"
@@ -56,12 +57,14 @@ def hf_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """
     text = os.fspath(source).removeprefix(PREFIX)
     if path := _file_of(text):
-        return _with_class(_made(path, _read(path)))
+        config = _with_class(_made(path, _read(path)))
+        model_class(config, f"{PREFIX}{path}")  # refused by the name of the file
+        return config
     if text in CONFIG_MAPPING:
         return _with_class(CONFIG_MAPPING[text]())
     known = getattr(transformers, text, None) if text.isidentifier() else None
     if isinstance(known, type) and issubclass(known, PreTrainedModel) and known.config_class is not None:
-        config: PreTrainedConfig = known.config_class()
+        config = known.config_class()
         config.architectures = [text]
         return config
     names = sorted({*CONFIG_MAPPING.keys(), *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
@@ -180,8 +183,27 @@ def _drops_attention(config: PreTrainedConfig) -> bool:
     return any(isinstance(said[name], float) and said[name] > 0.0 for name in names)
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def of_other_type(config: PreTrainedConfig) -> str:
+    """What is to be said of a class of `architectures` that is made for another `model_type`; empty: it is not.
+
+    >>> of_other_type(hf_config("llama"))
+    ''
+    """
+    cls = model_class(config)
+    if cls.config_class is None or isinstance(config, cls.config_class):
+        return ""
+    if isinstance(config.get_text_config(), cls.config_class):  # the text part of a model of text and pictures
+        return ""
+    made_for = cls.config_class.model_type
+    return f"architectures names {cls.__name__}, a class of {made_for}, and model_type is {config.model_type}"
+
+
+def model_class(config: PreTrainedConfig, where: str = "") -> type[PreTrainedModel]:
     """The class that `architectures` names, else the usual one of the model type.
+
+    Args:
+        config: of `hf_config`.
+        where: what it is called, for messages.
 
     Raises:
         ConfigError: a class that `transformers` does not have.
@@ -191,9 +213,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_MAPPING_NAMES.values()]
         raise ConfigError(
-            f"model {PREFIX}{config.model_type}: architectures names {name!r}, which is no model class of transformers "
-            f"{transformers.__version__}; {nearest(name, [k for k in known if isinstance(k, str)])}; code that lies "
-            "beside the weights (trust_remote_code) is not run: import it, and pass a factory of your own"
+            f"model {where or PREFIX + config.model_type}: architectures names {name!r}, which is no model class of "
+            f"transformers {transformers.__version__}; {nearest(name, [k for k in known if isinstance(k, str)])}; code "
+            "that lies beside the weights (trust_remote_code) is not run: import it, and pass a factory of your own"
         )
     return found
 
@@ -245,7 +267,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DataError(
             f"model {PREFIX}{path}: no such file; needed: a config.json of transformers, a local directory that holds "
-            "one, or a name such as `llama`; nothing is downloaded"
+            f"one, or a name such as `llama`; nothing is downloaded{_as_preset(str(path))}"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
@@ -257,6 +279,14 @@ def _read(path: Path) -> dict[str, Any]:
             "copy it again"
         )
     return said
+
+
+def _as_preset(name: str) -> str:
+    """What to say of the name of a repository that a preset has the sizes of."""
+    try:
+        return f"; the preset {preset(name).name} has these sizes: leave out {PREFIX}"
+    except UsageError:
+        return ""
 
 
 def _made(path: Path, said: Mapping[str, Any]) -> PreTrainedConfig:

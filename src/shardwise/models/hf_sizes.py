@@ -68,7 +68,8 @@ def refuse_sizes(where: str, config: PreTrainedConfig) -> None:
         config: with those of its parts.
 
     Raises:
-        ConfigError: a size below its least or above its most, or heads that their key heads do not divide.
+        ConfigError: a size below its least or above its most, a dropout that is no share, or heads that their key heads
+            do not divide.
     """
     for said in _said(config):
         for key, value in said.items():
@@ -77,11 +78,14 @@ def refuse_sizes(where: str, config: PreTrainedConfig) -> None:
             if (least or key in (*INNER, *HEAD_DIMS, *TINY)) and _is_count(value) and not least <= value <= most:
                 needed = f"at least {least}" if value < least else f"at most {most:,}"
                 raise ConfigError(f"model {where}: {key}: found {value:,}, needed {needed}; mend that key")
+            if "drop" in key and isinstance(value, int | float) and not 0 <= value <= 1:
+                raise ConfigError(f"model {where}: {key}: found {value}, needed a share between 0 and 1; mend that key")
         for all_of, key in product(EXPERTS, CHOSEN):
-            if _is_count(said.get(all_of)) and _is_count(said.get(key)) and 0 < said[all_of] < said[key]:
-                raise ConfigError(
-                    f"model {where}: {key}: found {said[key]}, needed at most {all_of} = {said[all_of]}; mend one"
-                )
+            if not (_is_count(said.get(all_of)) and _is_count(said.get(key))):
+                continue
+            if said[all_of] > 0 and not 1 <= said[key] <= said[all_of]:
+                needed = f"at least 1 and at most {all_of} = {said[all_of]}"
+                raise ConfigError(f"model {where}: {key}: found {said[key]}, needed {needed}; mend one")
         heads, groups = (next((k for k in keys if _is_count(said.get(k))), "") for keys in (HEADS, KV_HEADS))
         if heads and groups and said[heads] % said[groups]:
             raise ConfigError(

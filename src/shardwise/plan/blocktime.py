@@ -136,7 +136,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         tensor=exposed,
         context=context,
         expert=expert,
-        hidden=max(0.0, hidden + tensor - exposed),  # to rounding
+        hidden=behind if (behind := hidden + tensor - exposed) > 1e-9 * compute else 0.0,  # to rounding
         weight=back - inputs,
         lag=max(0.0, host[1] - backward),
         whole=both - back + sent[0],

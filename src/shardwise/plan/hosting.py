@@ -54,6 +54,10 @@ def assumed_of(plan: Plan, cluster: Cluster) -> list[str]:
     if plan.module_types:
         names = ", ".join(plan.module_types)
         notes.append(f"modules with a type of their own ({names}) count like all others, in {plan.precision}")
+    if plan.float8.emulate:
+        notes.append(f"emulated products in float8 are counted as those in {plan.precision}: in fp32 a step is longer")
+    elif plan.float8.recipe != "none":
+        notes.append("MFU is over the rate in bf16, of products in fp8 too, and so may be above 100%")
     if plan.wrap_min_params and plan.zero:
         notes.append(f"blocks are gathered whole, and not by the units of wrap={plan.wrap_min_params}")
     return notes

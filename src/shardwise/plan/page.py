@@ -9,7 +9,7 @@ from shardwise.plan.band import band
 from shardwise.plan.pictures import front_picture, memory_picture, mesh_on_nodes, shown_of, step_picture, swatch
 from shardwise.plan.reasons import binds, decisions, why_lost
 from shardwise.plan.search import Candidate, Search
-from shardwise.plan.spelled import spelled
+from shardwise.plan.spelled import seconds, spelled
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --dim: #66717f; --line: #dde3ea; --card: #ffffff; --page: #f4f6f9; }
@@ -67,10 +67,10 @@ def _head(found: Search, chosen: Candidate) -> str:
     space, step, memory = found.space, chosen.time, chosen.memory
     workload = space.workload
     facts = [
-        ("step", f"{step.total:.3g} s"),
+        ("step", seconds(step.total)),
         ("tokens/s per device", f"{step.tokens_per_s:,.0f}"),
         ("MFU", f"{step.mfu:.1%}"),
-        ("memory on the device", f"{spelled(memory.device)} of {spelled(space.cluster.device.memory, 0)}"),
+        ("memory on the device", f"{spelled(memory.device)} of {spelled(space.cluster.device.memory)}"),
     ]
     if space.cluster.device.price:
         per = chosen.cost(space.cluster.device.price) / step.tokens * 1e9
@@ -102,7 +102,7 @@ def _memory(found: Search, chosen: Candidate) -> str:
 
 def _step(found: Search, chosen: Candidate) -> str:
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{value:.4g} s</td><td>{value / chosen.time.total:.1%}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td>{seconds(value)}</td><td>{value / chosen.time.total:.1%}</td></tr>"
         for name, value in sorted(chosen.time.terms.items(), key=lambda item: -item[1])
     )
     table = f"<table><tr><th>term</th><th>seconds</th><th>share</th></tr>{rows}</table>"
@@ -124,7 +124,7 @@ def _decisions(found: Search, chosen: Candidate) -> str:
 
 def _runners_up(found: Search) -> str:
     rows = "".join(
-        f'<tr><td><code>{escape(str(other.plan))}</code></td><td class="tight">{other.time.total:.3g} s</td>'
+        f'<tr><td><code>{escape(str(other.plan))}</code></td><td class="tight">{seconds(other.time.total)}</td>'
         f'<td class="tight">{spelled(other.memory.device)}</td><td>{escape(why_lost(other, found))}</td></tr>'
         for other in found.ranked[1:]
     )

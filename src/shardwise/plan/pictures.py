@@ -11,7 +11,7 @@ from shardwise.plan.band import likeness
 from shardwise.plan.memory import Memory, RankMemory
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.search import Candidate, Search
-from shardwise.plan.spelled import spelled
+from shardwise.plan.spelled import seconds, spelled
 from shardwise.plan.timeline import Timeline, timeline_of
 
 COLOURS = ("#3b7dd8", "#2aa198", "#7cb342", "#e0a526", "#d9633b", "#b34fa0", "#6a5acd", "#8d9aa8", "#c0392b", "#16a085")
@@ -112,11 +112,11 @@ def step_picture(found: Search, chosen: Candidate) -> str:
             for start, end, kind, what in pieces:
                 width = max((end - start) * scale - 0.3, 0.0)
                 parts.append(
-                    _rect(90 + start * scale, top, width, height, STEP[kind][0], f"{what}: {end - start:.4g} s")
+                    _rect(90 + start * scale, top, width, height, STEP[kind][0], f"{what}: {seconds(end - start)}")
                 )
         y += tall + (low + 1 if sends else 0) + 5
     parts.append(_text(90, y + 10, "0 s", soft=True))
-    parts.append(_text(WIDTH - 10, y + 10, f"{step.end:.3g} s", "end", True))
+    parts.append(_text(WIDTH - 10, y + 10, seconds(step.end), "end", True))
     parts.append(_text(WIDTH / 2, y + 10, _drawn(plan, step, chosen), "middle", True))
     return _svg(y + 20, parts, "timeline of one step") + _step_legend(step) + f"<p>{escape(_how_far(found, plan))}</p>"
 
@@ -135,13 +135,13 @@ def _step_legend(step: Timeline) -> str:
     """Each colour with its seconds on the slowest rank, over all micro-batches."""
     keys = []
     for kind, (colour, name) in STEP.items():
-        terms = {what: seconds for what, (of, seconds) in step.seconds.items() if of == kind}
+        terms = {what: value for what, (of, value) in step.seconds.items() if of == kind}
         if kind == "weights" and any(p.kind == kind for lane in step.lanes for p in lane.compute):
             keys.append(f'<span class="key">{_square(colour)} {name}</span>')
         if terms or kind in ("exposed", "hidden", "bubble"):
-            each = ", ".join(f"{what.split(',')[0]} {seconds:.3g} s" for what, seconds in terms.items())
+            each = ", ".join(f"{what.split(',')[0]} {seconds(value)}" for what, value in terms.items())
             more = f" ({each})" if each and (len(terms) > 1 or kind in ("exposed", "hidden", "other")) else ""
-            text = f"{name} {sum(terms.values()):.3g} s{more}"
+            text = f"{name} {seconds(sum(terms.values()))}{more}"
             keys.append(f'<span class="key">{_square(colour)} {escape(text)}</span>')
     return f"<p>{' '.join(keys)}</p>"
 
@@ -181,14 +181,14 @@ def front_picture(found: Search) -> str:
     parts.append(f'<polyline points="{line}" fill="none" stroke="{FORWARD}" stroke-width="1.5"/>')
     for each in front:
         x, y = place(each)
-        title = escape(f"{each.plan}: {each.time.total:.3g} s, {spelled(each.needs)}")
+        title = escape(f"{each.plan}: {seconds(each.time.total)}, {spelled(each.needs)}")
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{FORWARD}"><title>{title}</title></circle>')
     if found.best:
         x, y = place(found.best)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="{EXPOSED}" stroke-width="2.5"/>')
         parts.append(_text(x + 2, y - 14, "chosen"))
-    parts.append(_text(60, 300, f"{min(times):.3g} s", soft=True))
-    parts.append(_text(950, 300, f"{min(max(times), 4 * min(times)):.3g} s per step (log)", "end", True))
+    parts.append(_text(60, 300, seconds(min(times)), soft=True))
+    parts.append(_text(950, 300, f"{seconds(min(max(times), 4 * min(times)))} per step (log)", "end", True))
     parts.append(_text(56, 34, spelled(most, 0), "end", True))
     parts.append(_text(56, 284, spelled(least, 0), "end", True))
     line = f'x1="60" x2="950" y1="{height(limit):.1f}" y2="{height(limit):.1f}" stroke="{EXPOSED}"'

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from shardwise.errors import ShardwiseError
 from shardwise.plan.hosting import host_lack
 from shardwise.plan.memory import estimate_memory
-from shardwise.plan.plan import SCHEDULES, Plan, Recompute, Schedule
+from shardwise.plan.plan import SCHEDULES, Context, Plan, Recompute, Schedule
 from shardwise.plan.repair import change, divisors, resize
 from shardwise.plan.rows_modules import used
 from shardwise.plan.search import ALIKE, HEADROOM, Candidate, Goal, Search
-from shardwise.plan.space import Space
+from shardwise.plan.space import Space, features_of
 from shardwise.plan.spelled import spelled
 from shardwise.plan.timing import estimate_time
 
@@ -48,6 +48,8 @@ def decisions(candidate: Candidate, space: Space, goal: Goal = "time") -> tuple[
     return tuple(found)
 
 
+FORBIDDEN = 3
+"""Rank of a neighbour that fits and that the question forbids: what that costs."""
 REFUSED = 4
 """Rank of a neighbour that no batch makes possible."""
 
@@ -124,6 +126,8 @@ def _resized(plan: Plan, axis: str, degree: int, space: Space) -> list[Plan]:
         other = change(other, tensor__sequence=False, tensor__loss=False)
     if other.axes.pp == 1:
         other = other.with_(schedule=Schedule())
+    if other.axes.cp == 1:
+        other = other.with_(context=Context())
     if other.axes.pp > 1 and other.batch.micro_batches < other.axes.pp and plan.axes.pp < other.axes.pp:
         other = change(other, batch__micro_batches=other.axes.pp)
     samples = space.workload.global_batch // (plan.axes.data * plan.batch.micro_batches)
@@ -168,6 +172,8 @@ def _outcome(plan: Plan, best: Candidate, space: Space, goal: Goal) -> _Outcome 
     found = f"{_percent(time.total, best.time.total)}{tight}"
     if goal == "memory":
         found = f"{_gib(other, best)}, {found}"
+    if words := sorted({*space.forbid} & features_of(plan)):
+        return _Outcome((FORBIDDEN, other.score(goal)), f"{found}, forbidden ({', '.join(words)})", plan)
     return _Outcome((is_tight, other.score(goal)), found, plan)
 
 

@@ -70,6 +70,26 @@ FEATURES: tuple[str, ...] = (
 """What `forbid` may name, beside what `allow` may."""
 
 
+def features_of(plan: Plan) -> set[str]:
+    """The words of a plan that `forbid` may name.
+
+    >>> sorted(features_of(Plan.parse("tp2 fsdp4 / mb2 / bf16 / recompute=blocks")))
+    ['accumulation', 'bf16', 'dp_shard', 'recompute', 'recompute=blocks', 'tp', 'zero3']
+    """
+    axes, tensor, offload = plan.axes, plan.tensor, plan.offload
+    found = {
+        **{axis: getattr(axes, axis) > 1 for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        **{f"zero{plan.zero}": plan.zero > 0, plan.schedule.kind: axes.pp > 1, plan.context.kind: axes.cp > 1},
+        **{plan.precision: True, "fp8": plan.float8.recipe != "none", "compile": plan.compile},
+        **{"sequence": tensor.sequence, "loss-parallel": tensor.loss},
+        **dict.fromkeys(("recompute", f"recompute={plan.recompute.mode}"), plan.recompute.mode != "none"),
+        **{"offload": offload.state or offload.activations, "offload-state": offload.state},
+        **{"offload-activations": offload.activations},
+        "accumulation": axes.pp == 1 and plan.batch.micro_batches > 1,
+    }
+    return {word for word, is_there in found.items() if is_there}
+
+
 Way = tuple[bool, bool, ContextKind, list[tuple[PrecisionKind, Float8Kind]]]
 """Sequences and loss in parallel or not, how context is exchanged, and types to compute in."""
 CORE_ROWS = {name: ROWS[name] for name in ("fp8.context", "fp8.precision")}

@@ -1,4 +1,4 @@
-"""Bytes as people read them. No torch."""
+"""Bytes and seconds as people read them. No torch."""
 
 from __future__ import annotations
 
@@ -14,3 +14,14 @@ def spelled(num_bytes: float, digits: int = 1, sign: str = "") -> str:
     powers = [(2.0**30 / 1024**place, unit) for place, unit in enumerate(UNITS)]
     size, unit = next(((size, unit) for size, unit in powers if abs(num_bytes) >= size / 10), powers[0])
     return f"{num_bytes / size:{sign}.{digits}f} {unit}"
+
+
+def seconds(value: float) -> str:
+    """`1.23 s`, `45.6 ms`.
+
+    >>> seconds(1234.5), seconds(0.0456), seconds(12e-6), seconds(0)
+    ('1,234.50 s', '45.6 ms', '12 us', '0 s')
+    """
+    if not value:
+        return "0 s"
+    return f"{value:,.2f} s" if value >= 1 else f"{value * 1000:.1f} ms" if value >= 0.001 else f"{value * 1e6:.0f} us"

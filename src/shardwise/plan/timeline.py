@@ -23,6 +23,7 @@ from shardwise.plan.schedule import table_of
 from shardwise.plan.search import Candidate
 from shardwise.plan.simulate import Costs, simulate
 from shardwise.plan.space import Space
+from shardwise.plan.spelled import seconds
 from shardwise.plan.stack import Stack, stack_of
 from shardwise.plan.timing import RankCosts, StepTime, rank_costs
 
@@ -111,8 +112,8 @@ def timeline_of(space: Space, chosen: Candidate) -> Timeline:
     else:
         lanes, end, drawn = _draw_pipeline(division, space.cluster, stack, ranks, data)
     ends = [_draw_rest(lane, end, step, data, plan) for lane in lanes]
-    seconds = _sums(step, _passes(slowest), count)
-    return Timeline(lanes=tuple(lanes), end=max(ends), seconds=seconds, drawn=drawn)
+    sums = _sums(step, _passes(slowest), count)
+    return Timeline(lanes=tuple(lanes), end=max(ends), seconds=sums, drawn=drawn)
 
 
 def _passes(rank: RankCosts) -> _Passes:
@@ -153,8 +154,8 @@ def _draw_passes(lane: Lane, one: _Passes, data: _Data, count: int) -> float:
     for number in range(slices):
         name = f"micro-batch {number}" if of == 1 else f"micro-batches {number * of:.0f} to {(number + 1) * of - 1:.0f}"
         is_first, is_last = number == 0, number == slices - 1
-        gathers = [_part(seconds, data.each[0], slices, is_first) for seconds in (data.ahead, data.behind_forward)]
-        reduces = [_part(seconds, data.each[1], slices, is_last) for seconds in (data.behind_backward, data.after)]
+        gathers = [_part(took, data.each[0], slices, is_first) for took in (data.ahead, data.behind_forward)]
+        reduces = [_part(took, data.each[1], slices, is_last) for took in (data.behind_backward, data.after)]
         at = _add(lane.sent, at, gathers[0], "exposed", f"gathers, {name}")
         begin = at
         at = _add(lane.compute, at, one.forward * of, "forward", f"forward, {name}")
@@ -171,22 +172,22 @@ def _draw_passes(lane: Lane, one: _Passes, data: _Data, count: int) -> float:
     return at
 
 
-def _part(seconds: float, each: bool, slices: int, is_its: bool) -> float:
-    return seconds / slices if each else seconds if is_its else 0.0
+def _part(took: float, each: bool, slices: int, is_its: bool) -> float:
+    return took / slices if each else took if is_its else 0.0
 
 
-def _add(pieces: list[Piece], start: float, seconds: float, kind: str, what: str) -> float:
+def _add(pieces: list[Piece], start: float, took: float, kind: str, what: str) -> float:
     """Append a piece if it takes any time; its end."""
-    if seconds > 0:
-        pieces.append(Piece(start, start + seconds, kind, what))
-    return start + max(seconds, 0.0)
+    if took > 0:
+        pieces.append(Piece(start, start + took, kind, what))
+    return start + max(took, 0.0)
 
 
 def _behind(lane: Lane, start: float, end: float, hidden: Sequence[tuple[float, str]]) -> None:
     """Hidden communication below compute, where nothing exposed stands; it cannot be longer than that."""
     end = min([end, *(piece.start for piece in lane.sent if piece.start >= start and piece.kind == "exposed")])
-    for seconds, what in hidden:
-        start = _add(lane.sent, start, min(seconds, end - start), "hidden", f"{what} ({seconds:.4g} s behind compute)")
+    for took, what in hidden:
+        start = _add(lane.sent, start, min(took, end - start), "hidden", f"{what} ({seconds(took)} behind compute)")
 
 
 def _draw_pipeline(

@@ -56,7 +56,7 @@ class StepTime:
     flops: float
     """Operations of the model per step, forward and backward, causal attention halved, no recompute."""
     rate: float
-    """Nominal rate of a device in the compute dtype."""
+    """Nominal rate of a device in the compute dtype; of fp8 and fp4 that in bf16, as torchtitan counts MFU."""
     stages: tuple[float, ...] = field(default=())
     """Busy seconds of each pipeline rank."""
 
@@ -288,15 +288,19 @@ def schedule_time(kind: str, shape: tuple[int, int, int], costs: Costs, slowest:
 
 
 def _data(division: Division, cluster: Cluster, stack: Stack, ranks: list[RankCosts]) -> tuple[float, float]:
-    """(exposed, hidden) seconds of gradient reduction and parameter gathering, of the rank with most parameters.
+    """(exposed, hidden) seconds of gradient reduction and parameter gathering, of the rank that waits longest.
 
-    It goes at the pace of the pipeline's slowest rank: where it waits for others, as much is hidden.
+    That is the one with most parameters; with experts of their own, which fewer ranks share, it may be another. It goes
+    at the pace of the pipeline's slowest rank: where it waits for others, as much is hidden.
     """
     heavy = max(ranks, key=lambda rank: rank.params)
-    plan, blocks = division.plan, sum(len(stage.blocks) for stage in heavy.stages)
-    sends = sends_of(wire_of(division, heavy.stages, cluster, stack))
     passes = max(sum(rank.forward) for rank in ranks), max(sum(rank.backward) for rank in ranks)
-    exposed, sent = exposed_time(rounds_of(plan), sends, passes, stack, waits=blocks, groups=blocks + 1)
+    found = []
+    for rank in dict.fromkeys(ranks) if division.plan.axes.ep > 1 else [heavy]:
+        blocks = sum(len(stage.blocks) for stage in rank.stages)
+        sends = sends_of(wire_of(division, rank.stages, cluster, stack))
+        found.append(exposed_time(rounds_of(division.plan), sends, passes, stack, waits=blocks, groups=blocks + 1))
+    exposed, sent = max(found)
     return exposed, sent - exposed
 
 
