@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.model.course import Course
@@ -207,6 +208,11 @@ class PipeRank(RankSizes):
         """
         return 0.0 if self.sent(stage) else self.sent_bytes(stage.handed)
 
+    @cached_property
+    def in_blocks(self) -> tuple[tuple[float, float], ...]:
+        """Parameters of each stage's blocks, and the most of one in experts that come by themselves."""
+        return tuple((sum(map(self.params, s.blocks)), max(map(self.apart, s.blocks))) for s in self.stages)
+
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
         if not self.engine:
@@ -215,13 +221,13 @@ class PipeRank(RankSizes):
             left = [stage for stage, done in zip(self.stages, moment.done, strict=True) if not done]
             padding = sum(self.division.filled(b) - self.division.experts(b) for s in left for b in s.blocks)
             return (self.division.whole(left) + padding) * self.width
-        whole = [sum(self.params(block) for block in stage.blocks) * self.width for stage in self.stages]
+        whole = [params * self.width for params, _ in self.in_blocks]
         others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
         blocks = self.stages[moment.turn].blocks
         twice = moment.work == "F"  # the last one's: as sent, and cut up
         most = whole[moment.turn] + self.largest * self.width * twice
         count = min(ahead, len(blocks) + twice)
-        alone = max(map(self.apart, blocks)) * (count - 1)  # experts come by themselves, when the rest has
+        alone = self.in_blocks[moment.turn][1] * (count - 1)  # experts come by themselves, when the rest has
         some = min((self.largest * count - alone) * self.width, most)
         return self.outside * self.width + others + (whole[moment.turn] if moment.whole[moment.turn] else some)
 
