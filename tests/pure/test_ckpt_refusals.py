@@ -149,16 +149,20 @@ def heard() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heard")
-def test_ctrl_c_says_that_nothing_is_half_written(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_says_that_nothing_is_half_written(
+    number: signal.Signals, code: int, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def interrupted(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr("shardwise.checkpoint.foreign.convert._write", interrupted)
     before = sorted(weights.parent.iterdir())
-    assert run("convert", weights, weights.parent / "out") == 130
-    assert "SIGINT: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before
+    assert run("convert", weights, weights.parent / "out") == code
+    assert f"{number.name}: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before
+    assert run("convert", weights, weights.parent / "out", "--json") == code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["exit_code"] == code and error["message"].startswith(f"{number.name}: stopped")
 
 
 @pytest.mark.usefixtures("heard")
