@@ -73,6 +73,17 @@ def test_own_checkpoints_are_exported_not_converted(job: Path, tmp_path: Path, c
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_too_short_is_said_as_it_is(tmp_path: Path, capsys: Any) -> None:
+    for name, data, found in (
+        ("a.pt", b"", "found an empty file; needed"), ("a.safetensors", b"", "found 0 bytes; needed a whole"),
+        ("b.safetensors", b"1234567", "found 7 bytes; needed a whole"),
+        ("c.safetensors", bytes(8), "found a header of 0 bytes in a file of 8"),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(data)
+        assert run("convert", tmp_path / name, tmp_path / "out") == 4
+        assert found in capsys.readouterr().err
+
+
 def test_targets_that_cannot_be(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
