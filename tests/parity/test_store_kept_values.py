@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -202,6 +203,23 @@ def test_another_optimizer_is_still_refused(tmp_path: Path) -> None:
         for other in (Base, torch.optim.SGD):
             with pytest.raises(CheckpointError, match="not in this run"):
                 store.load_latest(started(mesh, plan, other))
+
+
+def test_parameters_without_state_here_are_not_called_frozen(tmp_path: Path) -> None:
+    """They may be trained by another optimizer than at the save, one of several."""
+    plan = sw.Plan()
+    with sw.open_mesh(plan) as mesh:
+        states = []
+        for bias in (sw.adamw, sw.sgd):
+            placed = sw.apply(lambda: nn.Linear(4, 1), plan, mesh)
+            optimizer = sw.several(placed, {"bias": partial(bias, lr=0.1), "*": partial(sw.adamw, lr=0.1)})
+            states.append(sw.TrainState(placed, optimizer))
+        sw.make_step(states[0], lambda output, _: sw.mean_over(output.square()))(torch.ones(2, 4))
+        store = sw.Store(tmp_path / "s")
+        store.save(states[0])
+        words = r"state of bias \(1 parameters\), of which this run keeps none; .* by the same optimizers"
+        with pytest.raises(CheckpointError, match=words):
+            store.load_latest(states[1])
 
 
 def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
