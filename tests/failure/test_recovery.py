@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -264,6 +265,34 @@ def test_what_always_fails_is_tried_twice_and_named(tmp_path: Path) -> None:
     assert code == ExitCode.RANK_FAILED
     assert err.splitlines()[-1].startswith("rank 1 failed: ValueError: tide (recovery was tried once")
     assert [event["step"] for event in events_of(tmp_path)] == [2]
+
+
+WORKER_DIES = SCRIPT.read_text().replace("global_size=8", "global_size=8, workers=1")
+WORKER_DIES = WORKER_DIES.replace(
+    "        tokens = (self",
+    """        if torch.utils.data.get_worker_info() and os.environ["RANK"] == "1":
+            try:
+                (Path(sys.argv[2]) / "died").touch(exist_ok=False)
+                os.kill(os.getpid(), 9)
+            except FileExistsError:
+                pass
+        tokens = (self""",
+)
+
+
+@pytest.mark.parametrize("words", [["--recover"], []])
+def test_a_data_worker_that_is_killed_is_as_a_rank_that_is(tmp_path: Path, words: list[str]) -> None:
+    """Before the first step, too: it reads ahead, and that is when memory runs out."""
+    script = tmp_path / "worker_dies.py"
+    script.write_text(WORKER_DIES)
+    command = [sys.executable, "-m", "shardwise", "run", *words, str(script), "dp2", "--", str(tmp_path), "3"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert re.search(
+        r"rank 1( failed)?: a data worker of it, process \d+, was ended by a signal: Killed \(", ran.stderr
+    )
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode == (ExitCode.OK if words else ExitCode.RANK_FAILED), ran.stderr
+    assert last_step(tmp_path) == (3 if words else 0)
 
 
 STANDBY_RAISES = """        import json, select

@@ -88,6 +88,14 @@ def test_plan_and_words_reach_every_rank(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == [f"rank {rank} of 2 ['dp2', '--fast', '--nproc']" for rank in (0, 1)]
 
 
+@pytest.mark.parametrize("words", [("--plan", ""), ("",)])
+def test_an_empty_plan_is_not_none(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """A variable of the shell that is not set: the script would have begun without its plan, as one process."""
+    code, out, err = finish(start(tmp_path, HELLO, *words))
+    assert code == ExitCode.REFUSED and not out
+    assert "plan shorthand: found no token" in err
+
+
 def test_a_rank_that_raises_ends_all_and_its_message_is_printed_once(tmp_path: Path) -> None:
     begun = time.monotonic()
     code, _, err = finish(start(tmp_path, ONE_DIES.format(death="raise ValueError('bad tide')"), "--nproc", "3"))

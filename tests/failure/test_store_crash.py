@@ -266,4 +266,7 @@ def load_by_path(path: str, checkpoint: str) -> str:
 
 def test_a_path_that_is_no_checkpoint(world: World, tmp_path: Path) -> None:
     [message] = world(1, load_by_path, str(tmp_path), str(tmp_path))
-    assert f"{tmp_path}/manifest.json: no readable manifest" in message
+    assert f"{tmp_path}/manifest.json: no readable manifest" in message and "`shardwise ckpt convert`" in message
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    [message] = world(1, load_by_path, str(tmp_path), str(tmp_path / "run"))
+    assert message.endswith(f"of a run give the store, {tmp_path}/run/checkpoints")

@@ -441,6 +441,10 @@ def test_several_models_are_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"several models, (actor|model\.actor|model\.0), ") as told:
             convert(tmp_path / "file.pt", tmp_path / "a", Options())
         assert "optimizer" not in str(told.value)
+    for models, place in (({"generator": one}, "generator"), ({"model": {"model": one}}, r"model\.model")):
+        torch.save(models | {"epoch": 3}, tmp_path / "file.pt")
+        with pytest.raises(CheckpointError, match=rf"found weights under {place}; needed one state_dict"):
+            convert(tmp_path / "file.pt", tmp_path / "a", Options())
 
 
 def test_files_that_are_missing_are_named_with_the_index(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -204,6 +205,23 @@ def test_another_optimizer_is_still_refused(tmp_path: Path) -> None:
                 store.load_latest(started(mesh, plan, other))
 
 
+def test_parameters_without_state_here_are_not_called_frozen(tmp_path: Path) -> None:
+    """They may be trained by another optimizer than at the save, one of several."""
+    plan = sw.Plan()
+    with sw.open_mesh(plan) as mesh:
+        states = []
+        for bias in (sw.adamw, sw.sgd):
+            placed = sw.apply(lambda: nn.Linear(4, 1), plan, mesh)
+            optimizer = sw.several(placed, {"bias": partial(bias, lr=0.1), "*": partial(sw.adamw, lr=0.1)})
+            states.append(sw.TrainState(placed, optimizer))
+        sw.make_step(states[0], lambda output, _: sw.mean_over(output.square()))(torch.ones(2, 4))
+        store = sw.Store(tmp_path / "s")
+        store.save(states[0])
+        words = r"state of bias \(1 parameters\), of which this run keeps none; .* by the same optimizers"
+        with pytest.raises(CheckpointError, match=words):
+            store.load_latest(states[1])
+
+
 def test_a_refused_load_changes_nothing(tmp_path: Path) -> None:
     plan = sw.Plan()
     with sw.open_mesh(plan) as mesh:
@@ -260,8 +278,11 @@ def test_a_save_that_fails_at_the_end_is_told(tmp_path: Path, monkeypatch: pytes
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    plan = sw.Plan()
-    with pytest.warns(UserWarning, match=r"checkpoint\.save.*step 1 was not saved"), sw.open_mesh(plan) as mesh:
+    plan, words = (
+        sw.Plan(),
+        r"checkpoint\.save.*step 1 was not saved; .* what was saved before is untouched",
+    )  # nothing was
+    with pytest.warns(UserWarning, match=words), sw.open_mesh(plan) as mesh:
         state = started(mesh, plan, torch.optim.SGD)
         go(state, 1)
         monkeypatch.setattr(LocalFiles, "write", full)

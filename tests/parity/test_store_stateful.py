@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
 import warnings
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -239,6 +241,7 @@ class Odd:
         ({"a": torch.optim.SGD([torch.ones(1)])}, UsageError, "optimizers to TrainState"),
         ({"a": Odd({"x": [1, {"y": Odd(1)}]})}, ModelError, r"at \.x\[1\]\.y: found Odd"),
         ({"a": Odd({"x": torch.ones(1 << 18)})}, ModelError, "bytes as JSON"),
+        ({"a": Odd({"x": torch.eye(2).to_sparse()})}, ModelError, r"at \.x: found Tensor"),
     ],
 )
 def test_what_no_checkpoint_can_hold_is_refused_at_the_start(objects: Any, error: type[Exception], words: str) -> None:
@@ -251,6 +254,80 @@ def test_a_name_is_taken_once() -> None:
     kept.add({"a": Odd({})})
     with pytest.raises(UsageError, match="'a' is kept already"):
         kept.add({"a": Odd({})})
+
+
+class Collected:
+    """It has no example of what it will hold when it is made: a best pair that is None, dicts that are empty."""
+
+    def __init__(self, new: dict[str, Any]) -> None:
+        self.held = new
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+class Point(NamedTuple):
+    """A pair with names."""
+
+    x: float
+    y: float
+
+
+@pytest.mark.parametrize(
+    ("new", "then"),
+    [
+        (None, (0.25, 3)),
+        ([], [(1, 2.5), (2, [1.5])]),
+        ({}, {"a": {1, 2}, "b": {(1, 2)}, "c": frozenset({"x"})}),
+        ({}, {(1, (2, 3)): deque([1], maxlen=4), None: deque()}),
+        (None, np.full((2, 2), 0.1)),
+        (np.zeros(2, np.float32), np.full(2, 0.1)),  # wider than when it was made
+        (torch.zeros(2), torch.full((2,), 0.1, dtype=torch.float64)),
+        ({}, {"counts": Counter("aab"), "order": OrderedDict(b=1, a=2)}),
+        (defaultdict(int), defaultdict(int, {"a": 2})),
+        (Point(0, 0), Point(1.5, 2.5)),
+        (None, random.Random(3).getstate()),
+        (None, np.random.RandomState(3).get_state()),
+    ],
+)
+def test_what_an_object_collects_comes_back_as_it_was(new: Any, then: Any) -> None:
+    kept, other = StatefulObjects(), Collected({"held": new})
+    kept.add({"meter": Collected({"held": then})})
+    stored = json.loads(json.dumps(kept.to_json()))
+    objects = StatefulObjects()
+    objects.add({"meter": other})
+    objects.load(stored)
+    assert_alike(other.held["held"], then)
+
+
+def assert_alike(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted), (found, wanted)
+    if isinstance(wanted, np.ndarray | torch.Tensor):
+        assert found.dtype == wanted.dtype and (found == wanted).all()
+    elif isinstance(wanted, tuple | list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_alike(one, other)
+    else:
+        assert found == wanted and list(found) == list(wanted) if isinstance(wanted, dict) else found == wanted
+        for key in wanted if isinstance(wanted, dict) else ():
+            assert_alike(found[key], wanted[key])
+        assert getattr(found, "maxlen", None) == getattr(wanted, "maxlen", None)
+        assert getattr(found, "default_factory", None) is getattr(wanted, "default_factory", None)
+
+
+def test_kinds_are_no_settings_of_a_scheduler() -> None:
+    """A checkpoint from before kinds were stored says the same of a scheduler that has a Counter."""
+    objects = StatefulObjects()
+    objects.add({"s": lrs.MultiStepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), [2, 4])})
+    assert objects.made["s"]["milestones"] == {"shardwise.pairs": [[2, 1], [4, 1]]}
+    stored = objects.to_json()
+    stored["s"]["milestones"] = {"shardwise.pairs": [[2, 1], [4, 1]]}
+    objects.load(stored)
+    assert objects.to_json()["s"]["milestones"] != stored["s"]["milestones"]
 
 
 class Refusing(Odd):

@@ -270,6 +270,8 @@ def test_retention_of_metrics_that_are_none() -> None:
     nan, inf = float("nan"), float("inf")
     assert Retention(last=1, best=2).keeps([(5, None), (4, nan), (3, inf), (2, -inf)]) == [True, False, True, True]
     assert Retention(last=1, best=3).keeps([(3, nan), (2, None), (1, nan)]) == [True, False, False]
+    # evaluated at steps 4 and 8: what was saved in between has the loss of step 4, and is not what had it
+    assert Retention(last=1, best=1).keeps([(8, 2.0), (6, 1.0), (4, 1.0), (2, None)]) == [True, False, True, False]
     assert Retention(last=1, every=2).keeps([(2, None), (1, None), (0, None)]) == [True, False, True]
     for wrong in ({"last": True}, {"last": 2.0}, {"every": None}, {"best": "1"}):
         with pytest.raises(UsageError, match="no whole number"):

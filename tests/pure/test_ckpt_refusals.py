@@ -73,6 +73,17 @@ def test_own_checkpoints_are_exported_not_converted(job: Path, tmp_path: Path, c
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_too_short_is_said_as_it_is(tmp_path: Path, capsys: Any) -> None:
+    for name, data, found in (
+        ("a.pt", b"", "found an empty file; needed"), ("a.safetensors", b"", "found 0 bytes; needed a whole"),
+        ("b.safetensors", b"1234567", "found 7 bytes; needed a whole"),
+        ("c.safetensors", bytes(8), "found a header of 0 bytes in a file of 8"),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(data)
+        assert run("convert", tmp_path / name, tmp_path / "out") == 4
+        assert found in capsys.readouterr().err
+
+
 def test_targets_that_cannot_be(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,16 +160,20 @@ def heard() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heard")
-def test_ctrl_c_says_that_nothing_is_half_written(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_says_that_nothing_is_half_written(
+    number: signal.Signals, code: int, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def interrupted(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr("shardwise.checkpoint.foreign.convert._write", interrupted)
     before = sorted(weights.parent.iterdir())
-    assert run("convert", weights, weights.parent / "out") == 130
-    assert "SIGINT: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before
+    assert run("convert", weights, weights.parent / "out") == code
+    assert f"{number.name}: stopped" in capsys.readouterr().err and sorted(weights.parent.iterdir()) == before
+    assert run("convert", weights, weights.parent / "out", "--json") == code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["exit_code"] == code and error["message"].startswith(f"{number.name}: stopped")
 
 
 @pytest.mark.usefixtures("heard")

@@ -17,7 +17,8 @@ from shardwise.checkpoint.foreign.convert import Options, convert
 from shardwise.checkpoint.foreign.names import read_rules
 from shardwise.checkpoint.objects import directory_of
 from shardwise.checkpoint.remote import located
-from shardwise.errors import CheckpointError, DataError, UsageError
+from shardwise.cli.config import read_configuration
+from shardwise.errors import CheckpointError, ConfigError, DataError, UsageError
 from shardwise.records import write_file
 from shardwise.train.rundir import RunDir, check_out, check_writable, find_checkpoint
 from shardwise.train.settings import TrainSettings
@@ -129,6 +130,23 @@ def test_a_nul_or_no_path_at_all(tmp_path: Path) -> None:
             located(value)  # type: ignore[arg-type]  # a wrong type is what it shall refuse
 
 
+def test_an_empty_path_is_not_the_working_directory(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is a variable of the shell that is not set: a run would be spread out where somebody stands."""
+    monkeypatch.chdir(store)
+    assert run("verify", ".") == 0
+    for words in (("verify", ""), ("export", "", "x"), ("convert", ".", ""), ("diff", ".", "")):
+        assert run(*words) == 2
+        assert "one of them empty" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="found an empty text, needed a path or a URL"):
+        located("")
+    keys = ("train.out", "train.resume", "train.weights", "train.checkpoints", "data.sources", "data.tokenizer")
+    for key in (*keys, "model.preset", "model.factory"):
+        with pytest.raises(ConfigError, match=f"{key} = ''"):
+            read_configuration(None, sets=[f"{key}="])
+
+
 def test_what_may_not_be_looked_at(forbidden: Path) -> None:
     for look in (LOCAL.kind, LOCAL.is_file, LOCAL.is_directory, LOCAL.names):
         with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read .Permission denied"):
@@ -152,7 +170,7 @@ def test_rules_are_read_from_a_file_alone(tmp_path: Path) -> None:
             read_rules(path)
 
 
-@pytest.mark.parametrize("size", ["9" * 400, "1." + "0" * 400, "\u0663GB", "0", "-1", "1 TB GB"])
+@pytest.mark.parametrize("size", ["", "9" * 400, "1." + "0" * 400, "\u0663GB", "0", "-1", "1 TB GB"])
 def test_a_size_that_is_none(size: str, store: Path, tmp_path: Path) -> None:
     assert run("export", store, tmp_path / "x", f"--max-shard-size={size}") == 2
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -158,8 +159,8 @@ class Manifest:
             data = read_whole(files, path, MAX_BYTES)
         except OSError as error:
             raise DamagedError(
-                f"{path}: no readable manifest ({error.strerror}); this is no complete checkpoint of a store: choose "
-                "another"
+                f"{path}: no readable manifest ({error.strerror}); this is no complete checkpoint of a store: "
+                f"{_instead_of(directory, files)}"
             ) from error
         return cls.decode(data, str(path))
 
@@ -249,6 +250,16 @@ def _probe(fields: Fields) -> ProbeResult | None:
     if loss is None or norm is None:
         raise inner.wrong("loss, grad_norm", (loss, norm), "numbers")
     return ProbeResult(loss, norm, inner.hex("rows", 64))
+
+
+def _instead_of(directory: Path, files: Files) -> str:
+    """What to give in place of a directory that has no manifest."""
+    with suppress(OSError, CheckpointError):
+        if files.is_directory(store := directory / "checkpoints"):
+            return f"of a run give the store, {store}"
+    if directory.name.startswith("step-"):
+        return "choose another"
+    return "choose another (of files of another library `shardwise ckpt convert` makes one)"
 
 
 def _tensor_json(entry: TensorEntry) -> dict[str, Any]:

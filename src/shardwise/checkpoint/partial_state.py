@@ -63,6 +63,8 @@ def followers(loaded: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[
 def check_trains_the_same(manifest: Manifest, own: Collection[str], extra: Collection[str]) -> None:
     """Where all that a checkpoint has more is the whole optimizer's state of some parameters, these are frozen here.
 
+    Or they are stepped by an optimizer that keeps nothing of them, as one of `several`.
+
     Args:
         manifest: of the checkpoint.
         own: names of this rank's tensors.
@@ -79,9 +81,9 @@ def check_trains_the_same(manifest: Manifest, own: Collection[str], extra: Colle
     is_all = {*extra} == {key for name in gone for key in kept[name]}
     if gone and is_all and len(gone) < len(kept) and any(name.startswith(OPTIM) for name in own):
         raise CheckpointError(
-            f"the checkpoint holds the optimizer's state of {', '.join(gone[:3])} ({len(gone)} parameters), which this "
-            "run does not train; needed: the same parameters trained as at the save; freeze no more, or begin "
-            "with its weights and a new optimizer (weights_only=True)"
+            f"the checkpoint holds the optimizer's state of {', '.join(gone[:3])} ({len(gone)} parameters), of which "
+            "this run keeps none; needed: the same parameters trained as at the save, by the same optimizers; freeze "
+            "no more, give each the optimizer that it had, or begin with its weights and a new one (weights_only=True)"
         )
 
 

@@ -71,7 +71,7 @@ def located(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: a URL that is chained, holds a password, or names no place that a store can have; a path with a
             NUL in it.
-        UsageError: neither a path nor a text.
+        UsageError: neither a path nor a text, or an empty one.
 
     >>> located("file:///tmp/a"), located("memory://a/b")
     (PosixPath('/tmp/a'), RemotePath('memory://a/b'))
@@ -81,6 +81,8 @@ def located(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"found {type(path).__name__} {str(path)[:60]}, needed a path or a URL, as a text; give one")
     text = os.fspath(path)
+    if not text:
+        raise UsageError("found an empty text, needed a path or a URL; give one, `.` for the working directory")
     if "\0" in text:
         raise CheckpointError(f"{text!r}: found a NUL in it, needed a path or a URL, which have none; correct it")
     match = _URL.fullmatch(text)

@@ -21,7 +21,7 @@ class Retention:
     every: int = 0
     """Steps that are multiples of this stay for ever; 0: none do."""
     best: int = 0
-    """So many with the smallest `metric` of `Store.save` stay."""
+    """So many with the smallest `metric` of `Store.save` stay; of equal ones the older, which was measured."""
 
     def __post_init__(self) -> None:
         """Refuse what would remove the newest checkpoint."""
@@ -32,8 +32,9 @@ class Retention:
 
     def keeps(self, saves: Sequence[tuple[int, float | None]]) -> list[bool]:
         """For each (step, metric), newest first, whether it stays."""
-        ranked = sorted((metric, i) for i, (_, metric) in enumerate(saves) if metric is not None and metric == metric)
-        best = {i for _, i in ranked[: self.best]}
+        # saves between two evaluations have the metric of the first one: the oldest of them is what it was taken of
+        ranked = sorted((metric, -i) for i, (_, metric) in enumerate(saves) if metric is not None and metric == metric)
+        best = {-i for _, i in ranked[: self.best]}
         return [
             i < self.last or i in best or (self.every > 0 and step % self.every == 0)
             for i, (step, _) in enumerate(saves)

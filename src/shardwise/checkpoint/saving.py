@@ -352,7 +352,7 @@ class Saving:
         return Finding(
             id="checkpoint.save",
             severity="warning",
-            what=f"step {self.job.step} was not saved; the run goes on, and older checkpoints are whole",
+            what=f"step {self.job.step} was not saved; the run goes on, and what was saved before is untouched",
             evidence=str(self._error[0]),
             fix="see to it before the next save is due: make room where a disk is full",
         )

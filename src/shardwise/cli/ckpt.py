@@ -42,7 +42,9 @@ _OPTIONS = {
 
 def ckpt(
     action: Annotated[Action, typer.Argument(help="inspect, verify, diff of two, convert or export.")],
-    paths: Annotated[list[Path], typer.Argument(help="A checkpoint; a store or a run's directory means its newest.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="paths", help="A checkpoint; a store or a run's directory means its newest.")
+    ],
     all_tensors: Annotated[bool, typer.Option("--all", help="inspect, diff: every tensor, not the first few.")] = False,
     kind: Annotated[From, typer.Option("--from", help="convert: what the source is.")] = From.AUTO,
     rename: Annotated[Path | None, typer.Option(help="convert: a TOML file of rules, pattern = name.")] = None,
@@ -67,9 +69,7 @@ def ckpt(
     diff exits 0 when all tensors are equal bit by bit, 1 when not; what is damaged or refused exits 4, as does diff
     of a run or store in which a checkpoint is damaged.
     """
-    needed = 2 if action in _TWO else 1
-    if len(paths) != needed:
-        raise UsageError(f"ckpt {action}: found {len(paths)} paths, needed {needed}; give {_TWO.get(action, 'one')}")
+    paths = _paths(action, words)
     given = {
         "--all": all_tensors, "--from": kind != From.AUTO, "--rename": rename, "--like": like, "--dtype": dtype,
         "--params-in-order": in_order, "--unsafe-pickle": unsafe, "--to": to,
@@ -92,7 +92,7 @@ def ckpt(
 
         run_export(paths[0], paths[1], ExportOptions(
             to=to.value if to else None, dtype=dtype and dtype.value, optimizer=bool(optimizer), overwrite=overwrite,
-            max_shard=parse_size(max_shard) if max_shard else MAX_SHARD,
+            max_shard=parse_size(max_shard) if max_shard is not None else MAX_SHARD,
         ), json)  # fmt: skip
     elif action is Action.INSPECT:
         _inspect(paths[0], all_tensors, json)
@@ -100,6 +100,17 @@ def ckpt(
         _verify(paths[0], json)
     else:
         raise typer.Exit(_diff(paths[0], paths[1], all_tensors, json))
+
+
+def _paths(action: Action, words: list[str]) -> list[Path]:
+    """As many as the action takes; an empty one, as of a shell's variable that is not set, is none."""
+    needed = 2 if action in _TWO else 1
+    if len(words) != needed or "" in words:
+        empty = ", one of them empty" if "" in words else ""
+        raise UsageError(
+            f"ckpt {action}: found {len(words)} paths{empty}, needed {needed}; give {_TWO.get(action, 'one')}"
+        )
+    return [Path(word) for word in words]
 
 
 def _local(action: Action, paths: list[Path]) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwise.cli.output import print_json
-from shardwise.errors import ExitCode
+from shardwise.errors import ExitCode, ShardwiseError
 from shardwise.launch.stopping import handling
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Terminated(ShardwiseError):
+    """SIGTERM or SIGHUP came, and what was half written is removed."""
+
+    exit_code = ExitCode.TERMINATED
+
+
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -79,8 +85,7 @@ def _clearing_up(target: Path) -> Iterator[None]:
         said = f"{heard[0].name}: stopped; {target} is as it was, or complete"
         if heard[0] == signal.SIGINT:
             raise KeyboardInterrupt(said) from None
-        typer.echo(f"shardwise: {said}", err=True)
-        raise SystemExit(ExitCode.TERMINATED) from None
+        raise Terminated(said) from None
 
 
 def run_convert(source: Path, target: Path, options: Options, json: bool) -> None:

@@ -46,8 +46,6 @@ def check_places(run: RunDir, settings: TrainSettings) -> None:
         UsageError: a place that holds something else, or that would make the run begin again unasked.
         CheckpointError: a place that cannot be reached or read; nothing lies where `--resume` points.
     """
-    if settings.weights == "":
-        raise UsageError("--weights: found nothing, needed a run or a checkpoint; give one, or leave it out")
     settings = _resolved(settings)
     check_out(run, resume=settings.resume)
     if settings.resume not in ("auto", "never"):

@@ -73,7 +73,7 @@ def run(
     The first word after the script is the plan (shorthand, file, or auto); it is checked before anything starts, and
     the script gets it as its first argument. What stands after `--` goes to the script unread.
     """
-    given, after = [*([plan_option] if plan_option else ()), *(words or ())], tuple(ctx.obj or ())
+    given, after = [*([plan_option] if plan_option is not None else ()), *(words or ())], tuple(ctx.obj or ())
     launch = launched(nproc_given=nproc is not None, command=shlex.join(["shardwise", "run", script, *given]))
     nodes = supervised(launch) if recover and launch is not None else Nodes()
     started = launch if not recover else None

@@ -12,6 +12,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -24,6 +25,8 @@ from types import TracebackType
 from shardwise.errors import ExitCode, OutOfMemoryError, ShardwiseError
 
 _PR_SET_PDEATHSIG = 1
+_WORKER = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (.*)")
+"""What torch says of it, in any line of the main thread, or in the cause of what waits for its batch."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,20 @@ def _prepare(reporting: Reporting) -> None:
 
 def _report(error: Exception, reporting: Reporting | None) -> int:
     """Write the error for the launcher; without one (torchrun), print it."""
-    known = isinstance(error, ShardwiseError)
-    code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.RANK_FAILED
     text = "".join(traceback.format_exception(type(error), error, _below_runpy(error)))
+    killed = _killed_worker(error, text)
+    known = killed is not None or isinstance(error, ShardwiseError)
+    code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.RANK_FAILED
     if reporting is None:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n" if known else text)
+        sys.stderr.write(f"{type(error).__name__}: {killed or error}\n" if known else text)
         return code
     record = {
         "rank": reporting.rank,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": killed or str(error),
         "exit_code": int(code),
         "known": known,
+        "killed": killed is not None,
         "halving": error.halving if isinstance(error, OutOfMemoryError) else None,
         "traceback": text,
         "time_s": time.time(),
@@ -98,6 +103,15 @@ def _report(error: Exception, reporting: Reporting | None) -> int:
     part.write_text(json.dumps(record), encoding="utf-8")
     part.replace(reporting.path)  # the launcher never reads half a record
     return code
+
+
+def _killed_worker(error: Exception, text: str) -> str | None:
+    """What to say where a process that reads for this rank was killed; None: something else went wrong."""
+    found = _WORKER.search(text) if str(error).startswith("DataLoader worker (pid") else None
+    if found is None:
+        return None
+    hint = " (often the kernel, out of memory: see `dmesg`)" if found[2].startswith("Killed") else ""
+    return f"a data worker of it, process {found[1]}, was ended by a signal: {found[2].strip(' .')}{hint}"
 
 
 def _below_runpy(error: Exception) -> TracebackType | None:

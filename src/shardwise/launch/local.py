@@ -52,9 +52,11 @@ class Failure:
     message: str
     exit_code: ExitCode
     traceback: str = ""
-    """Empty for an error that Shardwise raised on purpose, and for a rank that was killed."""
+    """Empty for an error that Shardwise raised on purpose, and where a rank or a data worker was killed."""
     halving: Mapping[str, Any] | None = None
     """What the rank asks for that ran out of memory; see `OutOfMemoryError`."""
+    killed: bool = False
+    """A data worker of it was: as if the rank had been."""
 
     @property
     def is_echo(self) -> bool:
@@ -308,6 +310,7 @@ def first_failure(codes: Mapping[int, int], files: Mapping[int, Path]) -> Failur
         exit_code=ExitCode(record["exit_code"]),
         traceback="" if record["known"] else record["traceback"],
         halving=record["halving"],
+        killed=record.get("killed", False),
     )
 
 

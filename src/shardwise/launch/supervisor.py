@@ -239,8 +239,8 @@ class Supervisor:
         stood_by = pending is not None and pending.standby and not pending.trains_ns
         while True:
             failure = first_failure(world.codes, world.files)
-            if failure is not None and failure.halving is not None:
-                return failure, False
+            if failure is not None and (failure.halving is not None or failure.killed):
+                return failure, failure.killed
             killed = next(((rank, code) for rank, code in world.codes.items() if code < 0), None)
             if killed is not None:
                 text = death(killed[1])

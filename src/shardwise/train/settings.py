@@ -26,7 +26,9 @@ def _home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-Place = Annotated[str, BeforeValidator(_home)]
+Word = Annotated[str, Field(min_length=1)]
+"""An empty one is a variable of the shell that is not set, and as a path the working directory."""
+Place = Annotated[Word, BeforeValidator(_home)]
 
 
 class Section(BaseModel):
@@ -38,8 +40,8 @@ class Section(BaseModel):
 class ModelSettings(Section):
     """`[model]`: a preset, with sizes of its own, or a factory."""
 
-    preset: str | None = None
-    factory: str | None = None
+    preset: Word | None = None
+    factory: Word | None = None
     """`pkg.mod:function` without arguments, giving a module."""
     vocab_size: Positive | None = None
     dim: Positive | None = None
@@ -54,9 +56,9 @@ class ModelSettings(Section):
 class DataSettings(Section):
     """`[data]`: where text comes from and how it is cut."""
 
-    sources: Annotated[tuple[str, ...], BeforeValidator(_tuple)] = ("stdlib",)
+    sources: Annotated[tuple[Word, ...], BeforeValidator(_tuple)] = ("stdlib",)
     """`stdlib`, or files and globs of text, jsonl and parquet."""
-    tokenizer: str = "bytes"
+    tokenizer: Word = "bytes"
     """`bytes`, or the path of a `tokenizers` JSON file."""
     seq_len: Positive | None = None
     holdout: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.005

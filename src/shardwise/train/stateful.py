@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.errors import CheckpointError, ModelError, UsageError
 from shardwise.parallel.mesh import Mesh
-from shardwise.train.values import from_json, like, plain, to_json
+from shardwise.train.values import from_json, like, plain, to_json, without_kinds
 
 MOST_BYTES = 1 << 18
 """Of one object, as JSON: it is copied after every step of a run that recovers."""
@@ -47,7 +47,7 @@ class StatefulObjects:
                     "has both, as torch's schedulers have"
                 )
             state = _kept(name, held)
-            settings = _settings(state) if isinstance(held, LRScheduler) else {}
+            settings = _settings(without_kinds(state)) if isinstance(held, LRScheduler) else {}
             self.made[name] = {**settings, "class": type(held).__name__}
         self._objects |= objects
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ _TENSOR = "shardwise.tensor"
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-                  torch.int8, torch.uint8, torch.bool)
+                  torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool)
 }  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if type(value) is dict and all(type(key) is str for key in value):
         return {key: to_json(item) for key, item in value.items()}
-    if type(value) is torch.Tensor and str(value.dtype).removeprefix("torch.") in _DTYPES:
+    if type(value) is Tensor and value.layout is torch.strided and str(value.dtype).removeprefix("torch.") in _DTYPES:
         plain = value.detach().cpu().contiguous().reshape(-1)
         data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         name = str(value.dtype).removeprefix("torch.")
@@ -55,21 +55,29 @@ def from_json(value: Any) -> Any:
 
 _PAIRS = "shardwise.pairs"
 """The key that tells a dict whose keys are no texts, as pairs."""
-_LISTS = (list, tuple, deque, set, frozenset)
+_KIND = "shardwise.kind"
+"""The key that tells what is neither list, dict nor tensor: its kind, and what it holds."""
+_LISTS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_DICTS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict}
 
 
 def plain(value: Any) -> Any:
     """A value that `to_json` takes, where a common one of Python's or NumPy's stands for it; `like` gives that back."""
-    if isinstance(value, set | frozenset):
-        return [plain(item) for item in sorted(value, key=repr)]  # in an order that every rank has
-    if isinstance(value, _LISTS):
+    for name, kind in _LISTS.items():
+        if isinstance(value, kind):
+            items = sorted(value, key=repr) if name in ("set", "frozenset") else value  # an order that every rank has
+            return {_KIND: [name, [plain(item) for item in items], getattr(value, "maxlen", None)]}
+    for name, kind in _DICTS.items():
+        if isinstance(value, kind):
+            return {_KIND: [name, plain(dict(value)), None]}
+    if isinstance(value, list):
         return [plain(item) for item in value]
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value):
             return {str(key): plain(item) for key, item in value.items()}
         return {_PAIRS: [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy()) if value.dtype.kind in "biuf" else value
+        return {_KIND: ["array", torch.from_numpy(value.copy()), None]} if value.dtype.kind in "biuf" else value
     if isinstance(value, np.generic):
         return plain(value.item())
     if isinstance(value, float):
@@ -77,15 +85,29 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def like(old: Any, value: Any) -> Any:
-    """A value from `from_json` as the old one is: in the same tensor, the same kind of list, dict or number."""
-    if isinstance(value, dict) and value.keys() == {_PAIRS}:
-        value = {_hashable(key): item for key, item in value[_PAIRS]}
+def without_kinds(value: Any) -> Any:
+    """What `to_json(plain(...))` gave, as lists and dicts alone: to compare, and as checkpoints had it before kinds."""
+    if isinstance(value, dict) and value.keys() == {_KIND}:
+        return without_kinds(value[_KIND][1])
     if isinstance(value, dict):
-        known = old if isinstance(old, dict) else {}
-        found = {key: like(known.get(key), item) for key, item in value.items()}
-        return Counter(found) if isinstance(old, Counter) else found
-    if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+        return {key: without_kinds(item) for key, item in value.items()}
+    return [without_kinds(item) for item in value] if isinstance(value, list) else value
+
+
+def like(old: Any, value: Any) -> Any:
+    """A value from `from_json` of the kind that is stored, else of that of the old one; tensors in those of the old."""
+    if isinstance(value, dict) and value.keys() == {_KIND}:
+        name, value, longest = value[_KIND]
+        if name == "array":
+            return value.numpy()
+        kind = (_LISTS | _DICTS)[name]
+        if not isinstance(old, kind):
+            old = kind((), longest) if kind is deque else kind()
+    if isinstance(value, dict) and value.keys() == {_PAIRS}:
+        value = {_hashable(like(None, key)): item for key, item in value[_PAIRS]}
+    if isinstance(value, dict):
+        return _dict_like(old, value)
+    if isinstance(old, Tensor) and isinstance(value, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
         return old.copy_(value)
     if isinstance(old, np.ndarray) and isinstance(value, Tensor):
         return value.numpy().astype(old.dtype)
@@ -97,10 +119,20 @@ def like(old: Any, value: Any) -> Any:
     items = [like(before, item) for before, item in zip(known_items, value, strict=True)]
     if isinstance(old, deque):
         return deque(items, old.maxlen)
-    for kind in (tuple, set, frozenset):
-        if isinstance(old, kind):
-            return kind(map(_hashable, items) if kind is not tuple else items)
-    return items
+    if isinstance(old, tuple):
+        named = len(getattr(old, "_fields", ())) == len(items) > 0
+        return type(old)(*items) if named else tuple(items)
+    kinds = (kind for kind in (set, frozenset) if isinstance(old, kind))
+    return next((kind(map(_hashable, items)) for kind in kinds), items)
+
+
+def _dict_like(old: Any, value: dict[Any, Any]) -> Any:
+    known = old if isinstance(old, dict) else {}
+    found = {key: like(known.get(key), item) for key, item in value.items()}
+    if isinstance(old, defaultdict):  # its function is the script's own, and in no checkpoint
+        return defaultdict(old.default_factory, found)
+    kinds = (kind for kind in _DICTS.values() if isinstance(old, kind))
+    return next(kinds, dict)(found)
 
 
 def _hashable(value: Any) -> Any:

@@ -91,9 +91,10 @@ def open_torch(descriptor: int, start: int, count: int) -> Opened:
         return _Zip(stream, window).opened()
     if head[:1] == b"\x80":
         return _legacy(stream, window)
-    raise RefusedError(
-        f"a file that begins with {head!r}", "what torch.save writes: a zip, or a pickle", "give --from its real kind"
-    )
+    needed = "what torch.save writes: a zip, or a pickle"
+    if not head:
+        raise RefusedError("an empty file", needed, "copy it again")
+    raise RefusedError(f"a file that begins with {head!r}", needed, "give --from its real kind")
 
 
 def open_pickle(descriptor: int, start: int, count: int) -> Opened:

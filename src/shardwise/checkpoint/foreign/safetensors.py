@@ -185,9 +185,10 @@ def header(files: OpenFiles, path: Path) -> tuple[dict[str, View], dict[str, Any
     size = files.size(path)
     length = int.from_bytes(files.read(path, 0, 8), "little") if size >= 8 else -1
     if not 2 <= length <= min(size - 8, MAX_HEADER):
+        found = f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
         raise CheckpointError(
-            f"{path}: found a header of {length} bytes in a file of {size}; needed a whole safetensors file: it was "
-            "cut short or is of another kind: copy it again"
+            f"{path}: found {found}; needed a whole safetensors file: it was cut short or is of another kind: copy it "
+            "again"
         )
     table = parse_json(files.read(path, 8, length), f"{path}: header")
     metadata = table.pop("__metadata__", None)

@@ -81,8 +81,9 @@ def weights_of(value: Any, where: str) -> tuple[dict[str, Source], list[str]]:
     weights: dict[str, Source] = {name: item for name, item in value.items() if isinstance(item, View)}
     if not weights:
         inside = _models_in(value)
-        what = f"weights of several models, {shown(inside)}" if len(inside) > 1 else "no tensor among "
-        what += "" if len(inside) > 1 else shown(list(value)) or "its entries"
+        what = f"no tensor among {shown(list(value)) or 'its entries'}"
+        if inside:
+            what = f"weights {'of several models, ' if len(inside) > 1 else 'under '}{shown(inside)}"
         raise CheckpointError(
             f"{where}: found {what}; needed one state_dict, alone or under `model`, `state_dict`, `module` or "
             "`model_state_dict`; save model.state_dict() of the one that is meant"
