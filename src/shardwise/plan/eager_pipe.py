@@ -213,14 +213,18 @@ class PipeRank(RankSizes):
         """Parameters of each stage's blocks, and the most of one in experts that come by themselves."""
         return tuple((sum(map(self.params, s.blocks)), max(map(self.apart, s.blocks))) for s in self.stages)
 
+    @cached_property
+    def whole_stages(self) -> tuple[float, ...]:
+        """Parameters of each stage with its ends, experts filled up."""
+        sizes = self.division
+        return tuple(sizes.whole([s]) + sum(sizes.filled(b) - sizes.experts(b) for b in s.blocks) for s in self.stages)
+
     def gathered_in(self, moment: Moment, ahead: int) -> float:
         """As `gathered`, of a pipeline: a backward pass leaves the weights of its stage whole for the next forward."""
         if not self.engine:
             return 0.0
         if not self.plan.reshards:  # those of a stage are given back when it is done
-            left = [stage for stage, done in zip(self.stages, moment.done, strict=True) if not done]
-            padding = sum(self.division.filled(b) - self.division.experts(b) for s in left for b in s.blocks)
-            return (self.division.whole(left) + padding) * self.width
+            return sum(w for w, done in zip(self.whole_stages, moment.done, strict=True) if not done) * self.width
         whole = [params * self.width for params, _ in self.in_blocks]
         others = sum(size for turn, size in enumerate(whole) if moment.whole[turn] and turn != moment.turn)
         blocks = self.stages[moment.turn].blocks
