@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -218,10 +216,7 @@ def courses_of(
             held = held._replace(gradients=gradients[phase] * backward, fresh=waits, drawn=live.drawn, given=given)
             found.setdefault((phase, backward, inside), []).append(held)
     courses = {at: _course(kept[at], left[at], *(found.get((at, *way), []) for way in WAYS)) for at in kept}
-    if BEFORE in courses:
-        shared = _kept(first, [size if at in first.shared else Held() for at, size in enumerate(sizes)], out)
-        courses[BEFORE] = courses[BEFORE]._replace(shared=(shared[0][BEFORE], shared[1][BEFORE]))
-    return _by_block(first.calls, courses)
+    return _by_block(first.calls, courses, _shared(first, sizes, out))
 
 
 WAYS = ((False, True), (False, False), (True, False))
@@ -242,11 +237,12 @@ def _of_tied(run: Lifetimes, sizes: Sequence[Held], added: set[int]) -> frozense
     return frozenset(heads | {p for p in whole if made[p] == BEFORE and run.sizes[p] in alike})
 
 
-def _by_block(calls: Sequence[int], courses: Mapping[int, Course]) -> dict[int, Course]:
+def _by_block(calls: Sequence[int], courses: Mapping[int, Course], shared: tuple[Held, Held]) -> dict[int, Course]:
     found: dict[int, list[Course]] = {}
     for phase, course in courses.items():
         found.setdefault(calls[phase] if 0 <= phase < AFTER else phase, []).append(course)
-    return {block: _average(each) for block, each in found.items()}
+    averages = {block: _average(each) for block, each in found.items()}
+    return {block: course._replace(shared=shared) if block == BEFORE else course for block, course in averages.items()}
 
 
 def _waiting(calls: Sequence[int], phase: int, trained: Mapping[int, int]) -> int:
@@ -305,6 +301,12 @@ def _kept(run: Lifetimes, sizes: list[Held], out: int) -> tuple[dict[int, Held],
     return kept, left
 
 
+def _shared(run: Lifetimes, sizes: Sequence[Held], out: int) -> tuple[Held, Held]:
+    """Of both that runs before the blocks, what blocks after the first are given."""
+    kept, left = _kept(run, [size if place in run.shared else Held() for place, size in enumerate(sizes)], out)
+    return kept.get(BEFORE, Held()), left.get(BEFORE, Held())
+
+
 def largest(moments: Iterable[Held]) -> tuple[Held, ...]:
     """Those that no other exceeds in everything."""
     best: list[Held] = []
@@ -313,40 +315,6 @@ def largest(moments: Iterable[Held]) -> tuple[Held, ...]:
             best = [other for other in best if not all(a >= b for a, b in zip(one, other, strict=True))]
             best.append(one)
     return tuple(best)
-
-
-def enough(module: nn.Module, names: tuple[str, ...], profile: Profile) -> tuple[str, ...]:
-    """The first blocks of each list, as far as there are two of each kind: a step with those shows what others hold."""
-    lists: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        lists.setdefault(name.rpartition(".")[0], []).append(index)
-    chosen: list[int] = []
-    for parent, members in lists.items():
-        met = Counter[Block]()
-        first = min(3, len(members))
-        for place, index in enumerate(members):
-            met[profile.blocks[index]] += 1
-            first = max(first, place + 1) if met[profile.blocks[index]] <= 2 else first
-        container = module.get_submodule(parent)
-        whole = not isinstance(container, nn.ModuleList) or len(container) != len(members)
-        chosen += members if whole else members[:first]
-    return tuple(names[index] for index in sorted(chosen))
-
-
-@contextmanager
-def shortened(module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...]) -> Iterator[None]:
-    """Within it lists of blocks hold the chosen ones alone."""
-    before: dict[str, dict[str, Any]] = {}
-    for name in set(names) - set(chosen):
-        parent, _, key = name.rpartition(".")
-        container = module.get_submodule(parent)
-        before.setdefault(parent, dict(container._modules))
-        del container._modules[key]
-    try:
-        yield
-    finally:
-        for parent, children in before.items():
-            module.get_submodule(parent)._modules.update(children)
 
 
 def with_courses(profile: Profile, courses: Mapping[Seen, Mapping[int, Course]]) -> Profile:

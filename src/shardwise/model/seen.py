@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,9 +29,9 @@ from shardwise.model.course import Course, Seen
 from shardwise.model.experts import stacks_by_group
 from shardwise.model.hf_plan import caches_keys
 from shardwise.model.known import Known
-from shardwise.model.lifetimes import Lifetimes, courses_of, enough, is_plain, shortened
+from shardwise.model.lifetimes import Lifetimes, courses_of, is_plain
 from shardwise.model.nested import put
-from shardwise.model.profile import Profile
+from shardwise.model.profile import Block, Profile
 from shardwise.model.recording import AFTER, BEFORE, key_of
 from shardwise.model.standin import LossOf, drop_by_key
 from shardwise.model.torch_private import fake_tensors, keeps_costly
@@ -57,7 +58,7 @@ def courses_seen(
 
     Cost: two to six steps of a few blocks on shapes.
     """
-    chosen = enough(module, names, profile)
+    chosen = _enough(module, names, profile)
     if chosen != names:
         try:
             return _of_blocks(module, names, chosen, sample, how, profile.tied)
@@ -88,7 +89,7 @@ def _of_blocks(
     tokens, out = 1.0, -1
     quiet = without_tracebacks()
     dtype = DTYPES[how.width]
-    with shortened(module, names, chosen), quiet, fake_tensors(), as_with_values(), torch.device("cpu"):
+    with _shortened(module, names, chosen), quiet, fake_tensors(), as_with_values(), torch.device("cpu"):
         copied = cpu_copy(module, dtype)
         by_group = frozenset(map(key_of, stacks_by_group(copied)))
         for block in map(copied.get_submodule, chosen if how.recomputed else ()):
@@ -105,6 +106,40 @@ def _of_blocks(
         trained = {i: sum(p.nbytes for p in block.parameters() if p.requires_grad) for i, block in blocks}
     found = courses_of(runs, rows, tokens, out, trained, tied)
     return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
+
+
+def _enough(module: nn.Module, names: tuple[str, ...], profile: Profile) -> tuple[str, ...]:
+    """The first blocks of each list, as far as there are two of each kind: a step with those shows what others hold."""
+    lists: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        lists.setdefault(name.rpartition(".")[0], []).append(index)
+    chosen: list[int] = []
+    for parent, members in lists.items():
+        met = Counter[Block]()
+        first = min(3, len(members))
+        for place, index in enumerate(members):
+            met[profile.blocks[index]] += 1
+            first = max(first, place + 1) if met[profile.blocks[index]] <= 2 else first
+        container = module.get_submodule(parent)
+        whole = not isinstance(container, nn.ModuleList) or len(container) != len(members)
+        chosen += members if whole else members[:first]
+    return tuple(names[index] for index in sorted(chosen))
+
+
+@contextmanager
+def _shortened(module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...]) -> Iterator[None]:
+    """Within it lists of blocks hold the chosen ones alone."""
+    before: dict[str, dict[str, Any]] = {}
+    for name in set(names) - set(chosen):
+        parent, _, key = name.rpartition(".")
+        container = module.get_submodule(parent)
+        before.setdefault(parent, dict(container._modules))
+        del container._modules[key]
+    try:
+        yield
+    finally:
+        for parent, children in before.items():
+            module.get_submodule(parent)._modules.update(children)
 
 
 def _recomputed(by_group: frozenset[int], forward: Any, *args: Any, **kwargs: Any) -> Any:
