@@ -38,7 +38,7 @@ class Converted:
     """Tensors that are kept in another type than they were stored in."""
 
     what: str
-    """`moments`, averages of an optimizer, or `weights`."""
+    """`weights`, `moments` of Adam, or other `averages`, of an optimizer or of the weights."""
     count: int
     """How many, over all ranks."""
     before: str
