@@ -9,7 +9,7 @@ from math import ceil
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
-from shardwise.plan.exchange import ROUTING, exchange_time, routings
+from shardwise.plan.exchange import exchange_time
 from shardwise.plan.frozen import ADAPTER_KERNELS, adapter_time, whole_time
 from shardwise.plan.kernels import (
     BYTES,
@@ -152,11 +152,8 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
     forward = backward = light = weight = 0.0
     kernels = apart = 0
     batch, heads = shape[0], next(iter(block.attentions), None)
-    moves = routings(block.matmuls, setting)
     for op in block.ops:
         ahead, back = _op_time(op, shape, setting)
-        if op.name in ROUTING:
-            ahead, back = moves * ahead, moves * back
         if setting.frozen and isinstance(op, Matmul) and op.name != "head":
             there = setting.axes, setting.adapters, setting.cluster.device, setting.width
             added = adapter_time(op, batch * shape[1] / setting.axes.cp, there, heads, fused=setting.stack.fused)

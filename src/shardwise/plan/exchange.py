@@ -1,4 +1,4 @@
-"""Tokens on their way to experts on other ranks: the seconds of their exchange, and what sorts them again behind it."""
+"""Tokens on their way to experts on other ranks: the seconds of their exchange."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from shardwise.plan.links import collective_time, group_of
 
 if TYPE_CHECKING:
     from shardwise.plan.blocktime import Setting
-
-ROUTING = ("permute", "combine")
-"""Operators that take tokens to where their experts' products read them, and back."""
 
 
 def exchange_time(matmuls: Sequence[Matmul], tokens: float, setting: Setting) -> float:
@@ -37,14 +34,3 @@ def exchange_time(matmuls: Sequence[Matmul], tokens: float, setting: Setting) ->
 def crossing(choices: int, places: float) -> float:
     """Distinct nodes (or ranks) over choices, where a token chooses evenly: of k choices `n (1 - (1 - 1/n)^k)`."""
     return places * (1 - (1 - 1 / places) ** choices) / choices
-
-
-def routings(matmuls: Sequence[Matmul], setting: Setting) -> int:
-    """How often routed tokens are moved to be in the order of experts, and as often back.
-
-    What an all-to-all brings is in the order of the ranks that sent it, so that a rank of several experts sorts it once
-    more (Megatron-Core's `sort_chunks_by_idxs`, torchtitan's `_permute`). What sends a token once to a rank, whatever
-    it chose there, has not sorted before.
-    """
-    local = max((op.experts / setting.axes.ep for op in matmuls), default=0.0)
-    return 2 if setting.axes.ep > 1 and local > 1 and not setting.stack.once_per_rank else 1
