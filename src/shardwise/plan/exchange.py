@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def exchange_time(matmuls: Sequence[Matmul], tokens: float, setting: Setting) -> float:
     """Exposed seconds of the exchange of a block's tokens: there and back, forward and backward.
 
-    `tokens`: of a micro-batch on one rank. Ranks that share an expert each take a part of what is sent to it, and gather
-    that from one another (Megatron-Core's dispatcher, expert tensor parallelism).
+    `tokens`: of a micro-batch on one rank. Ranks that share an expert each take a part of what is sent to it, and
+    gather that from one another (Megatron-Core's dispatcher, expert tensor parallelism).
     """
     ep, stack = setting.axes.ep, setting.stack
     routed = [op for op in matmuls if op.experts]
