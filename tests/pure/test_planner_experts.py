@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,15 +26,19 @@ def setting(plan: str, stack: Stack = CORE, cluster: str = "h100:8x4", dtype: st
     return Setting(load_cluster(cluster), stack, Plan.parse(plan).axes, dtype)
 
 
+def exchange(matmuls: Sequence[Matmul], tokens: float, here: Setting) -> float:
+    return exchange_time(matmuls, tokens, here.width, here.axes.ep, (here.cluster, here.stack))
+
+
 def test_deepep_sends_a_token_once_to_a_rank_inside_a_node() -> None:
     """Of 8 choices among 8 ranks, `8 (1 - (7/8)^8) = 5.3` are expected to be other ranks than those before."""
     often, once = (
-        exchange_time(SPARSE.matmuls, 65536, setting("fsdp32 ep8 zero1", replace(CORE, once_per_rank=once)))
+        exchange(SPARSE.matmuls, 65536, setting("fsdp32 ep8 zero1", replace(CORE, once_per_rank=once)))
         for once in (False, True)
     )
     assert once / often == pytest.approx(8 * (1 - 0.875**8) / 8, rel=0.02)
     across = (
-        exchange_time(SPARSE.matmuls, 65536, setting("fsdp32 ep32 zero1", replace(CORE, once_per_rank=once)))
+        exchange(SPARSE.matmuls, 65536, setting("fsdp32 ep32 zero1", replace(CORE, once_per_rank=once)))
         for once in (False, True)
     )
     assert len(set(across)) == 1, "between nodes it is once to a node, `once_per_node`"
@@ -46,9 +51,9 @@ def test_ranks_that_share_an_expert_each_take_a_part_of_its_tokens_and_gather_it
     size = 2048 * up.takes * shared.width
     sent = collective_time("all_to_all", size / 4, Group(128, 4), shared.cluster)
     gathered = collective_time("all_gather", size, Group(4, 1), shared.cluster)
-    assert exchange_time([up], 2048, shared) == pytest.approx(4 * (sent + gathered))
-    apart = exchange_time([up], 2048, replace(shared, stack=replace(shared.stack, expert_parts=1)))
-    assert exchange_time([up], 2048, shared) < 0.5 * apart
+    assert exchange([up], 2048, shared) == pytest.approx(4 * (sent + gathered))
+    apart = exchange([up], 2048, replace(shared, stack=replace(shared.stack, expert_parts=1)))
+    assert exchange([up], 2048, shared) < 0.5 * apart
     assert crossing(1, 64) == 1
 
 
