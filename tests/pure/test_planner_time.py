@@ -12,7 +12,8 @@ from shardwise.model.ops import Attention
 from shardwise.model.profile import Profile, profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import saved_bytes, saving_of
-from shardwise.plan.blocktime import CAST, Setting, _kernels, _matmul, _passes, crossing
+from shardwise.plan.blocktime import CAST, Setting, _kernels, _matmul, _passes
+from shardwise.plan.exchange import crossing
 from shardwise.plan.kernels import (
     TAIL,
     attention_backward,

@@ -97,7 +97,18 @@ def test_a_trainers_type_is_that_of_weights_and_states_where_no_other_fits() -> 
 
 def test_who_hands_tokens_on_inside_a_node() -> None:
     for said, once in (("dispatcher DeepEP", True), ("HybridEP", True), ("alltoall dispatcher", False)):
-        assert variant("core-8", **BARE | {"notes": f"Megatron-LM; {said}"}).stack.once_per_node == once, said
+        stack = variant("core-8", **BARE | {"notes": f"Megatron-LM; {said}"}).stack
+        assert (stack.once_per_node, stack.once_per_rank) == (once, once), said
+
+
+def test_experts_that_the_notes_state_are_those_of_a_known_mixture_too() -> None:
+    """Of `Mixtral-8x22B-G8T8`, which is Mixtral's in parts of an eighth; and ranks that share each of them."""
+    words = BARE | {"model": "Mixtral-8x22B-G8T8", "d_ff": "2048", "ep": "2", "tp": "2", "dp_replicate": "32"}
+    fine = variant("core-8", **words | {"notes": "Megatron-Core; 64 experts, top-8; etp 2"})
+    assert (fine.spec.num_experts, fine.spec.experts_per_token, fine.spec.ffn_dim) == (128, 16, 1024)
+    assert fine.stack.expert_parts == 2 and not fine.stack.once_per_node
+    plain = variant("core-8", **words | {"notes": "Megatron-Core; etp 1"})
+    assert (plain.spec.num_experts, plain.spec.experts_per_token, plain.stack.expert_parts) == (8, 2, 1)
 
 
 def test_experts_of_a_model_that_no_table_has() -> None:
@@ -215,7 +226,8 @@ def test_one_silicon_computes_alike_and_one_code_takes_the_same_times() -> None:
     assert large.low_best / large.curve.best == pytest.approx(small.low_best / small.curve.best, abs=0.005)
     core, bridge = (load_stack(name) for name in ("megatron-core", "megatron-bridge"))
     # what the recipes of the second choose is not compared
-    chosen = {"grad_bytes": 0.0, "once_per_node": False, "overlap_tensor": 0.0, "overlap_data": 0.0, "loss_bytes": 0.0}
+    chosen = {"grad_bytes": 0.0, "overlap_tensor": 0.0, "overlap_data": 0.0, "loss_bytes": 0.0}
+    chosen |= {"once_per_node": False, "once_per_rank": False}
     same = [replace(stack, name="", about="", **chosen) for stack in (core, bridge)]
     assert same[0] == same[1] and 0.25 < core.overlap_tensor < 0.5 < bridge.overlap_tensor
     assert core.loss_bytes > bridge.loss_bytes  # whose kernel reads the logits twice

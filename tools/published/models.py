@@ -160,6 +160,9 @@ def _override(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     dense = cells.noted(r"(\d+) dense \+ \d+ moe layers")
     if dense and sizes.get("kind") == "moe":
         sizes["num_dense_layers"] = int(dense.group(1))
+    routed = cells.noted(r"\b(\d+) experts,? top-?(\d+)")
+    if routed and sizes.get("kind") == "moe":
+        sizes.update(num_experts=int(routed.group(1)), experts_per_token=int(routed.group(2)))
     return sizes
 
 

@@ -149,8 +149,8 @@ def row_of(raw: Mapping[str, str]) -> Row:
     cluster = cluster_of(cells)
     stack = stack_of(cells, spec, sharded=is_sharded(cells), nodes=cluster.nodes)
     split = split_experts(cells, spec)
-    if split is not spec:  # ranks that share an expert gather its tokens inside their node
-        stack, spec = replace(stack, once_per_node=True), split
+    if split is not spec:
+        stack, spec = replace(stack, expert_parts=split.num_experts // spec.num_experts), split
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
     plan, workload = halved(cells, spec, cluster, stack, (plan, workload))

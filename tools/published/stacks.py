@@ -133,7 +133,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_expert=0.5)
     flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE and not cells.noted(_EXCHANGES_ALL)
     once = flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher") is not None
-    stack = replace(stack, once_per_node=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
+    stack = replace(stack, once_per_node=once, once_per_rank=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     stack = replace(stack, attention=attention_of(cells, name, stack.attention, core=name in CORE))

@@ -9,9 +9,11 @@ from math import ceil
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
+from shardwise.plan.exchange import exchange_time
 from shardwise.plan.frozen import ADAPTER_KERNELS, adapter_time, whole_time
 from shardwise.plan.kernels import (
     BYTES,
+    SCANS,
     TAIL,
     attention_backward,
     attention_kernel,
@@ -120,7 +122,8 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
     compute = max(forward, host[0]) + max(backward, host[1])
     tensor, hidden = _tensor(block, shape, setting, compute)
     context = _context(block, shape, setting, compute - sum(device))
-    expert = _expert(block, shape, setting)
+    tokens, there = shape[0] * shape[1] / setting.axes.cp / setting.axes.tp, (setting.cluster, setting.stack)
+    expert = exchange_time(block.matmuls, tokens, setting.width, setting.axes.ep, there)
     tensor += _waits(host, compute + tensor + context + expert, setting)
     looks = _looks(block, setting)
     ahead, back, both = _passes(device, host, tensor, setting.stack, HOOKS * looks)
@@ -207,6 +210,8 @@ def _op_time(op: Op, shape: Shape, setting: Setting) -> tuple[float, float]:
         return ahead, attention_backward(ahead, stack)
     shard = tp if op.split == "heads" or setting.sequence and op.split == "sequence" or op.per_choice else 1
     moved = op.moved * max(op.per_choice, 1) * tokens / shard
+    if op.name == "scan":
+        moved *= max(1.0, device.bandwidth / SCANS)
     passes, back = passes_of(op, stack, setting.width)
     ahead = pointwise_time(moved * passes, device, setting.width)
     return ahead, ahead * back
@@ -216,6 +221,9 @@ CAST = {"fp8": 3.0, "fp4": 6.0}
 """Bytes per element that making a product's input in a low precision moves, and the gradient of its output: read in 16
 bits, written by rows and, for the product of the other pass, by columns, some of it fused with what goes before; those
 of fp4 are read for their largest first. So small products gain least (NVFP4 against Llama's sizes: -22 to -4 %)."""
+EXPERT_CASTS = 0.5
+"""What casting the operands of an expert's products costs the host, over starting these: one call casts those of all
+experts, a kernel for each (Transformer Engine's `split_quantize`)."""
 WIDE = ("head", "router")
 """Products that stay in 16 bits."""
 
@@ -230,6 +238,7 @@ def _matmul(op: Matmul, tokens: float, setting: Setting) -> tuple[float, float]:
         rows = max(1, ceil(tokens * op.chosen / local / (axes.tp if axes.ep > 1 else 1)))
         if axes.ep > 1:  # tokens of all ranks of the exchange come together
             rows = max(1, ceil(tokens * op.chosen * axes.ep / op.experts / axes.tp))
+        rows += round(setting.stack.expert_tile * (groups - 1) / groups)
     if not op.experts or axes.ep == 1:
         outs = ceil(outs / axes.tp) if op.split == "column" else outs
         ins = ceil(ins / axes.tp) if op.split == "row" else ins
@@ -275,7 +284,8 @@ def _host(block: Block, batch: float, kernels: int, setting: Setting) -> tuple[f
     if setting.axes.tp > 1:  # a collective costs the host several kernels: checks, events, another stream
         kernels += 4 * (2 if setting.sequence else 1) * sum(op.split == "row" for op in block.matmuls)
     local = max((op.experts / setting.axes.ep for op in block.matmuls), default=0.0)
-    routed = stack.route_host + stack.expert_host * local if local else 0.0
+    each = stack.expert_host * (1 + EXPERT_CASTS * (setting.dtype in CAST))
+    routed = stack.route_host + each * local if local else 0.0
     shards = stack.shard_host * slower if setting.gathers else 0.0
     if setting.casts and not stack.fused:
         shards = setting.launch * _casts(block)
@@ -379,22 +389,3 @@ def _context(block: Block, shape: Shape, setting: Setting, idle: float) -> float
         merge = pointwise_time(3 * part, setting.cluster.device, 4.0) + 3 * TAIL
         total += max(sent - behind * 0.9 - idle, 0.1 * sent) + 3 * (cp - 1) * merge
     return total
-
-
-def _expert(block: Block, shape: Shape, setting: Setting) -> float:
-    """Exposed seconds of the exchange of tokens: there and back, forward and backward."""
-    ep = setting.axes.ep
-    routed = [op for op in block.matmuls if op.experts]
-    if ep == 1 or not routed:
-        return 0.0
-    tokens = shape[0] * shape[1] / setting.axes.cp / setting.axes.tp
-    size = tokens * routed[0].takes * setting.width
-    group, stack = group_of(setting.axes, "ep"), setting.stack
-    once = crossing(routed[0].chosen, ep / group.inside(setting.cluster)) if stack.once_per_node else 1.0
-    one = collective_time("all_to_all", size, group, setting.cluster, stack.network, once)
-    return 4 * one * (1 - setting.stack.overlap_expert)
-
-
-def crossing(choices: int, nodes: float) -> float:
-    """Distinct nodes over choices, where a token chooses evenly: `n (1 - (1 - 1/n)^k)` are expected of k choices."""
-    return nodes * (1 - (1 - 1 / nodes) ** choices) / choices

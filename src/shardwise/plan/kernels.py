@@ -111,6 +111,9 @@ weight in 16 bits (14), casts (8), of both factors, square and mean in fp32 (60)
 GELU_APART = 9.0
 """What the primitives of GELU's formula move over the one kernel: 36 B per element in 16 bits against 4 (power 4, four
 products with a number 16, tanh 4, two additions and the last product 12)."""
+SCANS = 3.35e12
+"""Bytes per second of memory beyond which a scan is no faster (an H100's): its kernels are Triton's, which reach less
+of a Blackwell (state-spaces/mamba, issue 904). Nemotron-3 takes as long for it on B200, GB200 and GB300 as on H100."""
 BACK = 1.6
 """Of any other operator's backward pass over the forward's."""
 

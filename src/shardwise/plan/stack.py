@@ -173,6 +173,13 @@ class Stack:
     once_per_node: bool = False
     """A token crosses once to each node that has experts of its choice, and is handed on there (DeepEP:
     arXiv:2412.19437, section 3.2.2); else once per choice."""
+    once_per_rank: bool = False
+    """And once to a rank, whatever it chooses of that rank's experts (DeepEP's kernels inside a node)."""
+    expert_parts: int = 1
+    """Neighbouring ranks over which each expert is divided, where its parts are counted as experts."""
+    expert_tile: int = 0
+    """Rows of a tile of experts' products, where tiles are laid over the rows of all: the one with a boundary in it is
+    computed for each of both experts (megablox on TPUs: MaxText's `wi_tile_fwd_batch_seq`)."""
     splits_sends: bool = False
     """Ranks of `tp` each send a share of what goes to the next stage, which gathers it (arXiv:2104.04473, section 4.1);
     else each sends it whole, where sequences are not sharded."""
