@@ -11,7 +11,7 @@ from published.cells import Cells
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
-from published.stacks import CORE, TORCH, engine, framework, graphs, is_fork, library
+from published.stacks import CORE, NO_MASTER, TORCH, engine, framework, graphs, is_fork, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
@@ -102,8 +102,8 @@ def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
 
 
 _PURE = (
-    r"bf16 params and optimizer|pure bf16|weights (are )?in (bf16|16 bits)|"
-    r"(no|without) (fp32 )?(mixed[ -]precision )?master|mixed[ _-]precision[ =:]+no\b"
+    r"bf16 params and optimizer|pure bf16|weights (are )?in (bf16|16 bits)|mixed[ _-]precision[ =:]+no\b|"
+    rf"{NO_MASTER}"
 )
 """How notes say that weights and states are in 16 bits."""
 
@@ -361,9 +361,7 @@ _WIDE_SUMS = r"reduce_dtype[ =:]+(torch\.)?(fp32|float32)|grad(ient)?s? (are )?r
 
 def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool, ranks: int) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
-    if accumulates and cells.noted(
-        r"reshard_after_forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"
-    ):
+    if cells.noted(r"reshard[ _]after[ _]forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"):
         return Communication(reshard_after_forward=False)
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")
