@@ -9,6 +9,7 @@ import pytest
 from published.cells import Skip
 from published.hardware import _stated
 from published.rows import row_of
+from published.stacks import FUSED_LOSS, SLICED
 from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.stack import load_stack
 from tests.pure.test_published import RAWS, variant
@@ -57,6 +58,12 @@ def test_a_graph_of_the_whole_step_takes_the_host_out() -> None:
 def test_a_loss_in_chunks_holds_few_logits() -> None:
     for said in ("loss in 8 chunks", "loss computed in chunks", "chunked loss"):
         assert variant("fsdp-1", **BARE | {"notes": f"torchtitan, {said}"}).stack.logit_bytes == 0.5, said
+
+
+def test_ligers_cross_entropy_alone_holds_all_logits() -> None:
+    said = ("Liger CE", "Liger cross-entropy", "Liger kernels", "Liger fused linear cross entropy", "no Liger CE")
+    held = [variant("fsdp-1", **BARE | {"notes": f"PyTorch FSDP2, {notes}"}).stack.logit_bytes for notes in said]
+    assert held[0] == held[1] == FUSED_LOSS and held[2] == held[3] == SLICED < held[4]
 
 
 def test_a_loss_in_chunks_fuses_nothing_else_but_that_of_a_library_of_kernels() -> None:

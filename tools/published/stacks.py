@@ -210,6 +210,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         cells.assume("the loss works in chunks of the logits, which torchtune keeps in 16 bits, and litgpt in 32")
     elif of_unsloth(cells) and name in TORCH:
         stack = replace(stack, logit_bytes=SLICED if cells.year >= CUT else IN_PLACE, fused=True)
+    elif cells.noted(_WHOLE) and not cells.noted(r"fused[ -]linear|\bflce\b"):
+        stack = replace(stack, logit_bytes=FUSED_LOSS, fused=True)
     elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=SLICED, fused=compiled is not False or bool(cells.noted(_KERNELS)))
         cells.assume("the loss works in chunks and never holds all logits")
@@ -346,6 +348,8 @@ _SLICED = (
     r"loss (works |computed )?in (\d+ )?chunks"
 )
 """Words for a loss that never holds all logits."""
+_WHOLE = r"(?<!without )(?<!no )\bliger('s)? (ce\b|cross[ -]?entropy)"
+"""Words for Liger's kernel for the loss alone, behind a head that gives all logits."""
 _KERNELS = r"(?<!without )(?<!no )\bliger|fused ce\b|cut cross"
 """Those of libraries that have kernels for the rest of a block too."""
 NONE = 2023.2
