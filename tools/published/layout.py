@@ -7,14 +7,14 @@ from dataclasses import replace
 from math import gcd
 
 from published.adapters import INT8, adapters_of, adapts, trained_share
-from published.cells import Cells
+from published.cells import Cells, unsourced
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
 from published.stacks import CORE, NO_MASTER, TORCH, engine, framework, graphs, is_fork, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
+from shardwise.plan.plan import Axes, Batch, Communication, Context, Float8, Plan, Schedule, Tensor
 from shardwise.plan.stack import Stack
 from shardwise.plan.workload import Workload
 
@@ -263,9 +263,16 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
             sequence=_sequence(cells, stack.name, sizes.tp),
             loss=sizes.tp > 1 and stack.name != "megatron-flash" and not cells.has(_WHOLE_LOGITS),
         ),
+        context=_context(cells, sizes.cp),
         compile=cells.compiled is True,
     )
     return plan, work
+
+
+def _context(cells: Cells, cp: int) -> Context:
+    """How ranks of `cp` see the whole sequence: in a ring, unless notes say that they exchange it for heads."""
+    said = unsourced(cells.notes) if cp > 1 else ""
+    return Context(kind="ulysses") if re.search(r"\bulysses\b", said) else Context()
 
 
 _WHOLE_LOGITS = r"logits (are )?gathered|gather(s|ed) (the |all )?logits"
