@@ -59,7 +59,7 @@ def test_a_task_without_logits_has_a_table_of_words_and_no_head() -> None:
     assert answers.num_params == pytest.approx(masked.num_params, rel=0.01)
 
 
-def test_a_compiled_loop_of_its_own_spends_nothing_of_a_trainers_each_step() -> None:
+def test_a_loop_of_its_own_spends_nothing_of_a_trainers_each_step() -> None:
     one = {
         "n_gpus": "8",
         "gpus_per_node": "8",
@@ -76,6 +76,10 @@ def test_a_compiled_loop_of_its_own_spends_nothing_of_a_trainers_each_step() -> 
     )
     assert own.name == other.name == "torchtitan"
     assert own.step + own.micro_host < 0.001 < other.step + other.micro_host
+    eager = variant("fsdp-1", **cells | {"notes": "a loop of its own, DDP, step of all", "compile": "n"}).stack
+    assert (eager.step, eager.micro_host) == (own.step, own.micro_host)
+    cut = {"notes": "a loop of its own", "compile": "n", "tp": "2", "dp_replicate": "4"}
+    assert variant("fsdp-1", **cells | cut).stack.step == other.step, "what cuts models too is a trainer"
 
 
 def test_links_between_two_cards() -> None:

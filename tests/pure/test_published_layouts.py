@@ -393,3 +393,15 @@ def test_what_a_peak_counts_and_of_which_rank() -> None:
     assert read("peak is mem-max-allocated-bytes, logged by the last rank") == ("allocated", "last")
     assert read("peak reserved 77.9 GB (allocated is in the memory column)") == ("allocated", "worst")
     assert read("max reserved of rank 0") == ("reserved", "first")
+
+
+def test_ranks_of_a_context_exchange_heads_where_the_row_names_ulysses() -> None:
+    cells = ONE_NODE | {"cp": "8", "seq_len": "131072", "global_batch": "8"}
+    said = ("DeepSpeed ZeRO-3, sequence parallel (Ulysses)", "a/b docs/ulysses-sp.md @0123abc; ring attention", "CP 8")
+    assert [variant("fsdp-1", **cells | {"notes": notes}).plan.context.kind for notes in said] == [
+        "ulysses",
+        "ring",
+        "ring",
+    ]
+    alone = cells | {"cp": "1", "notes": "Ulysses"}
+    assert variant("fsdp-1", **alone).plan.context.kind == "ring", "there is no such axis"

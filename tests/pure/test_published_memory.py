@@ -10,7 +10,7 @@ import pytest
 from published.attention import SDPA
 from published.stacks import GATHERS_AGAIN, KERNELS, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.model.profile import profile_of
-from shardwise.plan.activations import saved_bytes, saving_of
+from shardwise.plan.activations import kept_outputs, saved_bytes, saving_of
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
@@ -284,3 +284,58 @@ def test_the_loss_of_torchtitan_is_compiled_with_16_bits_of_a_logit_and_a_loops_
     loop = BARE | {"date": "2026-02", "compile": "y", "zero_stage": "3", "n_gpus": "16"}
     found = [variant("new-2", **loop | {"notes": said}).stack for said in ("torchtitan", "a loop on FSDP2")]
     assert [(stack.name, stack.logit_bytes) for stack in found] == [("torchtitan", 4.0), ("torchtitan", 8.0)]
+
+
+def test_recompute_per_operator_keeps_what_experts_ranks_send_each_other() -> None:
+    moe = profile_of(variant("fsdp-1", **BARE | {"model": "Qwen3-30B-A3B", "ep": "8"} | _SIZELESS).spec)
+    block, dim, choices = moe.blocks[0], 2048, 8
+
+    def kept(plan: str, stack: Stack) -> float:
+        return kept_outputs(block, saving_of(Plan.parse(plan), stack, 4096))
+
+    stack, eight, alone = load_stack("torchtitan"), "fsdp8 ep8 bf16", "fsdp8 bf16"
+    listed, once = replace(stack, keeps_exchanged=True), replace(stack, keeps_exchanged=True, once_per_node=True)
+    without = kept(eight, replace(stack, keeps_exchanged=False))
+    assert kept(alone, listed) == without == kept(alone, replace(stack, keeps_exchanged=False))
+    assert kept(eight, listed) - without == 2 * choices * dim * 2, "there and back, for each choice"
+    assert kept(eight, once) - without == (choices + 1) * dim * 2, "what comes back is summed up on its way"
+
+
+@pytest.mark.parametrize(
+    ("model", "date", "notes", "listed"),
+    [
+        ("DeepSeek-V2-Lite", "2025-08", "torchtitan", False),
+        ("DeepSeek-V2-Lite", "2025-10", "torchtitan", True),
+        ("Qwen3-30B-A3B", "2025-12", "torchtitan", False),
+        ("Qwen3-30B-A3B", "2025-12", "torchtitan, DeepEP", True),
+        ("Qwen3-30B-A3B", "2026-03", "torchtitan", True),
+        ("Qwen3-30B-A3B", "2026-03", "Megatron-Core", False),
+    ],
+)
+def test_the_list_of_torchtitan_has_the_exchange_of_tokens_by_model_and_date(
+    model: str, date: str, notes: str, listed: bool
+) -> None:
+    cells = {"model": model, "date": date, "notes": notes, "ep": "8"}
+    assert variant("fsdp-1", **BARE | _SIZELESS | cells).stack.keeps_exchanged == listed
+
+
+_SIZELESS = {key: "" for key in ("n_params", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab")}
+
+
+def test_weights_without_a_copy_in_fp32_have_none_in_any_stack() -> None:
+    cells = BARE | {"precision": "bf16", "date": "2026-03"}
+    for said, copied in (("", True), ("; no fp32 copy", False), ("; no master weights", False)):
+        row = variant("core-8", **cells | {"notes": f"pure bf16; Megatron-Core{said}"})
+        assert (row.plan.precision, row.stack.pure_master) == ("bf16-pure", copied), said
+    apart = variant("core-8", **cells | {"notes": "Megatron-Core; no fp32 copy of the logits"})
+    assert apart.plan.precision == "bf16", "of something else"
+
+
+def test_fsdp_that_never_reshards_holds_all_weights_in_a_step_of_one_micro_batch_too() -> None:
+    cells = BARE | {"micro_batch": "2", "global_batch": "16", "n_gpus": "8", "dp_shard": "8", "dp_replicate": "1"}
+    plans = [
+        variant("fsdp-1", **cells | {"notes": f"torchtitan{said}"}).plan
+        for said in ("", "; reshard after forward: never", "; FSDP never reshards")
+    ]
+    assert all(plan.batch.micro_batches == 1 for plan in plans)
+    assert [plan.reshards for plan in plans] == [True, False, False]

@@ -9,6 +9,7 @@ import pytest
 from published.cells import Skip
 from published.hardware import _stated
 from published.rows import row_of
+from published.stacks import FUSED_LOSS, SLICED
 from shardwise.hardware.cluster import load_cluster
 from shardwise.plan.stack import load_stack
 from tests.pure.test_published import RAWS, variant
@@ -57,6 +58,19 @@ def test_a_graph_of_the_whole_step_takes_the_host_out() -> None:
 def test_a_loss_in_chunks_holds_few_logits() -> None:
     for said in ("loss in 8 chunks", "loss computed in chunks", "chunked loss"):
         assert variant("fsdp-1", **BARE | {"notes": f"torchtitan, {said}"}).stack.logit_bytes == 0.5, said
+
+
+def test_ligers_cross_entropy_alone_holds_all_logits() -> None:
+    said = ("Liger CE", "Liger cross-entropy", "Liger kernels", "Liger fused linear cross entropy", "no Liger CE")
+    held = [variant("fsdp-1", **BARE | {"notes": f"PyTorch FSDP2, {notes}"}).stack.logit_bytes for notes in said]
+    assert held[0] == held[1] == FUSED_LOSS and held[2] == held[3] == SLICED < held[4]
+
+
+def test_a_loss_in_chunks_fuses_nothing_else_but_that_of_a_library_of_kernels() -> None:
+    def fused(notes: str, compiled: str) -> bool:
+        return variant("fsdp-1", **BARE | {"compile": compiled, "notes": f"torchtitan, {notes}"}).stack.fused
+
+    assert not fused("loss in chunks", "n") and fused("loss in chunks", "y") and fused("Liger kernels", "n")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +227,11 @@ def test_cards_of_two_dies_and_links_without_nvlink() -> None:
     die = load_cluster("mi250x").device
     found = variant("fsdp-2", **BARE | {"gpu": "MI250-128GB", "interconnect": ""}).cluster.device
     assert found.rates.bf16 == 2 * die.rates.bf16 and found.bandwidth == 2 * die.bandwidth
+
+
+def test_attention_in_primitives_goes_by_many_names() -> None:
+    for said in ("math attention", "SDPA math", "attention in primitives", "vanilla attention", "materialized scores"):
+        assert variant("core-8", **BARE | {"notes": said}).stack.attention == "unfused", said
 
 
 def test_one_silicon_computes_alike_and_one_code_takes_the_same_times() -> None:

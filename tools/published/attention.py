@@ -21,12 +21,14 @@ _KERNELS: tuple[tuple[str, AttentionKernel], ...] = (
     (_NO_FLASH, "unfused"),
     (rf"{_FLASH}(v?[34]{_ONLY}|v[34]\.)|\bfa-?[34]\b|cudnn (fused )?attention", "flash3"),
     (rf"{_FLASH}v?1{_ONLY}|flash_attentionv1|\bfa-?1\b", "flash1"),
+    (r"\bsdpa[ _-]math\b|\bmath[ _-]sdpa\b", "unfused"),
     (rf"{_FLASH}v?2|\bfa-?2\b|\bsdpa\b", "flash2"),
     (_TRITON, "triton"),
     (_FLASH, "flash2"),
     (r"memory[ -]efficient attention|\bxformers\b", "flash1"),
     (r"kernel: fused|fused softmax", "fused-softmax"),
-    (r"kernel: torch|unfused|eager attention|naive attention|attn: eager", "unfused"),
+    (r"kernel: torch|unfused|(eager|naive|vanilla|math) attention|attn: eager|math (backend|kernel)", "unfused"),
+    (r"attention in primitives|materiali[sz]e[ds]? (the )?(attention|scores)", "unfused"),
 )
 
 

@@ -130,8 +130,11 @@ def tables() -> str:
         "on the host, as its configurations have it. `most_gathered`: what XLA and DeepSpeed gather are products, not "
         "blocks. `keeps_gathered`: until July 2026 autograd keeps all that DeepSpeed's zero 3 gathers for blocks that "
         "are not computed again, where the model is built outside its `zero.Init` (its pull request 8189), as loops of "
-        "their own do, or its own linear is turned off. GELU of GPT-2, GPT-J, CodeGen and Phi in `transformers`, "
-        "and of minGPT, is its formula in primitives.",
+        "their own do, or its own linear is turned off. `keeps_exchanged`: torchtitan's per-operator recompute keeps "
+        "what ranks send each other of experts' tokens (its pull request 1672 of September 2025; of Qwen3 from "
+        "February 2026 on, 2357; what DeepEP sends from the start). A loss in chunks fuses nothing else where a row is "
+        "not compiled, and Liger's cross entropy alone leaves the logits whole. GELU of GPT-2, GPT-J, CodeGen and Phi "
+        "in `transformers`, and of minGPT, is its formula in primitives.",
         "Adapters (LoRA): a frozen product keeps nothing of its input; each adapter keeps a copy of its own, 3 "
         "bytes per element in 16 bits, with the mask of its dropout; without dropout (torchtune, LLaMA-Factory, "
         "unsloth, Megatron) it shares the input, but from June 2024 PEFT casts it for each (its version 0.12). They "

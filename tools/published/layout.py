@@ -7,14 +7,14 @@ from dataclasses import replace
 from math import gcd
 
 from published.adapters import INT8, adapters_of, adapts, trained_share
-from published.cells import Cells
+from published.cells import Cells, unsourced
 from published.degrees import Sizes, batch_of, degrees_of, expert_degree, sizes_of, stage_of, stage_said
 from published.offload import offload_of
 from published.recompute import recompute_of
-from published.stacks import CORE, TORCH, engine, framework, graphs, is_fork, library
+from published.stacks import CORE, NO_MASTER, TORCH, engine, framework, graphs, is_fork, library
 from shardwise.hardware.cluster import Cluster, Rates
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Axes, Batch, Communication, Float8, Plan, Schedule, Tensor
+from shardwise.plan.plan import Axes, Batch, Communication, Context, Float8, Plan, Schedule, Tensor
 from shardwise.plan.stack import Stack
 from shardwise.plan.workload import Workload
 
@@ -102,8 +102,8 @@ def seq_len_of(cells: Cells, spec: ModelSpec, stack: str) -> int:
 
 
 _PURE = (
-    r"bf16 params and optimizer|pure bf16|weights (are )?in (bf16|16 bits)|"
-    r"(no|without) (fp32 )?(mixed[ -]precision )?master|mixed[ _-]precision[ =:]+no\b"
+    r"bf16 params and optimizer|pure bf16|weights (are )?in (bf16|16 bits)|mixed[ _-]precision[ =:]+no\b|"
+    rf"{NO_MASTER}"
 )
 """How notes say that weights and states are in 16 bits."""
 
@@ -263,9 +263,16 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
             sequence=_sequence(cells, stack.name, sizes.tp),
             loss=sizes.tp > 1 and stack.name != "megatron-flash" and not cells.has(_WHOLE_LOGITS),
         ),
+        context=_context(cells, sizes.cp),
         compile=cells.compiled is True,
     )
     return plan, work
+
+
+def _context(cells: Cells, cp: int) -> Context:
+    """How ranks of `cp` see the whole sequence: in a ring, unless notes say that they exchange it for heads."""
+    said = unsourced(cells.notes) if cp > 1 else ""
+    return Context(kind="ulysses") if re.search(r"\bulysses\b", said) else Context()
 
 
 _WHOLE_LOGITS = r"logits (are )?gathered|gather(s|ed) (the |all )?logits"
@@ -361,9 +368,7 @@ _WIDE_SUMS = r"reduce_dtype[ =:]+(torch\.)?(fp32|float32)|grad(ient)?s? (are )?r
 
 def _communication(cells: Cells, stack: str, precision: str, *, accumulates: bool, ranks: int) -> Communication:
     """Gradients on the wire: in 16 bits where the stack reduces them so; what stays gathered between micro-batches."""
-    if accumulates and cells.noted(
-        r"reshard_after_forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"
-    ):
+    if cells.noted(r"reshard[ _]after[ _]forward[ =:]+(false|no\b|never)|never reshards?\b|(no|without) reshard"):
         return Communication(reshard_after_forward=False)
     if accumulates and cells.has(r"lit-?gpt|lightning (ai|fabric)"):
         cells.assume("weights stay gathered between micro-batches, whose gradients Fabric does not reduce")

@@ -71,6 +71,9 @@ FLEXIBLE = 2025.7
 """Year from which Megatron-Bridge's recipes dispatch tokens by DeepEP or HybridEP."""
 OVERLAPPED_EXPERTS = 2026.4
 """Year from which half of Megatron-Core's exchange of tokens is seen to run beside computing."""
+EXCHANGED, ONE_LIST = 2025.67, 2026.1
+"""Years from which torchtitan's per-operator recompute keeps what is sent all to all (its pull request 1672): of
+Llama 4, DeepSeek and gpt-oss, and of every model, when their lists became one."""
 _EXCHANGES_ALL = r"all-?to-?all (token )?dispatch|dispatch\w* (by |with )?all-?to-?all"
 """Words for Megatron-Core's dispatcher that sends a token to each of its experts by itself."""
 _GRADS_IN = r"grad(ient)?s?( (are|accumulated|reduced|added up))* in (fp32|bf16)|(fp32|bf16) grad(ient)?s\b"
@@ -127,13 +130,14 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, step=_preset("eager").step, micro_host=_preset("eager").micro_host)
     if cells.has(_FORKS) and not cells.noted(r"megatron-lm of"):
         stack = replace(stack, splits_sends=False)  # DeepSpeed's own pipeline
-    if engine(cells) == "eager" or cells.has("thunder"):
+    if engine(cells) == "eager" or cells.has("thunder") or cells.noted(NO_MASTER):
         stack = replace(stack, pure_master=False)
     if name in CORE and cells.year >= OVERLAPPED_EXPERTS:
         stack = replace(stack, overlap_expert=0.5)
     flexible = name == "megatron-bridge" and cells.year >= FLEXIBLE and not cells.noted(_EXCHANGES_ALL)
     once = flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher") is not None
     stack = replace(stack, once_per_node=once, once_per_rank=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
+    stack = replace(stack, keeps_exchanged=stack.keeps_exchanged and (once or _lists_exchange(cells)))
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     stack = replace(stack, attention=attention_of(cells, name, stack.attention, core=name in CORE))
@@ -206,8 +210,10 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         cells.assume("the loss works in chunks of the logits, which torchtune keeps in 16 bits, and litgpt in 32")
     elif of_unsloth(cells) and name in TORCH:
         stack = replace(stack, logit_bytes=SLICED if cells.year >= CUT else IN_PLACE, fused=True)
+    elif cells.noted(_WHOLE) and not cells.noted(r"fused[ -]linear|\bflce\b"):
+        stack = replace(stack, logit_bytes=FUSED_LOSS, fused=True)
     elif cells.noted(_SLICED):
-        stack = replace(stack, logit_bytes=SLICED, fused=True)
+        stack = replace(stack, logit_bytes=SLICED, fused=compiled is not False or bool(cells.noted(_KERNELS)))
         cells.assume("the loss works in chunks and never holds all logits")
     elif name == "eager" and stack.fused and engine(cells) is None and cells.year >= FUSED:
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
@@ -244,6 +250,15 @@ def _graphs_experts(cells: Cells, spec: ModelSpec, name: str) -> bool:
     return late and spec.kind == "moe" and not spec.scan_dim and re.search(r"b[23]00", cells["gpu"].lower()) is not None
 
 
+def _lists_exchange(cells: Cells) -> bool:
+    """Whether torchtitan's list of what per-operator recompute keeps has the exchange of tokens, whatever sends it.
+
+    DeepEP's has been there from the start.
+    """
+    own = re.search("qwen", cells["model"].lower())  # whose list was one of its own
+    return cells.year >= (ONE_LIST if own else EXCHANGED)
+
+
 def is_fork(cells: Cells) -> bool:
     """Whether a row is of a code on Megatron-LM and DeepSpeed, whose engine steps."""
     return re.search(rf"bloom sizing|{_FORKS}", unsourced(cells.text)) is not None
@@ -255,8 +270,12 @@ def _by_others(cells: Cells) -> bool:
 
 
 def _loops(cells: Cells) -> bool:
-    """Whether a row is a loop of its own around a compiled model, which spends nothing of a trainer's each step."""
-    return cells.compiled is True and cells.year >= NONE and engine(cells) is None and not library(cells)
+    """Whether a row is a loop of its own, which spends nothing of a trainer's each step.
+
+    What cuts models too is a trainer by another name, unless it is said to compile.
+    """
+    own = cells.compiled is True or not _divides(cells, "tp", "pp", "cp")
+    return own and cells.year >= NONE and engine(cells) is None and not library(cells)
 
 
 def _of_its_time(cells: Cells, stack: Stack) -> Stack:
@@ -316,6 +335,8 @@ _FLAT = r"\bfsdp-?1\b|full_shard|(?<!hybrid_)shard_grad_op"
 """Words for FSDP1 in runs that are as torchtitan's else."""
 _NEVER = r"gradients (are )?never (set to zero|zeroed|dropped)|zero_grad\(set_to_none[ =]+false"
 """Words for gradients that stay between steps."""
+NO_MASTER = r"(no|without) (fp32 )?(mixed[ -]precision )?master|(no|without) fp32 cop(y|ies)(?! of (?!(the )?weights))"
+"""Words for weights in 16 bits that no copy in fp32 is of (Transformer Engine's FusedAdam, unless it is told to)."""
 _MASKED = r"(logits|predictions|head|loss)( of| over| on)?( the)? masked (tokens|positions|words)( only| alone)?"
 """Words for BERT's head over what is masked alone."""
 MASKED = 20 / 128
@@ -327,6 +348,10 @@ _SLICED = (
     r"loss (works |computed )?in (\d+ )?chunks"
 )
 """Words for a loss that never holds all logits."""
+_WHOLE = r"(?<!without )(?<!no )\bliger('s)? (ce\b|cross[ -]?entropy)"
+"""Words for Liger's kernel for the loss alone, behind a head that gives all logits."""
+_KERNELS = r"(?<!without )(?<!no )\bliger|fused ce\b|cut cross"
+"""Those of libraries that have kernels for the rest of a block too."""
 NONE = 2023.2
 """Year until which PyTorch's loops set gradients to zero, which keeps them, and not to None, and step one parameter
 after the other (torch 2.0)."""

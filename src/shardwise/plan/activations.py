@@ -71,17 +71,24 @@ class Saving:
     weighs_inside: bool = False
     """What experts give is not kept: `Stack.weighs_inside`."""
     adapters: Adapters | None = None
+    exchanged: bool = False
+    """Per-operator recompute keeps what ranks send each other of experts' tokens: `Stack.keeps_exchanged`."""
+    once: bool = False
+    """What comes back is summed up on its way: `Stack.once_per_node`."""
     returns: bool = False
     """Packed products give what they are given: their library computes in 16 bits and casts to its input's type."""
 
 
 def saving_of(plan: Plan, stack: Stack, seq_len: int, compute: str = "", adapters: Adapters | None = None) -> Saving:
     """The knobs of a plan under a stack; `compute` and `adapters` are the workload's."""
-    return _saving(plan.axes.tp, plan.tensor.sequence, plan.precision, (stack, seq_len, compute, adapters))
+    exchanged = stack.keeps_exchanged and plan.axes.ep > 1
+    return _saving(plan.axes.tp, plan.tensor.sequence, plan.precision, exchanged, (stack, seq_len, compute, adapters))
 
 
 @lru_cache(maxsize=1024)
-def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str, Adapters | None]) -> Saving:
+def _saving(
+    tp: int, sequence: bool, precision: str, exchanged: bool, rest: tuple[Stack, int, str, Adapters | None]
+) -> Saving:
     stack, seq_len, compute, adapters = rest
     width = _WIDTHS[precision]
     return Saving(
@@ -102,6 +109,8 @@ def _saving(tp: int, sequence: bool, precision: str, rest: tuple[Stack, int, str
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
         adapters=adapters,
+        exchanged=exchanged,
+        once=stack.once_per_node,
         returns=bool(adapters and adapters.base and adapters.rest > width),
     )
 
@@ -210,7 +219,10 @@ def _shard(op: Pointwise, how: Saving) -> float:
 
 @lru_cache(maxsize=4096)
 def kept_outputs(block: Block, how: Saving) -> float:
-    """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input."""
+    """Bytes per token under per-operator recompute: it keeps the outputs of products and attention, and its input.
+
+    And what experts' ranks send each other, where the stack's list has that.
+    """
     total = _kept_inputs(block, how)
     for op in block.ops[block.ahead :]:
         if isinstance(op, Matmul):
@@ -219,6 +231,9 @@ def kept_outputs(block: Block, how: Saving) -> float:
             total += op.gives * how.width / shard * how.products * listed
         elif isinstance(op, Attention):
             total += (op.heads * op.v_dim * how.width + 4 * op.heads) * op.rows / how.tp
+        elif how.exchanged and op.name == "permute":
+            row = op.moved / 2  # a token goes to each of its experts, and comes back from each, or summed up
+            total += row * (op.per_choice + (1 if how.once else op.per_choice)) * how.width / _shard(op, how)
     return min(total, saved_bytes(block, how))
 
 

@@ -82,6 +82,8 @@ class Stack:
     """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
     keeps_experts: bool = True
     """It keeps those of experts; False: grouped products are not in its list, and run again."""
+    keeps_exchanged: bool = False
+    """And what ranks send each other of experts' tokens, there and back: those operators are in its list."""
     zeroes_grads: bool = False
     """Gradients are set to zero between steps, not to None: they are there in every forward pass."""
     copies_grads: bool = False
