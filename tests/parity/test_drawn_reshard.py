@@ -198,7 +198,7 @@ def test_what_the_draws_found(world: World, tmp_path: Path) -> None:
 
 def test_the_draws_reach_every_model_optimizer_and_axis() -> None:
     random = Random(0)
-    cases = [draw(random, (4, 8)) for _ in range(150)]
+    cases = [draw(random, (4, 8)) for _ in range(300)]
     assert {case.model for case in cases} == set(MODELS)
     assert {case.after.optimizer for case in cases} == set(OPTIMIZERS)
     words = {re.sub(r"\d+$", "", word) for case in cases for word in (case.before.plan + case.after.plan).split()}
