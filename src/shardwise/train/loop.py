@@ -13,12 +13,13 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together, how_many
 from shardwise.train.agreement import check_rows
+from shardwise.train.given import check_placed
 from shardwise.train.halving import communicating
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
-from shardwise.train.state import TrainState
+from shardwise.train.state import TrainState, placed_of
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
 from shardwise.train.told import told
 from shardwise.train.windows import Window, micro_batches_of
@@ -91,6 +92,7 @@ def steps(
 
 
 def _check(state: TrainState, until: object) -> None:
+    placed_of(state)
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
     if not hasattr(state.batches, "__next__"):
@@ -129,6 +131,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
+    check_placed(placed, "evaluate")
     _check_several(windows)
     device = placed.mesh.device
     signature = Signature.of(placed.parts[0].root)
