@@ -185,6 +185,36 @@ def test_a_number_that_a_hook_takes_of_a_shard_is_warned_of_once(world: World) -
         assert "found norm of first.weight" in said and "or a sum over ranks" in said
 
 
+def of_output(module: Any) -> None:
+    module.blocks[1].register_forward_hook(lambda block, args, output: 0.9 * output)
+
+
+def of_input(module: Any) -> None:
+    module.blocks[2].register_forward_pre_hook(lambda block, args: (0.9 * args[0],))
+
+
+def of_gradient(module: Any) -> None:
+    module.blocks[1].register_full_backward_pre_hook(lambda block, to_output: (0.5 * to_output[0],))
+
+
+def with_hook_on_a_block(text: str, register: Callable[[Any], None]) -> list[float]:
+    """Losses and norms of a run whose script puts a hook on a block after `apply`."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        register(placed.module)
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square()))
+        metrics = [step(rows(number, placed)) for number in range(3)]
+        return [each.loss for each in metrics] + [each.grad_norm for each in metrics]
+
+
+@pytest.mark.parametrize("register", [of_output, of_input, of_gradient])
+def test_a_hook_on_a_block_is_called_by_the_stage_that_has_it(world: World, register: Any) -> None:
+    """At a stage's end the other stage called it once more, for what stands in the block's place, without a word."""
+    (alone,) = world(1, with_hook_on_a_block, "dp1 / fp64", register)
+    assert world(2, with_hook_on_a_block, "pp2 / mb2 / fp64", register) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
 def changed(text: str, what: str, since: int) -> str:
     """What a script is told that puts other weights into the model after some steps."""
     plan = Plan.parse(text)
