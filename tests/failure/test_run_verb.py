@@ -245,6 +245,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         (["dp2 tp2", "--nproc", "2"], ExitCode.REFUSED, "world.size"),
         (["dpp2"], ExitCode.REFUSED, "stand after `--`"),
         (["none.toml"], ExitCode.USAGE, "none.toml"),
+        (["train.py"], ExitCode.REFUSED, "the script is first: shardwise run train.py dp2"),
     ],
 )
 def test_a_plan_that_does_not_fit_starts_nothing(tmp_path: Path, words: list[str], code: ExitCode, text: str) -> None:

@@ -134,6 +134,8 @@ PIPELINE: list[Row] = [
 MODEL: list[Row] = [
     ("dp2", lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), {}, ModelError,
      ["0 is wrapped in DataParallel, which would sum gradients beside apply:", "the module inside (model.module"]),
+    ("dp2", lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), {}, ModelError,
+     ["wraps the model in data parallelism of torch's (DDP, FSDP)", "return the module inside"]),
     ("dp2", 3, {}, UsageError, ["found 3 of type int", "a module or a factory"]),
     ("dp2", sw.Decoder, {}, UsageError, ["Decoder needs arguments (config)", "functools.partial(Decoder, ...)"]),
     ("dp2", lambda: 3, {}, ModelError, ["returned int", "torch.nn.Module"]),
@@ -191,3 +193,36 @@ def test_lists_of_lists_are_accepted_where_no_blocks_are_needed() -> None:
     plan = sw.Plan.parse("fsdp2")
     with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh:
         assert sw.apply(Lists, plan, mesh).blocks == ()
+
+
+Call = Callable[[sw.Mesh, sw.Placed, sw.TrainState], Any]
+
+
+def mean(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return (output - batch).square().mean()
+
+
+GIVEN: list[tuple[Call, list[str]]] = [
+    (lambda mesh, placed, state: sw.TrainState(placed.module, state.optimizer),
+     ["TrainState: found Linear;", "needed placed = shardwise.apply(model, plan, mesh)"]),
+    (lambda mesh, placed, state: sw.TrainState(placed, torch.optim.SGD), ["found SGD;", "needed one that is made"]),
+    (lambda mesh, placed, state: sw.TrainState(placed, None), ["optimizer: found NoneType;", "adamw(placed, lr=...)"]),
+    (lambda mesh, placed, state: sw.make_step(placed, mean), ["found Placed;", "TrainState(placed, optimizer)"]),
+    (lambda mesh, placed, state: next(sw.steps(placed, mean, until=1)), ["found Placed;", "TrainState("]),
+    (lambda mesh, placed, state: sw.evaluate(placed.module, mean, [torch.ones(2, 2)]), ["evaluate: found Linear;"]),
+    (lambda mesh, placed, state: sw.evaluate(state, mean, [torch.ones(2, 2)]),
+     ["evaluate: found TrainState;", "state.placed is it"]),
+    (lambda mesh, placed, state: sw.loader([torch.ones(2)], placed.plan, mesh, global_size=1),
+     ["loader: found Plan;", "needed the batch of a plan, plan.batch"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", GIVEN, ids=lambda row: row[1][0])
+def test_one_thing_in_place_of_another_is_told(row: tuple[Call, list[str]]) -> None:
+    """It was an AttributeError of something inside."""
+    plan = sw.Plan.parse("dp1")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(alone, plan, mesh)
+        with pytest.raises(UsageError) as caught:
+            row[0](mesh, placed, sw.TrainState(placed, sw.sgd(placed, lr=0.1)))
+        assert all(part in str(caught.value) for part in row[1])

@@ -107,6 +107,114 @@ def test_a_hook_that_clips_by_a_norm_of_its_part_is_refused(world: World) -> Non
             assert "a norm over gradients (clip_grad_norm_), of which" in said and f"is {what}:" in said
 
 
+def centralized(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    if weight.dim() > 1:
+        weight.grad.sub_(weight.grad.mean(dim=0, keepdim=True))
+
+
+def noisy(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    weight.grad.add_(torch.randn_like(weight.grad), alpha=0.1)
+
+
+def normalized(weight: nn.Parameter) -> None:
+    if weight.dim() > 1:
+        weight.copy_(nn.functional.normalize(weight, dim=0))
+
+
+def over_rows(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    if weight.dim() > 1:
+        weight.grad.sub_(weight.grad.data.mean(1, keepdim=True))
+
+
+def scaled(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    weight.grad.div_(weight.grad.norm())
+
+
+def mixed(text: str, change: Callable[[nn.Parameter], None], is_torch: bool) -> str | tuple[list[float], list[str]]:
+    """Losses of a run with a hook on its optimizer's step, and what was warned of; or what was refused."""
+    plan = Plan.parse(text)
+
+    @torch.no_grad()
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            change(weight)
+
+    with open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.manual_seed(7)
+        placed = apply(Net, plan, mesh, seed=3)
+        optimizer: Any = torch.optim.SGD(placed.parameters(), lr=0.3) if is_torch else sgd(placed, lr=0.3)
+        hooked = optimizer if is_torch else optimizer.torch
+        (hooked.register_step_post_hook if change is normalized else hooked.register_step_pre_hook)(hook)
+        step = make_step(TrainState(placed, optimizer), lambda y, x: mean_over((y - x).square()))
+        try:
+            losses = [step(rows(number, placed)).loss for number in range(3)]
+        except ModelError as error:
+            return str(error)
+        return losses, [str(each.message) for each in seen if "a hook of" in str(each.message)]
+
+
+@pytest.mark.parametrize("change", [centralized, noisy, normalized])
+def test_a_hook_that_mixes_what_is_cut_is_refused(world: World, change: Any) -> None:
+    """Each rank stepped by what is of its shard, without a word; an optimizer of torch's has whole tensors."""
+    (alone,) = world(1, mixed, "dp1 / fp64", change, False)
+    assert world(2, mixed, "dp2 / fp64", change, False) == [(pytest.approx(alone[0], rel=1e-12), [])] * 2
+    assert world(2, mixed, "fsdp2 / fp64", change, True) == [(pytest.approx(alone[0], rel=1e-12), [])] * 2
+    for said in world(2, mixed, "fsdp2 / fp64", change, False):
+        assert "of first.weight, of which this rank has a shard, cut along dim 0" in said
+
+
+def test_what_a_hook_draws_for_a_stage_is_refused(world: World) -> None:
+    for is_torch in (False, True):
+        for said in world(2, mixed, "pp2 / mb2 / fp64", noisy, is_torch):
+            assert "of which this rank has one stage" in said
+
+
+def test_a_hook_along_a_dim_that_is_not_cut_works(world: World) -> None:
+    (alone,) = world(1, mixed, "dp1 / fp64", over_rows, False)
+    assert world(2, mixed, "fsdp2 / fp64", over_rows, False) == [(pytest.approx(alone[0], rel=1e-12), [])] * 2
+
+
+def test_a_number_that_a_hook_takes_of_a_shard_is_warned_of_once(world: World) -> None:
+    """It may be summed over ranks."""
+    for _, (said,) in world(2, mixed, "fsdp2 / fp64", scaled, False):
+        assert "found norm of first.weight" in said and "or a sum over ranks" in said
+
+
+def of_output(module: Any) -> None:
+    module.blocks[1].register_forward_hook(lambda block, args, output: 0.9 * output)
+
+
+def of_input(module: Any) -> None:
+    module.blocks[2].register_forward_pre_hook(lambda block, args: (0.9 * args[0],))
+
+
+def of_gradient(module: Any) -> None:
+    module.blocks[1].register_full_backward_pre_hook(lambda block, to_output: (0.5 * to_output[0],))
+
+
+def with_hook_on_a_block(text: str, register: Callable[[Any], None]) -> list[float]:
+    """Losses and norms of a run whose script puts a hook on a block after `apply`."""
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        register(placed.module)
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square()))
+        metrics = [step(rows(number, placed)) for number in range(3)]
+        return [each.loss for each in metrics] + [each.grad_norm for each in metrics]
+
+
+@pytest.mark.parametrize("register", [of_output, of_input, of_gradient])
+def test_a_hook_on_a_block_is_called_by_the_stage_that_has_it(world: World, register: Any) -> None:
+    """At a stage's end the other stage called it once more, for what stands in the block's place, without a word."""
+    (alone,) = world(1, with_hook_on_a_block, "dp1 / fp64", register)
+    assert world(2, with_hook_on_a_block, "pp2 / mb2 / fp64", register) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
 def changed(text: str, what: str, since: int) -> str:
     """What a script is told that puts other weights into the model after some steps."""
     plan = Plan.parse(text)

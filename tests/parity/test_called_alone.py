@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import ReplicaError, UsageError
 from shardwise.parallel import together
 from shardwise.testing import World, WorldError
 
@@ -77,3 +78,47 @@ def raising(text: str) -> None:
 def test_a_world_shows_the_cause_first(world: World) -> None:
     with pytest.raises(WorldError, match="^rank 1:\n"):
         world(2, raising, "dp2")
+
+
+def evaluated(text: str, counts: list[int], is_same: bool) -> tuple[str | float, list[str]]:
+    """The weight of an evaluation of a script's own batches, so many on a rank, or what ends it; the warnings."""
+    plan = sw.Plan.parse(text)
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        placed = sw.apply(model, plan, mesh, seed=3)
+        batches = [torch.full((2, 4), i if is_same else mesh.rank + 1) for i in range(counts[mesh.rank])]
+        try:
+            total = sw.evaluate(placed, lambda output, _: sw.mean_over(output.mean((1, 2))), iter(batches))
+        except (UsageError, ReplicaError) as error:
+            return str(error), []
+        return float(total.weight), [str(each.message) for each in seen if "evaluate()" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts", "found"),
+    [
+        ("fsdp2", [2, 3], "evaluate(): found a batch 3 on 1 of 2 ranks"),
+        ("fsdp2 zero1", [0, 1], "evaluate(): found a batch 1 on 1 of 2 ranks"),
+        ("tp2", [1, 1], "evaluate(): "),
+    ],
+)
+def test_batches_that_do_not_go_together_end_an_evaluation(
+    world: World, text: str, counts: list[int], found: str
+) -> None:
+    """The ranks that had one more waited for the others until the time limit; those of `tp` met rows of others."""
+    for said, _ in world(2, evaluated, text, counts, False):
+        assert isinstance(said, str) and said.startswith(found)
+
+
+def test_batches_of_each_rank_that_wait_for_nobody_are_evaluated(world: World) -> None:
+    assert world(2, evaluated, "dp2", [2, 3], False) == [(10.0, [])] * 2
+    assert world(2, evaluated, "fsdp2", [2, 2], False) == [(8.0, [])] * 2
+    assert world(2, evaluated, "fsdp2", [0, 0], False) == [(0.0, [])] * 2
+
+
+def test_an_evaluation_of_the_same_rows_on_all_data_ranks_is_warned_of(world: World) -> None:
+    """Each counted twice, without a word."""
+    first, second = world(2, evaluated, "dp2", [2, 2], True)
+    assert (first[0], second) == (8.0, (8.0, []))
+    assert "all 2 data ranks were given the same rows, each of which counts 2 times" in first[1][0]
+    assert world(2, evaluated, "tp2", [2, 2], True) == [(4.0, [])] * 2

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.errors import ModelError
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.sample import generate
@@ -344,3 +345,33 @@ def labels_of_another_rank() -> None:
 )
 def test_a_planted_fault_is_seen(world, fault: Callable[[], None]) -> None:
     assert difference(world, "cp2", "gpt", [plain(16)], fault) > 1e-6
+
+
+def distilled(text: str, is_copy: bool) -> str | list[float]:
+    """Losses of a model that follows a second one; or what was refused."""
+    plan = sw.Plan.parse(f"{text} / fp64")
+    config = sw.GPTConfig(vocab_size=16, dim=8, num_layers=2, num_heads=2, max_seq_len=8)
+    with sw.open_mesh(plan) as mesh:
+        placed, teacher = (sw.apply(lambda: sw.GPT(config), plan, mesh, seed=seed) for seed in (1, 2))
+        teacher.module.eval().requires_grad_(False)
+
+        def to_teacher(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Loss:
+            with torch.no_grad():
+                taught = teacher.module(batch["input_ids"].clone() if is_copy else batch["input_ids"])
+            return sw.mean_over((logits - taught).square().mean(-1))
+
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), to_teacher)
+        ids = torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(1))
+        try:
+            return [step({"input_ids": ids}).loss for _ in range(3)]
+        except ModelError as error:
+            return str(error)
+
+
+def test_a_teacher_sees_the_whole_sequence(world) -> None:
+    """It took a rank's tokens for a sequence of their own, from position 0 on, without a word."""
+    (alone,) = world(1, distilled, "dp1", False)
+    for text in ("cp2", "cp2 / context=gather"):
+        assert world(2, distilled, text, False) == [pytest.approx(alone, rel=1e-11)] * 2
+    for said in world(2, distilled, "cp2", True):
+        assert "did not come through placed.share (or was copied after it)" in said

@@ -155,6 +155,34 @@ def test_a_loss_that_meets_other_ranks_is_not_called_again(world: World) -> None
     assert world(2, said, "dp2", "gathered", "") == [[], []]
 
 
+class Kept(Net):
+    """It leaves what a loss adds for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.layers[0](x).square().mean(1)
+        return super().forward(x)
+
+
+def said_of_kept(text: str) -> list[str]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = sw.apply(Kept, plan, mesh, seed=1)
+        module: Any = placed.module
+        step = sw.make_step(
+            sw.TrainState(placed, sw.sgd(placed, lr=0.01)),
+            lambda output, batch: sw.mean_over(output.square().mean(1) + module.kept),
+        )
+        step(torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    return [str(each.message) for each in caught if "no mean over rows" in str(each.message)]
+
+
+@pytest.mark.parametrize("text", ["dp1 / mb3", "dp1 / mb4", "dp1 / mb2"])
+def test_what_a_model_has_left_for_each_row_is_no_part_of_a_part(world: World, text: str) -> None:
+    """Four rows, or three, are looked at one by one: what is left for all of them goes with one, and was remarked."""
+    assert world(1, said_of_kept, text) == [[]]
+
+
 def followed(text: str, kind: str) -> list[float]:
     """Losses of a function that remembers, which a look leaves as it is; and how often it was called."""
     plan = sw.Plan.parse(f"{text} / fp64")

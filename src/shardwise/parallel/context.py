@@ -12,10 +12,10 @@ A forward whose inputs did not come through `share`, as when text is drawn, runs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -46,14 +46,16 @@ WHOLE = ("attention_mask", "document_ids", "segment_ids")
 class ContextSplit:
     """What `shard_context` leaves in `placed.context`: divides micro-batches, and carries attention over the axis."""
 
+    _layouts: ClassVar[MutableMapping[torch.Tensor, Layout]] = WeakIdKeyDictionary()
+    """A rank's part of a micro-batch's main input -> the layout of the whole: of all models, as a teacher is given the
+    part of the one that it teaches."""
+
     def __init__(self, plan: Plan, mesh: Mesh, root: nn.Module) -> None:
         self.balance, self.cp = plan.context.balance, mesh.size(AXIS)
         self.group, self.rank = mesh.group(AXIS), mesh.index(AXIS)
         self.model, self.signature = type(root).__name__, Signature.of(root)
         self.positions = _positions_name(root)
         self.divided = Divided(plan.context.kind)
-        self._layouts = WeakIdKeyDictionary()
-        """A rank's part of a micro-batch's main input -> the layout of the whole."""
 
     def share(self, batch: Batch) -> Batch:
         """This rank's tokens of every sequence of a micro-batch, and their positions.

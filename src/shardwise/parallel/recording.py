@@ -322,16 +322,25 @@ def user_line(frame: FrameType | None) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
+_WRAPPERS = ("torch/nn/parallel/distributed.py", "torch/distributed/fsdp/fully_sharded_data_parallel.py")
+
+
 def record_call(recorder: Recorder, what: str, call: Callable[[], Any]) -> Any:
     """Run a constructor, or an initialiser of a module on meta, and keep what it does.
 
     Raises:
-        ModelError: it needs values that do not exist yet. Errors of the constructor's own pass unchanged.
+        ModelError: it needs values that do not exist yet, or wraps a model in DDP or FSDP. Errors of the constructor's
+            own pass unchanged.
     """
     try:
         with torch.device("meta"), _Calls(recorder), _Operations(recorder):
             return call()
     except (RuntimeError, TypeError, NotImplementedError) as error:
+        if any(frame.filename.endswith(_WRAPPERS) for frame in extract_tb(error.__traceback__)):
+            raise ModelError(
+                f"{what} wraps the model in data parallelism of torch's (DDP, FSDP), which would sum gradients beside "
+                "apply: return the module inside; the plan says the rest"
+            ) from error
         if "meta" not in str(error).lower():
             raise
         user = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith((TORCH, PACKAGE))]

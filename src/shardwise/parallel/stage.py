@@ -114,6 +114,10 @@ class PassThrough(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["block_class"], name)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Without hooks: those that a script has put on the block since `apply` are for the rank that computes it."""
+        return self.forward(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the block would return, with the received tensors in it; or the end of this stage's forward."""
         chain, index = self.wiring.chain, self.block_index

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError, UsageError
@@ -99,3 +100,15 @@ def come_together(doing: str, mesh: Mesh) -> None:
     mesh.check_open(doing)
     with late_told(doing, mesh.rank, mesh.world - 1, patience_s(mesh), UsageError):
         dist.barrier(group=group_apart(mesh, "calls"))
+
+
+def how_many(mesh: Mesh, *, is_here: bool) -> int:
+    """On how many ranks something is there. Every rank calls it, between two `come_together`.
+
+    Cost: an all-reduce of one number, on the host.
+    """
+    if mesh.world == 1 or dist.get_backend() == "fake":
+        return mesh.world * is_here
+    count = torch.tensor(int(is_here))
+    dist.all_reduce(count, group=group_apart(mesh, "calls"))
+    return int(count)

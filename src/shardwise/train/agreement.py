@@ -101,7 +101,7 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
         state.placed = state.placed.with_(after_step=(*after, *updates))
 
 
-def check_rows(batch: Any, mesh: Mesh) -> None:
+def check_rows(batch: Any, mesh: Mesh, where: str = "the first step") -> None:
     """Compare what a script gave its ranks: those along `pp`, `tp` and `cp` work on the same rows, others do not.
 
     A sampler that divides by all ranks gives each other ones: inputs of one sample would meet labels of another. Where
@@ -110,6 +110,7 @@ def check_rows(batch: Any, mesh: Mesh) -> None:
     Args:
         batch: of the first step; windows of the loader are right by construction.
         mesh: all ranks.
+        where: it is given, for the messages.
 
     Raises:
         ReplicaError: on all ranks: they differ where they must not.
@@ -125,11 +126,11 @@ def check_rows(batch: Any, mesh: Mesh) -> None:
         if tensor.layout == torch.strided and tensor.numel()
     }
     if everyones := _exchanged(own := Facts(mesh.batch.rank, {}, given), mesh):
-        raise ReplicaError(f"the first step: {_difference(everyones)}; {_ROWS}")
+        raise ReplicaError(f"{where}: {_difference(everyones)}; {_ROWS}")
     rows = {tuple(rank[0][1:]) for rank in gathered([own.digests()], mesh)}
     if mesh.batch.size > 1 and len(rows) == 1 and given and mesh.is_first:
         with suppress(Warning):  # `-W error` does not end a run that may be meant so
-            warnings.warn(f"the first step: {_SAME_ROWS.format(ranks=mesh.batch.size)}", stacklevel=4)
+            warnings.warn(f"{where}: {_SAME_ROWS.format(ranks=mesh.batch.size)}", stacklevel=4)
 
 
 def _exchanged(own: Facts, mesh: Mesh) -> list[Facts]:
@@ -347,7 +348,7 @@ _ROWS = (
     "what is drawn for a batch drawn alike"
 )
 _SAME_ROWS = (
-    "all {ranks} data ranks were given the same rows, each of which is trained on {ranks} times; needed: a part for "
+    "all {ranks} data ranks were given the same rows, each of which counts {ranks} times; needed: a part for "
     "each, as sw.loader gives them, or DistributedSampler(dataset, num_replicas=mesh.batch.size, rank=mesh.batch.rank)"
 )
 _SUMMED = (

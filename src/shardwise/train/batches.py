@@ -321,6 +321,10 @@ def _make(dataset: Any, batch: Batch | int, mesh: DataMesh, options: LoaderOptio
 
 def _spec(batch: Batch | int, mesh: DataMesh, options: LoaderOptions, split: bool) -> WindowSpec:
     given = Batch(global_size=batch) if isinstance(batch, int) else batch
+    if not isinstance(given, Batch):
+        raise UsageError(
+            f"loader: found {type(batch).__name__}; needed the batch of a plan, plan.batch, or the rows of a step"
+        )
     sizes = {size for size in (given.global_size, options.global_size) if size is not None}
     if len(sizes) != 1:
         found = "none" if not sizes else f"{given.global_size} in the batch and {options.global_size} as the option"

@@ -14,12 +14,36 @@ from shardwise.train.ema import Ema
 _POSITION = ("state_dict", "load_state_dict")
 
 
-def check_given(placed: Placed, batches: object, schedule: object, ema: object) -> None:
-    """Refuse batches of another number of micro-batches than the plan's, a `schedule` or an `ema` that is none.
+def check_placed(placed: object, call: str) -> None:
+    """Refuse a module, or a state, in place of what `apply` gave.
+
+    Args:
+        placed: what is looked at.
+        call: what was given it, for the message.
 
     Raises:
         UsageError: naming what was found, and what is needed.
     """
+    if not isinstance(placed, Placed):
+        known = "; state.placed is it" if hasattr(placed, "placed") else ""
+        raise UsageError(
+            f"{call}: found {type(placed).__name__}; needed placed = shardwise.apply(model, plan, mesh){known}"
+        )
+
+
+def check_given(placed: Placed, optimizer: object, batches: object, schedule: object, ema: object) -> None:
+    """Refuse a module that is not placed, what is no optimizer, batches of another plan, or another thing as the rest.
+
+    Raises:
+        UsageError: naming what was found, and what is needed.
+    """
+    check_placed(placed, "TrainState")
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        found = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise UsageError(
+            f"TrainState: optimizer: found {found}; needed one that is made: shardwise.adamw(placed, lr=...), or one "
+            "of torch over placed.parameters()"
+        )
     _check_batches(placed, batches)
     _check_schedule(schedule)
     if ema is not None and not isinstance(ema, Ema):

@@ -11,12 +11,15 @@ from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
 from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.together import come_together
+from shardwise.parallel.together import come_together, how_many
+from shardwise.train.agreement import check_rows
+from shardwise.train.given import check_placed
+from shardwise.train.halving import communicating
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
 from shardwise.train.signals import EXIT_CODES, listening
-from shardwise.train.state import TrainState
+from shardwise.train.state import TrainState, placed_of
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
 from shardwise.train.told import told
 from shardwise.train.windows import Window, micro_batches_of
@@ -89,6 +92,7 @@ def steps(
 
 
 def _check(state: TrainState, until: object) -> None:
+    placed_of(state)
     if state.batches is None:
         raise UsageError("steps(): the state has no batches; give TrainState a loader, or call make_step yourself")
     if not hasattr(state.batches, "__next__"):
@@ -117,13 +121,17 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
         `Loss(sum, weight)` over all ranks, as fp64 tensors of shape (); the mean is `sum / weight`. Of several losses
         the mean is the total, and the weight that of the first.
 
-    Cost: a barrier, forward passes, one all-reduce at the end. Each module returns to the mode that it was in.
+    Cost: a barrier, forward passes, one all-reduce at the end; of batches of a script's own a look at the first, and
+        where forward communicates an all-reduce of one number for each. Each module returns to the mode that it was in.
 
     Raises:
-        UsageError: one batch in place of several; a loss function of other arguments; ranks that do not call it.
+        UsageError: one batch in place of several; a loss function of other arguments; ranks that do not call it, or
+            have fewer batches than others where forward communicates.
+        ReplicaError: batches of a script's own that differ on ranks which work on the same rows.
 
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
+    check_placed(placed, "evaluate")
     _check_several(windows)
     device = placed.mesh.device
     signature = Signature.of(placed.parts[0].root)
@@ -143,7 +151,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     come_together("evaluate()", placed.mesh)
     try:
         with placed.in_mode(False), torch.no_grad(), placed.gathering():
-            for window in windows:
+            for window in _as_many(windows, placed):
                 cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
                 micro = [placed.share(to_device(m, device)) for m in cut]
                 if placed.pipeline is not None:
@@ -167,6 +175,30 @@ def _check_several(windows: Iterable[Any]) -> None:
             f"evaluate(): found one batch ({type(windows).__name__}); needed: windows of eval_batches, or several "
             "batches; give a list of it: [batch]"
         )
+
+
+def _as_many(windows: Iterable[Any], placed: Placed) -> Iterator[Any]:
+    """Of a script's own batches the first are compared, and ranks without another one do not let the others wait."""
+    mesh, iterator = placed.mesh, iter(windows)
+    window = next(iterator, None)
+    if isinstance(window, Window) or mesh.world == 1:  # right by construction
+        yield from () if window is None else (window,)
+        yield from iterator
+        return
+    if (held := how_many(mesh, is_here=window is not None)) == mesh.world:
+        check_rows(window, mesh, "evaluate()")
+    why, number = communicating(placed), 1
+    while held if why else window is not None:
+        if why and held < mesh.world:
+            raise UsageError(
+                f"evaluate(): found a batch {number} on {held} of {mesh.world} ranks, needed as many batches on each: "
+                f"forward communicates by {why}, and waits for all; sw.eval_batches(dataset, plan.batch, mesh) and "
+                "data.evaluation(dataset) give as many, and each row once"
+            )
+        yield window
+        window, number = next(iterator, None), number + 1
+        if why:
+            held = how_many(mesh, is_here=window is not None)
 
 
 def _pipelined(

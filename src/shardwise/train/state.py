@@ -98,7 +98,7 @@ class TrainState:
         seed: int | None = None,
     ) -> None:
         """See the class."""
-        check_given(placed, batches, schedule, ema)
+        check_given(placed, optimizer, batches, schedule, ema)
         self._passing = Passing(placed)
         self.placed = self._passing.watching(placed)
         self.optimizer = optimizer if isinstance(optimizer, NamedOptimizer) else name_optimizer(optimizer, placed)
@@ -387,3 +387,10 @@ class TrainState:
 
 _SAVED = ("step", "skipped", "weight", "seed", "data", "loss_scale")
 """Scalars that every save of a `TrainState` has."""
+
+
+def placed_of(state: object) -> Placed:
+    """What a state trains; UsageError: it is none, as what `apply` gave."""
+    if isinstance(state, TrainState):
+        return state.placed
+    raise UsageError(f"a step: found {type(state).__name__}; needed state = TrainState(placed, optimizer)")

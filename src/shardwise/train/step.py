@@ -41,7 +41,7 @@ from shardwise.train.options import options_with as options_with
 from shardwise.train.protect import Protection
 from shardwise.train.replicas import Replicas
 from shardwise.train.signals import stop_name
-from shardwise.train.state import TrainState
+from shardwise.train.state import TrainState, placed_of
 from shardwise.train.sums import UNEQUAL_ROWS, Own, Sums, WorldSums
 from shardwise.train.told import told
 from shardwise.train.torch_private import clamp_all, scale_all
@@ -59,7 +59,7 @@ class TrainStep:
 
     def __init__(self, state: TrainState, loss_fn: LossFn, options: StepOptions) -> None:
         """See `make_step`."""
-        self.state, self.options, placed = state, options, state.placed
+        self.state, self.options, placed = state, options, placed_of(state)
         watch = partial(watched_loss, placed=placed)
         self.loss_fn = with_function(loss_fn, watch) if isinstance(loss_fn, Losses) else watch(told(loss_fn, placed))
         self._parameters = (trained := Trained(state)).parameters

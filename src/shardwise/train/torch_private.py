@@ -69,8 +69,8 @@ def step_unseen(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a user called `register_step_pre_hook` on an optimizer: `_optimizer_step_pre_hooks`."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
+    """Whether a user called `register_step_pre_hook` or `register_step_post_hook` on an optimizer."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
 
 
