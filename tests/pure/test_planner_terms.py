@@ -366,6 +366,20 @@ def test_replicas_add_their_gradients_beside_what_shards_send_inside_a_node() ->
     assert times[1] - times[0] == pytest.approx(both + inside.across - max(both, inside.across))
 
 
+def test_deepspeed_adds_gradients_up_on_all_ranks_below_zero_3() -> None:
+    stack, cluster = load_stack("deepspeed"), load_cluster("a10:1x4").with_(network=Link(bandwidth=1e9, latency=0.0))
+    share = replace(stack, reduces_whole=False)
+
+    def reduced(text: str) -> float:
+        division = divide(LLAMA, Plan.parse(text), WORK, "balanced")
+        times = [sends_of(wire_of(division, division.ranks[0], cluster, each)) for each in (stack, share)]
+        assert times[0].gather == times[1].gather
+        return times[0].reduce / times[1].reduce
+
+    assert [reduced(text) for text in ("fsdp4 zero1 bf16", "fsdp4 zero2 bf16")] == pytest.approx([2.0, 2.0], rel=0.1)
+    assert reduced("fsdp4 bf16") == 1.0
+
+
 def test_what_goes_to_the_next_stage_has_the_adapters_of_the_stages_beside_it() -> None:
     far = load_cluster("h100:8x4").with_(network=Link(bandwidth=10e9, latency=0.0))
     alone, pair = (collective_time("send", 1e9, Group(4, stride), far) for stride in (8, 4))
