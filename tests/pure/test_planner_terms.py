@@ -366,13 +366,43 @@ def test_replicas_add_their_gradients_beside_what_shards_send_inside_a_node() ->
     assert times[1] - times[0] == pytest.approx(both + inside.across - max(both, inside.across))
 
 
+def test_deepspeed_adds_gradients_up_on_all_ranks_below_zero_3() -> None:
+    stack, cluster = load_stack("deepspeed"), load_cluster("a10:1x4").with_(network=Link(bandwidth=1e9, latency=0.0))
+    share = replace(stack, reduces_whole=False)
+
+    def reduced(text: str) -> float:
+        division = divide(LLAMA, Plan.parse(text), WORK, "balanced")
+        times = [sends_of(wire_of(division, division.ranks[0], cluster, each)) for each in (stack, share)]
+        assert times[0].gather == times[1].gather
+        return times[0].reduce / times[1].reduce
+
+    assert [reduced(text) for text in ("fsdp4 zero1 bf16", "fsdp4 zero2 bf16")] == pytest.approx([2.0, 2.0], rel=0.1)
+    assert reduced("fsdp4 bf16") == 1.0
+
+
 def test_what_goes_to_the_next_stage_has_the_adapters_of_the_stages_beside_it() -> None:
     far = load_cluster("h100:8x4").with_(network=Link(bandwidth=10e9, latency=0.0))
     alone, pair = (collective_time("send", 1e9, Group(4, stride), far) for stride in (8, 4))
-    assert alone == pytest.approx(0.1) and pair == pytest.approx(alone / 2), "of two stages in a node one sends out"
+    here = collective_time("send", 1e9, Group(2, 4), far)
+    assert alone == pytest.approx(0.1), "of two stages in a node one sends out, and one to the other"
+    assert pair == pytest.approx((alone / 2 + here) / 2)
     for bus, seconds in ((15e9, 1 / 15), (5e9, 0.1)):  # the other adapter is reached over it, the own one is not
         slow = far.with_(local=Link(bandwidth=bus, latency=0.0))
-        assert collective_time("send", 1e9, Group(4, 4), slow) == pytest.approx(seconds)
+        assert collective_time("send", 1e9, Group(4, 4), slow) == pytest.approx((seconds + 1e9 / bus) / 2)
+
+
+def test_of_stages_that_share_a_node_one_at_its_edge_sends_one_of_two_ways_over_the_network() -> None:
+    cluster = load_cluster("a100-80gb:8x2").with_(network=Link(bandwidth=1e9, latency=0.0))
+    ways = [collective_time("send", 1e9, Group(size, stride), cluster) for size, stride in ((2, 8), (4, 4), (2, 4))]
+    far, edge, here = ways
+    assert edge == pytest.approx((far / 2 + here) / 2)
+    bus = cluster.with_(local=Link(bandwidth=1e8, latency=0.0))  # slower than the network: inside both ways are
+    assert collective_time("send", 1e9, Group(16, 1), bus) == collective_time("send", 1e9, Group(8, 1), bus)
+    plan, work = Plan.parse("pp4 tp4 / mb16 bf16"), Workload(seq_len=2048, global_batch=16)
+    stack = replace(load_stack("megatron-core"), overlap_pipeline=0.0)
+    apart = cluster.with_(domain=4)  # the same links, but no two stages share a node
+    time = [estimate_time(LLAMA, each, plan, work, stack=stack).terms["pipeline"] for each in (cluster, apart)]
+    assert time[0] < 0.6 * time[1]
 
 
 def test_ranks_of_tp_share_what_goes_to_the_next_stage_where_a_stack_has_it_so() -> None:

@@ -371,3 +371,30 @@ def test_megatron_bridge_sends_a_token_once_per_node_unless_its_dispatcher_is_sa
 )
 def test_jax_on_gpus_hid_nothing_before_its_scheduler_was_on(cells: dict[str, str], hides: bool) -> None:
     assert (variant("fsdp-1", **BARE | {"model": "Llama 3.1 8B"} | cells).stack.overlap_data > 0) is hides
+
+
+def test_feed_forwards_that_a_row_calls_gated_are_so_however_wide_they_are() -> None:
+    sizes = {"model": "Llama-style 969M", "n_params": "", "n_layers": "36", "d_model": "1280", "n_heads": "20"}
+    sizes |= {"n_kv_heads": "20", "d_ff": "5120", "vocab": "10000"}
+    said = (variant("fsdp-1", **BARE | sizes | {"notes": note}) for note in ("", "gated feed-forwards", "no SwiGLU"))
+    assert [row.spec.ffn for row in said] == ["plain", "gated", "plain"]
+
+
+def test_what_a_row_measured_of_the_links_in_its_node_stands_for_their_kind() -> None:
+    wires = {"n_gpus": "2", "gpus_per_node": "2", "dp_replicate": "", "dp_shard": "2", "gpu": "rtx3090-24g"}
+    rates = [
+        variant("fsdp-1", **BARE | wires | {"interconnect": said}).cluster.local.bandwidth
+        for said in ("PCIe 4", "PCIe without P2P", "PCIe without P2P, all-reduces reach 3.3 GB/s")
+    ]
+    assert rates == [20e9, 20e9, 3.3e9]
+
+
+def test_gradients_that_wait_for_the_backward_pass_hide_behind_nothing() -> None:
+    few = dict.fromkeys(("dp_shard", "tp", "pp", "cp"), "1") | {"dp_replicate": "8", "n_gpus": "8", "zero_stage": "0"}
+    notes = (
+        "",
+        "gradients all-reduced one by one behind the backward pass",
+        "gradients are reduced after the backward pass",
+    )
+    hides = [variant("fsdp-1", **BARE | few | {"notes": f"DDP; {note}"}).stack.overlap_data for note in notes]
+    assert hides[0] > 0.0 == hides[1] == hides[2]

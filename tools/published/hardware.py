@@ -219,6 +219,9 @@ def _linked(cells: Cells, name: str, wires: str, cluster: Cluster) -> Cluster:
     if "pcie" in f"{text} {name}" and not linked:
         third = re.search(r"pci-?e[ -]?(gen)?[ .-]?3", text)
         cluster = cluster.with_(local=_link("pcie3" if third else "pcie4"))
+        reached = re.search(_REACHED, text)
+        if reached:  # a slot of few lanes, or host memory in between, which no name says
+            cluster = cluster.with_(local=replace(cluster.local, bandwidth=float(reached.group(1)) * 1e9))
     elif linked and cluster.per_node == 2 and cluster.local.bandwidth < _link("bridge").bandwidth:
         cluster = cluster.with_(local=_link("bridge"))
     elif "v100" in name and (re.search(r"sxm3|dgx-?2", name) or cells.count("gpus_per_node") == 16):
@@ -235,6 +238,8 @@ def _linked(cells: Cells, name: str, wires: str, cluster: Cluster) -> Cluster:
     return cluster.with_(network=network) if network else cluster
 
 
+_REACHED = r"all-?reduces? reach(?:es)? (\d+(?:\.\d+)?) gb/s"
+"""What a row measured of the links inside its node, beside what they are."""
 _WIRES = r"infiniband|\bib\b|\b[hnex]dr\b|roce|ethernet|\befa\b|\bp[45]d?e?n?[.]\d|rdma|inter-?node|network|slingshot"
 
 

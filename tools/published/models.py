@@ -220,7 +220,7 @@ def _from_columns(cells: Cells, name: str) -> dict[str, Any]:
     if not cells.count("vocab"):
         cells.assume(f"vocabulary {sizes['vocab_size']}")
     sizes["num_layers"] = cells.count("n_layers") or _layers(_total(cells, name), cells, sizes)
-    if not gpt and sizes["ffn_dim"] == 4 * dim:
+    if not gpt and sizes["ffn_dim"] == 4 * dim and not cells.noted(_GATED):
         sizes["ffn"] = "plain"
         cells.assume("feed-forwards of two products, as those with a gate are not four times as wide")
     if re.search(_EXPERTS, f"{name} {cells.notes}") or (cells.count("ep") or 1) > 1:
@@ -279,6 +279,10 @@ def _total(cells: Cells, name: str) -> float | None:
     named = re.search(r"(?<![\dx.])(\d+(?:\.\d+)?)-?([mbt])\b", name)
     scale = {"m": 1e6, "b": 1e9, "t": 1e12}
     return cells.number("n_params") or (float(named.group(1)) * scale[named.group(2)] if named else None)
+
+
+_GATED = r"(?<!not )\bgated (feed-?forwards?|ffns?|mlps?)\b|(?<!no )(?<!without )\bswiglu\b"
+"""Words for feed-forwards of three products, however wide they are."""
 
 
 def _usual_dim(cells: Cells, name: str) -> int:

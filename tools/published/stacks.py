@@ -179,6 +179,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         cells.noted(_OWN_LINEAR) or (cells.year < DIRECT and not (compiled or _by_others(cells)))
     ):
         stack = replace(stack, keeps_gathered=True)
+    if not sharded and cells.noted(_LATE):
+        stack = replace(stack, overlap_data=0.0)
     if name == "jax" and (cells.has(_TORCH_XLA) or _waits(cells)):
         stack = replace(stack, overlap_data=0.0)
     if re.search(_STATIC, unsourced(cells.notes)):
@@ -333,6 +335,8 @@ _WIDE_MASKS = r"tensorflow|\bmxnet\b"
 """Words for frameworks whose dropout multiplies by a mask of numbers; TensorFlow's BERT has GELU's formula besides."""
 _FLAT = r"\bfsdp-?1\b|full_shard|(?<!hybrid_)shard_grad_op"
 """Words for FSDP1 in runs that are as torchtitan's else."""
+_LATE = r"gradients (are )?(all-?)?reduced[^;]* (behind|after) the backward pass"
+"""Words for replicas whose gradients wait for the last of them."""
 _NEVER = r"gradients (are )?never (set to zero|zeroed|dropped)|zero_grad\(set_to_none[ =]+false"
 """Words for gradients that stay between steps."""
 NO_MASTER = r"(no|without) (fp32 )?(mixed[ -]precision )?master|(no|without) fp32 cop(y|ies)(?! of (?!(the )?weights))"

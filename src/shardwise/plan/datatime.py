@@ -151,7 +151,8 @@ def sends_of(wire: Wire) -> Sends:
     """What is sent for the parameters of a rank."""
     width, sharded = compute_width(wire.plan), wire.plan.zero > 0
     whole = wire.plan.zero == 3 or wire.stack.keeps_shards  # weights are shards, frozen ones too; else an update's are
-    shards, kind = group_of(wire.plan.axes, "data"), "reduce_scatter" if sharded else "all_reduce"
+    parts = sharded and (wire.plan.zero == 3 or not wire.stack.reduces_whole)
+    shards, kind = group_of(wire.plan.axes, "data"), "reduce_scatter" if parts else "all_reduce"
     return Sends(
         gather=wire.time("all_gather", width, share=1.0 if whole else wire.trained) if sharded else 0.0,
         again=wire.time("all_gather", width, again=True) if sharded else 0.0,

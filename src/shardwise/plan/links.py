@@ -109,6 +109,8 @@ def collective_time(
     `kind`: all_gather, reduce_scatter, all_reduce, all_to_all, send. `share`: of the fast tier's bandwidth that it
     gets; what it lacks is time of the device's own copying, beside kernels that compute: the same per byte on any link.
     A ring copies pieces of a message while others are on the network, so that mostly the slower of both counts.
+    A send goes to a neighbour on an axis: of ranks that share a domain, one at its edge, which all wait for where the
+    network is slower, has one of its two neighbours inside, so that a send takes the mean of both ways.
     `once`: of what an all_to_all sends to other domains, the share that crosses; inside them it is handed on.
 
     Gathers and reduce-scatters are rings, an all-reduce is a ring or a tree, whichever is faster: latency and transfer
@@ -124,9 +126,13 @@ def collective_time(
     copying = (1 / share - 1) / cluster.local.bandwidth
     if kind == "send":
         pair = _among(cluster.local, 2)
+        here = cluster.local.latency + size * (1 / pair + copying)
         # by the adapters of the stages beside it, which send nothing out, too: over what joins it to them
         out = max(network.bandwidth, min(pair, inside * network.bandwidth))
-        return latency + size * (1 / (out if crosses else pair) + copying)
+        away = network.latency + size * (1 / out + copying)
+        if inside == 1 or not crosses:
+            return away if crosses else here
+        return max((here + away) / 2, here if inside > 2 else 0.0)
     wire, device = min(local, inside * network.bandwidth) if crosses else local, 1 / (1 / local + copying)
     wide: float = (wire**-BESIDE + device**-BESIDE - local**-BESIDE) ** (-1 / BESIDE)
     part = size * (ranks - 1) / ranks

@@ -187,6 +187,9 @@ class Stack:
     else each sends it whole, where sequences are not sharded."""
     overlap_pipeline: float = 0.5
     """Share of the sends between stages that hides, beyond the first and last micro-batch."""
+    reduces_whole: bool = False
+    """zero 1 and 2: each rank is sent the sum of all gradients, and keeps its share (DeepSpeed's
+    `use_multi_rank_bucket_allreduce`, its default); False: of its share alone."""
     reduce_bytes: float = 0.0
     """Bytes of a gradient on the wire, where the plan names no type; 0: the compute dtype."""
     bucket: float = 0.0
