@@ -96,16 +96,16 @@ class PartDigest:
         """Of no bytes."""
         self._first, self._digests = 0, DIGEST.of()
 
-    def add(self, data: memoryview, digest: bytes | None = None) -> None:
-        """The bytes that follow, and their digest where it is known."""
-        self._first = self._first or len(data)
-        self._digests.update(digest or DIGEST.of(data).digest())
+    def add(self, data: memoryview, digests: bytes | None = None) -> None:
+        """The bytes that follow, and the digests of their blocks where they are known."""
+        self._first = self._first or min(len(data), BLOCK)
+        if digests is None:
+            digests = b"".join(DIGEST.of(data[at : at + BLOCK]).digest() for at in range(0, len(data), BLOCK))
+        self._digests.update(digests)
 
     def is_of(self, data: memoryview) -> bool:
         """Whether other bytes have this digest. Cost: a pass over them."""
-        other, at = PartDigest(), 0
-        while at < len(data):
-            cut = data[at : at + (BLOCK if at else self._first)]
+        other = PartDigest()
+        for cut in filter(None, (data[: self._first], data[self._first :])):
             other.add(cut)
-            at += len(cut)
         return other._digests.digest() == self._digests.digest()

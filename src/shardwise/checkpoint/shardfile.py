@@ -25,7 +25,7 @@ from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_
 
 TABLE = "shardwise.digests"
 Seen = Callable[[memoryview, bytes | None], None]
-"""Takes bytes, and their digest (`DIGEST`) where it is known."""
+"""Takes bytes, and the digests (`DIGEST`) of their blocks where they are known."""
 _WRITE = 4 * 1024 * 1024
 
 
@@ -290,7 +290,7 @@ class ShardFile(Closing):
     def read_into(self, start: int, target: memoryview, seen: Seen = ignore) -> None:
         """Fill a buffer with the bytes of the data from `start` on, blocks that lie in it whole without a copy.
 
-        `seen` is called with the bytes, in order, while they are in the processor's cache: of each whole block apart.
+        `seen` is called with the bytes, in order, while they are in the processor's cache: with whole blocks apart.
 
         Cost: as `read`.
 
@@ -315,11 +315,12 @@ class ShardFile(Closing):
         for begin in range(0, len(target), self._files.piece):
             part = target[begin : begin + self._files.piece]
             self._fill(self._data + first * BLOCK + begin, part)
-            for block, at in enumerate(range(0, len(part), BLOCK), first + begin // BLOCK):
-                digest = of(data := part[at : at + BLOCK]).digest()
-                if digest != self._table[block * size : (block + 1) * size]:
+            start = first + begin // BLOCK
+            for block, at in enumerate(range(0, len(part), BLOCK), start):
+                if of(part[at : at + BLOCK]).digest() != self._table[block * size : (block + 1) * size]:
                     raise self._changed(block)
-                seen(data, digest if self._digest is DIGEST else None)
+            digests = self._table[start * size : (block + 1) * size] if self._digest is DIGEST else None
+            seen(part, digests)
 
     def _changed(self, block: int) -> DamagedError:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
