@@ -274,6 +274,22 @@ def test_every_pair_under_every_mesh(world: World, wide: str, layout: str) -> No
     same_as_one(world, wide, layout, tuple(itertools.permutations(KINDS, 2)))
 
 
+def test_and_so_it_is_where_weights_change_their_type_too(world: World, stored: str) -> None:
+    """What fp32 parameters were saved with, codes and their scales, in a run in fp64."""
+    same_as_one(world, stored, "fsdp4", (("4bit", "bf16"), ("8bit", "8bit"), ("bf16", "fp32")))
+
+
+def test_what_was_in_fp64_is_kept_in_the_types_of_an_fp32_run(wide: str) -> None:
+    with open_mesh(LAYOUTS["one"]) as mesh:
+        for before, after in (("fp32", "8bit"), ("8bit", "4bit"), ("4bit", "bf16"), ("bf16", "fp32")):
+            usual, state = (make("one", mesh, with_averages(after)) for _ in range(2))
+            go_on(usual, 1)
+            load(state, f"{wide}/{before}")
+            kinds = [{name: (t.dtype, t.shape) for name, t in whole(each).items()} for each in (usual, state)]
+            assert kinds[0] == kinds[1], (before, after)
+            go_on(state, 1)
+
+
 def torchs_own(path: str) -> list[str]:
     """Tensors that differ between torch's AdamW over the shards, as DTensors, and ours, after loading codes."""
     with open_mesh(LAYOUTS["fsdp2"]) as mesh:
