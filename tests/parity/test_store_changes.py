@@ -149,7 +149,7 @@ def test_parameters_that_are_frozen_now_are_named(tmp_path: Path) -> None:
             state = sw.TrainState(placed, sw.adamw(placed, lr=0.1), sw.loader(ROWS, 4, mesh, seed=3))
             if frozen:
                 with pytest.raises(
-                    CheckpointError, match=r"state of 0\.bias, 0\.weight \(2 parameters\), which this run"
+                    CheckpointError, match=r"state of 0\.bias, 0\.weight \(2 parameters\), of which this run keeps none"
                 ):
                     sw.Store(tmp_path).load_latest(state)
             for _ in sw.steps(state, lambda y, _: sw.mean_over(y.square()), until=2):
