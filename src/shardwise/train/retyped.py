@@ -26,7 +26,8 @@ class Retyped:
     Args:
         name: of the tensor.
         before: torch's names of the stored types: of the tensor, and of its master where one is stored.
-        kept: the tensors of this run, and of its master where it keeps one; only shapes, types and layouts are used.
+        kept: this run's fresh tensor, which is filled.
+        keeps: whether this run keeps an fp32 master of it.
 
     Attributes:
         targets: names of what is made.
@@ -34,27 +35,27 @@ class Retyped:
 
     setting = "plan.precision"
 
-    def __init__(self, name: str, before: tuple[str, ...], kept: tuple[Tensor, ...]) -> None:
+    def __init__(self, name: str, before: tuple[str, ...], kept: Tensor, keeps: bool = False) -> None:
         """See the class."""
-        self.name, self.before, self.now = name, _said(before), _said(tuple(_word(tensor.dtype) for tensor in kept))
+        types = (kept.dtype, torch.float32)[: 1 + keeps]
+        self.name, self.before, self.now = name, _said(before), _said(tuple(map(_word, types)))
         self.what = self.counted = "weights" if name.startswith(MODEL) else "averages"
-        self._names = (name, f"{PREFIX}{name.removeprefix(MODEL)}.{MASTER}")
-        self._before, self._kept = before, kept
-        self.targets = self._names[: len(kept)]
+        names = (name, f"{PREFIX}{name.removeprefix(MODEL)}.{MASTER}")
+        self._stored, self._kept, self._widest = dict(zip(names, before, strict=False)), kept, types[-1]
+        self.targets = names[: len(types)]
 
     def sources(self) -> dict[str, Tensor]:
         """Fresh tensors of what is stored, in this run's layout."""
-        types = [getattr(torch, kind) for kind in self._before]
-        return {name: torch.empty_like(self._kept[0], dtype=t) for name, t in zip(self._names, types, strict=False)}
+        return {name: torch.empty_like(self._kept, dtype=getattr(torch, t)) for name, t in self._stored.items()}
 
     def run(self, filled: dict[str, Tensor]) -> Iterator[tuple[str, float, str, float]]:
         """Replace what is stored by what is kept: name, rounding, its unit, the largest that its type explains."""
-        exact = [filled.pop(name) for name in self.sources()][-1]
-        for name, like in zip(self._names, self._kept, strict=False):
-            filled[name] = torch.empty_like(like)
-            local_shard(filled[name]).copy_(local_shard(exact))
-        widest = self._kept[-1].dtype
-        yield self.name, _rounding(local_shard(exact), widest), "relative", torch.finfo(widest).eps / 2
+        exact = [filled.pop(name) for name in self._stored][-1]
+        masters = [torch.empty_like(self._kept, dtype=self._widest)] if len(self.targets) > 1 else []
+        for name, tensor in zip(self.targets, (self._kept, *masters), strict=True):
+            filled[name] = tensor
+            local_shard(tensor).copy_(local_shard(exact))
+        yield self.name, _rounding(local_shard(exact), self._widest), "relative", torch.finfo(self._widest).eps / 2
 
 
 def retyped(optimizer: NamedOptimizer, stored: Mapping[str, Kind], template: Mapping[str, Tensor]) -> Iterator[Retyped]:
@@ -77,14 +78,13 @@ def retyped(optimizer: NamedOptimizer, stored: Mapping[str, Kind], template: Map
             # weights that are loaded alone, of the run's type, are no change: masters begin with them
             if before != now or (has and not keeps) or (not has and master in template):
                 types = (before, stored[master][1]) if has else (before,)
-                kept = (tensor, torch.empty_like(tensor, dtype=torch.float32)) if keeps else (tensor,)
-                yield Retyped(name, types, kept)
+                yield Retyped(name, types, tensor, keeps)
         elif before != now:
-            yield Retyped(name, (before,), (tensor,))
+            yield Retyped(name, (before,), tensor)
 
 
 def _rounding(exact: Tensor, dtype: torch.dtype) -> float:
-    """The largest by which numbers move, relative to them; NaN where one that was finite no longer is."""
+    """The largest by which numbers move, relative to them; infinite where one that was finite no longer is."""
     wide = torch.promote_types(exact.dtype, dtype)
     was, now = exact.to(wide), exact.to(dtype).to(wide)
     errors = ((now - was).abs() / was.abs().clamp(min=torch.finfo(dtype).tiny))[was.isfinite()]
