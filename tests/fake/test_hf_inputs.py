@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import shardwise as sw
 from shardwise.cli.estimate import estimate
-from shardwise.cli.hf import planned_hf
+from shardwise.cli.hf import planned_hf, sizes_of
 from shardwise.cli.made_for import question_of
 from shardwise.cli.plan import plan
 from shardwise.cli.planning import Question, question
@@ -27,6 +27,7 @@ from shardwise.model.hf_plan import caches_keys
 from shardwise.model.stacks import block_pattern, find_blocks
 from shardwise.models.hf import build, hf_config, hf_factory, model_class
 from shardwise.models.hf_inputs import inputs_of
+from shardwise.models.hf_sizes import shrunk_config
 from shardwise.parallel.mesh import open_mesh
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
@@ -336,3 +337,18 @@ def test_a_size_that_is_said_per_layer_is_divided_in_each(tmp_path: Path) -> Non
 
 def _planned(factory: type[nn.Module]) -> Planned:
     return planned_module(f"{__name__}:{factory.__name__}")
+
+
+def test_layers_that_say_sizes_of_their_own():
+    """`transformers` refuses to be asked for what they differ in: as it did, with a traceback."""
+    config = hf_config("gemma4_text")
+    assert sizes_of(config).head_dim == 256  # of 256 and 512: what an axis divides
+    small = shrunk_config(config)
+    assert [layer.head_dim for layer in small.per_layer_config] == [8, 16] * 2  # sliding, full
+    assert sum(p.numel() for p in hf_factory(small)().parameters()) < 100_000
+
+
+def test_layers_that_take_the_keys_of_others_are_kept_when_shrunk():
+    small = shrunk_config(hf_config("gemma3n_text"))
+    assert (small.num_kv_shared_layers, small.layer_types) == (2, ["sliding_attention", "full_attention"] * 2)
+    assert sum(p.numel() for p in hf_factory(small)().parameters()) < 200_000

@@ -32,7 +32,9 @@ from tests.parity.test_grid import cells
 TOLERANCE = 1e-11
 APART = 1 if os.environ.get("SHARDWISE_SOAK") else 4
 """At each change a plan trains one family of four."""
-MODULES = ["gemma3" if family == "gemma3_text" else family for family in FAMILIES]
+UNLIKE = ("gemma4_text", "gemma3n_text")
+"""Families whose layers differ in sizes, or take keys of layers before them."""
+MODULES = [family.removesuffix("_text") for family in (*FAMILIES, *UNLIKE)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,6 +104,18 @@ def test_grouped_heads_fewer_than_tp_are_computed_on_every_rank(world: World) ->
     made = {"mistral": hf_models.config("mistral", num_key_value_heads=1)}
     truth = world(1, hf_models.references, made)[0]
     assert compared(world, "tp2", made, truth) == {}
+
+
+@pytest.mark.parametrize("plan", ["fsdp2", "cp2"])
+def test_families_of_unlike_layers(world: World, plan: str) -> None:
+    made = {family: hf_models.config(family) for family in UNLIKE}
+    truth = world(1, hf_models.references, made, timeout_s=300)[0]
+    assert compared(world, plan, made, truth) == {}
+
+
+def test_what_every_layer_is_given_from_outside_is_no_chain() -> None:
+    (chain,) = hf_findings(hf_models.config("gemma4_text"), sw.Plan.parse("pp2 / mb2"))
+    assert chain.id == "module.chain" and "is made before the blocks from parameters" in chain.what
 
 
 def test_dropout_inside_attention_draws_the_same_under_every_plan(world: World) -> None:

@@ -28,6 +28,7 @@ LAYERS = {
     "hardware.cluster": 1,
     "hardware.presets": 1,
     "hardware": 3,
+    "model.alike": 3,
     "model.tracer": 3,
     "model.known": 3,
     "model.standin": 3,

@@ -14,6 +14,8 @@ from typing import Any
 from shardwise.diagnose.read_module import ONE_BLOCK, Planned, another, said_of
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.findings import Finding
+from shardwise.model.alike import shorter
+from shardwise.model.hf_plan import value_of
 from shardwise.model.spec import ModelSpec
 from shardwise.model.stacks import WHOLE, stacks_of
 from shardwise.models.hf import (
@@ -88,12 +90,17 @@ def refused_axes(config: Any, blocks: str = "auto") -> dict[str, str]:
         known = dict.fromkeys(ONE_BLOCK, "module.no-blocks")
         blocks = "auto"
     plans = {axis: Plan.parse(text).with_(blocks=blocks) for axis, text in texts.items() if axis not in known}
+    factory = hf_factory(config)
     try:
-        blueprint = record(hf_factory(config))
+        blueprint = record(shorter(factory, blocks))
     except ShardwiseError:  # is told of each axis
         blueprint = None
-    found = {axis: hf_findings(config, plan, blueprint) for axis, plan in plans.items()}
-    return known | {axis: findings[0].id for axis, findings in found.items() if findings}
+    for axis, plan in plans.items():
+        if blueprint is not None and not hf_findings(config, plan, blueprint):
+            continue
+        if findings := hf_findings(config, plan):  # of the whole model: a short one may be refused for what it lacks
+            known[axis] = findings[0].id
+    return known
 
 
 def planned_hf(model: str, blocks: str = "auto") -> Planned:
@@ -159,7 +166,7 @@ def sizes_of(config: Any) -> ModelSpec | None:
     text = config.get_text_config()
 
     def first(*names: str) -> int:
-        found = next((found for name in names if (found := getattr(text, name, None))), 0)
+        found = next((found for name in names if (found := value_of(text, name))), 0)
         # of layers of several sizes an axis divides each
         return gcd(*map(int, found)) if isinstance(found, list | tuple) else int(found)
 

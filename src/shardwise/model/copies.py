@@ -80,11 +80,16 @@ def _without_values(module: nn.Module, device: str) -> dict[int, Any]:
         empty = _empty(tensor, device, tensor.dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    for inner in module.modules():
-        for _, held in tensors_in(list(vars(inner).values())):
-            if id(held) not in memo and (device == "cpu" or not held.is_leaf):
-                memo[id(held)] = _empty(held, device, held.dtype)
+    for held in _attributes(module):
+        if id(held) not in memo and (device == "cpu" or not held.is_leaf):
+            memo[id(held)] = _empty(held, device, held.dtype)
     return memo
+
+
+def _attributes(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors in the attributes of its modules. What many hold, a configuration, is looked through once."""
+    values = {id(value): value for inner in module.modules() for value in vars(inner).values()}
+    return [tensor for _, tensor in tensors_in(list(values.values()))]
 
 
 def _empty(tensor: torch.Tensor, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -102,10 +107,9 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Raises:
         ModelError: the module holds something that Python cannot copy.
     """
-    for inner in module.modules():
-        for _, held in tensors_in(list(vars(inner).values())):
-            if not held.is_leaf:
-                memo.setdefault(id(held), held.detach())
+    for held in _attributes(module):
+        if not held.is_leaf:
+            memo.setdefault(id(held), held.detach())
     try:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:

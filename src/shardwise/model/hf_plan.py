@@ -255,3 +255,11 @@ def caches_keys(module: Any) -> bool:
     if hasattr(config, "use_cache") or not hasattr(text, "use_cache"):
         return hasattr(config, "use_cache")
     return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature(module.forward).parameters.values())
+
+
+def value_of(config: Any, key: str) -> Any:
+    """What a configuration says under a key: a list where its layers differ in it, None where it says nothing."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # transformers refuses one answer for layers that differ
+        return [getattr(layer, key, None) for layer in config.per_layer_config]

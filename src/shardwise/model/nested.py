@@ -58,5 +58,8 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, dict):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+        held = getattr(
+            value, "__dict__", {}
+        )  # first: a configuration may refuse to be asked for what its layers differ in
+        return [(f.name, held[f.name] if f.name in held else getattr(value, f.name)) for f in fields(value)]
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.errors import ModelError
+from shardwise.model.alike import enough, shorten
 from shardwise.model.arguments import is_loss_key, required_by
 from shardwise.model.copies import cpu_copy, tensors_in
 from shardwise.model.course import Course, Seen
@@ -31,7 +31,7 @@ from shardwise.model.hf_plan import caches_keys
 from shardwise.model.known import Known
 from shardwise.model.lifetimes import Lifetimes, courses_of, is_plain
 from shardwise.model.nested import put
-from shardwise.model.profile import Block, Profile
+from shardwise.model.profile import Profile
 from shardwise.model.recording import AFTER, BEFORE, key_of
 from shardwise.model.standin import LossOf, drop_by_key
 from shardwise.model.torch_private import fake_tensors, keeps_costly
@@ -58,7 +58,7 @@ def courses_seen(
 
     Cost: two to six steps of a few blocks on shapes.
     """
-    chosen = _enough(module, names, profile)
+    chosen = enough(module, names, profile.blocks)
     if chosen != names:
         try:
             return _of_blocks(module, names, chosen, sample, how, profile.tied)
@@ -108,33 +108,10 @@ def _of_blocks(
     return {phase if phase in (BEFORE, AFTER) else names.index(chosen[phase]): found[phase] for phase in found}
 
 
-def _enough(module: nn.Module, names: tuple[str, ...], profile: Profile) -> tuple[str, ...]:
-    """The first blocks of each list, as far as there are two of each kind: a step with those shows what others hold."""
-    lists: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        lists.setdefault(name.rpartition(".")[0], []).append(index)
-    chosen: list[int] = []
-    for parent, members in lists.items():
-        met = Counter[Block]()
-        first = min(3, len(members))
-        for place, index in enumerate(members):
-            met[profile.blocks[index]] += 1
-            first = max(first, place + 1) if met[profile.blocks[index]] <= 2 else first
-        container = module.get_submodule(parent)
-        whole = not isinstance(container, nn.ModuleList) or len(container) != len(members)
-        chosen += members if whole else members[:first]
-    return tuple(names[index] for index in sorted(chosen))
-
-
 @contextmanager
 def _shortened(module: nn.Module, names: tuple[str, ...], chosen: tuple[str, ...]) -> Iterator[None]:
     """Within it lists of blocks hold the chosen ones alone."""
-    before: dict[str, dict[str, Any]] = {}
-    for name in set(names) - set(chosen):
-        parent, _, key = name.rpartition(".")
-        container = module.get_submodule(parent)
-        before.setdefault(parent, dict(container._modules))
-        del container._modules[key]
+    before = shorten(module, names, chosen)
     try:
         yield
     finally:

@@ -53,7 +53,12 @@ TINY: Mapping[str, int] = {
     "image_size": 16,
     "patch_size": 4,
     "rotary_dim": 4,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
 }
+SHORT = 8
+"""Numbers of a list, up to which it may be of stages, not of layers."""
 MOST_LAYERS = 2_000
 """Of a model that is built to be read: each is read by itself, which takes some milliseconds."""
 MOST = 2**30
@@ -206,10 +211,19 @@ def _shrink(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def _shrink_lists(config: PreTrainedConfig, said: Mapping[str, Any], num_layers: int) -> None:
+    old = next((said[key] for key in LAYERS if _is_count(said.get(key))), 0)
+    for key, value in said.items():
+        if isinstance(value, list) and len(value) == old > SHORT:
+            sizes = [value[i * old // num_layers] for i in range(num_layers)]
+            setattr(config, key, [2 * config.hidden_size] * num_layers if key in INNER else sizes)
     for key in ("layer_types", "mlp_layer_types"):
         kinds = list(dict.fromkeys(said.get(key) or ()))
         if kinds:
             setattr(config, key, [kinds[i % len(kinds)] for i in range(num_layers)])
+    if said.get("num_kv_shared_layers"):  # the last ones, which take keys of one of their kind before them
+        config.num_kv_shared_layers = max(0, num_layers - len(set(said["layer_types"])))
+    if said.get("per_layer_config"):
+        config.per_layer_config = _shrunk_layers(said, config)
     if said.get("attention_types"):  # GPT-Neo: [[[kinds], times]]
         kinds = said["attention_types"][0][0]
         config.attention_types = [[kinds, num_layers // len(kinds)]]
@@ -220,6 +234,18 @@ def _shrink_lists(config: PreTrainedConfig, said: Mapping[str, Any], num_layers:
     if rope.get("rope_type", "default") != "default":  # its factors speak of the longer head
         kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         config.rope_parameters = {**kept, "rope_type": "default"}
+
+
+def _shrunk_layers(said: Mapping[str, Any], config: PreTrainedConfig) -> dict[int | str, dict[str, Any]]:
+    """What single layers say for themselves: each what the first of its kind does, in tiny sizes."""
+    own = {int(index): changes for index, changes in said["per_layer_config"].items()}
+    tiny = {**TINY, **dict.fromkeys(HEAD_DIMS, 2 * HEAD_DIM), **dict.fromkeys(KV_HEADS, 1)}
+    layers = (own.get(said["layer_types"].index(kind), {}) for kind in config.layer_types)
+    return {
+        index: {key: tiny.get(key, value) if value else value for key, value in changes.items()}
+        for index, changes in enumerate(layers)
+        if changes
+    }
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -235,7 +235,7 @@ def _facts(root: nn.Module, blocks: tuple[str, ...]) -> list[Fact]:
     for name, module in root.named_modules():
         for _, parameter in module.named_parameters(recurse=False):
             holders.setdefault(parameter, []).append(name)
-    head = _output_layer(root)
+    head, lists = _output_layer(root), _containers(blocks, root)
     facts = []
     for name, module in root.named_modules():
         own_parameters = dict(module.named_parameters(recurse=False))
@@ -249,7 +249,7 @@ def _facts(root: nn.Module, blocks: tuple[str, ...]) -> list[Fact]:
                 kind=kind,
                 inputs=inputs,
                 outputs=outputs,
-                in_block=any(name == block or name.startswith(f"{block}.") for block in _containers(blocks, root)),
+                in_block=any(name == block or name.startswith(f"{block}.") for block in lists),
                 is_head=module is head,
                 shared_by=tuple(sorted(sharers)),
                 only_shared=kind == "other" and all(len(holders[p]) > 1 for p in own_parameters.values()),

@@ -20,6 +20,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shardwise.errors import ModelError
+from shardwise.model.hf_plan import value_of
 from shardwise.parallel.declared import is_transposed
 from shardwise.parallel.intercept import Divided
 
@@ -97,7 +98,7 @@ def divide_attention(root: nn.Module, divided: Divided) -> None:
 
 def _name_for(root: nn.Module, divided: Divided, config: Any) -> str:
     """The attention that takes the place of the model's own."""
-    asked, caps = config._attn_implementation, getattr(config, "attn_logit_softcapping", None)
+    asked, caps = config._attn_implementation, value_of(config, "attn_logit_softcapping")
     if asked in ("flex_attention", FLEX_NAME):
         if divided.kind == "ring":
             raise ModelError(
@@ -125,7 +126,8 @@ def _check_window(name: str, module: nn.Module, config: Any) -> None:
             row="module.attention-direct",
         )
     kinds = getattr(config, "layer_types", None)
-    slides = getattr(config, "sliding_window", None) and (kinds is None or "sliding_attention" in kinds)
+    window = value_of(config, "sliding_window")
+    slides = (any(window) if isinstance(window, list) else window) and (kinds is None or "sliding_attention" in kinds)
     if slides and "sliding_window=" not in source:
         raise ModelError(
             f"context parallelism: {name} ({type(module).__name__}) has a sliding window in its mask alone, found no "
