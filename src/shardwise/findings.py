@@ -23,7 +23,9 @@ class Finding:
     severity: Severity
     what: str
     evidence: str = ""
+    """The numbers or names that it was found by."""
     fix: str = ""
+    """What to do; of a constraint with the nearest plan that works."""
 
     def __str__(self) -> str:
         found = f"found: {self.evidence}" if self.evidence else ""
