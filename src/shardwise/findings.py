@@ -23,7 +23,9 @@ class Finding:
     severity: Severity
     what: str
     evidence: str = ""
+    """The numbers or names that it was found by."""
     fix: str = ""
+    """What to do; of a constraint with the nearest plan that works."""
 
     def __str__(self) -> str:
         found = f"found: {self.evidence}" if self.evidence else ""
@@ -59,6 +61,16 @@ def table_of(row: Callable[..., Row]) -> tuple[dict[str, Row], Callable[[str, st
     return rows, named
 
 
+def shown(names: Sequence[object], most: int = 3) -> str:
+    """The first few of many names, for a message.
+
+    >>> shown(["a", "b", "c", "d", "e"]), shown([0, 2])
+    ('a, b, c and 2 more', '0, 2')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
 def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
     """`"did you mean 'layers.*.wq'?"`, or the known names when nothing is near.
 
@@ -67,8 +79,8 @@ def nearest(name: str, known: Sequence[str], limit: int = 3) -> str:
     """
     if close := near(name, known, limit):
         return close
-    shown = ", ".join(sorted({*known})[:20])
-    return f"known: {shown}{', ...' if len(known) > 20 else ''}"
+    first = ", ".join(sorted({*known})[:20])
+    return f"known: {first}{', ...' if len(known) > 20 else ''}"
 
 
 def near(name: str, known: Sequence[str], limit: int = 3) -> str:

@@ -46,14 +46,6 @@ def test_groups_and_work() -> None:
     assert held() is None
 
 
-def test_backward_is_seen() -> None:
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(torch_private.in_backward()))
-    x.sum().backward()
-    assert seen == [True] and not torch_private.in_backward()
-
-
 def test_buckets_are_put_in_order_once() -> None:
     with fake_world(2):
         module = DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=False)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwise.errors import ConfigError, ModelError, UsageError
-from shardwise.model.spec import preset, presets
-from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, num_params
-from shardwise.models.gpt import GPT, GPTConfig, gpt_flops_per_token, gpt_num_params
+from shardwise.model.spec import ModelSpec, preset, presets
+from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token
+from shardwise.models.gpt import GPT, GPTConfig, gpt_flops_per_token
 from shardwise.models.presets import build
 from shardwise.models.sample import generate
 
@@ -36,12 +37,24 @@ def test_parameter_names_are_those_that_rules_refer_to() -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("extra", [False, True])
-def test_num_params_is_exact(tie: bool, extra: bool) -> None:
-    config = DecoderConfig(dim=32, num_layers=2, ffn_dim=40, tie_embeddings=tie, qkv_bias=extra, qk_norm=extra)
-    assert num_params(config) == sum(p.numel() for p in Decoder(config).parameters())
-    gpt = GPTConfig(dim=32, num_layers=2, ffn_dim=40 if extra else 0, tie_embeddings=tie)
-    assert gpt_num_params(gpt) == sum(p.numel() for p in GPT(gpt).parameters())
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True},
+        {"kind": "gpt"},
+        {"kind": "moe", "num_experts": 4, "experts_per_token": 2},
+        {"kind": "moe", "num_experts": 4, "experts_per_token": 2, "qkv_bias": True, "qk_norm": True},
+    ],
+    ids=lambda more: "-".join(more),
+)
+def test_the_number_of_parameters_of_sizes_is_that_of_their_model(more: dict[str, Any], tie: bool) -> None:
+    spec = ModelSpec(
+        dim=32, num_layers=2, num_heads=4, ffn_dim=40, vocab_size=64, max_seq_len=16, tie_embeddings=tie, **more
+    )
+    with torch.device("meta"):
+        model = build(spec)()
+    assert sum(p.numel() for p in model.parameters()) == spec.num_params
 
 
 @pytest.mark.parametrize("name", presets(built=True))

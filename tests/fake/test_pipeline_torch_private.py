@@ -23,10 +23,11 @@ from shardwise.parallel.module_torch_private import (
     map_tensors,
     put_parameter,
 )
-from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, Stage, schedule_order
+from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, Stage
 from shardwise.parallel.torch_private import behind_backward, in_backward, saving_hook
 from shardwise.parallel.unused_torch_private import SUMS_APART, FSDPParam
 from shardwise.plan.plan import LOOPED, SCHEDULES
+from tests.fake.torch_orders import schedule_order
 
 
 def test_a_transform_of_torch_func_is_seen() -> None:

@@ -23,7 +23,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.model.tracer import trace_chain
 from shardwise.models.presets import build
 from shardwise.parallel.pipeline import first_blocks
-from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES, _StandIn, schedule_order
+from shardwise.parallel.pipeline_torch_private import SCHEDULE_CLASSES
 from shardwise.parallel.schedules import picture, save_png
 from shardwise.plan.division import Division
 from shardwise.plan.imbalance import busiest
@@ -33,6 +33,7 @@ from shardwise.plan.schedule import Action, actions, stages_of, table_of
 from shardwise.plan.simulate import LOCAL, NOTHING, Costs, _order, simulate
 from shardwise.plan.stages import counted_flops, split_evenly
 from shardwise.plan.workload import Workload
+from tests.fake.torch_orders import StandIn, schedule_order
 
 app = typer.Typer()
 app.command()(schedule)
@@ -99,7 +100,7 @@ def test_receives_are_posted_where_torch_posts_them(kind: str, ranks: int, stage
         stages = 2
     if not micro_batches_fit(kind, ranks, micro):
         micro = 16
-    stand_ins: Any = [_StandIn(ranks * stages, ranks) for _ in range(stages)]
+    stand_ins: Any = [StandIn(ranks * stages, ranks) for _ in range(stages)]
     schedule: Any = SCHEDULE_CLASSES[kind](stand_ins, micro, scale_grads=False)
     theirs, pairs = {}, []
     for rank, lowered in schedule.pipeline_order_with_comms.items():

@@ -201,6 +201,10 @@ def test_updates_that_send(plan: str, optimizer: str, name: str) -> None:
     assert not differences(plan, name, Plan.parse(plan).world - 1, optimizer)
 
 
+def test_an_update_that_sends_of_a_model_with_a_parameter_without_dims() -> None:
+    assert not differences("dp2", "gated", 1, "lamb")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MODULES)
 def test_of_every_module_under_every_plan(name: str) -> None:

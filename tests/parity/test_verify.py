@@ -20,7 +20,6 @@ from shardwise.diagnose.faults import FAULTS, Evidence
 from shardwise.diagnose.subject import Failed, Run, Subject, record
 from shardwise.diagnose.verify import Options, Report, Verifier, _factor, _finding
 from shardwise.launch.forked import WorldError
-from shardwise.train.torch_private import in_backward
 from shardwise.train.witness import Request
 
 SCRIPT = Path(__file__).with_name("verified.py")
@@ -339,16 +338,6 @@ def test_a_script_that_ends_early_says_so(verify, tmp_path) -> None:
     report = verify(script, "dp2")
     assert report.proven and report.steps == 1
     assert "the script ended after 1 of 2 steps" in report.notes
-
-
-def test_a_forward_that_autograd_runs_again_is_told_apart() -> None:
-    seen: list[bool] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(in_backward()))
-    seen.append(in_backward())
-    y.sum().backward()
-    assert seen == [False, True]
 
 
 def test_a_device_that_is_not_there_is_refused(verify) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import accuracy
 from published import read
 from published.bands import KEPT, write_bands
@@ -26,6 +28,17 @@ def test_the_bands_that_the_planner_reads_are_those_of_the_page() -> None:
             found = [percent(entry.get(what, {}).get(name)) for name in ("median", "p90")]
             assert [each.strip() for each in shown[:2]] == found, kind
     assert band("time", "h100").rows == said["time"]["rows"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
+def test_the_pages_say_the_figures_of_the_bands(page: str) -> None:
+    text = " ".join((accuracy.PAGE.parents[1] / page).read_text(encoding="utf-8").split())
+    time, memory = band("time", "h100"), band("memory", "h100")
+    assert (
+        f"the step time of half is within {time.median:.0%} and of nine of ten within {time.p90:.0%}".replace("%", " %")
+        in text
+    )
+    assert f"memory within {memory.median:.0%} and {memory.p90:.0%}".replace("%", " %") in text
 
 
 def test_the_bands_of_a_file_of_rows(tmp_path: Path) -> None:

@@ -60,6 +60,23 @@ def test_every_page_is_in_the_index() -> None:
     assert sorted(path.name for path in found - linked) == []
 
 
+def missing_files(text: str) -> list[str]:
+    """Folders without a row in the page of the code, and files of a row that its folder does not have."""
+    package = ROOT / "src" / "shardwise"
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text.partition("## Folders")[2], re.MULTILINE))
+    named = [package / folder / file for folder, row in rows.items() for file in re.findall(r"`([\w*]+\.py)`", row)]
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    lost = [path.relative_to(package).as_posix() for path in named if not list(path.parent.glob(path.name))]
+    return sorted(folders ^ set(rows)) + lost
+
+
+def test_the_page_of_the_code_names_every_folder_and_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+    assert missing_files(text) == []
+    assert missing_files(text.replace("`kernels.py`", "`kernel.py`")) == ["plan/kernel.py"]
+    assert missing_files(text.replace("\n| `cli` | ", "\n| `cly` | ")) == ["cli", "cly", "cly/main.py"]
+
+
 def test_every_exit_code_is_on_its_page() -> None:
     page = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| (\d+) \| `(\w+)`", page, re.MULTILINE) == [(str(int(c)), c.name) for c in ExitCode]

@@ -113,7 +113,7 @@ class Peers:
         result, failure, cause = cast(T, None), None, None
         try:
             result = work()
-        except Exception as error:
+        except Exception as error:  # whatever it is: the other ranks wait for this one's word
             failure, cause = (isinstance(error, DamagedError), f"rank {self.rank}: {reason(error)}"), error
         told = self.gather((failure, result if tell else None))
         failures = [found for found, _ in told if found is not None]

@@ -25,6 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from shardwise.errors import DataError, ModelError
+from shardwise.findings import shown
 from shardwise.models.hf import build
 from shardwise.parallel.declared import declares
 from shardwise.parallel.init import local_slice
@@ -120,7 +121,7 @@ def read_headers(path: Path) -> dict[str, Entry]:
         if lacking:
             raise DataError(
                 f"weights {path / INDEX}: lists {len(lacking)} tensors that its files do not hold "
-                f"({_shown(lacking)}); needed: the files that belong to this index; copy them again"
+                f"({shown(lacking)}); needed: the files that belong to this index; copy them again"
             )
         return found
     if os.path.isfile(path / SINGLE):
@@ -217,14 +218,14 @@ def _match(model: PreTrainedModel, entries: Mapping[str, Entry], path: Path) -> 
         if not any(n in there for n in aliases.get(name, (name,))) and not any(re.search(p, name) for p in optional):
             problems.append(f"missing: {name}")
     if problems:
-        shown = [f"  - {problem}" for problem in problems[:MAX_SHOWN]]
-        more = len(problems) - len(shown)
+        lines = [f"  - {problem}" for problem in problems[:MAX_SHOWN]]
+        more = len(problems) - len(lines)
         raise DataError(
             "\n".join(
                 [
                     f"weights {path} do not fit {type(model).__name__} ({len(problems)} problem(s)); nothing was "
                     "loaded; needed: the weights of this config.json; give the directory that both came from:",
-                    *shown,
+                    *lines,
                     *([f"  ... and {more} more"] if more > 0 else []),
                 ]
             )
@@ -331,7 +332,3 @@ def _read(entry: Entry, ranges: list[tuple[int, int]]) -> torch.Tensor:
 def _natural(key: str) -> list[tuple[int, str]]:
     """`experts.10` after `experts.9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in key.split(".")]
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

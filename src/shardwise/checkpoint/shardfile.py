@@ -22,6 +22,7 @@ from shardwise.checkpoint.digests import BLOCK, DIGEST, DIGESTS, FORMAT, BlockDi
 from shardwise.checkpoint.files import ALIGNED, Closing, Files
 from shardwise.checkpoint.format import DTYPES, Box, DamagedError, Fields, parse_json, piece_key
 from shardwise.checkpoint.header import MAX_HEADER, Entry, encode_header, entry_of, without_holes
+from shardwise.findings import shown
 
 TABLE = "shardwise.digests"
 Seen = Callable[[memoryview, bytes | None], None]
@@ -325,10 +326,9 @@ class ShardFile(Closing):
     def _changed(self, block: int) -> DamagedError:
         begin, end = block * BLOCK, min((block + 1) * BLOCK, self.num_bytes)
         inside = [entry.key for entry in self.entries if entry.start < end and begin < entry.stop]
-        names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
         return self.damaged(
-            f"offset {self._data + begin} to {self._data + end}, tensor {names}: its bytes changed after they were "
-            "written"
+            f"offset {self._data + begin} to {self._data + end}, tensor {shown(inside, 8)}: its bytes changed after "
+            "they were written"
         )
 
     def check_all(self) -> None:

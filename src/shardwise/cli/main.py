@@ -76,7 +76,7 @@ class Verb(TyperCommand):
         """Words and options; as its parent, whose message of words too many gets what is expected."""
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:
+        except Exception as error:  # click's type, or that of typer's own copy of it
             text = str(getattr(error, "message", ""))
             if "unexpected extra argument" in text:
                 words = [each.name for each in self.params if each.param_type_name == "argument"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.diagnose.clues import Evidence as Evidence
-from shardwise.findings import Finding
+from shardwise.findings import Finding, shown
 
 EXACT = 1e-4
 """A measured factor is a number when it is this near to it."""
@@ -55,10 +55,6 @@ def causes(evidence: Evidence) -> list[Finding]:
     return found
 
 
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _is(value: float | None, number: float) -> bool:
     return value is not None and abs(value - number) <= EXACT * abs(number)
 
@@ -70,7 +66,7 @@ def _is(value: float | None, number: float) -> bool:
     "seed made of the rank)",
 )
 def _initial(e: Evidence) -> str | None:
-    return f"before the first step these differ: {_some(e.initial)}" if e.initial else None
+    return f"before the first step these differ: {shown(e.initial)}" if e.initial else None
 
 
 @_fault(
@@ -79,7 +75,7 @@ def _initial(e: Evidence) -> str | None:
     "tie them in the constructor, by assignment of the parameter; under a pipeline leave them untied",
 )
 def _untied(e: Evidence) -> str | None:
-    return f"one parameter on one process, several under the plan: {_some(e.untied)}" if e.untied else None
+    return f"one parameter on one process, several under the plan: {shown(e.untied)}" if e.untied else None
 
 
 @_fault(
@@ -131,7 +127,7 @@ def _same_rows(e: Evidence) -> bool:
 )
 def _stage(e: Evidence) -> str | None:
     if e.pp > 1 and e.missing:
-        return f"no stage has {_some(e.missing)}"
+        return f"no stage has {shown(e.missing)}"
     at_boundary = e.first_block is not None and e.first_block in e.block_starts
     if e.pp > 1 and _same_rows(e) and at_boundary and not e.draws:
         return f"outputs differ from {e.first_forward} on, in {e.first_block}, where a stage begins"
@@ -146,7 +142,7 @@ def _stage(e: Evidence) -> str | None:
 def _batch_norm(e: Evidence) -> str | None:
     norm = "norm" in e.first_class.lower() and "batch" in e.first_class.lower()
     if _same_rows(e) and (norm or (e.buffers and e.first_class and not e.draws and e.batch_norm)):
-        statistics = f"; running statistics differ: {_some(e.buffers)}" if e.buffers else ""
+        statistics = f"; running statistics differ: {shown(e.buffers)}" if e.buffers else ""
         return f"the first output that differs is that of {e.first_forward} ({e.first_class}){statistics}"
     return None
 
@@ -297,10 +293,10 @@ def _multiplied(e: Evidence) -> str | None:
 )
 def _unreduced(e: Evidence) -> str | None:
     if e.copies and e.loss_ratio is None and not e.initial:
-        return f"copies of these differ between ranks: {_some(e.copies)}"
+        return f"copies of these differ between ranks: {shown(e.copies)}"
     partial_ = e.loss_ratio is None and e.grads and len(e.grads) < e.num_grads and e.grad_factor is None
     if partial_ and not e.first_forward and e.world > 1:
-        return f"forward and loss are equal, and {len(e.grads)} of {e.num_grads} gradients are not: {_some(e.grads)}"
+        return f"forward and loss are equal, and {len(e.grads)} of {e.num_grads} gradients are not: {shown(e.grads)}"
     return None
 
 
@@ -339,7 +335,7 @@ def _learning_rate(e: Evidence) -> str | None:
 def _optimizer(e: Evidence) -> str | None:
     equal = not e.grads and e.loss_ratio is None and e.norm_ratio is None and not e.ranks_disagree
     if equal and e.params and _is(e.lr_ratio, 1.0) and not e.initial:
-        return f"gradients, their norm and the rate are equal, and after the update these differ: {_some(e.params)}"
+        return f"gradients, their norm and the rate are equal, and after the update these differ: {shown(e.params)}"
     return None
 
 
@@ -350,8 +346,8 @@ def _optimizer(e: Evidence) -> str | None:
 )
 def _names(e: Evidence) -> str | None:
     if e.pp == 1 and e.missing:
-        return f"no rank has {_some(e.missing)}"
-    return f"one process does not have {_some(e.added)}" if e.added else None
+        return f"no rank has {shown(e.missing)}"
+    return f"one process does not have {shown(e.added)}" if e.added else None
 
 
 @_fault(

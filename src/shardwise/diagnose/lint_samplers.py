@@ -107,7 +107,7 @@ def _missing(facts: Facts) -> Iterator[Hit]:
         chosen = {keyword.arg for keyword in site.node.keywords} & {"sampler", "batch_sampler", None}
         if constant(site.argument(2, "shuffle")) is not True or chosen or len(site.node.args) > 3:
             continue
-        if _is_for_evaluation(facts, site, set()) or _knows_rank(facts, site):
+        if _is_for_evaluation(facts, site, set()) or _knows_rank(site):
             continue
         yield Hit(
             node=site.node,
@@ -117,7 +117,7 @@ def _missing(facts: Facts) -> Iterator[Hit]:
         )
 
 
-def _knows_rank(facts: Facts, site: Site) -> bool:
+def _knows_rank(site: Site) -> bool:
     """Whether what a loader is given may be this rank's part: a rank, a shard or a subset is spoken of."""
     dataset = site.argument(0, "dataset")
     known = [dataset] if dataset is not None else []

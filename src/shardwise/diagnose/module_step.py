@@ -35,13 +35,11 @@ from shardwise.parallel.batchnorm import BatchNorm, prepare_sync_norms
 from shardwise.parallel.compose import blocks_of_plan
 from shardwise.parallel.inputs import Signature, model_inputs
 from shardwise.parallel.placed import Batch
+from shardwise.parallel.precision import compute_type
 from shardwise.parallel.sites import find_sites
 from shardwise.parallel.units import modules_by_size
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
-
-TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What is computed in; under `bf16-pure` bf16."""
 
 
 @aside
@@ -70,7 +68,7 @@ class _Recorder:
     """Sees one step."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
-        self.plan, self.dtype = plan, TYPES.get(plan.precision, torch.bfloat16)
+        self.plan, self.dtype = plan, compute_type(plan, "", {})
         self.source, self.blocks = module, blocks_of_plan(module, plan)
         self.units = self.blocks
         if plan.wrap_min_params:

@@ -163,7 +163,7 @@ def _called(call: _Call, rank: int) -> int:
     assert call.function is not None
     try:
         call.function(call.run.plan)
-    except Exception as error:
+    except Exception as error:  # the script's own, for whoever reads the record
         record = {
             "rank": rank,
             "type": type(error).__name__,

@@ -74,11 +74,6 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def in_backward() -> bool:
-    """Whether autograd runs right now: `torch._C._current_graph_task_id`."""
-    return int(torch._C._current_graph_task_id()) != -1
-
-
 def work_that_holds(tensors: list[torch.Tensor]) -> Any:
     """A communication that is done, as c10d operations return it, and keeps tensors as long as somebody keeps it.
 

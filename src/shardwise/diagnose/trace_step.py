@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.diagnose.boundaries import links_of, tell
 from shardwise.diagnose.ledger import BACKWARD, FORWARD, UPDATE, Collective, Ledger, axis_names, tensors_in, whole
-from shardwise.diagnose.torch_private import in_backward
 from shardwise.diagnose.without_values import Pretending, Training, without_values
 from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.compose import apply
 from shardwise.parallel.mesh import Mesh, open_mesh
 from shardwise.parallel.placed import Batch, Placed
+from shardwise.parallel.torch_private import in_backward
 from shardwise.plan.plan import Plan
 from shardwise.testing.fake import fake_world
 from shardwise.train.state import TrainState

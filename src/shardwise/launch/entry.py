@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     try:
         try:
             _run(argv, reporting)
-        except Exception as error:
+        except Exception as error:  # the script's own
             return _report(error, reporting)
     except KeyboardInterrupt:  # in the report, too
         return ExitCode.INTERRUPTED

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from shardwise.errors import ModelError
-from shardwise.findings import nearest
+from shardwise.findings import nearest, shown
 
 STYLES: Mapping[str, str] = {
     "column": "linear layer split by outputs; the output stays split",
@@ -142,7 +142,7 @@ def check_covered(
         elif count > 1:
             twice.append(f"parameter {name!r} is placed {count} times; keep one rule for it")
     problems = [
-        f"no rule covers {_shown(names)} of module {owner!r}"
+        f"no rule covers {shown(names)} of module {owner!r}"
         + (f"; {nearest(owner, known)}" if known else "")
         + f'; add {{"{owner}": "replicate"}} or another style to rules='
         for owner, names in uncovered.items()
@@ -156,17 +156,12 @@ def _nearest_names(pattern: str, names: list[str]) -> str:
     return nearest(pattern, sorted({generalise(name) for name in names if name}))
 
 
-def _shown(names: list[str]) -> str:
-    head = ", ".join(names[:3])
-    return head + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _listed(title: str, problems: list[str]) -> str:
     """One line per problem, so that all are mended in one go."""
-    shown = [f"  - {problem}" for problem in problems[:MAX_SHOWN]]
-    more = len(problems) - len(shown)
+    lines = [f"  - {problem}" for problem in problems[:MAX_SHOWN]]
+    more = len(problems) - len(lines)
     return "\n".join(
-        [f"{title}, {len(problems)} problem(s):", *shown, *([f"  ... and {more} more"] if more > 0 else [])]
+        [f"{title}, {len(problems)} problem(s):", *lines, *([f"  ... and {more} more"] if more > 0 else [])]
     )
 
 

@@ -106,7 +106,7 @@ def trace_chain(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             output = module(*found[0], **found[1])
     except ModelError:
         raise
-    except Exception as error:
+    except Exception as error:  # the module's own
         raise ModelError(
             f"trace_chain: the forward of {type(module).__name__} failed without data ({type(error).__name__}: "
             f"{str(error).partition(chr(10))[0].partition('. ')[0]}) {trace.phase}; a pipeline needs a forward whose "

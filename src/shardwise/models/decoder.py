@@ -212,15 +212,6 @@ class Decoder(nn.Module):
         return logits
 
 
-def num_params(config: DecoderConfig) -> int:
-    """Parameters of `Decoder(config)`, exactly."""
-    layer = _layer_matmul_params(config) + 2 * config.dim
-    layer += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.qkv_bias else 0
-    layer += 2 * config.head_dim if config.qk_norm else 0
-    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2) + config.dim
-    return config.num_layers * layer + ends
-
-
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Floating-point operations of matrix products per token, forward and backward, without recompute.
 

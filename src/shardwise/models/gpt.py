@@ -125,13 +125,6 @@ class GPT(nn.Module):
         return logits
 
 
-def gpt_num_params(config: GPTConfig) -> int:
-    """Parameters of `GPT(config)`, exactly."""
-    layer = 4 * config.dim**2 + 4 * config.dim + 2 * config.dim * config.ffn_dim + config.ffn_dim + config.dim
-    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2) + config.max_seq_len * config.dim
-    return config.num_layers * (layer + 4 * config.dim) + ends + 2 * config.dim
-
-
 def gpt_flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of matrix products per token, forward and backward: see `decoder.flops_per_token`."""
     layer = 4 * config.dim**2 + 2 * config.dim * config.ffn_dim

@@ -328,16 +328,6 @@ class MoEDecoder(nn.Module):
         return MoEOutput(self.head(self.norm(x)), losses[..., 0].clone(), losses[..., 1].clone())
 
 
-def num_params(config: MoEConfig) -> int:
-    """Parameters of `MoEDecoder(config)`, exactly."""
-    experts = (config.num_experts + config.num_shared_experts) * 3 * config.dim * config.expert_ffn_dim
-    layer = _attention_params(config) + experts + config.num_experts * config.dim + 2 * config.dim
-    layer += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.qkv_bias else 0
-    layer += 2 * config.head_dim if config.qk_norm else 0
-    ends = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2) + config.dim
-    return config.num_layers * layer + ends
-
-
 def flops_per_token(config: MoEConfig, seq_len: int) -> int:
     """As `decoder.flops_per_token`: of experts, only the ones that a token meets count."""
     experts = (config.experts_per_token + config.num_shared_experts) * 3 * config.dim * config.expert_ffn_dim

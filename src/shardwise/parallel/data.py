@@ -63,7 +63,7 @@ def shard_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         grouped = groups_in(placed, part)
         for module in [*experts, *(m for m in [*ruled, *grouped] if m not in experts)]:  # before what holds them
             if not isinstance(module, FSDPModule):
-                where = _expert_data_mesh(mesh, plan) if module in experts else data_mesh
+                where = _expert_data_mesh(mesh) if module in experts else data_mesh
                 policy = mixed_precision(plan, names[module], placed.types)
                 _shard(module, where, reshard, {**options, "mp_policy": policy})
         policy = mixed_precision(plan, "", placed.types)
@@ -126,7 +126,7 @@ def _axis(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     return device_mesh[axes[0]] if len(axes) == 1 else flatten_mesh(device_mesh, axes)
 
 
-def _expert_data_mesh(mesh: Mesh, plan: Plan) -> DeviceMesh:
+def _expert_data_mesh(mesh: Mesh) -> DeviceMesh:
     """The ranks that hold the same experts: replicas, and the shards of those experts' parameters."""
     assert mesh.expert_mesh is not None
     names = ("dp_replicate", "expert_shard") if mesh.size("dp_replicate") > 1 else ("expert_shard",)

@@ -125,15 +125,20 @@ class Placed:
     """
 
     parts: tuple[Part, ...]
+    """One; in a pipeline one for each stage of this rank."""
     plan: Plan
     mesh: Mesh
     blocks: tuple[str, ...] = ()
+    """Names of the repeated blocks."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    """Name of every parameter of this rank -> how it is sharded, and which pass did it."""
     sample: Batch | None = None
     blueprint: Any = None
     rules: Mapping[str, str] | None = None
     pipeline: PipelineRunner | None = None
+    """None where `pp` is 1."""
     context: ContextShare | None = None
+    """None where `cp` is 1."""
     experts: tuple[str, ...] = ()
     """Names of the modules whose parameters are split over the `ep` axis."""
     float8: tuple[str, ...] = ()

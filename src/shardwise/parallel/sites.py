@@ -128,7 +128,7 @@ def _trace(module: nn.Module, inputs: Inputs, rows: int, new_rows: int, shapes: 
     try:
         with collections_kept(own), torch.no_grad(), torch.device("meta"), _Unkeyed(trace), trace:
             module(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the module's own
         raise ModelError(
             f"the forward of {type(module).__name__} does not run without data ({type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]})"

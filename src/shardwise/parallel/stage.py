@@ -72,7 +72,7 @@ class Feed:
         return self.first + self.stride * index
 
 
-class StageDone(BaseException):  # noqa: N818 - no error: it leaves a forward, past any `except Exception` in it
+class StageDone(BaseException):  # no error: it leaves a forward, past any `except Exception` in it
     """Ends the forward of a stage behind its last block, with the tensors that go on to the next stage."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:

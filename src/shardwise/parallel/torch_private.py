@@ -93,7 +93,7 @@ def in_checkpoint() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass: `torch._C._current_graph_task_id`."""
+    """Whether this thread runs a backward pass, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
     return torch._C._current_graph_task_id() != -1
 
 

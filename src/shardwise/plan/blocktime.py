@@ -143,7 +143,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         weight=back - inputs,
         lag=max(0.0, host[1] - backward),
         whole=both - back + sent[0],
-        light=_again_light(light, device, host, SELECTIVE * looks, setting.stack),
+        light=_again_light(light, device, host, SELECTIVE * looks),
     )
 
 
@@ -268,9 +268,7 @@ def _looks(block: Block, setting: Setting) -> float:
     return 0.0 if setting.stack.fused or not setting.stack.compiles else setting.launch * len(block.ops)
 
 
-def _again_light(
-    light: float, device: tuple[float, float], host: tuple[float, float], looks: float, stack: Stack
-) -> float:
+def _again_light(light: float, device: tuple[float, float], host: tuple[float, float], looks: float) -> float:
     """Seconds that per-operator recompute adds to a block, in both passes."""
     forward, backward = device
     if not looks:

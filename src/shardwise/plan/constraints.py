@@ -63,9 +63,17 @@ def check(
 ) -> list[Finding]:
     """What the table says of a plan: errors refuse it, warnings and notes do not.
 
-    What is not given is not checked; `spec` may be a model as it was read. `global_batch` counts when the plan has none
-    of its own. An error's `fix` ends with the nearest plan that breaks no row under the same model, world, device and
-    length, or says that there is none. Needs no torch.
+    What is not given is not checked. An error's `fix` ends with the nearest plan that breaks no row under the same
+    model, world, device and length, or says that there is none. Needs no torch.
+
+    Args:
+        plan: the layout.
+        spec: sizes of the model, or the model as it was read.
+        world: number of processes.
+        device: its type, as torch names it: `cpu`, `cuda`, `mps`.
+        global_batch: samples per step over all ranks, where the plan has none of its own.
+        seq_len: tokens of a sample.
+
     Cost: about 30 microseconds for a legal plan, some milliseconds per error.
 
     >>> [f.id for f in check(Plan.parse("fsdp4"), world=8)]

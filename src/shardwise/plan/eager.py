@@ -122,14 +122,14 @@ def kept_op(op: Op, local: Local) -> float:
         tables = op.qk_dim * 4.0 if divided else 0.0  # of positions that are given
         return (whole + copied) / tp + tables
     if isinstance(op, Matmul):
-        share = tp if op.split == "row" and not op.experts else tp if op.experts else 1
+        share = tp if op.experts or op.split == "row" else 1
         twice = 2 if op.experts and ep > 1 and op.split == "column" else 1
         return op.saves * width * max(op.chosen, 1) * twice / share
     return _kept_apart(op, local)
 
 
 def _kept_apart(op: Pointwise, local: Local) -> float:
-    tp, sequence, ep, width, *_ = local
+    tp, sequence, _, width, *_ = local
     choices = max(op.per_choice, 1)
     if op.name == "qk-norm":
         return op.saves_apart * max(width, 4.0) / tp

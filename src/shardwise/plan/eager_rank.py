@@ -158,7 +158,7 @@ class _Rank(RankSizes):
 
     def first_gathering(self, before: Terms) -> dict[str, Terms]:
         """When the first block's weights come, of the next micro-batch too: as sent and cut up, as those outside."""
-        index, block = self.blocks[0]
+        _, block = self.blocks[0]
         if not self.engine or self.division.shards == 1:
             return {}
         came = 2 * (self.outside + self.params(block))
@@ -310,7 +310,7 @@ class _Rank(RankSizes):
 
     def widened(self, place: int) -> Terms:
         """When the gradients of a block that has cast its weights come back into their type."""
-        index, block = self.chain[place]
+        _, block = self.chain[place]
         terms = self.gradients_at(place, 0.0, Held())
         terms["gradients"] += self.widening(tensors_of(block))
         left = self.gathered(1, place) - self.params(block) * self.width

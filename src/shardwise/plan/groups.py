@@ -45,7 +45,7 @@ def module_of(spec: ModelSpec, weight: Weight) -> str:
     return f"{inside}.{own}" if inside else own
 
 
-def types_of(spec: ModelSpec, plan: Plan, names: Iterable[str]) -> dict[str, str]:
+def types_of(plan: Plan, names: Iterable[str]) -> dict[str, str]:
     """Module -> the type that a precision rule gives it."""
     patterns = [(compile_pattern(pattern), kind) for pattern, kind in plan.module_types.items()]
     return {name: kind for name in names for pattern, kind in patterns if pattern.fullmatch(name)}

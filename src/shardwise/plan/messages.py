@@ -125,7 +125,7 @@ class Scene:
     @cached_property
     def types(self) -> Mapping[str, str]:
         """Module -> the type that a precision rule gives it."""
-        return types_of(self.spec, self.plan, {name for path, _ in self._all for name in around(path)})
+        return types_of(self.plan, {name for path, _ in self._all for name in around(path)})
 
     @cached_property
     def groups(self) -> frozenset[str]:

@@ -45,23 +45,35 @@ def data_messages(scene: Scene) -> Messages:
 
 
 def _buckets(scene: Scene) -> Messages:
-    """One all-reduce per bucket and step: gradients in the order in which they are ready, cut at the bucket's size."""
+    """DDP's, of a reference model: its gradients in the order in which they are ready."""
     plan, weights = scene.plan, scene.weights
-    axis, width = scene.axis("dp_replicate", "cp"), WIDTH[plan.precision]
     blocks = scene.spec.num_layers
     order = [*weights.before, *weights.block * blocks, *weights.after]
     if not plan.communication.find_unused:  # else buckets stay as they were made: in the order of the parameters
         block = sorted(weights.block, key=lambda weight: READY.index(weight.name))
         order = [*_ready_after(weights.after), *block * blocks, *reversed(weights.before)]
-    sizes = [(prod(weight.shape) * width, width) for weight in order]
-    if carries_numbers(plan, scene.is_cpu):
+    numbers = [prod(weight.shape) for weight in order]
+    yield from bucket_messages(plan, numbers, scene.axis("dp_replicate", "cp"), is_cpu=scene.is_cpu)
+
+
+def bucket_messages(plan: Plan, numbers: Sequence[int], axis: str, *, is_cpu: bool) -> Messages:
+    """DDP's: one all-reduce per bucket and step.
+
+    Args:
+        plan: the layout.
+        numbers: elements of each gradient, in the order in which they are ready.
+        axis: the ranks that share them.
+        is_cpu: whether the numbers of a step ride in a bucket.
+    """
+    width = WIDTH[plan.precision]
+    sizes = [(each * width, width) for each in numbers]
+    if carries_numbers(plan, is_cpu):
         own = 8 if plan.precision == "fp64" else 4
         sizes.insert(0, (CARRIED * own, own))
-    cap = int(plan.communication.bucket_mb * 1024 * 1024)
-    for size in buckets_of(sizes, cap):
+    for size in buckets_of(sizes, int(plan.communication.bucket_mb * 1024 * 1024)):
         yield Collective("all-reduce", axis, size), 1
     if plan.communication.find_unused:  # which parameters were used: an int32 each
-        yield Collective("all-reduce", axis, 4 * len(order)), 1
+        yield Collective("all-reduce", axis, 4 * len(numbers)), 1
 
 
 def _ready_after(after: Sequence[Weight]) -> list[Weight]:

@@ -254,10 +254,10 @@ def pipeline_messages(scene: Scene) -> Messages:
                     yield Collective("send", axis, size), times
                     yield Collective("recv", axis, size), times
     if scene.weights.tied:
-        yield from _copies(scene, here)
+        yield from _copies(scene)
 
 
-def _copies(scene: Scene, here: set[int]) -> Messages:
+def _copies(scene: Scene) -> Messages:
     """The table that the first and the last stage hold: they exchange what they have of its gradient."""
     plan = scene.plan
     pp, schedule = plan.axes.pp, plan.schedule

@@ -43,7 +43,7 @@ def page(found: Search, assumed: Iterable[str] = ()) -> str:
     space = found.space
     sections = [
         _head(found, chosen),
-        _section("Memory per pipeline rank at its peak, by term", _memory(found, chosen)),
+        _section("Memory per pipeline rank at its peak, by term", _memory(chosen)),
         _section("One step", _step(found, chosen)),
         _section("Memory against time", front_picture(found)),
         _section("The mesh on the nodes", mesh_on_nodes(chosen.plan, space.cluster)),
@@ -88,7 +88,7 @@ def _head(found: Search, chosen: Candidate) -> str:
     )  # fmt: skip
 
 
-def _memory(found: Search, chosen: Candidate) -> str:
+def _memory(chosen: Candidate) -> str:
     names = list(dict.fromkeys(name for rank in chosen.memory.stages for name in rank.terms))
     memory = chosen.memory
     note = (

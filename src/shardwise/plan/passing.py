@@ -8,7 +8,8 @@ from operator import mul
 
 from shardwise.plan.activations import again_in, compute_width, kept_bytes, kept_in, saved_bytes, working_bytes
 from shardwise.plan.division import Division
-from shardwise.plan.schedule import actions, in_flight
+from shardwise.plan.rows_pipeline import micro_batches_fit
+from shardwise.plan.schedule import actions, in_flight, warmup
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 
@@ -22,7 +23,7 @@ def activations_of(division: Division, rank: int, stages: tuple[Stage, ...], sta
     kept = [kept_in(stage, plan, how) for stage in stages]
     moments: Sequence[tuple[int, ...]] = [(1,)]
     if plan.axes.pp > 1:
-        moments = _alive(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
+        moments = peaks_in_flight(plan.schedule.kind, (plan.axes.pp, len(stages), plan.batch.micro_batches))[rank]
     worst: float = max(sum(map(mul, alive, kept)) for alive in moments)
     if plan.offload.activations:  # of those that move, what the block at work and the one ahead of it keep is here
         blocks = ((block, stage.start + n) for stage in stages for n, block in enumerate(stage.blocks))
@@ -53,7 +54,7 @@ def working_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> f
 
 
 @lru_cache(maxsize=4096)
-def _alive(kind: str, shape: tuple[int, int, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def peaks_in_flight(kind: str, shape: tuple[int, int, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Per rank, the moments that may be the worst: micro-batches in flight for each of its stages.
 
     `shape`: ranks, stages per rank, micro-batches. More micro-batches than a few rounds change nothing but for the
@@ -64,8 +65,9 @@ def _alive(kind: str, shape: tuple[int, int, int]) -> tuple[tuple[tuple[int, ...
         return (((count,) * turns,),) * ranks
     if kind == "1f1b":
         return tuple(((min(count, ranks - rank),),) for rank in range(ranks))
-    if count % ranks == 0 or kind != "interleaved":
-        few = count if count < 4 * ranks else 4 * ranks
-        return tuple(rank.peaks for rank in in_flight(actions(kind, ranks, turns, few)))
-    most = [min(count * turns, 2 * (ranks - rank - 1) + (turns - 1) * ranks + 1) for rank in range(ranks)]
-    return tuple(((-(-alive // turns),) * turns,) for alive in most)
+    if kind == "interleaved" and not micro_batches_fit(kind, ranks, count):  # torch refuses it; others may not
+        whole = (ranks, turns, count - count % ranks)
+        most = [warmup(rank, whole, 2) + 1 for rank in range(ranks)]
+        return tuple(((-(-alive // turns),) * turns,) for alive in most)
+    few = count if count < 5 * ranks else 4 * (count // (count // ranks))  # four rounds, each as long as the plan's
+    return tuple(rank.peaks for rank in in_flight(actions(kind, ranks, turns, few)))

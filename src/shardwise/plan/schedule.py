@@ -301,30 +301,6 @@ def _undominated(moments: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found
 
 
-def most_in_flight(kind: str, ranks: int, stages_per_rank: int, micro_batches: int) -> tuple[int, ...]:
-    """`most` of `in_flight` for every rank, by a formula where there is one, from the table for the split kinds.
-
-    gpipe and looped-bfs keep all; 1f1b one for each stage from this one to the last (arXiv:2006.09503); interleaved
-    its warm-up and one more (arXiv:2104.04473, section 2.2).
-
-    Raises:
-        PlanError: torch's schedule does not take this combination.
-
-    >>> most_in_flight("interleaved", 4, 2, 8)
-    (11, 9, 7, 5)
-    """
-    _refuse_what_torch_refuses(kind, ranks, stages_per_rank, micro_batches)
-    total = stages_per_rank * micro_batches
-    if kind in ("gpipe", "looped-bfs"):
-        return (total,) * ranks
-    if kind == "1f1b":
-        return tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
-    if kind == "interleaved":
-        shape = (ranks, stages_per_rank, micro_batches)
-        return tuple(min(total, warmup(rank, shape, 2) + 1) for rank in range(ranks))
-    return tuple(rank.most for rank in in_flight(actions(kind, ranks, stages_per_rank, micro_batches)))
-
-
 @lru_cache(maxsize=65536)
 def after_warmup(kind: str, shape: tuple[int, int, int], rank: int) -> tuple[int, ...]:
     """Micro-batches that a rank keeps when its warm-up ends, for each of its stages: none has gone back yet.

@@ -19,7 +19,7 @@ from shardwise.plan.activations import is_recomputed
 from shardwise.plan.division import sharded_dim
 from shardwise.plan.engines import is_replicated, uses_fully_shard
 from shardwise.plan.messages import WIDTH, Collective, Messages, Stage, axis_of, index_of
-from shardwise.plan.messages_data import CARRIED, buckets_of, carries_numbers, reduce_width
+from shardwise.plan.messages_data import bucket_messages, carries_numbers, reduce_width
 from shardwise.plan.messages_update import update_messages
 from shardwise.plan.plan import AXES, Plan
 from shardwise.plan.schedule import actions, stages_of
@@ -193,19 +193,12 @@ def _data(scene: _Scene) -> Messages:
 
 
 def _buckets(scene: _Scene) -> Messages:
-    """DDP's: see `messages_data`."""
-    plan, held, width = scene.plan, scene.step.held, WIDTH[scene.plan.precision]
+    """DDP's, of a module: its gradients in the order in which they were seen to be ready."""
+    plan, held = scene.plan, scene.step.held
     trained = [i for i, each in enumerate(held) if each.trained]
     order = trained if plan.communication.find_unused else scene.step.ready
-    sizes = [(prod(held[i].shape) * width, width) for i in order]
-    if carries_numbers(plan, scene.is_cpu):
-        own = 8 if plan.precision == "fp64" else 4
-        sizes.insert(0, (CARRIED * own, own))
-    axis = scene.axis(*GRADIENTS)
-    for size in buckets_of(sizes, int(plan.communication.bucket_mb * 1024 * 1024)):
-        yield Collective("all-reduce", axis, size), 1
-    if plan.communication.find_unused:
-        yield Collective("all-reduce", axis, 4 * len(order)), 1
+    numbers = [prod(held[i].shape) for i in order]
+    yield from bucket_messages(plan, numbers, scene.axis(*GRADIENTS), is_cpu=scene.is_cpu)
 
 
 def _groups(scene: _Scene, stage: Stage) -> Messages:

@@ -31,13 +31,13 @@ class Weight:
 
     def local(self, plan: Plan) -> tuple[int, ...]:
         """Its shape on a rank, before data axes shard it."""
+        if self.cut not in ("out", "in", "experts"):
+            return self.shape  # of a number too, which has no dims
         tp, ep = plan.axes.tp, plan.axes.ep
         first, *rest = self.shape
-        if self.cut == "out":
-            return (first // tp, *rest)
         if self.cut == "in":
             return (first, rest[0] // tp, *rest[1:])
-        return (first // ep, *rest) if self.cut == "experts" else self.shape
+        return (first // (ep if self.cut == "experts" else tp), *rest)
 
     @property
     def is_linear(self) -> bool:

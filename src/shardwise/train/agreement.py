@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ReplicaError
+from shardwise.findings import shown
 from shardwise.model.nested import leaves
 from shardwise.parallel.history import Operation
 from shardwise.parallel.mesh import Mesh
@@ -206,11 +207,11 @@ class _Counted:
         self._tell("weights", [n for n, version in _versions(placed).items() if self._frozen.get(n) != version])
 
     def _tell(self, kind: str, found: list[str]) -> None:
-        plan, more = self._placed.plan, f" and {len(found) - 3} more" if len(found) > 3 else ""
+        plan = self._placed.plan
         with suppress(Warning):  # `-W error` does not end a run that may be meant so
             if found:
                 warnings.warn(
-                    f"forward writes the {kind} {', '.join(found[:3])}{more}, and `{plan}` calls it "
+                    f"forward writes the {kind} {shown(found)}, and `{plan}` calls it "
                     f"{plan.batch.micro_batches} times in a step, where one process calls it once: what they count or "
                     "average is another number; needed: one micro-batch, or a script that writes them once per step, "
                     "after it",
@@ -367,11 +368,8 @@ def _difference(everyones: list[Facts]) -> str:
     name, holders = found[0]
     values = "; ".join(f"{value} on rank {listed(ranks)}" for value, ranks in holders)
     more = [other for other, _ in found[1:]]
-    also = f"; also different: {', '.join(more[:MOST_NAMED])}" if more else ""
-    return (
-        f"{name} must be equal on ranks {listed(sorted(r for _, rs in holders for r in rs))}: "
-        f"found {values}{also}{f' and {len(more) - MOST_NAMED} more' if len(more) > MOST_NAMED else ''}"
-    )
+    also = f"; also different: {shown(more, MOST_NAMED)}" if more else ""
+    return f"{name} must be equal on ranks {listed(sorted(r for _, rs in holders for r in rs))}: found {values}{also}"
 
 
 def _differing(

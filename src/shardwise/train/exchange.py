@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.findings import shown
 from shardwise.parallel.mesh import Mesh
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -49,4 +50,4 @@ def listed(ranks: Sequence[int]) -> str:
     >>> listed([0, 2])
     '0, 2'
     """
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return shown(ranks, 8)

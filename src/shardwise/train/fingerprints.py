@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.stage import PassThrough
-from shardwise.train.torch_private import in_backward
+from shardwise.parallel.torch_private import in_backward
 
 NUMBERS = 4
 """Sum of x, of |x|, of x^2 and of sin x: a norm's output has the first and third constant, and not the last."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ModelError
-from shardwise.findings import nearest
+from shardwise.findings import nearest, shown
 from shardwise.parallel.memory import STATE_ROOM, fitting
 from shardwise.parallel.own_steps import hand_over, stepping
 from shardwise.parallel.placed import Placed, named_in
@@ -395,4 +395,4 @@ def _grad_for(parameter: Tensor, grad: Tensor, live: Tensor) -> Tensor:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return shown([repr(name) for name in names], 5)

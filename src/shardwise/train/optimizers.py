@@ -80,7 +80,15 @@ def sgd(
     weight_decay: float = 0.0,
     no_decay: Sequence[str] = (),
 ) -> NamedOptimizer:
-    """SGD: `torch.optim.SGD`, fused, over the local shards. `weight_decay` is an L2 penalty in the gradient.
+    """SGD: `torch.optim.SGD`, fused, over the local shards.
+
+    Args:
+        placed: from `apply`.
+        lr: base learning rate; a schedule's factor multiplies it.
+        momentum: decay of the running sum of gradients; 0: none is kept.
+        nesterov: step along the gradient plus `momentum` times the running sum.
+        weight_decay: an L2 penalty in the gradient, not decoupled.
+        no_decay: patterns of parameters without it, as those of `adamw`.
 
     Cost: with momentum one number of state per local element; no communication.
 
@@ -112,6 +120,14 @@ def lion(
     """Lion (Chen et al., arXiv 2302.06675): the sign of an interpolated momentum, over the local shards.
 
     The paper takes a learning rate 3 to 10 times smaller, and a decay as much larger, than AdamW's.
+
+    Args:
+        placed: from `apply`.
+        lr: length of every element's step; a schedule's factor multiplies it.
+        betas: weight of the momentum in the step, and its decay.
+        weight_decay: decoupled, scaled by the learning rate.
+        no_decay: patterns of parameters without it, as those of `adamw`.
+
     Cost: one number of state per local element; no communication.
 
     Raises:
@@ -136,6 +152,8 @@ def lamb(
     no_decay: Sequence[str] = (),
 ) -> NamedOptimizer:
     """LAMB (You et al., arXiv 1904.00962): Adam, each tensor's step scaled to the tensor's norm.
+
+    Arguments are those of `adamw`; `lr` is the length of a tensor's step, as a share of the tensor's own length.
 
     Cost: two numbers of state per local element, one more copy of the local shards during a step, and one small
     all-reduce per mesh axis that shards parameters.
@@ -206,6 +224,14 @@ def adafactor(
     no_decay: Sequence[str] = (),
 ) -> NamedOptimizer:
     """Adafactor (Shazeer and Stern, arXiv 1804.04235), with the dials and numbers of `torch.optim.Adafactor`.
+
+    Args:
+        placed: from `apply`.
+        lr: how long a step is at most, as a share of the tensor's root mean square; a schedule's factor multiplies it.
+        beta2_decay: the average of squares decays by `1 - step ** beta2_decay`.
+        clip: the most that an update's root mean square is before `lr`.
+        weight_decay: decoupled, scaled by the learning rate.
+        no_decay: patterns of parameters without it, as those of `adamw`.
 
     Cost: state of rows + columns numbers per matrix, on every rank; per step an all-gather of every gradient,
     one full tensor in memory at a time, and one scalar all-reduce per parameter.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardwise.findings import shown
 from shardwise.parallel.placed import Placed
 from shardwise.train.torch_private import local_of
 
-_SHOWN = 3
 _NUMBERS = (int, float, bool)
 
 
@@ -92,9 +92,8 @@ class Passing:
 
 
 def _sentence(what: str, names: tuple[str, ...], needed: str) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     said = (
-        f"{what} that steps change: {', '.join(names[:_SHOWN])}{more}; no checkpoint and no copy of --recover holds "
+        f"{what} that steps change: {shown(names)}; no checkpoint and no copy of --recover holds "
         f"them, so a run that goes on begins them anew; {needed}"
     )
     return said if names else ""

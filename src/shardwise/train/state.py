@@ -362,7 +362,7 @@ class TrainState:
         before, updates = self.scalars(), self._ema_updates
         try:
             self._load_scalars(scalars)
-        except Exception:
+        except Exception:  # whatever a script's object raised: half a load is none
             self._load_scalars(before)
             self._ema_updates = updates
             raise

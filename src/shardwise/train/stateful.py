@@ -70,7 +70,7 @@ class StatefulObjects:
                 continue
             try:
                 held.load_state_dict(like(held.state_dict(), from_json(stored[name])))
-            except Exception as error:
+            except Exception as error:  # the object's own
                 raise CheckpointError(
                     f"keep: {name!r}: a {type(held).__name__} does not take the state that is stored for it "
                     f"({type(error).__name__}: {error}); keep what was kept when it was saved, or give it another name"

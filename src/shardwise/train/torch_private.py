@@ -112,11 +112,6 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def in_backward() -> bool:
-    """Whether autograd runs right now, as when a forward is recomputed: `torch._C._current_graph_task_id`."""
-    return int(torch._C._current_graph_task_id()) != -1
-
-
 def recorded_collectives() -> list[dict[str, Any]]:
     """The last collectives that this process called, of all groups, oldest first: torch's flight recorder.
 

@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 
 from shardwise.checkpoint.foreign.opened import OpenFiles
-from shardwise.checkpoint.foreign.state import Foreign, shown, step_of
+from shardwise.checkpoint.foreign.state import Foreign, step_of
 from shardwise.checkpoint.format import parse_json
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 METADATA = ".metadata"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th")

@@ -34,7 +34,7 @@ from shardwise.checkpoint.foreign.names import read_rules, rename
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
-from shardwise.checkpoint.foreign.state import Foreign, shown
+from shardwise.checkpoint.foreign.state import Foreign
 from shardwise.checkpoint.foreign.torch_files import add_meta, read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes, write_streamed
@@ -43,7 +43,7 @@ from shardwise.checkpoint.manifest import FILE, Manifest, TensorEntry
 from shardwise.checkpoint.reading import Reader
 from shardwise.checkpoint.shardfile import FileEntry, Identity, file_name
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.findings import nearest
+from shardwise.findings import nearest, shown
 from shardwise.plan.plan import AXES, Plan
 from shardwise.version import __version__
 

@@ -11,11 +11,12 @@ from typing import Any
 from shardwise.checkpoint.foreign.beside import METADATA
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, Left, read_values
-from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown, step_of
+from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, step_of
 from shardwise.checkpoint.foreign.torch_files import MODEL_KEYS, OPTIMIZER_KEYS, STEP_KEYS, has_tensors, of_value
 from shardwise.checkpoint.foreign.views import Pieces, Source, View
 from shardwise.checkpoint.format import DTYPES, Box, whole
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _GROUPS = "param_groups"

@@ -34,10 +34,11 @@ from shardwise.checkpoint.foreign.deepspeed_universal import universal_parts
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.parts import check_is_all
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, kind_of, shown, step_count, step_of
+from shardwise.checkpoint.foreign.state import Foreign, kind_of, step_count, step_of
 from shardwise.checkpoint.foreign.torch_files import of_value
 from shardwise.checkpoint.foreign.views import Run, Runs, Source, View, flat
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 
 def read_deepspeed(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardwise.checkpoint.foreign.beside import is_weights_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
-from shardwise.checkpoint.foreign.state import shown
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")  # older ones without the last _

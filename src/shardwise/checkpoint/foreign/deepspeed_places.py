@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.foreign.deepspeed_ranks import Place, Rank, Shapes, check_order
-from shardwise.checkpoint.foreign.state import shown
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 
 def flattened(

@@ -18,9 +18,9 @@ from shardwise.checkpoint.foreign.deepspeed_files import UNIVERSAL
 from shardwise.checkpoint.foreign.deepspeed_ranks import Rank
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import shown
 from shardwise.checkpoint.foreign.views import View
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 _WEIGHTS, _STEP, _COMMON = "fp32.pt", "step.pt", "optimizer_state.pt"
 

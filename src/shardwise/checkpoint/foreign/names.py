@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shardwise.checkpoint.foreign.state import PREFIXES, Foreign, shown, untied, unwrapped
+from shardwise.checkpoint.foreign.state import PREFIXES, Foreign, untied, unwrapped
 from shardwise.errors import ConfigError, DataError
-from shardwise.findings import nearest
+from shardwise.findings import nearest, shown
 from shardwise.records import parse_toml, read_small
 
 T = TypeVar("T")

@@ -13,10 +13,11 @@ from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import SUFFIX
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, shown
+from shardwise.checkpoint.foreign.state import Foreign, Named, named_state
 from shardwise.checkpoint.foreign.torch_files import OPTIMIZER_KEYS
 from shardwise.checkpoint.foreign.views import View
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.sandbox import Instance
-from shardwise.checkpoint.foreign.state import shown
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _DEEPSPEED = "mp_world_size"

@@ -9,12 +9,13 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.beside import ASIDE, is_state_file
 from shardwise.checkpoint.foreign.opened import OpenFiles
-from shardwise.checkpoint.foreign.state import Foreign, shown
+from shardwise.checkpoint.foreign.state import Foreign
 from shardwise.checkpoint.foreign.views import Source, View, num_bytes
 from shardwise.checkpoint.format import Fields, parse_json, row_major
 from shardwise.checkpoint.header import MAX_HEADER, entry_of, without_holes
 from shardwise.checkpoint.shardfile import TABLE
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX = 256 * 1024 * 1024

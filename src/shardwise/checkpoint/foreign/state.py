@@ -12,6 +12,7 @@ from shardwise.checkpoint.foreign.sandbox import Left
 from shardwise.checkpoint.foreign.views import Source, View, number
 from shardwise.checkpoint.format import DTYPES, whole
 from shardwise.errors import CheckpointError
+from shardwise.findings import shown
 
 Named = dict[str, dict[str, Source]]
 """Parameter -> state key -> where it is."""
@@ -30,7 +31,6 @@ _UNORDERED = (
 )
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _MAX_STEP = 10**18
-_SHOWN = 3
 
 
 @dataclass(kw_only=True)
@@ -45,12 +45,6 @@ class Foreign:
     step: int = 0
     notes: list[str] = field(default_factory=list)
     files: int = 0
-
-
-def shown(names: Sequence[object]) -> str:
-    """The first few of many names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(str, names[:_SHOWN])) + more
 
 
 def kind_of(value: Any) -> str:

@@ -13,12 +13,12 @@ from pathlib import Path
 from shardwise.checkpoint.checksum import MASK, contribution, word_box, words_of
 from shardwise.checkpoint.digests import BlockDigests
 from shardwise.checkpoint.files import LOCAL, LocalFiles, reading
-from shardwise.checkpoint.foreign.state import shown
 from shardwise.checkpoint.foreign.views import Cast, Source, num_bytes, slabs
 from shardwise.checkpoint.format import whole
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.shardfile import FileEntry, Identity, Part, arrange, file_name, header_bytes, seal_of
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.findings import shown
 
 _STEP = r"step-[0-9]{8,18}"
 _NUMBER = "(-[0-9]{5,}-of-[0-9]{5,})?"

@@ -88,7 +88,7 @@ def find_groups(model: Model) -> Found:
         reasons |= lost
         gone = (set(flow.dead) | set(lost)) & sources
         if not gone:
-            gone = {name for name in _dry_run(model, linears, flow, groups) if name in sources}
+            gone = {name for name in _dry_run(model, flow, groups) if name in sources}
             reasons |= dict.fromkeys(gone, "the code counts its outputs, and would count a slice wrongly")
             fused |= gone
         if not gone:
@@ -195,22 +195,22 @@ def sequence_refused(model: Model, styles: Mapping[str, str], blocks: Sequence[s
 # ---------------------------------------------------------------- the code's own arithmetic
 
 
-def _dry_run(model: Model, linears: Mapping[str, nn.Linear], flow: Flow, groups: list[Group]) -> set[str]:
+def _dry_run(model: Model, flow: Flow, groups: list[Group]) -> set[str]:
     """Columns of the groups in which the forward of one rank would not be a slice of the whole forward.
 
     `view(batch, seq, 8, -1)` runs on a slice too, and deals out other numbers. So a forward with the weights of one
     rank is run without data, and every shape and number in it is compared with the slice of the whole's.
     """
-    if not groups or _same(model, linears, flow, groups):
+    if not groups or _same(model, flow, groups):
         return set()
     by_pattern: dict[tuple[str, ...], list[Group]] = {}
     for group in groups:
         by_pattern.setdefault(tuple(sorted({generalise(name) for name in group.columns})), []).append(group)
-    bad = [alike for alike in by_pattern.values() if not _same(model, linears, flow, alike)]
+    bad = [alike for alike in by_pattern.values() if not _same(model, flow, alike)]
     return {name for alike in bad or by_pattern.values() for group in alike for name in group.columns}
 
 
-def _same(model: Model, linears: Mapping[str, nn.Linear], flow: Flow, groups: Iterable[Group]) -> bool:
+def _same(model: Model, flow: Flow, groups: Iterable[Group]) -> bool:
     columns = {name for group in groups for name in group.columns}
     rows = {name for group in groups for name in group.rows}
     small = copy.deepcopy(model.module)

@@ -55,7 +55,7 @@ def run(
             output = module(*found[0], **found[1])
     except ModelError:
         raise
-    except Exception as error:
+    except Exception as error:  # the module's own
         where = follow.frames[-1] if follow.frames else ""
         raise ModelError(
             f"rules for {type(module).__name__}: its forward failed without data in {where or 'the model itself'} "
