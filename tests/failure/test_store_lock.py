@@ -187,3 +187,29 @@ def test_a_store_that_was_removed_is_held_again_by_the_next_save(tmp_path: Path)
         holder.take(mesh).check()
     for release in mesh.at_exit:
         release()
+
+
+@pytest.mark.parametrize("first", ["look", "take"])
+def test_a_launchers_directory_that_was_removed_stays_the_launchers(tmp_path: Path, first: str) -> None:
+    """A rank that saves there anew was taken for another run by its own launcher, which ended them all."""
+    folder = tmp_path / "store" / "lock"
+    launcher = RunLock.take(folder, print)
+    owner = json.loads((folder / "0000001.json").read_text())
+    child = os.fork()
+    if child == 0:  # the rank, as the launcher has started it
+        code = 1
+        try:
+            assert RunLock.join(folder, print) is not None
+            mesh: Any = SimpleNamespace(rank=0, at_exit=[])
+            holder = Holder(tmp_path / "store")
+            assert not getattr(holder, first)(mesh).check()
+            shutil.rmtree(tmp_path / "store")
+            assert not holder.take(mesh).check() and not holder.take(mesh).check()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert launcher.is_held and not launcher.keep()
+    assert json.loads((folder / "0000001.json").read_text())["pids"][0] == owner["pids"][0]
+    launcher.release()
+    assert RunLock.take(folder, print).generation == 2

@@ -539,6 +539,64 @@ def test_files_of_ranks_are_parts_by_their_names(tmp_path: Path) -> None:
             convert(source, tmp_path.with_suffix(".two"), Options())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_00-model_states.pt",
+        "layer_01-model_00-model_states.pt",
+        "layer_0_expert_2_mp_rank_00_model_states.pt",
+        "expert_2_mp_rank_00_model_states.pt",
+    ],
+)
+def test_files_of_layers_and_experts_are_parts_by_their_names(name: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / name)
+    for source in (tmp_path / name, tmp_path):
+        with pytest.raises(CheckpointError, match=rf"found {name}, by the name layers or experts of a model; needed"):
+            convert(source, tmp_path.with_suffix(".out"), Options())
+    (tmp_path / name).rename(tmp_path / "layer_00.pt")  # a name of somebody's own
+    assert convert(tmp_path / "layer_00.pt", tmp_path.with_suffix(".own"), Options()).num_weights == 1
+
+
+@pytest.mark.parametrize("names", [("mp_rank_00", "mp_rank_01"), ("tp_rank_00_pp_rank_000", "tp_rank_00_pp_rank_001")])
+def test_directories_of_ranks_are_parts_by_their_names(names: tuple[str, ...], tmp_path: Path) -> None:
+    root = tmp_path / "iter_0000003"
+    first, file = root / names[0], root / names[0] / "model_optim_rng.pt"
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(2)}, "iteration": 3}, root / name / file.name)
+        for source in (first, file):
+            if number == 0:  # of one rank alone it is the model
+                assert convert(source, tmp_path / source.name, Options()).step == 3
+    for source in (root, first, file):
+        with pytest.raises(CheckpointError, match=rf"iter_0000003: found {', '.join(names)}, by the name parts of ran"):
+            convert(source, tmp_path / "b", Options())
+
+
+@pytest.mark.parametrize("name", ["_fsdp_wrapped_module._flat_param", "layers.0.flat_param", "flat_param_0"])
+def test_flat_parameters_are_refused_in_files_of_torch_too(name: str, tmp_path: Path) -> None:
+    for value in ({name: torch.ones(9)}, {"model": {name: torch.ones(9), "w": torch.ones(2)}}):
+        torch.save(value, tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match=rf"found {name}, in which FSDP1's LOCAL_STATE_DICT has parameters"):
+            convert(tmp_path / "a.pt", tmp_path / "b", Options())
+
+
+def test_what_zero_3_leaves_in_a_module_is_not_taken_for_weights(tmp_path: Path) -> None:
+    folder = write_zero3(tmp_path / "checkpoint-12", Truth(), 2)
+    save_file({"up.weight": torch.empty(0), "up.bias": torch.ones(5)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"found up.weight without elements, as ZeRO 3 leaves .* --from deepspe"):
+        convert(folder, tmp_path / "a", Options())
+    same(held(convert(folder, tmp_path / "a", Options(kind="deepspeed")).path), Truth().expected())
+    done = convert(folder / "model.safetensors", tmp_path / "b", Options())
+    assert done.notes[-1] == "elements of weights that have none here, as ZeRO 3 leaves a module: up.weight"
+
+
+def test_what_torchtune_keeps_beside_weights_is_no_second_file_of_weights(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "meta_model_0.pt")
+    torch.save({"optimizer": {"state": {}}, "seed": 1}, tmp_path / "recipe_state.pt")
+    done = convert(tmp_path, tmp_path.with_suffix(".out"), Options())
+    assert done.notes == ("what a trainer kept in files of its own: recipe_state.pt",)
+
+
 def test_zero_with_older_names_of_files_and_one_that_says_it_is_a_part(tmp_path: Path) -> None:
     truth = Truth()
     folder = write_zero12(tmp_path / "a", truth, 2) / "global_step12"

@@ -29,13 +29,13 @@ def flip(state: sw.TrainState, name: str) -> None:
 
 
 def faulty(text: str, rank: int, name: str, options: sw.StepOptions = CHECK, at: int = 3) -> Any:
-    """A bit flips on one rank after step `at`; what was said, and the end."""
+    """A bit flips on a rank, and on those after it, after step `at`; what was said, and the end."""
     events: list[Any] = []
     with points.placed_state(text, CASE) as state:
         step, batches = sw.make_step(state, points.weighted, options=options), cast(Any, state.batches)
         try:
             while state.step < CASE.steps:
-                if state.step == at and state.mesh.rank == rank:
+                if state.step == at and state.mesh.rank >= rank:
                     flip(state, name)
                 events += step(next(batches)).events
         except ReplicaError as error:
@@ -124,6 +124,11 @@ def test_without_a_majority_it_stops_and_names_both(world: World, plan: str, nam
     for text in world(2, faulty, f"{plan} / fp64", 1, name):
         assert text.startswith(f"step 4: {name}") or name in text
         assert "must be equal on ranks 0, 1" in text and "more than half" in text
+
+
+def test_without_a_majority_those_that_agree_are_named_together(world: World) -> None:
+    for text in world(4, faulty, "dp4 / fp64", 2, "last.weight"):
+        assert "found other bits on rank 0, 1, 2, 3 (alike: 0, 1; 2, 3); needed: more than half" in text
 
 
 def test_what_is_sharded_is_not_compared(world: World) -> None:

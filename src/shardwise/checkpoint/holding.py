@@ -45,7 +45,7 @@ class Holder:
         self._store = store
         self._mesh: Mesh | None = None
         self._lock: RunLock | None = None
-        """Held until `_mesh` is closed."""
+        """Held until `_mesh` is closed; or, of a process that a launcher has started, the launcher's."""
         self._noted = False
         self._job = recovering_job(variables()) or ""
 
@@ -81,7 +81,11 @@ class Holder:
             return Held()
         try:
             place = next(parent for parent in (self._store, *self._store.parents) if parent.exists())
-            if os.access(place, os.W_OK) and not RunLock.is_held_here(self._folder):
+            if not os.access(place, os.W_OK):
+                return Held()
+            if (joined := RunLock.held_here(self._folder)) is not None:
+                self._lock, self._mesh = joined, mesh
+            else:
                 act()
         except LockedError as error:
             with suppress(LockedError):  # a file that is no lock

@@ -153,11 +153,20 @@ class RunLock:
             time.sleep(min(1.0, stale_s / 10))
 
     @classmethod
-    def is_held_here(cls, folder: Path) -> bool:
-        """Whether this process is one of those that hold a directory."""
+    def held_here(cls, folder: Path) -> RunLock | None:
+        """The lock of a directory that this process is one of the holders of; None: it is none of them."""
         newest = _newest(folder)
         owner = _read(folder, newest) if newest else None
-        return owner is not None and not owner.released and _is_here(owner) and _this_process() in owner.pids
+        if owner is None or owner.released or not _is_here(owner) or _this_process() not in owner.pids:
+            return None
+        lock = cls(folder, newest, owner, print)
+        lock._is_owner = False
+        return lock
+
+    @classmethod
+    def is_held_here(cls, folder: Path) -> bool:
+        """Whether this process is one of those that hold a directory."""
+        return cls.held_here(folder) is not None
 
     @classmethod
     def join(cls, folder: Path, on_lost: Callable[[str], None]) -> RunLock | None:
@@ -208,7 +217,7 @@ class RunLock:
             return ""
         newest = _newest(self.folder)
         other = _read(self.folder, newest) if newest else None
-        if other is None and self._is_owner and (anew or self.folder.parent.exists()):
+        if other is None and (anew or (self._is_owner and self.folder.parent.exists())):
             self.folder.mkdir(parents=True, exist_ok=True)
             if _create(self._path, self.owner) and _newest(self.folder) == self.generation:
                 say(

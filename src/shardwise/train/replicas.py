@@ -147,8 +147,8 @@ class Replicas:
             raise ReplicaError(f"{text}, {needed}")
         if not is_majority:
             raise ReplicaError(
-                f"{text}; needed: more than half of them equal, to know which are right; nothing was saved; go back to "
-                "the last checkpoint, and look at the memory of these machines"
+                f"{text}{_alike(sums)}; needed: more than half of them equal, to know which are right; nothing was "
+                "saved; go back to the last checkpoint, and look at the memory of these machines"
             )
         source = next(rank for rank, found in sums.items() if found == common)
         self._copy(ends, source, wrong)
@@ -188,6 +188,19 @@ class Replicas:
             state.optimizer.load_state_tensors(optimizer)
             if state.placed.copies is not None:
                 state.placed.copies.refresh()
+
+
+def _alike(sums: Mapping[int, int]) -> str:
+    """Which ranks agree with one another, where there is no majority; empty: none do.
+
+    >>> _alike({0: 7, 1: 8, 2: 7, 3: 9})
+    ' (alike: 0, 2)'
+    """
+    holders: dict[int, list[int]] = defaultdict(list)
+    for rank, found in sorted(sums.items()):
+        holders[found].append(rank)
+    several = [listed(ranks) for ranks in holders.values() if len(ranks) > 1]
+    return f" (alike: {'; '.join(several)})" if several else ""
 
 
 def _combined(live: Mapping[str, torch.Tensor], names: list[str]) -> int:

@@ -20,7 +20,7 @@ METADATA = ".metadata"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th")
 ASIDE = (
     "optimizer", "scheduler", "rng_state", "scaler", "training_args", "random_states", "sampler", "dl_state_dict",
-    "custom_checkpoint",
+    "custom_checkpoint", "recipe_state",
 )  # fmt: skip
 """How files begin that trainers put beside the weights."""
 _STATE = re.compile(r"optim(izer)?(_state)?(_\d+)?")

@@ -33,8 +33,9 @@ from shardwise.checkpoint.foreign.dtypes import FLOATS
 from shardwise.checkpoint.foreign.names import read_rules, rename
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.optimizers import Beside, add_beside
+from shardwise.checkpoint.foreign.parts import check_folders
 from shardwise.checkpoint.foreign.safetensors import ours, read_safetensors
-from shardwise.checkpoint.foreign.state import Foreign
+from shardwise.checkpoint.foreign.state import Foreign, without_elements
 from shardwise.checkpoint.foreign.torch_files import add_meta, read_torch
 from shardwise.checkpoint.foreign.views import Cast, Source
 from shardwise.checkpoint.foreign.writing import check_room, overflow_notes, replacing, total_bytes, write_streamed
@@ -110,6 +111,8 @@ def convert(source: Path, target: Path, options: Options) -> Converted:
             raise CheckpointError(
                 f"{source}: found no weights, needed at least one tensor; name what holds the model's"
             )
+        if empty := without_elements(found.weights):
+            found.notes.append(f"elements of weights that have none here, as ZeRO 3 leaves a module: {shown(empty)}")
         sources = _sources(found, options)
         _check_claims(files, source, sources)
         check_room(target.parent, total_bytes(sources), f"convert {source}")
@@ -190,6 +193,7 @@ def _kind(files: OpenFiles, source: Path) -> Kind:
     if any(name.endswith(SUFFIXES) for name in names):
         return "torch"
     inside = checkpoints_in(files, source)
+    check_folders(source, inside)
     if inside:
         what = f"{len(inside)} checkpoints, in" if len(inside) > 1 else "a checkpoint in"
         raise CheckpointError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.beside import METADATA
 from shardwise.checkpoint.foreign.opened import OpenFiles
+from shardwise.checkpoint.foreign.parts import check_unflattened
 from shardwise.checkpoint.foreign.sandbox import Instance, Job, Left, read_values
 from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, step_of
 from shardwise.checkpoint.foreign.torch_files import MODEL_KEYS, OPTIMIZER_KEYS, STEP_KEYS, has_tensors, of_value
@@ -22,7 +23,6 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _GROUPS = "param_groups"
 _PARTS = ("state", _GROUPS)
 """Of an optimizer's state_dict."""
-_FLAT = "_flat_param"
 _OPTIMIZER = re.compile(r"(opt|optim|optimizers?|optimizer_states?|optim(izer)?_state_dict)(_\d+)?")
 _MEGATRON = re.compile(r"(chained_\d+\.)?optimizer\.(state|distributed|param_state)\.")
 """How names of an optimizer's tensors begin in Megatron's `torch_dist`: by the key of the state, then the parameter."""
@@ -106,12 +106,7 @@ def _entries(files: OpenFiles, path: Path, in_order: bool) -> _Entries:
     paths = _paths(where, metadata.get("planner_data"), list(kinds))
     items = _items(path, where, metadata)
     tensors = {n: kind for n, kind in kinds.items() if _is(kind, "TensorStorageMetadata")}
-    flat = [name for name in tensors if _joined(paths[name][-1:]).rpartition(".")[2] == _FLAT]
-    if flat:
-        raise CheckpointError(
-            f"{where}: found {shown(flat)}, in which FSDP1's LOCAL_STATE_DICT has parameters one after the other, "
-            "without their names; needed each by itself: save with SHARDED_STATE_DICT or FULL_STATE_DICT"
-        )
+    check_unflattened((_joined(paths[name]) for name in tensors), str(where))
     files.need(path, [item.job.path.name for name in tensors for item in items.get(name, [])], where)
     sources = _tensors(files, where, tensors, items)
     numbers = _numbers(files, {n: p for n, p in paths.items() if n not in tensors}, items, in_order)

@@ -13,7 +13,7 @@ from shardwise.checkpoint.foreign.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.foreign.opened import OpenFiles
 from shardwise.checkpoint.foreign.safetensors import SUFFIX
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
-from shardwise.checkpoint.foreign.state import Foreign, Named, named_state
+from shardwise.checkpoint.foreign.state import Foreign, Named, named_state, without_elements
 from shardwise.checkpoint.foreign.torch_files import OPTIMIZER_KEYS
 from shardwise.checkpoint.foreign.views import View
 from shardwise.errors import CheckpointError
@@ -47,6 +47,7 @@ def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> Non
             _tell(found, [state for state in states_in(files, path.parent) if state != path], path.parent)
         return
     found.notes += aside(files, path) + _others(files, path, found)
+    _check_elements(files, path, found)
     add_progress(files, path, found)
     states = states_in(files, path)
     names = shown([state.name for state in states])
@@ -63,6 +64,23 @@ def add_beside(files: OpenFiles, path: Path, found: Foreign, how: Beside) -> Non
     else:
         found.optimizer, reason = _state(files, states[0], found, how)
         found.notes += [f"{reason} (in {names})"] if reason else []
+
+
+def _check_elements(files: OpenFiles, path: Path, found: Foreign) -> None:
+    """Weights without elements are what ZeRO 3 leaves in a module: the real ones are in DeepSpeed's files beside them.
+
+    Raises:
+        CheckpointError: so it is.
+    """
+    empty = without_elements(found.weights)
+    there = False
+    with suppress(CheckpointError):
+        there = bool(empty) and is_deepspeed(files, path)
+    if there:
+        raise CheckpointError(
+            f"{path}: found {shown(empty)} without elements, as ZeRO 3 leaves weights in a module; needed those that "
+            "DeepSpeed keeps in files of its own beside them: give --from deepspeed"
+        )
 
 
 def _others(files: OpenFiles, path: Path, found: Foreign) -> list[str]:

@@ -106,6 +106,11 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, View) or any(map(_holds_tensors, held))
 
 
+def without_elements(weights: Mapping[str, Source]) -> list[str]:
+    """Weights of shape (0,): what ZeRO 3 leaves in a module in the place of a parameter."""
+    return [name for name, source in weights.items() if source.shape == (0,) and "float" in source.dtype]
+
+
 def untied(weights: Mapping[str, Source]) -> tuple[dict[str, Source], dict[str, str]]:
     """Each tensor once, under its first name; and the other names of it.
 

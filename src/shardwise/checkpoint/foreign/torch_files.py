@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.checkpoint.foreign.beside import COMMON, LIGHTNING, META, SUFFIXES, is_weights_file
 from shardwise.checkpoint.foreign.deepspeed_single import add_state
 from shardwise.checkpoint.foreign.opened import OpenFiles
-from shardwise.checkpoint.foreign.parts import check_alone, check_is_all
+from shardwise.checkpoint.foreign.parts import check_alone, check_is_all, check_unflattened
 from shardwise.checkpoint.foreign.safetensors import check_index, shards_of
 from shardwise.checkpoint.foreign.sandbox import Job, read_values
 from shardwise.checkpoint.foreign.state import Foreign, kind_of, step_of, weights_of
@@ -43,7 +43,7 @@ def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = Fals
     weights: dict[str, Source] = {}
     notes: list[str] = []
     for shard, value in zip(shards, _values(files, shards, unsafe), strict=True):
-        found, said = weights_of(value, str(shard))
+        found, said = _weights(value, str(shard))
         twice = [name for name in found if name in weights]
         if twice:
             raise CheckpointError(
@@ -57,6 +57,13 @@ def read_torch(files: OpenFiles, path: Path, in_order: bool, unsafe: bool = Fals
 
 def _values(files: OpenFiles, paths: list[Path], unsafe: bool) -> list[Any]:
     return read_values(files, [Job(path) for path in paths], unsafe=unsafe)
+
+
+def _weights(value: Any, where: str) -> tuple[dict[str, Source], list[str]]:
+    """As `weights_of`, of parameters that have names of their own."""
+    weights, notes = weights_of(value, where)
+    check_unflattened(weights, where)
+    return weights, notes
 
 
 def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> Foreign:
@@ -77,9 +84,9 @@ def of_value(value: Any, where: str, in_order: bool, optimizer: bool = True) -> 
     averaged = lightning and has_tensors(value.get(_TRAINED)) and has_tensors(value.get(_AVERAGE))
     inside = _TRAINED if averaged else next((key for key in MODEL_KEYS if has_tensors(value.get(key))), None)
     if inside is None:
-        weights, notes = weights_of(value, where)
+        weights, notes = _weights(value, where)
         return Foreign(kind="torch", weights=weights, notes=notes, files=1)
-    weights, notes = weights_of(value[inside], f"{where}: {inside}")
+    weights, notes = _weights(value[inside], f"{where}: {inside}")
     found = Foreign(kind="lightning" if lightning else "torch", weights=weights, notes=notes + alone, files=1)
     counted = _add_step(found, value, where)
     kept = next((key for key in (*OPTIMIZER_KEYS, *filter(_is_optimizer(value), value)) if value.get(key)), None)
