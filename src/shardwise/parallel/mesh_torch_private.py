@@ -6,8 +6,11 @@ import as the rest of torch.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level  # public and untyped, too
 from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
@@ -54,12 +57,12 @@ def unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
     gloo group itself: the process is killed (torch 2.13, one rank too). So DDP gets a group without the wrapper, which
     is made while the level is lower; the others keep theirs.
     """
-    level = dist.get_debug_level()
-    if level != dist.DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
+    level = get_debug_level()
+    if level != DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
         return group
     assert group.size() == dist.get_world_size()  # where DDP carries the data axes there are no others
-    dist.set_debug_level(dist.DebugLevel.INFO)
+    set_debug_level(DebugLevel.INFO)
     try:
-        return dist.new_group(backend="gloo")
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     finally:
-        dist.set_debug_level(level)
+        set_debug_level(level)
