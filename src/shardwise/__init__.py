@@ -77,6 +77,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; a test holds it equal t
     from shardwise.train.optimizers import sgd as sgd
     from shardwise.train.options import StepMetrics as StepMetrics
     from shardwise.train.options import StepOptions as StepOptions
+    from shardwise.train.predicting import predict as predict
     from shardwise.train.probe import Probe as Probe
     from shardwise.train.protect import Protect as Protect
     from shardwise.train.rounding import stochastic_adamw as stochastic_adamw
@@ -124,6 +125,7 @@ _HOMES = {
     "shardwise.train.options": ("StepOptions", "StepMetrics"),
     "shardwise.train.protect": ("Protect",),
     "shardwise.train.loop": ("steps", "evaluate"),
+    "shardwise.train.predicting": ("predict",),
     "shardwise.train.sampling": ("generate",),
     "shardwise.checkpoint.store": ("Store",),
     "shardwise.checkpoint.retention": ("Retention",),

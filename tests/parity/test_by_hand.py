@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
@@ -16,6 +17,8 @@ from shardwise.parallel.mesh import open_mesh
 from shardwise.parallel.placed import Placed
 from shardwise.plan.plan import Plan
 from shardwise.testing import World, fake_world
+from shardwise.train.batches import loader
+from shardwise.train.loop import steps
 from shardwise.train.loss import Loss, mean_over
 from shardwise.train.optimizers import sgd
 from shardwise.train.several import several as combined
@@ -273,6 +276,64 @@ def test_a_model_that_the_script_compiles(world: World) -> None:
     """What looks at values in a first forward was compiled, too, and ended in an AttributeError."""
     (alone,) = world(1, compiled, "dp1 / fp64", timeout_s=100)
     assert world(2, compiled, "fsdp2 / fp64", timeout_s=100) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def dropping(text: str, how: str) -> list[float]:
+    """Losses of a model with dropout that is compiled by the script, or not."""
+    plan = Plan.parse(text)
+
+    def make() -> nn.Module:
+        model = Net()
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5)) for _ in range(4))
+        if how == "before":
+            model.compile(backend="eager")
+        return model
+
+    with open_mesh(plan) as mesh, warnings.catch_warnings(action="ignore"):
+        placed = apply(make, plan, mesh, seed=3)
+        if how == "after":
+            placed.module.compile(backend="eager")
+        dataset = list(torch.randn(24, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        data = loader(dataset, plan.batch, mesh, global_size=8)  # its rows have numbers of their own in each step
+        state = TrainState(placed, sgd(placed, lr=0.3), data)
+        return [m.loss for m in steps(state, lambda y, x: mean_over((y - x).square()), until=3)]
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_model_that_draws_and_is_compiled_by_the_script(world: World, how: str) -> None:
+    """The compiler went into what keys the draws, and ended the run with a page of its own errors."""
+    (alone,) = world(1, dropping, "dp1 / fp64", "not", timeout_s=100)
+    assert world(2, dropping, "fsdp2 / fp64", how, timeout_s=100) == [pytest.approx(alone, rel=1e-12)] * 2
+
+
+def checked_by_torch(text: str) -> tuple[list[float], str]:
+    """Losses under torch's own checks of collectives, and what these say of one that differs between ranks."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # what TORCH_DISTRIBUTED_DEBUG=DETAIL is when torch is imported
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square()))
+        losses = [step(rows(number, placed)).loss for number in range(2)]
+        try:
+            mesh.all_reduce_sum(torch.zeros(1 + mesh.rank))
+        except RuntimeError as error:
+            return losses, str(error)
+    return losses, ""
+
+
+def test_plain_replication_under_torchs_own_checks(world: World) -> None:
+    """DDP took the wrapper of a group for the group itself, and the process was killed by SIGSEGV."""
+    (alone,) = world(1, plainly, "dp1 / fp64")
+    for losses, said in world(2, checked_by_torch, "dp2 / fp64"):
+        assert losses == pytest.approx(alone, rel=1e-12) and "Detected mismatch between collectives" in said
+
+
+def plainly(text: str) -> list[float]:
+    plan = Plan.parse(text)
+    with open_mesh(plan) as mesh:
+        placed = apply(Net, plan, mesh, seed=3)
+        step = make_step(TrainState(placed, sgd(placed, lr=0.3)), lambda y, x: mean_over((y - x).square()))
+        return [step(rows(number, placed)).loss for number in range(2)]
 
 
 def by_list(placed: Placed, kept: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -33,6 +33,8 @@ def left(text: str, call: str) -> str:
         step(ids)
         if mesh.is_first and call == "evaluate":
             sw.evaluate(placed, lambda output, _: output.square().mean(), [ids])
+        if mesh.is_first and call == "predict":
+            sw.predict(placed, lambda output, _: output, [ids])
         if mesh.is_first and call == "generate":
             sw.generate(placed, ids, 2)
         step(ids)
@@ -40,7 +42,7 @@ def left(text: str, call: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(("text", "call"), [("dp2", "evaluate"), ("fsdp2", "generate")])
+@pytest.mark.parametrize(("text", "call"), [("dp2", "evaluate"), ("dp2", "predict"), ("fsdp2", "generate")])
 def test_a_rank_that_looks_at_the_model_alone_says_so(world: World, text: str, call: str) -> None:
     """Its messages were taken for those of a step: gloo ended the process, or one waited for ever."""
     looks, trains = world(2, left, text, call)

@@ -16,7 +16,7 @@ __version__ errors Plan Axes Batch Schedule Recompute Offload Communication Tens
 ModelSpec preset presets Mesh open_mesh apply Placed init_model ColumnParallelLinear RowParallelLinear Loss
 token_cross_entropy mean_over loader eval_batches adamw sgd lion adafactor muon lamb constant
 warmup_cosine warmup_linear warmup_stable_decay TrainState make_step Protect StepOptions StepMetrics steps
-evaluate generate Store Retention Probe Losses MoEDecoder MoEConfig MoEOutput
+evaluate predict generate Store Retention Probe Losses MoEDecoder MoEConfig MoEOutput
 stochastic_adamw Ema several Context Float8 verify Decoder DecoderConfig GPT GPTConfig infer_rules load_rules
 hf_config hf_factory shrunk_config load_hf export_hf
 """.split()  # noqa: SIM905

@@ -21,7 +21,7 @@ _TORCH = {
     "get_model_state_dict", "get_optimizer_state_dict", "set_model_state_dict", "set_optimizer_state_dict",
     "get_state_dict",
 }  # fmt: skip
-_SHARDWISE = {"apply", "evaluate", "steps", "open_mesh", "generate", "export_hf"}
+_SHARDWISE = {"apply", "evaluate", "predict", "steps", "open_mesh", "generate", "export_hf"}
 _TORCH_SAVES = {"save", "load", "async_save"}  # of torch.distributed.checkpoint
 _METHODS = {
     "accelerator": {

@@ -322,7 +322,10 @@ def _records(files: Mapping[int, Path]) -> Iterator[dict[str, Any]]:
 
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _CRASHED = " (a crash in native code: the rank's output has its Python frames)"
-_LEFT = "the script ended with status 0 while the others were still training"
+_LEFT = (
+    "the script ended with status 0 while the others were still training; every rank must make as many steps: give "
+    "each as many batches (sw.loader does), and let all leave a loop together"
+)
 
 
 def death(code: int) -> str:

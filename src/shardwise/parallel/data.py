@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.parallel.batchnorm import synchronise_batch_norm
 from shardwise.parallel.carrier import MAX_RANKS, Carrier
 from shardwise.parallel.mesh import GRADIENT_AXES, Mesh
-from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes
+from shardwise.parallel.mesh_torch_private import flatten_mesh, join_meshes, unwrapped
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
 from shardwise.parallel.scalars import scalars_in
@@ -84,6 +84,7 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
     # DDP's two modes look for parameters that the forward does not use, and would count the numbers as one of them
     carries = mesh.device.type == "cpu" and mesh.num_gradient_ranks <= MAX_RANKS
     carries = carries and not (communication.find_unused or communication.static_graph)
+    group = unwrapped(mesh.group(*GRADIENT_AXES))
     parts = []
     for part in placed.parts:
         first = next((p for p in part.root.parameters() if p.requires_grad), None)
@@ -95,7 +96,7 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             wrapped = DistributedDataParallel(
                 Carrier(part.root, first) if carries else part.root,
-                process_group=mesh.group(*GRADIENT_AXES),
+                process_group=group,
                 bucket_cap_mb=communication.bucket_mb,
                 broadcast_buffers=False,
                 init_sync=False,

@@ -6,7 +6,11 @@ import as the rest of torch.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level  # public and untyped, too
 from torch._C._distributed_c10d import HashStore as HashStore  # public as torch.distributed.HashStore, untyped there
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
@@ -44,3 +48,21 @@ def release_groups(mesh: DeviceMesh) -> None:
     then meets an interpreter that is gone, and the process aborts after its work is done (2 of 16 quick runs).
     """
     getattr(mesh, "_pg_registry", {}).clear()  # not in torch 2.11, where groups are held elsewhere
+
+
+def unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the whole world in which DDP can work: every rank must call it.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL a group checks its collectives in a wrapper, which DDP's logger takes for the
+    gloo group itself: the process is killed (torch 2.13, one rank too). So DDP gets a group without the wrapper, which
+    is made while the level is lower; the others keep theirs.
+    """
+    level = get_debug_level()
+    if level != DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
+        return group
+    assert group.size() == dist.get_world_size()  # where DDP carries the data axes there are no others
+    set_debug_level(DebugLevel.INFO)
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    finally:
+        set_debug_level(level)

@@ -179,8 +179,8 @@ class Randomness:
             with _Draws(self, frame, name, call):
                 return forward(*args, **kwargs)
 
-        # a compiler would draw numbers of its own; what is around this module it still compiles
-        uncompiled = self._plan.compile and name not in self._blocks
+        # a compiler, the plan's or the script's, fails on keyed draws; what is around this module it still compiles
+        uncompiled = not self._plan.compile or name not in self._blocks
         # an attribute of the instance: the class, the names and the state dict stay the user's
         wrapped = torch.compiler.disable(run) if uncompiled else run  # type: ignore[no-untyped-call]
         object.__setattr__(module, "forward", wrapped)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.checkpoint.layout import held_by
 from shardwise.errors import ExitCode, UsageError
-from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_rows, to_device
+from shardwise.parallel.inputs import num_rows
 from shardwise.parallel.placed import Placed
-from shardwise.parallel.together import come_together, how_many
-from shardwise.train.agreement import check_rows
 from shardwise.train.given import check_placed
-from shardwise.train.halving import communicating
 from shardwise.train.loss import Loss, refuse_mean
 from shardwise.train.losses import Losses, losses_in
 from shardwise.train.rehearsal import rejoin
@@ -22,7 +19,7 @@ from shardwise.train.signals import EXIT_CODES, listening
 from shardwise.train.state import TrainState, placed_of
 from shardwise.train.step import LossFn, StepMetrics, StepOptions, TrainStep, options_with
 from shardwise.train.told import told
-from shardwise.train.windows import Window, micro_batches_of
+from shardwise.train.whole_pass import Pass, go_through
 
 
 class Saver(Protocol):
@@ -132,15 +129,12 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     >>> total = evaluate(placed, loss_fn, eval_batches(dataset, plan.batch, mesh))  # doctest: +SKIP
     """
     check_placed(placed, "evaluate")
-    _check_several(windows)
-    device = placed.mesh.device
-    signature = Signature.of(placed.parts[0].root)
     counts_here = placed.mesh.index("tp") == 0
     several = loss_fn if isinstance(loss_fn, Losses) else None
     loss_fn = several or told(loss_fn)
     totals = torch.zeros(len(several.weights) if several else 1, 2, dtype=torch.float64)
 
-    def add(result: Any, micro: Any, is_zero: bool) -> None:
+    def add(result: Any, micro: Any, is_zero: bool, _place: tuple[int, ...]) -> None:
         if placed.context is not None:
             refuse_mean(result)
         if counts_here and not is_zero:
@@ -148,76 +142,10 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
                 total[0] += float(loss.sum)
                 total[1] += float(loss.weight)
 
-    come_together("evaluate()", placed.mesh)
-    try:
-        with placed.in_mode(False), torch.no_grad(), placed.gathering():
-            for window in _as_many(windows, placed):
-                cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
-                micro = [placed.share(to_device(m, device)) for m in cut]
-                if placed.pipeline is not None:
-                    _pipelined(placed, micro, zero, loss_fn, add)
-                    continue
-                for batch, is_zero in zip(micro, zero, strict=True):
-                    args, kwargs = model_inputs(batch, signature)
-                    add(loss_fn(placed.parts[0].run(*args, **kwargs), batch), batch, is_zero)
-    finally:
-        placed.reshard()
-    placed.mesh.all_reduce_sum(summed := totals.to(device))
+    def number(result: Any, micro: Any) -> torch.Tensor:
+        return losses_in(result, num_rows(micro))[0].sum
+
+    go_through(placed, windows, Pass(doing="evaluate()", function=loss_fn, take=add, number=number))
+    placed.mesh.all_reduce_sum(summed := totals.to(placed.mesh.device))
     sums = [Loss(*row) for row in summed]
     return several.total(dict(zip(several.weights, sums, strict=True))) if several else sums[0]
-
-
-def _check_several(windows: Iterable[Any]) -> None:
-    """Refuse one batch: going through it gives rows, or the names of a dict, which would be taken for batches."""
-    is_row_of_parts = isinstance(windows, tuple) and any(isinstance(part, torch.Tensor) for part in windows)
-    if isinstance(windows, torch.Tensor | Mapping | Window) or is_row_of_parts:
-        raise UsageError(
-            f"evaluate(): found one batch ({type(windows).__name__}); needed: windows of eval_batches, or several "
-            "batches; give a list of it: [batch]"
-        )
-
-
-def _as_many(windows: Iterable[Any], placed: Placed) -> Iterator[Any]:
-    """Of a script's own batches the first are compared, and ranks without another one do not let the others wait."""
-    mesh, iterator = placed.mesh, iter(windows)
-    window = next(iterator, None)
-    if isinstance(window, Window) or mesh.world == 1:  # right by construction
-        yield from () if window is None else (window,)
-        yield from iterator
-        return
-    if (held := how_many(mesh, is_here=window is not None)) == mesh.world:
-        check_rows(window, mesh, "evaluate()")
-    why, number = communicating(placed), 1
-    while held if why else window is not None:
-        if why and held < mesh.world:
-            raise UsageError(
-                f"evaluate(): found a batch {number} on {held} of {mesh.world} ranks, needed as many batches on each: "
-                f"forward communicates by {why}, and waits for all; sw.eval_batches(dataset, plan.batch, mesh) and "
-                "data.evaluation(dataset) give as many, and each row once"
-            )
-        yield window
-        window, number = next(iterator, None), number + 1
-        if why:
-            held = how_many(mesh, is_here=window is not None)
-
-
-def _pipelined(
-    placed: Placed,
-    micro: list[Any],
-    zero: tuple[bool, ...],
-    loss_fn: LossFn,
-    add: Callable[[Any, Any, bool], None],
-) -> None:
-    assert placed.pipeline is not None
-    results: dict[int, tuple[Any, Any, bool]] = {}
-    micro = distinct(micro)
-    flags = {id(m): z for m, z in zip(micro, zero, strict=True)}
-
-    def keep(output: Any, batch: Any) -> torch.Tensor:
-        result = loss_fn(output, batch)
-        results[id(batch)] = (result, batch, flags[id(batch)])  # a dict: shapes may be learnt by an extra call
-        return losses_in(result, num_rows(batch))[0].sum
-
-    placed.pipeline.run(micro, keep, backward=False)
-    for result, batch, is_zero in results.values():
-        add(result, batch, is_zero)

@@ -1,0 +1,121 @@
+"""One pass of forwards over batches without gradients: what `evaluate` sums and `predict` brings together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.errors import UsageError
+from shardwise.parallel.inputs import Signature, distinct, model_inputs, to_device
+from shardwise.parallel.placed import Placed
+from shardwise.parallel.together import come_together, how_many
+from shardwise.train.agreement import check_rows
+from shardwise.train.halving import communicating
+from shardwise.train.windows import Window, micro_batches_of
+
+Function = Callable[[Any, Any], Any]
+"""Of the model's output and the micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What is called for each micro-batch, and what becomes of its result."""
+
+    doing: str
+    """The call, for messages."""
+    function: Function
+    take: Callable[[Any, Any, bool, tuple[int, ...]], None]
+    """Of a result, its micro-batch, whether that is padding, and its place among all: sorted, they are in order."""
+    number: Callable[[Any, Any], torch.Tensor]
+    """A number of a result and its micro-batch, which a pipeline asks for."""
+
+
+def go_through(placed: Placed, windows: Iterable[Any], a_pass: Pass) -> None:
+    """Forward of every batch in `eval` mode. Every rank calls it.
+
+    Raises:
+        UsageError: one batch in place of several; ranks that do not call it, or have fewer batches than others where
+            forward communicates.
+        ReplicaError: batches of a script's own that differ on ranks which work on the same rows.
+    """
+    check_several(windows, a_pass.doing)
+    device = placed.mesh.device
+    signature = Signature.of(placed.parts[0].root)
+    come_together(a_pass.doing, placed.mesh)
+    try:
+        with placed.in_mode(False), torch.no_grad(), placed.gathering():
+            for i, window in enumerate(_as_many(windows, placed, a_pass.doing)):
+                cut, zero = micro_batches_of(window, placed.plan.batch.micro_batches)
+                micro = [placed.share(to_device(m, device)) for m in cut]
+                places = _places(window, i, placed.mesh.batch.rank, len(micro))
+                if placed.pipeline is not None:
+                    _pipelined(placed, micro, zero, places, a_pass)
+                    continue
+                for batch, is_zero, place in zip(micro, zero, places, strict=True):
+                    args, kwargs = model_inputs(batch, signature)
+                    a_pass.take(a_pass.function(placed.parts[0].run(*args, **kwargs), batch), batch, is_zero, place)
+    finally:
+        placed.reshard()
+
+
+def check_several(windows: Iterable[Any], doing: str) -> None:
+    """Refuse one batch: going through it gives rows, or the names of a dict, which would be taken for batches."""
+    is_row_of_parts = isinstance(windows, tuple) and any(isinstance(part, torch.Tensor) for part in windows)
+    if isinstance(windows, torch.Tensor | Mapping | Window) or is_row_of_parts:
+        raise UsageError(
+            f"{doing}: found one batch ({type(windows).__name__}); needed: windows of eval_batches, or several "
+            "batches; give a list of it: [batch]"
+        )
+
+
+def _places(window: Any, number: int, rank: int, count: int) -> list[tuple[int, ...]]:
+    """Of each micro-batch: its first row's position, or which batch of a script's own it is a part of, and whose."""
+    if not isinstance(window, Window):
+        return [(number, rank, i) for i in range(count)]
+    first = window.positions.start
+    return [(first + sum(window.rows[:i]),) for i in range(count)]
+
+
+def _as_many(windows: Iterable[Any], placed: Placed, doing: str) -> Iterator[Any]:
+    """Of a script's own batches the first are compared, and ranks without another one do not let the others wait."""
+    mesh, iterator = placed.mesh, iter(windows)
+    window = next(iterator, None)
+    if isinstance(window, Window) or mesh.world == 1:  # right by construction
+        yield from () if window is None else (window,)
+        yield from iterator
+        return
+    if (held := how_many(mesh, is_here=window is not None)) == mesh.world:
+        check_rows(window, mesh, doing)
+    why, number = communicating(placed), 1
+    while held if why else window is not None:
+        if why and held < mesh.world:
+            raise UsageError(
+                f"{doing}: found a batch {number} on {held} of {mesh.world} ranks, needed as many batches on each: "
+                f"forward communicates by {why}, and waits for all; sw.eval_batches(dataset, plan.batch, mesh) and "
+                "data.evaluation(dataset) give as many, and each row once"
+            )
+        yield window
+        window, number = next(iterator, None), number + 1
+        if why:
+            held = how_many(mesh, is_here=window is not None)
+
+
+def _pipelined(
+    placed: Placed, micro: list[Any], zero: tuple[bool, ...], places: list[tuple[int, ...]], a_pass: Pass
+) -> None:
+    assert placed.pipeline is not None
+    results: dict[int, tuple[Any, Any, bool, tuple[int, ...]]] = {}
+    micro = distinct(micro)
+    known = {id(m): (z, place) for m, z, place in zip(micro, zero, places, strict=True)}
+
+    def keep(output: Any, batch: Any) -> torch.Tensor:
+        result = a_pass.function(output, batch)
+        results[id(batch)] = (result, batch, *known[id(batch)])  # a dict: shapes may be learnt by an extra call
+        return a_pass.number(result, batch)
+
+    placed.pipeline.run(micro, keep, backward=False)
+    for result in results.values():
+        a_pass.take(*result)
