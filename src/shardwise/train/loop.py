@@ -13,6 +13,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, num_row
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together, how_many
 from shardwise.train.agreement import check_rows
+from shardwise.train.drawn import compare_draws
 from shardwise.train.given import check_placed
 from shardwise.train.halving import communicating
 from shardwise.train.loss import Loss, refuse_mean
@@ -149,6 +150,7 @@ def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
                 total[1] += float(loss.weight)
 
     come_together("evaluate()", placed.mesh)
+    compare_draws(placed.mesh, "evaluate()")
     try:
         with placed.in_mode(False), torch.no_grad(), placed.gathering():
             for window in _as_many(windows, placed):
