@@ -180,3 +180,26 @@ def test_other_errors_of_a_script_are_left_alone(world: World) -> None:
 
 def misshapen(weight: Tensor) -> None:
     raise RuntimeError(f"of the script {tuple(weight.shape)}")
+
+
+def with_anomalies_looked_for(text: str) -> list[float]:
+    plan = sw.Plan.parse(f"{text} / fp64")
+    with sw.open_mesh(plan) as mesh, torch.autograd.set_detect_anomaly(True):
+        placed = sw.apply(Two, plan, mesh, seed=1, rules={"up": "column", "down": "row"} if plan.axes.tp > 1 else None)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda out, x: out.square().mean())
+        return [step(torch.ones(4, 4, dtype=torch.float64)).loss for _ in range(2)]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def test_anomalies_are_looked_for_where_gradients_are_sharded(world: World) -> None:
+    """Torch had no rule for the question whether a part of a gradient has a NaN."""
+    (alone,) = world(1, with_anomalies_looked_for, "dp1")
+    assert world(2, with_anomalies_looked_for, "tp2") == [pytest.approx(alone, rel=1e-12)] * 2

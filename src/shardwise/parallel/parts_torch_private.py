@@ -43,6 +43,7 @@ def mind_parts() -> None:
     handlers[_ATEN._local_scalar_dense.default] = _number
     handlers |= dict.fromkeys(_writes() - handlers.keys(), _write) | dict.fromkeys(_FILLS, _fill)
     handlers |= dict.fromkeys(_NEW, _new) | {_ATEN.eye.m_out: _eye, _ATEN._foreach_copy_.default: _copy_each}
+    handlers[_ATEN._is_any_true.default] = _any_here
 
 
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,6 +123,12 @@ def _eye(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     local = out._local_tensor
     local.copy_(local_slice(operation(*args, out=local.new_empty(out.shape)), out))
     return out
+
+
+def _any_here(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `torch.autograd.set_detect_anomaly` asks of each gradient: the rank whose part has a NaN says so."""
+    found: torch.Tensor = operation(args[0]._local_tensor)
+    return found
 
 
 def _copy_each(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
