@@ -278,3 +278,22 @@ def test_usage_errors(words: list[str], message: str) -> None:
     assert isinstance(error, UsageError)
     with pytest.raises(UsageError, match=message):
         raise error
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale = self.up.weight.detach().norm().item()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) / self.scale
+
+
+def test_a_constructor_that_reads_values_is_told_to_give_a_module() -> None:
+    """It was an error of torch's, from deep inside."""
+    with pytest.raises(
+        ModelError, match=r"the constructor reads the values of tensors .*infer_rules\(Net\(\), sample\)"
+    ):
+        infer_rules(Reading, [torch.empty(2, 4)])
+    assert infer_rules(Reading(), [torch.empty(2, 4)]).rules["up"] == "column"

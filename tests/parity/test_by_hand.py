@@ -182,10 +182,20 @@ def test_a_hook_along_a_dim_that_is_not_cut_works(world: World) -> None:
     assert world(2, mixed, "fsdp2 / fp64", over_rows, False) == [(pytest.approx(alone[0], rel=1e-12), [])] * 2
 
 
-def test_a_number_that_a_hook_takes_of_a_shard_is_warned_of_once(world: World) -> None:
-    """It may be summed over ranks."""
-    for _, (said,) in world(2, mixed, "fsdp2 / fp64", scaled, False):
-        assert "found norm of first.weight" in said and "or a sum over ranks" in said
+def read(weight: nn.Parameter) -> None:
+    assert weight.grad is not None
+    float(weight.grad.norm())
+
+
+def test_a_number_that_a_hook_takes_of_a_shard_is_refused_in_a_gradient_and_warned_of_where_it_is_read(
+    world: World,
+) -> None:
+    for said in world(2, mixed, "fsdp2 / fp64", scaled, False):
+        assert "found div_ that takes to first.weight what is made of elements of first.weight" in said
+    (alone,) = world(1, mixed, "dp1 / fp64", read, False)
+    for losses, (said,) in world(2, mixed, "fsdp2 / fp64", read, False):
+        assert losses == pytest.approx(alone[0], rel=1e-12)
+        assert "found a number that is read" in said and "or a sum over ranks" in said
 
 
 def of_output(module: Any) -> None:

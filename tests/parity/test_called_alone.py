@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ReplicaError, UsageError
+from shardwise.errors import ModelError, ReplicaError, UsageError
 from shardwise.parallel import together
 from shardwise.testing import World, WorldError
 
@@ -124,3 +124,67 @@ def test_an_evaluation_of_the_same_rows_on_all_data_ranks_is_warned_of(world: Wo
     assert (first[0], second) == (8.0, (8.0, []))
     assert "all 2 data ranks were given the same rows, each of which counts 2 times" in first[1][0]
     assert world(2, evaluated, "tp2", [2, 2], True) == [(4.0, [])] * 2
+
+
+def looked(text: str, how: str) -> list[float] | str:
+    """Losses of steps between which a script looks at the model in torch's inference mode; or what was refused."""
+    plan, ids = sw.Plan.parse(f"{text} / fp64"), torch.arange(8).view(2, 4)
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(model, plan, mesh, seed=3)
+        step = sw.make_step(sw.TrainState(placed, sw.sgd(placed, lr=0.1)), lambda out, _: out.square().mean())
+        found = []
+        for _ in range(2):
+            with torch.inference_mode():
+                if how == "evaluate":
+                    sw.evaluate(placed, lambda out, _: out.square().mean(), [ids.clone()])
+                elif how == "generate":
+                    sw.generate(placed, ids, 2)
+                else:
+                    try:
+                        placed.module(ids)
+                    except ModelError as error:
+                        return str(error)
+            found.append(step(ids).loss)
+        return found
+
+
+@pytest.mark.parametrize("how", ["evaluate", "generate", "call"])
+@pytest.mark.parametrize("text", ["fsdp2", "dp2"])
+def test_a_look_in_inference_mode_leaves_steps_as_they_are(world: World, text: str, how: str) -> None:
+    """Under fsdp the next step ended in torch's words, on what was gathered in that mode."""
+    (alone,) = world(1, looked, "dp1", how)
+    for found in world(2, looked, text, how):
+        if (text, how) == ("fsdp2", "call"):
+            assert "was called in torch.inference_mode()" in found and "torch.no_grad()" in found
+        else:
+            assert found == pytest.approx(alone, rel=1e-12)
+
+
+class Ascending(torch.optim.Optimizer):
+    """SAM, as it is published: two passes in one step."""
+
+    def __init__(self, params: Any, says: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.says = says
+
+    def step(self, closure: Any = None) -> None:
+        if self.says:
+            assert closure is not None
+        closure()
+
+
+def closed(says: bool) -> str:
+    plan = sw.Plan.parse("dp1")
+    with sw.open_mesh(plan) as mesh:
+        placed = sw.apply(model, plan, mesh, seed=3)
+        state = sw.TrainState(placed, Ascending(placed.parameters(), says))
+        with pytest.raises(UsageError) as caught:
+            sw.make_step(state, lambda out, _: out.square().mean())(torch.zeros(2, 4, dtype=torch.int64))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_a_rule_that_needs_a_closure_is_refused(world: World, says: bool) -> None:
+    """It was told that None cannot be called."""
+    (said,) = world(1, closed, says)
+    assert said.startswith("Ascending.step() needs a closure") and "Two passes are two steps" in said

@@ -128,12 +128,22 @@ def watch_calls(placed: Placed) -> None:
     Cost: a microsecond per call of such a module: of those beside the blocks.
     """
     for part in (part for part in placed.parts if isinstance(part.run, FSDPModule)):
+        for module in (module for module in part.root.modules() if isinstance(module, FSDPModule)):
+            module.register_forward_pre_hook(_check_mode, prepend=True)  # before what gathers
         units = tuple(f"{name}." for name, m in part.root.named_modules() if name and isinstance(m, FSDPModule))
         for name, module in part.root.named_modules():
             sharded = ((k, p) for k, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and p.dim())
             key, own = next(sharded, ("", None))
             if own is not None and name and not f"{name}.".startswith(units):
                 module.register_forward_pre_hook(partial(_check_gathered, name, key, own))
+
+
+def _check_mode(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.is_inference_mode_enabled():
+        raise ModelError(
+            f"{type(module).__name__.removeprefix('FSDP')} was called in torch.inference_mode(): what fully_shard "
+            "gathers there, no training step could write to again; needed: torch.no_grad() around it, or sw.evaluate"
+        )
 
 
 def _check_gathered(name: str, key: str, shard: Tensor, module: nn.Module, args: tuple[Any, ...]) -> None:

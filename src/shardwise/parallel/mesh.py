@@ -1,7 +1,6 @@
 """`Mesh`: the processes of a job, arranged along the axes of a plan, and how this process reaches the others.
 
-Every axis is there under every plan, with size 1 where the plan does not use it, so that code that reduces
-over `"tp"` needs no branch. Nothing is ambient: whoever communicates was given the mesh.
+Every axis is always there, if only of size 1: code over `"tp"` needs no branch. Whoever communicates was given a mesh.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from shardwise.parallel.mesh_torch_private import (
     grow_segments,
     release_groups,
 )
+from shardwise.parallel.parts_explained import explaining_parts
 from shardwise.plan.constraints import check
 from shardwise.plan.plan import AXES, Plan
 
@@ -217,7 +217,7 @@ def open_mesh(
     try:
         forget_causes()
         mesh = replace(_arrange(plan, here), timeout_s=timeout_s)
-        with _finishing(mesh):
+        with _finishing(mesh), explaining_parts():
             yield mesh
         if own:  # not after an error: to end a group is to wait for collectives, and others may never join theirs
             mesh.groups.clear()

@@ -6,10 +6,12 @@ optimizer over local shards would find no gradient at all; each without a word.
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ def stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it an optimizer makes its step from these.
 
     Raises:
-        UsageError: nobody has handed gradients over.
+        UsageError: nobody has handed gradients over; or its rule wants to make forward and backward passes itself.
     """
     if optimizer not in _HANDED:
         raise UsageError(_message(type(optimizer).__name__, "which no step has given its gradients"))
@@ -42,8 +44,29 @@ def stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     _STEPPING.append(optimizer)
     try:
         yield
+    except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+        if _wants_closure(error):
+            raise UsageError(_CLOSURE.format(kind=type(optimizer).__name__)) from error
+        raise
     finally:
         _STEPPING.pop()
+
+
+def _wants_closure(error: Exception) -> bool:
+    """By what it says, or by the line that raised it: `closure()`, `assert closure is not None`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.line or "" for frame in frames if not frame.filename.startswith(_OWN)]
+    called = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
+    asserted = isinstance(error, AssertionError) and bool(lines) and "closure" in lines[-1]
+    return asserted or "closure" in str(error) or (called and any("closure(" in line for line in lines))
+
+
+_OWN = str(Path(__file__).parents[1])
+_CLOSURE = (
+    "{kind}.step() needs a closure: found a rule that makes forward and backward passes of its own (SAM, L-BFGS); "
+    "needed: one that steps by the gradients it is given. Two passes are two steps, each with an optimizer of its "
+    "own over the same placed model: the first climbs, the second goes back and steps (docs/optimizers.md)"
+)
 
 
 def refuse_own_steps(placed: Placed) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,16 +20,6 @@ _FILLS = (
     _ATEN.log_normal_.default, _ATEN.cauchy_.default, _ATEN.geometric_.default, _ATEN.random_.default,
     _ATEN.random_.to, getattr(_ATEN.random_, "from"),
 )  # fmt: skip
-_WRITES = (
-    _ATEN.zero_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.copy_.default, _ATEN.masked_fill_.Scalar,
-    _ATEN.masked_fill_.Tensor, _ATEN.index_put_.default, _ATEN.index_fill_.int_Scalar, _ATEN.add_.Tensor,
-    _ATEN.add_.Scalar, _ATEN.sub_.Tensor, _ATEN.sub_.Scalar, _ATEN.mul_.Tensor, _ATEN.mul_.Scalar, _ATEN.div_.Tensor,
-    _ATEN.div_.Scalar, _ATEN.clamp_.default, _ATEN.clamp_.Tensor, _ATEN.clamp_min_.default, _ATEN.clamp_max_.default,
-    _ATEN.lerp_.Scalar, _ATEN.lerp_.Tensor, _ATEN.addcmul_.default, _ATEN.addcdiv_.default, _ATEN.neg_.default,
-    _ATEN.abs_.default, _ATEN.sign_.default, _ATEN.tanh_.default, _ATEN.sigmoid_.default, _ATEN.relu_.default,
-    _ATEN.exp_.default, _ATEN.sqrt_.default, _ATEN.square_.default, _ATEN.pow_.Scalar, _ATEN.round_.default,
-    _ATEN.nan_to_num_.default,
-)  # fmt: skip
 _NEW = (_ATEN.rand_like.default, _ATEN.randn_like.default, _ATEN.randint_like.default, _ATEN.randint_like.low_dtype)
 
 
@@ -36,7 +27,8 @@ def mind_parts() -> None:
     """From now on, in this process, numbers are read off whole DTensors alone, and draws are those of one process.
 
     Nothing is written into what only looks like a part of one: a row or a diagonal of what is on several ranks is a
-    copy, which torch has brought together, and `weight[0].zero_()` left the weight as it was.
+    copy, which torch has brought together, and `weight[0].zero_()` left the weight as it was; so did
+    `torch.mul(weight[0], 2, out=weight[0])` and `torch._foreach_mul_([weight[0]], 2)`.
 
     `.item()`, `float()` and `bool()` of what is on this rank in part are refused; they are not summed here, since a
     script that reads on one rank alone would wait for the others. What is drawn for a DTensor is drawn whole by each
@@ -49,7 +41,9 @@ def mind_parts() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     handlers = dispatcher._custom_op_handlers
     handlers[_ATEN._local_scalar_dense.default] = _number
-    handlers.update(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_FILLS, _fill) | dict.fromkeys(_NEW, _new))
+    handlers |= dict.fromkeys(_writes() - handlers.keys(), _write) | dict.fromkeys(_FILLS, _fill)
+    handlers |= dict.fromkeys(_NEW, _new) | {_ATEN.eye.m_out: _eye, _ATEN._foreach_copy_.default: _copy_each}
+    handlers[_ATEN._is_any_true.default] = _any_here
 
 
 def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,8 +58,27 @@ def _number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return operation(tensor._local_tensor)
 
 
+@cache
+def _writes() -> set[Any]:
+    """All operations that write into a tensor that they are given, and that torch can do with DTensors."""
+    rules: Any = DTensor._op_dispatcher.sharding_propagator
+    known = {*rules.op_to_rules, *rules.op_strategy_funcs, *getattr(rules, "op_single_dim_strategy_funcs", ())}
+    plain = (_ATEN.fill_.Tensor, _ATEN.masked_fill_.Tensor)  # no rule, and yet common: what is wrong is said first
+    return {operation for operation in known if operation._schema.is_mutable} | set(plain)
+
+
+@cache
+def _targets(operation: Any) -> list[tuple[int, str]]:
+    """Place and name of each argument that an operation writes into."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+
+
 def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _refuse_copy(args[0])
+    for place, name in _targets(operation):
+        target = args[place] if place < len(args) else kwargs.get(name)
+        for each in target if isinstance(target, list | tuple) else (target,):
+            _refuse_copy(each)
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.pop(operation, None)  # torch's own way; another thread that comes by meanwhile takes it, too
     try:
@@ -99,6 +112,30 @@ def _fill(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     whole = operation(local.new_empty(tensor.shape), *args[1:], **kwargs)
     local.copy_(local_slice(whole, tensor))
     return tensor
+
+
+def _eye(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """`torch.nn.init.eye_`; torch makes the shard as large as the whole."""
+    out: DTensor = kwargs["out"]
+    _refuse_copy(out)
+    if tuple(args) != tuple(out.shape):
+        raise UsageError(f"torch.eye{args} into a sharded tensor {tuple(out.shape)}: needed its own shape")
+    local = out._local_tensor
+    local.copy_(local_slice(operation(*args, out=local.new_empty(out.shape)), out))
+    return out
+
+
+def _any_here(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `torch.autograd.set_detect_anomaly` asks of each gradient: the rank whose part has a NaN says so."""
+    found: torch.Tensor = operation(args[0]._local_tensor)
+    return found
+
+
+def _copy_each(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Torch has no rule for it, and one for each copy."""
+    targets, sources, *rest = args
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, *rest, **kwargs)
 
 
 def _new(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -27,6 +27,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.reruns import numbers_in
 from shardwise.train.batches import Batches
+from shardwise.train.drawn import Draws
 from shardwise.train.exchange import by_value, digest, gathered, listed
 from shardwise.train.held import HeldParameters
 from shardwise.train.losses import Losses
@@ -95,6 +96,8 @@ def check_agreement(state: TrainState, options: StepOptions, loss_fn: Any) -> No
     own = Facts(mesh.index("pp"), dict(_of_all(state, options, loss_fn)), dict(_of_place(state)))
     if everyones := _exchanged(own, mesh):
         raise ReplicaError(f"before step {state.step + 1}: {_difference(everyones)}; {_ALIKE}")
+    if mesh.size("pp") > 1:
+        state.placed = state.placed.with_(after_step=(*state.placed.after_step, Draws(mesh)))
     if mesh.num_gradient_ranks > 1:
         after = (*state.placed.after_step, _Writes(state.placed), HeldParameters(mesh, loss_fn))
         # ranks along tp compute some gradients each for itself, which kernels on GPUs may round otherwise

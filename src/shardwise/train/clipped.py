@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
+from shardwise.train.flow import Flow, Held
 from shardwise.train.torch_private import has_step_hooks, is_norm_of_all
 from shardwise.train.whole_steps import of_whole
 
@@ -31,6 +33,8 @@ class Stepped(Protocol):
     is_of_stage: bool
     is_told: bool
     """It was said that a hook takes a number of a shard."""
+    num_followed: int
+    """Steps of which each operation was looked at."""
 
 
 @contextmanager
@@ -39,9 +43,67 @@ def watched(optimizer: Stepped) -> Iterator[None]:
 
     Cost: without hooks nothing.
     """
-    norms = _Whole(optimizer) if has_step_hooks(optimizer.torch) else nullcontext()
-    with of_whole(optimizer.torch, is_of_stage=optimizer.is_of_stage), norms:
+    has_hooks = has_step_hooks(optimizer.torch)
+    norms = _Whole(optimizer) if has_hooks else nullcontext()
+    with of_whole(optimizer.torch, is_of_stage=optimizer.is_of_stage), norms, _followed(optimizer, has_hooks):
         yield
+
+
+_STEPS = 3
+"""Of a user's own rule on a stage, which does the same in each; of hooks, which are free, all are followed."""
+
+
+def _followed(optimizer: Stepped, has_hooks: bool) -> AbstractContextManager[Any]:
+    """Hooks where a rank has a part, and on a stage the first steps of a rule that is the user's."""
+    is_own = not type(optimizer.torch).__module__.startswith(("torch.", "shardwise."))
+    if is_own and optimizer.is_of_stage and optimizer.num_followed < _STEPS:
+        optimizer.num_followed += 1
+    elif not has_hooks:
+        return nullcontext()
+    held = list(_held(optimizer))
+    if not optimizer.is_of_stage and not any(one.cut for one, _ in held):
+        return nullcontext()
+    names = {id(parameter): name for name, parameter in optimizer.params.items() if parameter.grad is not None}
+    groups = [frozenset(names[id(p)] for p in g["params"] if id(p) in names) for g in optimizer.torch.param_groups]
+    in_rule = (lambda: False) if is_own else (lambda: not _in_a_hook())
+    said = partial(_said, type(optimizer.torch).__name__)
+    return Flow(held, groups if optimizer.is_of_stage else [], in_rule, said, partial(_tell, optimizer))
+
+
+def _tell(optimizer: Stepped, said: str) -> None:
+    """Once."""
+    if not optimizer.is_told:
+        optimizer.is_told = True
+        with suppress(Warning):  # `-W error` does not end a run that may be meant so
+            warnings.warn(said, stacklevel=5)
+
+
+def _held(optimizer: Stepped) -> Iterator[tuple[Held, Tensor]]:
+    """What a parameter, its gradient and its state are here."""
+    for name, parameter in optimizer.params.items():
+        live = optimizer.live[name]
+        is_shard = isinstance(live, DTensor) and not isinstance(parameter, DTensor)
+        cut = frozenset(_dims_cut(live)) if is_shard else frozenset()
+        states = optimizer.torch.state.get(parameter, {}).values()
+        for tensor in (parameter, parameter.grad, *states):
+            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape and tensor.layout == torch.strided:
+                start = int(tensor.storage_offset())
+                yield Held(name, tuple(tensor.shape), start, start + tensor.numel(), cut), tensor
+
+
+def _said(kind: str, operation: str, target: str, mixed: str) -> str:
+    """What is refused."""
+    if mixed:
+        return (
+            f"a hook of {kind}: found {operation} that takes to {target} what is made of elements of {mixed}, "
+            "of which this rank has a shard: each rank would have another; needed: an optimizer of torch.optim over "
+            "placed.parameters(), whose hooks see whole tensors, or a sum over ranks first (docs/optimizers.md)"
+        )
+    return (
+        f"the step of {kind}, or a hook of it: found {operation} that takes to {target} what is made of all "
+        "parameters of a group, of which a stage of a pipeline has its own: each would have another; needed: clip= of "
+        "make_step, a sum over the ranks of pp first (docs/optimizers.md), or a plan without pp"
+    )
 
 
 _DRAWS = {"rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli", "bernoulli_", "exponential_"}
@@ -72,7 +134,7 @@ class _Whole(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _check_mixing(self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """What is drawn for a part, or taken along a dim that is cut, is refused; a sum may be one over ranks, too."""
+        """What is drawn for a part, or taken along a dim that is cut, is refused; of all elements see `flow.py`."""
         name = next((name for name, p in self.optimizer.params.items() if _is_of(p, args[0])), None)
         if name is None:
             return
@@ -89,10 +151,6 @@ class _Whole(TorchFunctionMode):
         )
         if (is_draw and (cut or self.optimizer.is_of_stage)) or any(dim % args[0].dim() in cut for dim in dims or ()):
             raise ModelError(said)
-        if dims is None and cut and function != "sum" and not self.optimizer.is_told:
-            self.optimizer.is_told = True
-            with suppress(Warning):  # `-W error` does not end a run that may be meant so
-                warnings.warn(f"{said}, or a sum over ranks of what it is made of", stacklevel=4)
 
     def _check(self, tensors: list[Tensor]) -> None:
         """A DTensor has the norm of all its shards."""

@@ -105,6 +105,7 @@ def _check(state: TrainState, until: object) -> None:
         )
 
 
+@torch.inference_mode(False)  # of a script around it: what is gathered there, no step could write to again
 def evaluate(placed: Placed, loss_fn: LossFn, windows: Iterable[Any]) -> Loss:
     """Sum of the loss and its weight over one exact pass; nothing dropped, nothing counted twice.
 

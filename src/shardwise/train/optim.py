@@ -71,6 +71,7 @@ class NamedOptimizer:
         """Lists, tuples and dicts in the state of each parameter; and of all what a checkpoint said of later ones."""
         self._forms: dict[str, str] = {}
         self._has_stepped = self.is_of_stage = self.is_told = False
+        self.num_followed = 0
         self._is_own = type(optimizer).__module__.startswith("shardwise.")
         """It makes all of its state in the first step; what a checkpoint has more is of another `state_dtype`."""
 

@@ -21,6 +21,7 @@ _Rows = dict[Path, torch.Tensor]
 _NEEDED = "needed tensors (one, or a tuple, list or dict of them) whose first dim is the rows of the micro-batch"
 
 
+@torch.inference_mode(False)  # as `evaluate`
 def predict(placed: Placed, function: Function, windows: Iterable[Any]) -> Any:
     """What a function gives for each row, of all ranks, in the order of the data; each row once, padding left out.
 

@@ -119,6 +119,7 @@ def generate(
     return _continued(whole, ids, max_new_tokens, temperature, seed)
 
 
+@torch.inference_mode(False)  # of a script around it: as in `evaluate`
 def _continued(
     whole: WholeModel, ids: torch.Tensor, max_new_tokens: int, temperature: float, seed: int
 ) -> torch.Tensor:

@@ -13,6 +13,7 @@ from shardwise.parallel.inputs import Signature, distinct, model_inputs, to_devi
 from shardwise.parallel.placed import Placed
 from shardwise.parallel.together import come_together, how_many
 from shardwise.train.agreement import check_rows
+from shardwise.train.drawn import compare_draws
 from shardwise.train.halving import communicating
 from shardwise.train.windows import Window, micro_batches_of
 
@@ -45,6 +46,7 @@ def go_through(placed: Placed, windows: Iterable[Any], a_pass: Pass) -> None:
     device = placed.mesh.device
     signature = Signature.of(placed.parts[0].root)
     come_together(a_pass.doing, placed.mesh)
+    compare_draws(placed.mesh, a_pass.doing, stacklevel=5)  # the script's line, which calls `evaluate`
     try:
         with placed.in_mode(False), torch.no_grad(), placed.gathering():
             for i, window in enumerate(_as_many(windows, placed, a_pass.doing)):

@@ -61,19 +61,15 @@ def infer_rules(
         `shardwise verify`, or `shardwise rules --verify`, has compared them with one process.
 
     Raises:
-        ModelError: forward reads the values of tensors, does not take the sample, or uses parameters of a submodule
-            that it does not call.
+        ModelError: a constructor or a forward reads the values of tensors, or forward does not take the sample, or
+            uses parameters of a submodule that it does not call.
 
     Cost: some forwards without data: milliseconds per module, no memory.
 
     >>> infer_rules(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), [torch.empty(2, 4)]).rules
     {'0': 'column', '2': 'row'}
     """
-    if isinstance(module, nn.Module):
-        copy = meta_copy(module)
-    else:
-        with torch.device("meta"):
-            copy = module()
+    copy = meta_copy(module) if isinstance(module, nn.Module) else _on_meta(module)
     refuse_parameters(copy)
     copy.train()  # the forward that is to be trained: an observer, a loss may be of that alone
     if isinstance(args, Mapping):
@@ -91,6 +87,20 @@ def infer_rules(
         tp_divides=chosen.limit,
         no_sequence=chosen.no_sequence,
     )
+
+
+def _on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return factory()
+    except RuntimeError as error:  # as torch says it of a tensor that has no values
+        if "meta tensor" not in str(error):
+            raise
+        raise ModelError(
+            f"infer_rules: the constructor reads the values of tensors (torch: {str(error).splitlines()[0]}), and "
+            "is run without data; needed: a module in place of the factory: "
+            "infer_rules(Net(), sample)"
+        ) from error
 
 
 def _typed(module: nn.Module, sample: Any) -> Any:
