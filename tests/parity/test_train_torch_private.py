@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.mesh import open_mesh
-from shardwise.parallel.torch_private import empty_as, storage_key
+from shardwise.parallel.torch_private import empty_as
 from shardwise.testing.world import World
 from shardwise.train.torch_private import (
-    StorageRef,
     clamp_all,
     copy_all,
     has_step_hooks,
@@ -55,16 +54,6 @@ def test_hooks_of_an_optimizer_and_the_norm_that_clipping_takes() -> None:
     with Watch():
         torch.nn.utils.clip_grad_norm_([weight], 1.0)
     assert seen == [[weight.grad]]
-
-
-def test_an_address_of_a_storage_is_kept_from_others() -> None:
-    """And its memory is given back: `UntypedStorage._weak_ref`."""
-    tensor = torch.empty(4)
-    key, reference = storage_key(tensor), StorageRef(tensor)
-    del tensor
-    others = [torch.empty(4) for _ in range(1000)]
-    assert key not in map(storage_key, others)
-    assert torch.UntypedStorage._expired(reference._weak)
 
 
 def test_the_mean_of_labels_that_a_loss_was_made_of() -> None:

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
 from shardwise.parallel.torch_private import OperationMode, storage_key
-from shardwise.train.torch_private import StorageRef
+
+
+_weakly: Any = StorageWeakRef
+"""Of a storage: while it is held the address is not another's, and the memory is free. torch says no types of it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
             self._kept.append(tensor)
             self._held.setdefault(storage_key(tensor), []).append(one)
         self._of: Any = WeakIdKeyDictionary()
-        self._mixed: dict[int, tuple[StorageRef, Source]] = {}
+        self._mixed: dict[int, tuple[StorageWeakRef, Source]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,7 +174,7 @@ class Flow(OperationMode):  # type: ignore[no-untyped-call]  # torch has no type
         self._of[tensor] = source
         key = storage_key(tensor)
         if key not in self._held and self._is_wrong(source):
-            self._mixed[key] = StorageRef(tensor), source
+            self._mixed[key] = _weakly(tensor.untyped_storage()), source
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

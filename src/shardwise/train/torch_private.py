@@ -74,18 +74,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
 
 
-class StorageRef:
-    """Keeps the address of a tensor's storage from being another's; not its memory: `torch._C` has the weak pointer."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Of the storage that a tensor has now."""
-        self._weak = tensor.untyped_storage()._weak_ref()
-
-    def __del__(self) -> None:
-        """Give the address back."""
-        torch.UntypedStorage._free_weak_ref(self._weak)
-
-
 def is_norm_of_all(function: Any) -> bool:
     """Whether a function is what `clip_grad_norm_` takes the norms of all gradients by: `torch._foreach_norm`."""
     return function is torch._foreach_norm
