@@ -159,6 +159,9 @@ class Stack:
     """Bytes that the loss reads and writes per logit, forward and backward; 0: 1.4 times `logit_bytes`."""
     micro_host: float = 0.0
     """Seconds per micro-batch outside the blocks: fetching, scheduling, synchronising with the host."""
+    scans: bool = False
+    """Micro-batches are a loop inside one compiled program (JAX's `lax.scan`), which the host starts once per step;
+    those of a pipeline are not."""
     fill_host: float = 0.0
     """The same of a micro-batch on each rank that a pipeline fills before its last."""
     unpadded: bool = False
@@ -230,6 +233,14 @@ class Stack:
 
     def __hash__(self) -> int:
         return hash_of(self)
+
+    def starts(self, count: int, stages: int = 0) -> int:
+        """How often the host starts a micro-batch in a step. `stages`: of a rank of a pipeline; 0: without one.
+
+        >>> load_stack("eager").starts(8), load_stack("jax").starts(8), load_stack("jax").starts(8, 2)
+        (8, 1, 16)
+        """
+        return count * stages or (1 if self.scans else count)
 
     @property
     def hides_copies(self) -> float:
