@@ -185,6 +185,9 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0)
     if name == "jax" and (cells.has(_TORCH_XLA) or _waits(cells)):
         stack = replace(stack, overlap_data=0.0)
+    limited = cells.noted(r"capacity factor (?:of )?(\d+(?:\.\d+)?)")
+    if name == "jax" and limited:
+        stack = replace(stack, capacity=float(limited.group(1)))
     if name == "jax" and cells.has("torch"):  # each micro-batch is a graph of its own, which Python starts
         stack = replace(stack, scans=False)
     if re.search(_STATIC, unsourced(cells.notes)):

@@ -185,6 +185,9 @@ class Stack:
     expert_tile: int = 0
     """Rows of a tile of experts' products, where tiles are laid over the rows of all: the one with a boundary in it is
     computed for each of both experts (megablox on TPUs: MaxText's `wi_tile_fwd_batch_seq`)."""
+    capacity: float = 0.0
+    """Tokens that an expert takes of a sequence, over an even share, where they go to it and come back by products with
+    masks (MaxText's `capacity_factor` without megablox); 0: they are sorted, or picked by index."""
     splits_sends: bool = False
     """Ranks of `tp` each send a share of what goes to the next stage, which gathers it (arXiv:2104.04473, section 4.1);
     else each sends it whole, where sequences are not sharded."""
