@@ -67,8 +67,9 @@ def test_another_name_is_refused_and_not_guessed(name: str) -> None:
         cluster_of(found(name))
 
 
-def test_one_name_of_two_memories() -> None:
-    assert [preset_named("NVIDIA H100", memory) for memory in (85e9, 102e9)] == ["h100", "h100-96g"]
+def test_one_name_of_three_memories() -> None:
+    names = [preset_named("NVIDIA H100", memory) for memory in (68e9, 85e9, 102e9)]
+    assert names == ["h100-64g", "h100", "h100-96g"]
 
 
 def test_sizes_are_read_and_rates_are_of_the_table() -> None:

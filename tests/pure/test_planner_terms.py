@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.hardware.cluster import Link, Loading, load_cluster
+from shardwise.hardware.cluster import Cluster, Link, Loading, load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import ModelSpec, preset
 from shardwise.plan.datatime import Sends, exposed_time, rounds_of, sends_of, wire_of
@@ -21,7 +21,7 @@ from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.search import every_plan, find_plan
 from shardwise.plan.space import Space
-from shardwise.plan.stack import load_stack
+from shardwise.plan.stack import Stack, load_stack
 from shardwise.plan.timing import STRAGGLERS, StepTime, estimate_time
 from shardwise.plan.updating import HOST_ALONE, Matrix, matrices, newton_schulz_time
 from shardwise.plan.workload import Workload
@@ -197,6 +197,18 @@ def test_ranks_share_muons_matrices_out() -> None:
     fast = newton_schulz_time(wide, plan.with_(tf32=True), H100, stack)
     assert fast < newton_schulz_time(wide, plan, H100, stack) / 3
     assert not {"muon", "update-sends"} & time_of("fsdp8 bf16").terms.keys()
+
+
+def test_on_a_device_alone_all_codes_iterate_alike_and_others_in_16_bits() -> None:
+    work, other = replace(WORK, optimizer="muon"), load_stack("eager")
+
+    def muon(plan: str, cluster: Cluster, stack: Stack | None) -> float:
+        time = estimate_time(profile_of(preset("llama-1b")), cluster, Plan.parse(plan), work, stack=stack)
+        return time.terms.get("muon", 0.0)
+
+    ours, theirs = (muon("bf16", load_cluster("h100:1"), stack) for stack in (None, other))
+    assert 0 < theirs < 0.5 * ours
+    assert muon("fsdp8 bf16", H100, None) > 0 == muon("fsdp8 bf16", H100, other), "how others share them is not known"
 
 
 def test_the_search_finds_the_fastest_plan_with_muon() -> None:

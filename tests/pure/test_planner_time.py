@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
@@ -520,6 +520,26 @@ def test_fused_attention_is_near_the_rate_of_products_where_sums_in_fp32_halve_i
     both = ada.rates.bf16 * attention_rate(op, 2048, ada, stack) * 3.5 / (1 + attention_backward(1.0, stack))
     assert both == pytest.approx(3.5e12 / (1 / 151.2 + 2.5 / 99.2), rel=0.1)
     assert 187e12 < blackwell.rates.bf16 * attention_rate(op, 8192, blackwell, stack) < 204e12
+
+
+def test_geforce_since_blackwell_multiply_in_8_and_4_bits_at_full_rate() -> None:
+    """With sums in fp32, as 16 bits have them at half; on Ada plain products in 8 bits have half of it too."""
+    for name, times in (("rtx4090", 2), ("rtx5090", 4), ("rtx5080", 4), ("rtxpro6000", 2)):
+        rates = load_cluster(name).device.rates
+        assert rates.fp8 == pytest.approx(times * rates.bf16, rel=2e-3), name
+        assert rates.fp4 in (0.0, pytest.approx(2 * rates.fp8, rel=2e-3)), name
+
+
+def test_micro_batches_of_one_compiled_program_are_started_once() -> None:
+    host = {}
+    for name, plan in product(("jax", "eager"), ("dp8 / mb1", "dp8 / mb8", "pp2 dp4 / 1f1b mb8")):
+        work = Workload(seq_len=2048, global_batch=64)
+        time = estimate_time(EIGHT, H100, Plan.parse(f"{plan} / bf16"), work, stack=load_stack(name))
+        host[name, plan[-3:], plan[0]] = time.terms["host"]
+    once = load_stack("jax").micro_host
+    assert host["jax", "mb1", "d"] == host["jax", "mb8", "d"] == once
+    assert host["jax", "mb8", "p"] == pytest.approx(8 * once), "each stage is a program of its own"
+    assert host["eager", "mb8", "d"] == pytest.approx(8 * host["eager", "mb1", "d"])
 
 
 def test_a_device_alone_waits_for_no_other() -> None:

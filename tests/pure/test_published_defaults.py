@@ -78,6 +78,10 @@ def test_a_loop_of_its_own_spends_nothing_of_a_trainers_each_step() -> None:
     assert own.step + own.micro_host < 0.001 < other.step + other.micro_host
     eager = variant("fsdp-1", **cells | {"notes": "a loop of its own, DDP, step of all", "compile": "n"}).stack
     assert (eager.step, eager.micro_host) == (own.step, own.micro_host)
+    single = {"compile": "n", "n_gpus": "1", "gpus_per_node": "1", "dp_replicate": "1"}
+    alone = variant("fsdp-1", **cells | {"notes": "a loop of its own"} | single).stack
+    assert (eager.block_host, eager.backward_host) == (alone.block_host, alone.backward_host), "the same loop"
+    assert own.block_host == other.block_host < eager.block_host, "compiled blocks start as a trainer's do"
     cut = {"notes": "a loop of its own", "compile": "n", "tp": "2", "dp_replicate": "4"}
     assert variant("fsdp-1", **cells | cut).stack.step == other.step, "what cuts models too is a trainer"
 

@@ -74,6 +74,14 @@ def test_the_a100_of_64_gb_is_leonardos() -> None:
         assert device.rates.bf16 == pytest.approx(312e12 * 124 / 108, rel=1e-2), name
 
 
+def test_the_h100_of_64_gb_is_marenostrums_with_the_slower_memory() -> None:
+    usual = variant("fsdp-1", **BARE | {"gpu": "H100 SXM 80GB"}).cluster.device
+    for name in ("NVIDIA H100 64GB HBM2", "h100-64g"):
+        device = variant("fsdp-1", **BARE | {"gpu": name}).cluster.device
+        assert (device.rates, round(device.memory / 1e9)) == (usual.rates, 68), name
+        assert device.bandwidth < 0.5 * usual.bandwidth, name
+
+
 def test_the_owner_of_a_repository_is_not_what_ran() -> None:
     said = "Oneflow-Inc/DLPerf PyTorch/BERT/README.md; NVIDIA DeepLearningExamples, DDP"
     assert not variant("fsdp-1", **BARE | {"notes": said}).stack.name.startswith("megatron")

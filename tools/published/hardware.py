@@ -24,6 +24,7 @@ _DEVICES: tuple[tuple[str, str, str], ...] = (
     (r"b100\b", "b200", "a B100 as a B200 of 1,750 TFLOP/s"),
     (r"h200", "h200", ""),
     (r"h20\b", "h20", ""),
+    (r"h100.*64g", "h100-64g", ""),
     (r"h100.*96g", "h100-96g", ""),
     (r"h100.*nvl\b", "h100-nvl", ""),
     (r"h[18]00.*pcie", "h100-pcie", ""),

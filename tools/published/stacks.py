@@ -128,6 +128,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     stack = _preset(name)
     if name in ("fsdp1", "torchtitan") and not (sharded or stage_said(cells)) and _loops(cells):
         stack = replace(stack, step=_preset("eager").step, micro_host=_preset("eager").micro_host)
+        if not cells.compiled:  # the same blocks as on one device, started by the same loop
+            stack = replace(stack, block_host=_preset("eager").block_host, backward_host=_preset("eager").backward_host)
     if cells.has(_FORKS) and not cells.noted(r"megatron-lm of"):
         stack = replace(stack, splits_sends=False)  # DeepSpeed's own pipeline
     if engine(cells) == "eager" or cells.has("thunder") or cells.noted(NO_MASTER):
@@ -183,6 +185,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_data=0.0)
     if name == "jax" and (cells.has(_TORCH_XLA) or _waits(cells)):
         stack = replace(stack, overlap_data=0.0)
+    limited = cells.noted(r"capacity factor (?:of )?(\d+(?:\.\d+)?)")
+    if name == "jax" and limited:
+        stack = replace(stack, capacity=float(limited.group(1)))
+    if name == "jax" and cells.has("torch"):  # each micro-batch is a graph of its own, which Python starts
+        stack = replace(stack, scans=False)
     if re.search(_STATIC, unsourced(cells.notes)):
         stack = replace(stack, fragmentation=0.0)
     if name == "torchtitan" and "fp4" in cells["precision"].lower():

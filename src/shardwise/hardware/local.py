@@ -248,8 +248,8 @@ def preset_named(name: str, memory: float) -> str | None:
     ('h100', None)
     """
     short = re.sub(r"^(NVIDIA|AMD)\s+", "", name.strip())
-    if short == "H100":  # one name for two memories
-        return "h100-96g" if memory > 95e9 else "h100"
+    if short == "H100":  # one name for three memories
+        return "h100-96g" if memory > 95e9 else "h100" if memory > 75e9 else "h100-64g"
     return next((preset for pattern, preset in NAMES if re.fullmatch(pattern, short)), None)
 
 

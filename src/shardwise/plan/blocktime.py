@@ -170,7 +170,16 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
         backward += back
         light += ahead * _ran_again(op, setting.stack)
         kernels += _kernels(op, batch, setting)
+    masks = _masked(block, shape, setting)
+    forward, backward = forward + 2 * masks, backward + 3 * masks  # there and back; of the share of each, one more
     return forward, backward, light, weight, kernels, apart
+
+
+def _masked(block: Block, shape: Shape, setting: Setting) -> float:
+    """Seconds of a product of a mask with the tokens of each sequence, which has a row for each place at an expert."""
+    capacity, chosen = setting.stack.capacity, max((op.chosen for op in block.matmuls if op.experts), default=0)
+    rows, groups = ceil(capacity * chosen * shape[1] / setting.axes.tp), ceil(shape[0])
+    return matmul_time(rows, block.width, shape[1], setting.cluster.device, "bf16", groups) if rows else 0.0
 
 
 def _ran_again(op: Op, stack: Stack) -> float:

@@ -98,7 +98,7 @@ class Bounds(SizeBounds):
         core, pp = pipe.core, pipe.pp
         stack, again, batch = self.space.stack, self.work(core).again[policy], self.space.workload.global_batch
         rounds = batch * core.tp * core.cp / (core.samples * core.world)
-        host = stack.micro_host * rounds * pp + stack.fill_host * (pp - 1)
+        host = stack.micro_host * (rounds * pp if pp > 1 or not stack.scans else 1) + stack.fill_host * (pp - 1)
         update = self._least_update(pipe, -(-batch * core.tp * core.cp * pp // (core.samples * core.world)))
         loss, ends = 2 * self._loss(core), host + update + data
         seconds = self.core_time(core, (loss + again) * rounds + ends)
@@ -143,7 +143,7 @@ class Bounds(SizeBounds):
         step = fixed_time(pipe.core.world, stack) + stack.fill_host * (pipe.pp - 1)
         step += self._offloaded(flow) if flow.offload else 0.0
         step += self._orthogonal / pipe.core.world  # some rank has its share of the matrices, at least
-        step += stack.micro_host * count * (flow.schedule.stages if pipe.pp > 1 else 1)
+        step += stack.micro_host * stack.starts(count, flow.schedule.stages if pipe.pp > 1 else 0)
         if pipe.pp == 1:
             one = work.busy[-1] + work.head
             step -= (one - self._alone(pipe.core, work)) * count

@@ -159,6 +159,9 @@ class Stack:
     """Bytes that the loss reads and writes per logit, forward and backward; 0: 1.4 times `logit_bytes`."""
     micro_host: float = 0.0
     """Seconds per micro-batch outside the blocks: fetching, scheduling, synchronising with the host."""
+    scans: bool = False
+    """Micro-batches are a loop inside one compiled program (JAX's `lax.scan`), which the host starts once per step;
+    those of a pipeline are not."""
     fill_host: float = 0.0
     """The same of a micro-batch on each rank that a pipeline fills before its last."""
     unpadded: bool = False
@@ -182,6 +185,9 @@ class Stack:
     expert_tile: int = 0
     """Rows of a tile of experts' products, where tiles are laid over the rows of all: the one with a boundary in it is
     computed for each of both experts (megablox on TPUs: MaxText's `wi_tile_fwd_batch_seq`)."""
+    capacity: float = 0.0
+    """Tokens that an expert takes of a sequence, over an even share, where they go to it and come back by products with
+    masks (MaxText's `capacity_factor` without megablox); 0: they are sorted, or picked by index."""
     splits_sends: bool = False
     """Ranks of `tp` each send a share of what goes to the next stage, which gathers it (arXiv:2104.04473, section 4.1);
     else each sends it whole, where sequences are not sharded."""
@@ -230,6 +236,14 @@ class Stack:
 
     def __hash__(self) -> int:
         return hash_of(self)
+
+    def starts(self, count: int, stages: int = 0) -> int:
+        """How often the host starts a micro-batch in a step. `stages`: of a rank of a pipeline; 0: without one.
+
+        >>> load_stack("eager").starts(8), load_stack("jax").starts(8), load_stack("jax").starts(8, 2)
+        (8, 1, 16)
+        """
+        return count * stages or (1 if self.scans else count)
 
     @property
     def hides_copies(self) -> float:

@@ -110,7 +110,7 @@ def estimate_time(
     terms["pipeline"] = pipeline - slowest.busy * count
     data, hidden = _data(division, cluster, stack, ranks)
     terms["data"], terms["copies"] = data, _copies(division, cluster, stack, max(rank.params for rank in ranks))
-    passes = count * plan.schedule.stages if plan.axes.pp > 1 else count
+    passes = stack.starts(count, plan.schedule.stages if plan.axes.pp > 1 else 0)
     terms["host"] = stack.micro_host * passes + stack.fill_host * (plan.axes.pp - 1)
     terms["stall"] = _stalls(profile, division, cluster, stack)
     terms |= update_time(division, cluster, stack)

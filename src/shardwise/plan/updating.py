@@ -181,13 +181,16 @@ def update_time(division: Division, cluster: Cluster, stack: Stack) -> dict[str,
         terms["optimizer"] = moved / host_rate(cluster, plan.world)
         sent = owned * offloaded_bytes(division.workload) * plan.batch.micro_batches
         terms["offload"] = sent / cluster.host_bandwidth * (1 - stack.overlap_data)
-    if stack.name in OWN:
+    if stack.name in OWN or plan.world == 1:  # alone, all iterate alike
         terms["muon"], terms["update-sends"] = rule_time(division, cluster, stack)
     return terms
 
 
 def rule_time(division: Division, cluster: Cluster, stack: Stack) -> tuple[float, float]:
-    """(seconds of Muon's iterations, of what the rule sends), on the rank that takes longest; of an `OWN` stack."""
+    """(seconds of Muon's iterations, of what the rule sends), on the rank that takes longest.
+
+    Of an `OWN` stack, or on a device alone, where nothing is shared out.
+    """
     optimizer = division.workload.optimizer
     if optimizer not in RULES:
         return 0.0, 0.0
@@ -259,14 +262,15 @@ def _width(plan: Plan) -> float:
 
 
 def newton_schulz_time(matrix: Matrix, plan: Plan, cluster: Cluster, stack: Stack) -> float:
-    """Seconds of a matrix's iterations, in its own type: fp32 (tf32 where the plan allows it), or fp64.
+    """Seconds of a matrix's iterations, in its own type: fp32 (tf32 where the plan allows it), or fp64; others' bf16.
 
     Source: Jordan, kellerjordan.github.io/posts/muon: `x <- a x + (b g + c g g) x` with `g = x xT`, as
     `train.update_rules.orthogonalize` computes it. Products by `matmul_time`; each iteration's sums and scalings pass
     `7 r^2 + 5 r c` elements through memory, r the shorter side.
     """
     dtype = "fp64" if plan.precision == "fp64" else "tf32" if plan.tf32 else "fp32"
-    seconds = _iterations(matrix, cluster.device, dtype, _width(plan), stack.efficiency)
+    dtype, width = (dtype, _width(plan)) if stack.name in OWN else ("bf16", 2.0)  # as the source has it
+    seconds = _iterations(matrix, cluster.device, dtype, width, stack.efficiency)
     return max(seconds, KERNELS * (cluster.launch or stack.launch))
 
 
