@@ -239,8 +239,28 @@ def test_sums_over_replicas_stay_until_a_backward_pass_ends_where_gradients_have
     def backward(reduce: str) -> float:
         return estimate_memory(profile, Plan.parse(f"{axes} / bf16-pure / reduce={reduce}"), work).peaks["backward"]
 
-    shards = Plan.parse(axes).axes.dp_shard
-    assert backward("fp32") - backward("bf16") == pytest.approx(held * profile.num_params / shards, rel=0.01)
+    shards, sent = Plan.parse(axes).axes.dp_shard, 2 * max(block.params for block in profile.blocks)
+    assert backward("fp32") - backward("bf16") - sent == pytest.approx(held * profile.num_params / shards, rel=0.01)
+
+
+def test_the_gradients_of_a_block_are_sent_while_the_block_ahead_of_it_goes_backward() -> None:
+    """In a buffer of the type on the wire, whole; of one flat unit the gradient of the head waits too."""
+    profile, work = profile_of(preset("llama-2-7b")), Workload(seq_len=128, global_batch=32)
+    block, head = max(block.params for block in profile.blocks), profile.head.params
+
+    def backward(plan: str, one_root: bool = False) -> float:
+        stack = replace(load_stack("torchtitan"), one_root=one_root)
+        return estimate_memory(profile, Plan.parse(plan), work, stack=stack).peaks["backward"]
+
+    fp32, bf16 = (backward(f"fsdp8 / bf16 / reduce={dtype}") for dtype in ("fp32", "bf16"))
+    assert fp32 - bf16 == pytest.approx(2 * block)
+    gathered = estimate_memory(profile, Plan.parse("fsdp8 / bf16"), work, stack=load_stack("torchtitan"))
+    assert gathered.worst.phase == "backward"
+    assert gathered.worst.terms["gathered"] == pytest.approx((3 * 2 + 4) * block + 2 * head)
+    flat = backward("fsdp8 / bf16", one_root=True) - backward("fsdp8 / bf16")
+    assert flat == pytest.approx(2 * head + 2 * profile.embedding)  # its gradient, and the table beside it
+    sums = [backward(f"fsdp8 / zero1 / mb4 / bf16 / reduce={dtype}") for dtype in ("fp32", "bf16")]
+    assert sums[0] == sums[1], "what adds up over micro-batches is whole as it is"
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [("", 32), (" / recompute=0.25", 24), (" / recompute=blocks", 0)])

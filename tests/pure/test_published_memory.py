@@ -10,10 +10,13 @@ import pytest
 from published.attention import SDPA
 from published.stacks import GATHERS_AGAIN, KERNELS, TWICE_LOSS, UNFUSED_LOSS
 from shardwise.model.profile import profile_of
-from shardwise.plan.activations import kept_outputs, saved_bytes, saving_of
+from shardwise.model.spec import preset
+from shardwise.plan.activations import kept_outputs, saved_bytes, saving_of, working_bytes
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.updating import matrices
+from shardwise.plan.workload import Workload
 from tests.pure.test_planner_memory import GPT, LLAMA, WORK
 from tests.pure.test_published import variant
 from tests.pure.test_published_words import BARE
@@ -299,6 +302,37 @@ def test_recompute_per_operator_keeps_what_experts_ranks_send_each_other() -> No
     assert kept(alone, listed) == without == kept(alone, replace(stack, keeps_exchanged=False))
     assert kept(eight, listed) - without == 2 * choices * dim * 2, "there and back, for each choice"
     assert kept(eight, once) - without == (choices + 1) * dim * 2, "what comes back is summed up on its way"
+
+
+def test_muon_of_a_loop_steps_matrix_by_matrix_and_its_average_has_the_type_of_the_parameter() -> None:
+    """torch.optim.Muon has no `foreach`; tables and the head go to AdamW, which has."""
+    spec, work = preset("llama-1b"), Workload(seq_len=128, global_batch=1, optimizer="muon")
+    profile, stack = profile_of(spec), replace(load_stack("eager"), fused_optimizer=False)
+    table = profile.num_params - sum(matrix.num_params for block in profile.blocks for matrix in matrices(block))
+    for precision, width in (("fp32", 4.0), ("bf16-pure", 2.0)):
+        plan = Plan.parse(f"dp1 / {precision}")
+        found = estimate_memory(profile, plan, work, stack=stack)
+        assert table < 0.3 * profile.num_params
+        assert found.peaks["update"] == pytest.approx(width * (3 * profile.num_params + table)), precision
+        both = replace(work, optimizer="sgd-momentum")
+        whole = estimate_memory(profile, plan, both, stack=stack).peaks["update"]
+        assert whole >= width * 4 * profile.num_params, precision
+
+
+def test_torchtitan_weighs_what_experts_give_in_fp32_by_operators_that_keep_it_unless_they_are_compiled() -> None:
+    cells = BARE | {"model": "Qwen3-30B-A3B", "date": "2026-03"} | _SIZELESS
+    row, loop = (variant("fsdp-1", **cells | {"notes": notes}) for notes in ("torchtitan, eager", "a loop on FSDP2"))
+    assert row.stack.weighs_wide and not loop.stack.weighs_wide
+    block, choices, dim = profile_of(row.spec).blocks[0], 8, 2048
+
+    def at(fused: bool, wide: bool) -> tuple[float, float]:
+        how = saving_of(Plan.parse("fsdp8 bf16"), replace(row.stack, fused=fused, weighs_wide=wide), 4096)
+        return saved_bytes(block, how), working_bytes(block, how)
+
+    (kept, works), (before, narrow) = at(fused=False, wide=True), at(fused=False, wide=False)
+    assert kept - before == 2 * choices * dim, "four bytes in place of two"
+    assert works == 3 * 4 * choices * dim > narrow, "its gradient, that of the weighed, and their product"
+    assert at(fused=True, wide=True) == at(fused=True, wide=False)
 
 
 @pytest.mark.parametrize(

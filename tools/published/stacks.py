@@ -140,6 +140,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     once = flexible or cells.noted(r"deep-?ep\b|hybrid-?ep\b|flex dispatcher") is not None
     stack = replace(stack, once_per_node=once, once_per_rank=once, weighs_inside=name in CORE and cells.year >= WEIGHED)
     stack = replace(stack, keeps_exchanged=stack.keeps_exchanged and (once or _lists_exchange(cells)))
+    if engine(cells) == "torchtitan":
+        stack = replace(stack, weighs_wide=True)
     if "dualpipe" in cells["pp_schedule"].lower():
         stack = replace(stack, overlap_expert=DUALPIPE)
     stack = replace(stack, attention=attention_of(cells, name, stack.attention, core=name in CORE))

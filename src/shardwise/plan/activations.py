@@ -70,6 +70,8 @@ class Saving:
     """A column-sharded product keeps its gathered input (DTensor), not its shard of the sequence (Megatron)."""
     weighs_inside: bool = False
     """What experts give is not kept: `Stack.weighs_inside`."""
+    weighs_wide: bool = False
+    """It is kept in fp32: `Stack.weighs_wide`, of a block that is not fused."""
     adapters: Adapters | None = None
     exchanged: bool = False
     """Per-operator recompute keeps what ranks send each other of experts' tokens: `Stack.keeps_exchanged`."""
@@ -108,6 +110,7 @@ def _saving(
         experts=stack.keeps_experts,
         gathered=stack.saves_gathered,
         weighs_inside=stack.weighs_inside,
+        weighs_wide=stack.weighs_wide and not stack.fused,
         adapters=adapters,
         exchanged=exchanged,
         once=stack.once_per_node,
@@ -168,6 +171,8 @@ def _saved(op: Op, how: Saving) -> float:
     kept = op.saves * width
     if op.name == "combine" and how.weighs_inside:
         return 0.0
+    if op.name == "combine" and how.weighs_wide:
+        width = 4.0
     if not how.fused:
         first = max(width, 4.0) if op.upcast else width
         kept = op.saves * first + (op.saves_apart - op.saves) * width + (op.widened if how.width < 4 else 0)
@@ -241,7 +246,8 @@ def kept_outputs(block: Block, how: Saving) -> float:
 def working_bytes(block: Block, how: Saving) -> float:
     """Bytes per token alive for a moment in the backward pass: gradients of the widest operator's input and output.
 
-    Of attention in primitives those of its probabilities and scores, once what is behind it has gone.
+    Of attention in primitives those of its probabilities and scores, once what is behind it has gone. Of what experts
+    give and an operator weighs in fp32 three: its gradient, that of the weighed, and their product before it is summed.
     """
     widest = behind = 0.0
     for op in reversed(block.ops) if how.attention == "unfused" else block.ops:
@@ -253,6 +259,8 @@ def working_bytes(block: Block, how: Saving) -> float:
             outs = op.gives / (how.tp if op.split == "column" else 1)
             ins = op.takes / (how.tp if op.split == "row" else 1)
             widest = max(widest, (outs + ins) * (how.residual if how.returns else how.width))
+        if op.name == "combine" and how.weighs_wide:
+            widest = max(widest, 3 * _saved(op, how))
     return widest
 
 

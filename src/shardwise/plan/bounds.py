@@ -381,11 +381,11 @@ class Bounds(SizeBounds):
 
     @cached_property
     def _state_bytes(self) -> tuple[float, float]:
-        """Bytes of optimizer state per (dense, expert) parameter of the whole model, on average."""
+        """Bytes of optimizer state per (dense, expert) parameter of the whole model, on average, and at least."""
         (dense, experts), stack = self._params, self.space.stack
-        division = Division(self.space.profile, Plan(), self.space.workload)
-        every = STATE_BYTES["adamw" if is_muon(division.workload, stack) else division.workload.optimizer]
+        division = Division(self.space.profile, Plan(precision="bf16-pure"), self.space.workload)
         mean = state_bytes(division, division.ranks[0], stack)
+        every = STATE_BYTES["adamw"] if is_muon(division.workload, stack) else mean
         return ((dense + experts) * mean - experts * every) / max(dense, 1.0), every
 
     def _local(self, pipe: Pipe) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from shardwise.plan.activations import compute_width, is_gathered
 from shardwise.plan.casting import cast_last, cast_whole
 from shardwise.plan.division import Division
 from shardwise.plan.engines import casts_weights
+from shardwise.plan.messages_data import reduce_width
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN, at_once
@@ -49,6 +50,23 @@ def held_freed(
     if stack.widens_grads:
         freed += max(0.0, peaks["loss"] + at_once(division, stages, stack) - max(peaks.values()))
     return freed
+
+
+def sending(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
+    """Bytes of gradients that `fully_shard` is reducing while the block ahead of them goes backward.
+
+    They are whole, in a buffer of the type on the wire, which it holds until the next block's are to be reduced
+    (`reduce_scatter_states`). Of one flat unit outside of blocks the head's gradient waits for the table's.
+    """
+    plan = division.plan
+    late = plan.axes.pp > 1 or (plan.zero < 2 and plan.batch.micro_batches > 1)
+    if not stack.keeps_shards or not is_gathered(plan) or division.shards == 1 or late or division.workload.trained < 1:
+        return 0.0
+    most = max(
+        (division.dense(block) + division.filled(block) for stage in stages for block, _ in stage.counts), default=0.0
+    )
+    head = division.dense(division.profile.head) * (stack.one_root and not division.profile.tied)
+    return most * reduce_width(plan) + head * compute_width(plan)
 
 
 def _gathered_early(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:

@@ -19,7 +19,7 @@ from shardwise.plan.division import Division, divide
 from shardwise.plan.eager_rank import eager_rank
 from shardwise.plan.engines import casts_weights
 from shardwise.plan.frozen import cast_head, gathered_share, held_unpacked, held_width, kept_on, kept_whole, whole_again
-from shardwise.plan.holding import held_apart, held_freed
+from shardwise.plan.holding import held_apart, held_freed, sending
 from shardwise.plan.imbalance import busiest
 from shardwise.plan.messages_data import held_sums
 from shardwise.plan.passing import activations_of, block_bytes, logits_of, working_of
@@ -220,6 +220,7 @@ def _rank_memory(
     if logits > again + working:
         loss, freed = {**held, "activations": alive, "logits": logits}, again
     backward = {**held, "gradients": gradients, "activations": block, "working": working}
+    backward["gathered"] += sending(division, stages, stack)
     buffered = stack.master and not stack.copies_grads  # in buffers that stay
     if buffered or stack.zeroes_grads or plan.batch.micro_batches > 1:  # gradients are there before it
         loss["gradients"] = gradients

@@ -129,12 +129,17 @@ def state_bytes(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
     """
     optimizer, wide = division.workload.optimizer, 1 + (division.plan.precision == "fp64")
     if not is_muon(division.workload, stack):
-        return STATE_BYTES[optimizer] * (1 if optimizer in OWN_TYPE else wide)
-    tp, shards = division.plan.axes.tp, division.shards
-    counts = [pair for stage in stages for pair in stage.counts]
-    kept = sum(m.num_params / (tp if m.split else 1) * n for block, n in counts for m in matrices(block)) / shards
-    share = kept / max(division.owned(stages), 1.0)
+        narrow = 2.0 if optimizer == "muon" and _in_16_bits(division.plan, stack) else 1.0  # the average's own type
+        return STATE_BYTES[optimizer] * (1 if optimizer in OWN_TYPE else wide) / narrow
+    share = _kept(division, stages) / max(division.owned(stages), 1.0)
     return (STATE_BYTES["adamw"] - (STATE_BYTES["adamw"] - STATE_BYTES["muon"]) * share) * wide
+
+
+def _kept(division: Division, stages: tuple[Stage, ...]) -> float:
+    """Parameters of matrices that a rank with these stages updates."""
+    tp, counts = division.plan.axes.tp, [pair for stage in stages for pair in stage.counts]
+    held = sum(m.num_params / (tp if m.split else 1) * n for block, n in counts for m in matrices(block))
+    return held / division.shards
 
 
 def update_bytes(state: float, stack: Stack, precision: str = "bf16") -> float:
@@ -312,8 +317,15 @@ def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> floa
         return min(division.owned(stages), once) * (4.0 + flat)
     if stack.fused_optimizer:
         return 0.0
-    wide = 2.0 if division.plan.precision == "bf16-pure" and not stack.pure_master else 4.0
-    return division.owned(stages) * division.workload.trained * wide
+    stepped = division.owned(stages)
+    if division.workload.optimizer == "muon":  # matrix by matrix (torch's own), and the rest by AdamW
+        stepped -= _kept(division, stages)
+    return stepped * division.workload.trained * (2.0 if _in_16_bits(division.plan, stack) else 4.0)
+
+
+def _in_16_bits(plan: Plan, stack: Stack) -> bool:
+    """Whether an optimizer steps weights in 16 bits as they are."""
+    return plan.precision == "bf16-pure" and not stack.pure_master
 
 
 def compared(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
