@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.errors import ModelError
 from shardwise.parallel.torch_private import OperationMode, storage_key
 
-
 _weakly: Any = StorageWeakRef
 """Of a storage: while it is held the address is not another's, and the memory is free. torch says no types of it."""
 
