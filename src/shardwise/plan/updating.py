@@ -298,7 +298,15 @@ def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
 
 
 def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes that an update at once makes beside its states (`Stack.fused_optimizer`, `widens_grads`)."""
+    """Bytes that an update at once makes beside its states (`Stack.fused_optimizer`, `widens_grads`).
+
+    Of offloaded states, below zero 3, a rank's share of the weights comes from the host in fp32, all of it at once;
+    nothing does where the weights stay there.
+    """
+    if division.plan.offload.state and stack.widens_grads:
+        on_host = stack.casts_on_host if division.plan.zero < 3 else stack.offloads_weights
+        if division.plan.zero < 3 or on_host:
+            return division.owned(stages) * division.workload.trained * 4.0 * (not on_host)
     if stack.widens_grads and division.workload.trained == 1:
         low = "fp16", "bf16" if stack.grad_bytes < 4 else ""
         if division.plan.precision not in low:
@@ -309,6 +317,8 @@ def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> floa
     if stack.fused_optimizer:
         return 0.0
     wide = 2.0 if division.plan.precision == "bf16-pure" and not stack.pure_master else 4.0
+    if stack.steps_singly:
+        return largest_part(division, stages) * wide
     return division.owned(stages) * division.workload.trained * wide
 
 
