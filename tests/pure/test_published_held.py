@@ -189,7 +189,7 @@ def test_megatrons_offload_leaves_weights_and_gradients_on_the_device() -> None:
 
 
 def test_litgpt_keeps_the_log_softmax_of_every_chunk_and_a_head_of_its_own() -> None:
-    tuned = {"date": "2024-02", "activation_checkpoint": "full", "model": "Gemma 2B"}
+    tuned = {"date": "2024-10", "activation_checkpoint": "full", "model": "Gemma 2B"}
     litgpt, torchtune = (variant("tune-1", **BARE | tuned | {"source": name}) for name in ("litgpt", "torchtune"))
     assert (litgpt.stack.logit_bytes, torchtune.stack.logit_bytes) == (KEPT, CHUNKED[False])
     assert (litgpt.spec.tie_embeddings, torchtune.spec.tie_embeddings) == (False, True)

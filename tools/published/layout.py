@@ -191,6 +191,18 @@ def _imbalance(cells: Cells, stack: str, ep: int) -> float:
 _UNREDUCED = r"requires_gradient_sync|\bno_sync\b"
 """Words for `fully_shard` and DDP that reduce behind the last micro-batch alone: until then gradients are whole."""
 _RESHARDS = r"reshard_after_forward[ =:]+true"
+_ACCUMULATES = r"(hf|transformers|sft|hugging ?face) trainer|\baccelerate\b|\btrl\b|axolotl|llama[- ]?factory"
+"""Words for Accelerate's loops, which reduce FSDP's gradients so too unless `sync_each_batch` is set."""
+ACCUMULATES = 2023.4
+"""Year from which the Trainer of transformers is one of those (4.30)."""
+WHOLE_GRADIENTS = "zero 1 whose weights reshard: Accelerate's gradients stay whole until the last micro-batch"
+"""Of a row of one of those."""
+
+
+def _keeps_whole(cells: Cells, stack: Stack, trained: float) -> bool:
+    """Whether Accelerate adds whole gradients up: none of adapters, which are small and whose weights are frozen."""
+    by_trainer = stack.name in ("fsdp1", "torchtitan") and trained == 1 and cells.has(_ACCUMULATES)
+    return by_trainer and cells.year >= ACCUMULATES and not cells.noted(r"sync_each_batch")
 
 
 def _steadied(cells: Cells, stack: Stack, cluster: Cluster, sizes: Sizes, zero: int) -> int:
@@ -226,8 +238,12 @@ def plan_of(cells: Cells, spec: ModelSpec, cluster: Cluster, stack: Stack, seq_l
     trained = trained_share(cells, spec)
     zero = zero_of(cells, stack.name, sizes, cluster.device.memory / _whole(spec, sizes, ep), trained)
     total, count = batch_of(cells, sizes, seq_len)
-    late = zero == 3 and sizes.pp == 1 and count > 1 and cells.noted(_UNREDUCED) is not None
-    if late:
+    late = zero == 3 and sizes.pp == 1 and count > 1
+    whole = late and _keeps_whole(cells, stack, trained)
+    late = whole or (late and cells.noted(_UNREDUCED) is not None)
+    if whole:
+        cells.assume(WHOLE_GRADIENTS)
+    elif late:
         cells.assume("zero 1 whose weights reshard: gradients are reduced behind the last micro-batch alone")
     zero = _steadied(cells, stack, cluster, sizes, 1 if late else zero)
     axes = axes_of(cells, sizes, zero, ep)

@@ -17,7 +17,7 @@ from pathlib import Path
 from published.cells import COLUMNS, Cells, Skip
 from published.degrees import MICRO, is_sharded
 from published.hardware import cluster_of
-from published.layout import PLAIN, plan_of, seq_len_of, split_experts, turns_of
+from published.layout import PLAIN, WHOLE_GRADIENTS, plan_of, seq_len_of, split_experts, turns_of
 from published.measured import (
     MemoryKind,
     MemoryStage,
@@ -153,6 +153,8 @@ def row_of(raw: Mapping[str, str]) -> Row:
         stack, spec = replace(stack, expert_parts=split.num_experts // spec.num_experts), split
     seq_len = seq_len_of(cells, spec, stack.name)
     plan, workload = plan_of(cells, spec, cluster, stack, seq_len)
+    if WHOLE_GRADIENTS in cells.assumed:  # in the type of what is computed
+        stack = replace(stack, keeps_shards=True, grad_bytes=2.0)
     plan, workload = halved(cells, spec, cluster, stack, (plan, workload))
     stack = plain_tensor(autocast(cells, stack, plan), plan)
     plan = recomputed(cells, spec, cluster, stack, (plan, workload))

@@ -171,6 +171,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, overlap_tensor=_preset("megatron-bridge").overlap_tensor)
     if name in CORE and cells.year < FUSED_CORE:
         stack = replace(stack, loss_bytes=_preset("megatron-2021").loss_bytes)
+    if name == "deepspeed" and cells.year < STAGED:
+        stack = replace(stack, casts_on_host=True)
     if name == "deepspeed" and cells.year < PREFETCHES:
         stack = replace(stack, overlap_data=0.0, gather_wait=0.0)
     if name == "fsdp1" and sharded and cells.year < PREFETCHES:
@@ -210,7 +212,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     if name == "deepspeed" and not sharded and not cells.has("colossal"):
         stack = replace(stack, reduce_bucket=BUCKET)
     if name == "deepspeed" and bucket:
-        stack = replace(stack, reduce_bucket=float(bucket.group(1)))
+        alone = not sharded and cells.noted(_ONE_BUFFER)
+        stack = replace(stack, reduce_bucket=float(bucket.group(1)) / (2 if alone else 1))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
         stack = replace(stack, offloads_weights=True)
     layers = offloaded_layers(cells)
@@ -226,7 +229,7 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
     elif cells.noted(_SLICED):
         stack = replace(stack, logit_bytes=SLICED, fused=compiled is not False or bool(cells.noted(_KERNELS)))
         cells.assume("the loss works in chunks and never holds all logits")
-    elif name == "eager" and stack.fused and engine(cells) is None and cells.year >= FUSED:
+    elif stack.fused and engine(cells) is None and cells.year >= FUSED and _alone(cells, name, sharded=sharded):
         stack = replace(stack, logit_bytes=min(stack.logit_bytes, OWN_LOSS), fragmentation=0.0)
     elif name == "torchtitan" and stack.fused and cells.year >= COMPILED_LOSS:  # logits and their gradient, in 16 bits
         stack = replace(stack, logit_bytes=4.0 if engine(cells) == "torchtitan" else OWN_LOSS)
@@ -240,6 +243,11 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, block_host=0.0, shard_host=0.0, expert_host=0.0, route_host=0.0)
         cells.assume("one launch by the host per step, as a CUDA graph holds it whole")
     return stack
+
+
+def _alone(cells: Cells, name: str, *, sharded: bool) -> bool:
+    """Whether a row is a loop of its own on one device, or on replicas of whole weights."""
+    return name == "eager" or (name == "torchtitan" and not (sharded or stage_said(cells)) and _loops(cells))
 
 
 def _waits(cells: Cells) -> bool:
@@ -301,14 +309,16 @@ def _of_its_time(cells: Cells, stack: Stack) -> Stack:
         and (cells.year < FOREACH if trainer else not engine(cells))
     ):
         stack = replace(stack, fused_optimizer=False)  # their AdamW goes over all parameters at once
+        stack = replace(stack, steps_singly=bool(re.search(_OWN_STEPS, cells["optimizer"].lower())))
     if stack.name == "fsdp1" and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=UNFUSED_LOSS)
     stack = replace(stack, wide_buckets=cells.has(_WIDE) or stack.wide_buckets)
     low = stack.name == "deepspeed" and cells.year < TWICE and re.search(_LOW_LOSS, cells["model"].lower())
-    if low or cells.noted(r"logits in 16 bits"):
+    stated = cells.noted(r"logits in 16 bits")
+    if low or stated:
         stack = replace(stack, logit_bytes=LOW_LOSS)
     looped = engine(cells) == "fsdp2" if library(cells) or cells.has(LAYERS) else engine(cells) is None
-    if stack.name == "eager" and looped and not trainer:
+    if stack.name == "eager" and looped and not (trainer or stated):
         stack = replace(stack, logit_bytes=LOOP_LOSS)
     if stack.logit_bytes == UNFUSED_LOSS and TWICE <= cells.year < SHIFTED and cells.has(LAYERS):
         stack = replace(stack, logit_bytes=TWICE_LOSS)
@@ -388,8 +398,17 @@ KERNELS = 0.76e9
 DIRECT = 2026.57
 """Year until which DeepSpeed has its own linear, which keeps no gathered weight, for models alone that are built within
 its `zero.Init` (its pull request 8189)."""
-_OWN_LINEAR = r"mem(ory)?_efficient_linear[ =:]+(false|off)"
-"""Words for what turns it off."""
+STAGED = 2024.3
+"""Year from which DeepSpeed's offloaded optimizer below zero 3 sends weights in fp32, which the device casts (its pull
+request 5301, April 2024)."""
+_OWN_LINEAR = r"mem(ory)?_efficient_linear[ =:]+(false|off)|(outside|before) [^;]{0,40}\bzero\.init\b"
+"""Words for what turns it off, and for a trainer's model that is built too early for it."""
+TUNED = 2024.58
+"""Year from which torchtune's loss works in chunks (its pull request 1390); before, on all logits in fp32."""
+_ONE_BUFFER = r"overlap_comm[ =:]+(off|false|no\b)|(no|without) overlap_comm"
+"""Words for DeepSpeed without its second buffer below zero 3."""
+_OWN_STEPS = r"of (its|their) own"
+"""Words for an optimizer of a course or a loop, a `for` over parameters."""
 _TORCH_XLA = r"(py)?torch[ _/-]?xla"
 """Words for PyTorch on XLA, whose FSDP waits for what it sends (PyTorch's blog on GPT-2 of up to 128 B on TPU v4)."""
 _STATIC = r"\boneflow(?!-inc)|\blibai\b"
@@ -411,7 +430,7 @@ GRAPHED = 1e-6
 def _chunks(cells: Cells) -> bool:
     """The recipes of litgpt and torchtune cut the logits; torchtune's not where a row tries what each of them saves."""
     stepwise = cells["activation_checkpoint"].lower() == "none" and not cells.noted(r"chunked")
-    return cells.has(r"lit-?gpt") or (cells.has(r"torchtune") and not stepwise)
+    return cells.has(r"lit-?gpt") or (cells.has(r"torchtune") and not stepwise and cells.year >= TUNED)
 
 
 @cache

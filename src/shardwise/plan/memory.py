@@ -261,7 +261,7 @@ def _largest(rank: int, phases: Mapping[str, Mapping[str, float]]) -> tuple[Rank
 
 def _without_states(terms: Mapping[str, float], stack: Stack) -> dict[str, float]:
     """States live on the host; the device sees what is gathered, and what the stack leaves there."""
-    stays = {"weights": not stack.offloads_weights, "gradients": not stack.offloads_grads}
+    stays = {"weights": not stack.offloads_weights, "gradients": not stack.offloads_grads, "buckets": True}
     gone = {name for name in STATES if not stays.get(name)}
     return {name: value for name, value in terms.items() if name not in gone}
 
@@ -348,7 +348,7 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         unit = max((division.largest_product(block) for stage in stages for block, _ in stage.counts), default=0.0)
         live = min(live, max(stack.most_gathered, unit * (1 + plan.communication.prefetch)))
     gradient = unit if division.workload.trained == 1 else 0.0  # frozen weights have none
-    if stack.keeps_gathered and division.shards > 1:
+    if stack.keeps_gathered and (division.shards > 1 or (plan.offload.state and stack.offloads_weights)):
         courses = (each for stage in stages for each in recomputed_in(stage, plan))
         live = max(live, sum(division.dense(block) * (n - again) for block, n, again in courses))
     inside = max(min(live, every) + gradient, 2 * apart) + max(0.0, every - live) * division.part_left

@@ -101,6 +101,11 @@ class Stack:
     """zero 3: so many parameters of a rank are updated at once (DeepSpeed's `sub_group_size`)."""
     fused_optimizer: bool = True
     """False: the update makes a temporary of all that it updates (PyTorch's `foreach`), as wide as a state."""
+    casts_on_host: bool = False
+    """Offloaded weights come back to the device in their own type, and not first in that of their master copy
+    (DeepSpeed below zero 3, before its pull request 5301)."""
+    steps_singly: bool = False
+    """But of one parameter at a time (a loop over them)."""
     fragmentation: float = 0.05
     """Reserved by the caching allocator over allocated, as a share of what comes and goes within a step."""
     context: float = 0.0

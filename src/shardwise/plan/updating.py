@@ -307,7 +307,15 @@ def update_spike(division: Division, stages: tuple[Stage, ...]) -> float:
 
 
 def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> float:
-    """Bytes that an update at once makes beside its states (`Stack.fused_optimizer`, `widens_grads`)."""
+    """Bytes that an update at once makes beside its states (`Stack.fused_optimizer`, `widens_grads`).
+
+    Of offloaded states, below zero 3, a rank's share of the weights comes from the host in fp32, all of it at once;
+    nothing does where the weights stay there.
+    """
+    if division.plan.offload.state and stack.widens_grads:
+        on_host = stack.casts_on_host if division.plan.zero < 3 else stack.offloads_weights
+        if division.plan.zero < 3 or on_host:
+            return division.owned(stages) * division.workload.trained * 4.0 * (not on_host)
     if stack.widens_grads and division.workload.trained == 1:
         low = "fp16", "bf16" if stack.grad_bytes < 4 else ""
         if division.plan.precision not in low:
@@ -317,10 +325,13 @@ def at_once(division: Division, stages: tuple[Stage, ...], stack: Stack) -> floa
         return min(division.owned(stages), once) * (4.0 + flat)
     if stack.fused_optimizer:
         return 0.0
+    wide = 2.0 if _in_16_bits(division.plan, stack) else 4.0
+    if stack.steps_singly:
+        return largest_part(division, stages) * wide
     stepped = division.owned(stages)
     if division.workload.optimizer == "muon":  # matrix by matrix (torch's own), and the rest by AdamW
         stepped -= _kept(division, stages)
-    return stepped * division.workload.trained * (2.0 if _in_16_bits(division.plan, stack) else 4.0)
+    return stepped * division.workload.trained * wide
 
 
 def _in_16_bits(plan: Plan, stack: Stack) -> bool:
