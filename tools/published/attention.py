@@ -66,6 +66,8 @@ def attention_of(cells: Cells, stack: str, usual: AttentionKernel, *, core: bool
         kernel = "unfused" if own else "fused-softmax"
     if kernel == "flash2" and cells.year >= CUDNN:
         kernel = "flash3"
+    if stack == "jax" and cells.noted(r"\bjax 0\.[0-7]\b"):
+        kernel = usual
     if core and cells.year < HOPPER:
         kernel = "flash2" if kernel == "flash3" else kernel
     if core and cells.year < SINKS and re.search(r"gpt-?oss", cells["model"].lower()):

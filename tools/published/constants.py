@@ -134,7 +134,9 @@ def tables() -> str:
         "their own do, or its own linear is turned off. `keeps_exchanged`: torchtitan's per-operator recompute keeps "
         "what ranks send each other of experts' tokens (its pull request 1672 of September 2025; of Qwen3 from "
         "February 2026 on, 2357; what DeepEP sends from the start). A loss in chunks fuses nothing else where a row is "
-        "not compiled, and Liger's cross entropy alone leaves the logits whole. GELU of GPT-2, GPT-J, CodeGen and Phi "
+        "not compiled, and Liger's cross entropy alone leaves the logits whole. `keeps_attention`: of rows of JAX that "
+        "say so. `mlp` among Megatron's recomputed modules is none of a mixture's layers but the few dense ones. JAX "
+        "below 0.8 on a TPU has the attention of before 2026. GELU of GPT-2, GPT-J, CodeGen and Phi "
         "in `transformers`, and of minGPT, is its formula in primitives.",
         "Adapters (LoRA): a frozen product keeps nothing of its input; each adapter keeps a copy of its own, 3 "
         "bytes per element in 16 bits, with the mask of its dropout; without dropout (torchtune, LLaMA-Factory, "

@@ -40,6 +40,7 @@ NO_RECOMPUTE = "no recompute"
 EVERY_SECOND = "selective recompute is of every second block"
 TWO_OF_THREE = "recomputed modules counted as two blocks of three"
 PER_OPERATOR = "recompute per operator, torchtitan's default"
+OF_DENSE = "recompute of `mlp` counted as none: a mixture has it in its few dense layers, and `moe` in the others"
 _MODULES = ("core_attn", "mla_up_proj", "layernorm", "moe_act", "shared_experts", "moe", "mlp")
 """Megatron's `recompute_modules`."""
 _LARGE = {"mlp", "moe", "shared_expert", "shared_experts"}
@@ -71,7 +72,7 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if re.fullmatch(r"ops?|per[- ]op(eration)?|(remat[ _=:]*)?(minimal(_\w+)?|save_\w+)", text):  # MaxText's policies
         return Recompute(mode="ops")
     if re.search(r"selective|\bsac\b|per-op|op-level", text) or _lists(text):
-        return _selective(cells, stack)
+        return _selective(cells, spec, stack)
     if _FULL.fullmatch(text):
         return Recompute(mode="blocks")
     if _NONE.fullmatch(text):
@@ -79,7 +80,7 @@ def recompute_of(cells: Cells, spec: ModelSpec, stack: Stack, pp: int) -> Recomp
     if cells.noted(_NOT):
         return Recompute()
     if cells.noted(rf"recompute modules|recompute: |selective ({_DONE}|ac\b)|{_SECOND}"):
-        return _selective(cells, stack)
+        return _selective(cells, spec, stack)
     if cells.noted(_ALL):
         return Recompute(mode="blocks")
     if cells.has(r"torchprime"):
@@ -113,7 +114,7 @@ def _lists(text: str) -> bool:
     return bool(words) and all(word in _MODULES for word in words)
 
 
-def _selective(cells: Cells, stack: Stack) -> Recompute:
+def _selective(cells: Cells, spec: ModelSpec, stack: Stack) -> Recompute:
     if cells.noted(r"every[ -](2nd|other|second)|selective layer") and not cells.noted(r"not stated"):
         return Recompute(mode="every", every=2)
     if cells.noted(r"per-op|selective op|\bsac\b") and stack.name not in CORE:
@@ -125,6 +126,11 @@ def _selective(cells: Cells, stack: Stack) -> Recompute:
         cells.assume(EVERY_SECOND)
         return Recompute(mode="every", every=2)
     modules = set(re.findall(r"[a-z_]+", _modules(cells)))
+    if "mlp" in modules and spec.num_experts and 2 * spec.num_dense_layers < spec.num_layers:
+        cells.assume(OF_DENSE)
+        modules -= {"mlp"}
+        if not modules:
+            return Recompute()
     if modules & _LARGE:
         cells.assume(TWO_OF_THREE)
         return Recompute(mode="ratio", ratio=2 / 3)

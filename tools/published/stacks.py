@@ -216,6 +216,8 @@ def stack_of(cells: Cells, spec: ModelSpec, *, sharded: bool, nodes: int = 1) ->
         stack = replace(stack, reduce_bucket=float(bucket.group(1)) / (2 if alone else 1))
     if cells.noted(r"param(eter)?s?[ _-]offload|offload[_ ]param"):
         stack = replace(stack, offloads_weights=True)
+    if name == "jax" and cells.noted(_KEPT_ATTENTION):
+        stack = replace(stack, keeps_attention=True)
     layers = offloaded_layers(cells)
     if layers is not None:
         stack = replace(stack, offloads_blocks=min(layers / spec.num_layers, 1.0))
@@ -344,6 +346,11 @@ _WIDE_SOFTMAX = r"llama|mistral|mixtral|\byi\b|gemma"
 GROUPED = 2025.05
 """Year from which transformers leaves groups of heads to torch's attention (4.48), which has a kernel for them on
 Ampere and later alone, and on others works in fp32."""
+_KEPT_ATTENTION = (
+    r"(all but|(keeps|saves|stores)|and|outputs? of)( the)? [\w' ,]*attention('s output)?"
+    r"|\bcontext[ =:]+(device|offload)"
+)
+"""Words for recompute that keeps what attention gives."""
 _UNDROPPED = r"attention without dropout|(no|without) attention dropout|attention dropout[ =:]*(of )?0(\.0*)?(?![.\d])"
 """Words for attention without dropout."""
 _GELU_NEW = r"gpt-?2|gpt-?j\b|gpt-?neo(?!-?x)|codegen|\bphi-?[12]|mingpt"

@@ -75,6 +75,8 @@ class Saving:
     adapters: Adapters | None = None
     exchanged: bool = False
     """Per-operator recompute keeps what ranks send each other of experts' tokens: `Stack.keeps_exchanged`."""
+    attended: bool = False
+    """Recomputed blocks keep what attention gives: `Stack.keeps_attention`."""
     once: bool = False
     """What comes back is summed up on its way: `Stack.once_per_node`."""
     returns: bool = False
@@ -113,6 +115,7 @@ def _saving(
         weighs_wide=stack.weighs_wide and not stack.fused,
         adapters=adapters,
         exchanged=exchanged,
+        attended=stack.keeps_attention,
         once=stack.once_per_node,
         returns=bool(adapters and adapters.base and adapters.rest > width),
     )
@@ -235,7 +238,7 @@ def kept_outputs(block: Block, how: Saving) -> float:
             listed = not op.again and (how.experts or not op.experts)
             total += op.gives * how.width / shard * how.products * listed
         elif isinstance(op, Attention):
-            total += (op.heads * op.v_dim * how.width + 4 * op.heads) * op.rows / how.tp
+            total += _given(op, how)
         elif how.exchanged and op.name == "permute":
             row = op.moved / 2  # a token goes to each of its experts, and comes back from each, or summed up
             total += row * (op.per_choice + (1 if how.once else op.per_choice)) * how.width / _shard(op, how)
@@ -275,7 +278,13 @@ def _kept(block: Block, mode: str, how: Saving) -> float:
         return ahead + saved_bytes(block, how)
     if mode == "ops":
         return ahead + kept_outputs(block, how)
-    return ahead + _kept_inputs(block, how)
+    kept = sum(_given(op, how) for op in block.attentions) if how.attended else 0.0
+    return ahead + _kept_inputs(block, how) + kept
+
+
+def _given(op: Attention, how: Saving) -> float:
+    """Bytes per token of what fused attention gives: its output, and a number per head in fp32."""
+    return (op.heads * op.v_dim * how.width + 4 * op.heads) * op.rows / how.tp
 
 
 def _kept_inputs(block: Block, how: Saving) -> float:

@@ -131,6 +131,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         (forward, backward - weight), (host[0], host[1] - setting.launch * apart), tensor, setting.stack
     )
     sent = expert / 2 + context / 3, expert / 2 + context * 2 / 3
+    again = expert / 2 + context / 3 * (not setting.stack.keeps_attention)
     exposed = ahead + back - compute
     return BlockTime(
         forward=ahead + sent[0],
@@ -142,8 +143,8 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         hidden=behind if (behind := hidden + tensor - exposed) > 1e-9 * compute else 0.0,  # to rounding
         weight=back - inputs,
         lag=max(0.0, host[1] - backward),
-        whole=both - back + sent[0],
-        light=_again_light(light, device, host, SELECTIVE * looks),
+        whole=max(both - _unneeded(block, shape, alike) - back, 0.0) + again,
+        light=_again_light(light, device, host, SELECTIVE * looks, setting.stack),
     )
 
 
@@ -180,6 +181,13 @@ def _masked(block: Block, shape: Shape, setting: Setting) -> float:
     capacity, chosen = setting.stack.capacity, max((op.chosen for op in block.matmuls if op.experts), default=0)
     rows, groups = ceil(capacity * chosen * shape[1] / setting.axes.tp), ceil(shape[0])
     return matmul_time(rows, block.width, shape[1], setting.cluster.device, "bf16", groups) if rows else 0.0
+
+
+def _unneeded(block: Block, shape: Shape, setting: Setting) -> float:
+    """Seconds that recompute spares: attention that is kept; a last product, which but for routers nothing needs."""
+    last, stack = block.matmuls[-1], setting.stack
+    spared = [*block.attentions] * stack.keeps_attention + [last] * (stack.stops_early and not last.experts)
+    return sum(_op_time(op, shape, setting)[0] for op in spared)
 
 
 def _ran_again(op: Op, stack: Stack) -> float:

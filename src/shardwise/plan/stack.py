@@ -78,6 +78,12 @@ class Stack:
     """Under sequence parallelism a product keeps its gathered input for the backward pass, not its shard of it."""
     saves_low: bool = False
     """fp8 and fp4 products keep their inputs in that dtype, not in the activations'."""
+    stops_early: bool = False
+    """What is recomputed ends with the last tensor that a backward pass needs: a block's last product is not run again
+    (PyTorch's checkpoints that are not reentrant, and XLA, to which it is dead code)."""
+    keeps_attention: bool = False
+    """A recomputed block keeps what attention gives, which does not run again (MaxText's `context: device`, or to the
+    host `offload`)."""
     keeps_products: float = 1.0
     """Per-operator recompute keeps this share of the products' outputs, and recomputes the rest."""
     keeps_experts: bool = True
