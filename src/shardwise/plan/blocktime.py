@@ -9,7 +9,7 @@ from math import ceil
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Attention, Matmul, Op, Pointwise
 from shardwise.model.profile import Block
-from shardwise.plan.exchange import exchange_time
+from shardwise.plan.exchange import exchange_time, mask_time
 from shardwise.plan.frozen import ADAPTER_KERNELS, adapter_time, whole_time
 from shardwise.plan.kernels import (
     BYTES,
@@ -144,7 +144,7 @@ def block_time(block: Block, shape: Shape, setting: Setting) -> BlockTime:
         weight=back - inputs,
         lag=max(0.0, host[1] - backward),
         whole=max(both - _unneeded(block, shape, alike) - back, 0.0) + again,
-        light=_again_light(light, device, host, SELECTIVE * looks, setting.stack),
+        light=_again_light(light, device, host, SELECTIVE * looks),
     )
 
 
@@ -171,16 +171,9 @@ def _kernel_times(block: Block, shape: Shape, setting: Setting) -> tuple[float, 
         backward += back
         light += ahead * _ran_again(op, setting.stack)
         kernels += _kernels(op, batch, setting)
-    masks = _masked(block, shape, setting)
+    masks = mask_time(block, shape, setting.axes.tp, (setting.cluster, setting.stack))
     forward, backward = forward + 2 * masks, backward + 3 * masks  # there and back; of the share of each, one more
     return forward, backward, light, weight, kernels, apart
-
-
-def _masked(block: Block, shape: Shape, setting: Setting) -> float:
-    """Seconds of a product of a mask with the tokens of each sequence, which has a row for each place at an expert."""
-    capacity, chosen = setting.stack.capacity, max((op.chosen for op in block.matmuls if op.experts), default=0)
-    rows, groups = ceil(capacity * chosen * shape[1] / setting.axes.tp), ceil(shape[0])
-    return matmul_time(rows, block.width, shape[1], setting.cluster.device, "bf16", groups) if rows else 0.0
 
 
 def _unneeded(block: Block, shape: Shape, setting: Setting) -> float:

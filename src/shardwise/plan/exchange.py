@@ -1,11 +1,14 @@
-"""Tokens on their way to experts on other ranks: the seconds of their exchange."""
+"""Tokens on their way to experts: the seconds of their exchange between ranks, and of products that choose them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.ops import Matmul
+from shardwise.model.profile import Block
+from shardwise.plan.kernels import matmul_time
 from shardwise.plan.links import Group, collective_time
 from shardwise.plan.stack import Stack
 
@@ -31,6 +34,14 @@ def exchange_time(
     one: float = collective_time("all_to_all", sent, group, cluster, share, once)
     one += collective_time("all_gather", size, Group(parts, 1), cluster, share)
     return 4 * one * (1 - stack.overlap_expert)
+
+
+def mask_time(block: Block, shape: tuple[float, int], tp: int, there: tuple[Cluster, Stack]) -> float:
+    """Seconds of a product of a mask with the tokens of each sequence, which has a row for each place at an expert."""
+    cluster, stack = there
+    chosen = max((op.chosen for op in block.matmuls if op.experts), default=0)
+    rows, groups = ceil(stack.capacity * chosen * shape[1] / tp), ceil(shape[0])
+    return matmul_time(rows, block.width, shape[1], cluster.device, "bf16", groups) if rows else 0.0
 
 
 def crossing(choices: float, places: float) -> float:
