@@ -96,10 +96,11 @@ def refused_axes(config: Any, blocks: str = "auto") -> dict[str, str]:
     except ShardwiseError:  # is told of each axis
         blueprint = None
     for axis, plan in plans.items():
-        if blueprint is not None and not hf_findings(config, plan, blueprint):
-            continue
-        if findings := hf_findings(config, plan):  # of the whole model: a short one may be refused for what it lacks
-            known[axis] = findings[0].id
+        found = None if blueprint is None else hf_findings(config, plan, blueprint)
+        if found is None or (found and found[0].id != "module.no-experts"):  # no kind of block has any
+            found = hf_findings(config, plan)  # of the whole model: a short one may be refused for what it lacks
+        if found:
+            known[axis] = found[0].id
     return known
 
 
