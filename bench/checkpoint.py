@@ -257,7 +257,8 @@ def table(times: Times, load: float) -> str:
         f"{middle('dd') / middle('ours load'):.0%} of that.\n"
         f"Only reading the bytes takes {middle('raw load'):.2f} s, {middle('raw reload'):.2f} s from the page cache. "
         "Digests and proof make a load\n"
-        f"from the disk {checks[0]:.0%} longer, one from the page cache {checks[1]:.0%}. A step takes {1e3 * middle('step'):.0f} ms."
+        f"from the disk {checks[0]:.0%} longer, one from the page cache {checks[1]:.0%}. "
+        f"A step takes {1e3 * middle('step'):.0f} ms."
     )
     method = (
         f"Medians of {len(times['dd'])} rounds, {len(stalls['ours'])} stalls of both ranks, the first one, which gets "
