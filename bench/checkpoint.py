@@ -250,18 +250,22 @@ def table(times: Times, load: float) -> str:
         f"| stall of a save in the background, p50, p99 (ms) | {ours} | {theirs} | |",
         f"| the step beside it is slower by, p50 (ms) | {beside['ours']:.0f} | {beside['dcp']:.0f} | |",
     ]
-    text = (
+    machine = (
         f"{date.today()}, {size:.0f} MB, 2 ranks of one thread on {os.cpu_count()} shared cores, load {load:.1f} "
-        f"before. `dd` with `conv=fsync` writes {rate:.0f} MB/s here; a save reaches {share:.0%} and "
-        f"a load from the disk {middle('dd') / middle('ours load'):.0%} of that; only reading the bytes takes "
-        f"{middle('raw load'):.2f} s, {middle('raw reload'):.2f} s from the page cache. Digests and proof make a load "
-        f"from the disk {checks[0]:.0%} longer, one from the page cache {checks[1]:.0%}. A step takes "
-        f"{1e3 * middle('step'):.0f} ms. Medians of "
-        f"{len(times['dd'])} rounds, {len(stalls['ours'])} stalls of both ranks, the first one, which gets the memory, "
-        "included. While it loads, each rank is on a core of its own. The other loads check nothing. "
-        "`torch.save` cannot be loaded by another number of ranks."
+        "before.\n"
+        f"`dd` with `conv=fsync` writes {rate:.0f} MB/s here; a save reaches {share:.0%} and a load from the disk "
+        f"{middle('dd') / middle('ours load'):.0%} of that.\n"
+        f"Only reading the bytes takes {middle('raw load'):.2f} s, {middle('raw reload'):.2f} s from the page cache. "
+        "Digests and proof make a load\n"
+        f"from the disk {checks[0]:.0%} longer, one from the page cache {checks[1]:.0%}. "
+        f"A step takes {1e3 * middle('step'):.0f} ms."
     )
-    return text + "\n\n" + "\n".join(rows)
+    method = (
+        f"Medians of {len(times['dd'])} rounds, {len(stalls['ours'])} stalls of both ranks, the first one, which gets "
+        "the memory, included.\nWhile it loads, each rank is on a core of its own. The other loads check nothing. "
+        "`torch.save` cannot be loaded by another number\nof ranks."
+    )
+    return "\n\n".join([machine, method, "\n".join(rows)])
 
 
 def p99(values: list[float]) -> float:
