@@ -378,6 +378,28 @@ def test_replicas_add_their_gradients_beside_what_shards_send_inside_a_node() ->
     assert times[1] - times[0] == pytest.approx(both + inside.across - max(both, inside.across))
 
 
+def test_stages_that_take_turns_are_sent_behind_the_turns_of_those_that_are_left() -> None:
+    """As Megatron-Core's `grad_sync_func` and `param_sync_func`; the others as before, and never more than is sent."""
+    passes, sends = (0.01, 0.02), Sends(gather=0.1, again=0.0, reduce=0.1, across=0.0)
+
+    def exposed(schedule: str, stack: str = "megatron-bridge") -> float:
+        rounds = rounds_of(Plan.parse(f"pp4 dp8 zero1 / {schedule} / bf16"))
+        return exposed_time(rounds, sends, passes, load_stack(stack), waits=0, groups=1)[0]
+
+    alone = 0.2 - sum(passes)
+    assert exposed("1f1b mb8") == pytest.approx(alone)
+    assert exposed("zero-bubble vs2 mb8") == pytest.approx(alone)
+    four, two = (exposed(f"interleaved vs{stages} mb8") for stages in (4, 2))
+    assert four == pytest.approx(0.2 - 4 * 3 / 4 * sum(passes)), "three of four stages of four micro-batches are left"
+    assert two == pytest.approx(0.2 - 4 * 1 / 2 * sum(passes))
+    assert exposed("interleaved vs12 mb8", "megatron-core") == pytest.approx(0.2 - 0.7 * 4 * 11 / 12 * sum(passes))
+    rich = exposed_time(
+        rounds_of(Plan.parse("pp4 dp8 zero1 / interleaved vs4 mb8 / bf16")), sends, (1.0, 2.0),
+        load_stack("megatron-bridge"), waits=0, groups=1,
+    )  # fmt: skip
+    assert rich == pytest.approx((0.0, 0.2))
+
+
 def test_deepspeed_adds_gradients_up_on_all_ranks_below_zero_3() -> None:
     stack, cluster = load_stack("deepspeed"), load_cluster("a10:1x4").with_(network=Link(bandwidth=1e9, latency=0.0))
     share = replace(stack, reduces_whole=False)

@@ -14,7 +14,7 @@ from math import inf, log2
 from shardwise.plan.activations import GATHERED
 from shardwise.plan.bounds_sizes import SizeBounds, cut_as
 from shardwise.plan.bounds_work import RankWork, Upto, Work, rank_works, stage_costs
-from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of
+from shardwise.plan.datatime import Part, Rounds, Sends, Wire, exposed_time, sends_of, turns_of
 from shardwise.plan.division import Division
 from shardwise.plan.families import Core, Flow, Pipe, Spread
 from shardwise.plan.frozen import gather_copied, gathered_share
@@ -245,8 +245,8 @@ class Bounds(SizeBounds):
 
     def _exposed(self, flow: Flow, zero: Zero, sends: Sends, passes: tuple[float, float]) -> float:
         """What is sent, less what hides behind the forward and the backward pass of a micro-batch."""
-        pipe = flow.pipe
-        rounds, groups = Rounds(zero, zero == 3, pipe.micro_batches, pipe.pp), self._most_groups(pipe.pp, flow.schedule)
+        pipe, groups = flow.pipe, self._most_groups(flow.pipe.pp, flow.schedule)
+        rounds = Rounds(zero, zero == 3, pipe.micro_batches, pipe.pp, turns_of(pipe.pp, flow.schedule))
         return exposed_time(rounds, sends, passes, self.space.stack, waits=self._blocks_of(pipe.pp), groups=groups)[0]
 
     def _most_groups(self, pp: int, schedule: Schedule) -> int:

@@ -15,7 +15,7 @@ from shardwise.plan.frozen import gathered_share
 from shardwise.plan.links import Group, group_of, messages_time
 from shardwise.plan.messages import WIDTH
 from shardwise.plan.messages_data import reductions_of
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, Schedule
 from shardwise.plan.stack import Stack
 from shardwise.plan.stages import Stage
 from shardwise.plan.updating import OWN
@@ -170,6 +170,20 @@ class Rounds(NamedTuple):
     """Parameters are freed after a forward pass, and gathered again."""
     micro_batches: int
     pp: int
+    turns: int = 1
+    """Stages of a rank that follow one another in the pipeline."""
+
+    @property
+    def behind(self) -> float:
+        """Micro-batches' passes that a reduction, or the gather of a step, may hide behind.
+
+        The last one's backward pass. Where a rank has several stages, interleaved, they take turns for as many
+        micro-batches as there are ranks: a stage is reduced when its turn ends, behind the turns of those that are
+        left, and gathered before it starts (Megatron-Core's `grad_sync_func` and `param_sync_func`).
+        """
+        if self.turns == 1:
+            return 1.0
+        return max(1.0, min(self.pp, self.micro_batches) * (1.0 - 1.0 / self.turns))
 
     @property
     def frees(self) -> bool:
@@ -184,7 +198,14 @@ class Rounds(NamedTuple):
 
 def rounds_of(plan: Plan) -> Rounds:
     """Of a plan."""
-    return Rounds(plan.zero, plan.reshards, plan.batch.micro_batches, plan.axes.pp)
+    return Rounds(
+        plan.zero, plan.reshards, plan.batch.micro_batches, plan.axes.pp, turns_of(plan.axes.pp, plan.schedule)
+    )
+
+
+def turns_of(pp: int, schedule: Schedule) -> int:
+    """Stages of a rank that take turns."""
+    return schedule.stages if pp > 1 and schedule.kind == "interleaved" else 1
 
 
 def exposed_time(
@@ -232,5 +253,5 @@ def exposed_time(
         exposed = ahead + first + wait + (back + added / groups) * times
         return exposed, max(sent, exposed)
     behind = backward * times + forward * (rounds.zero > 0)  # the gather hides behind the next forward pass
-    hidden = hides * min(behind, sent)
+    hidden = hides * min(behind * rounds.behind, sent)
     return sent - hidden + wait, sent + wait
