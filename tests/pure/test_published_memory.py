@@ -9,12 +9,14 @@ import pytest
 
 from published.attention import SDPA
 from published.stacks import GATHERS_AGAIN, KERNELS, TWICE_LOSS, UNFUSED_LOSS
+from shardwise.hardware.cluster import load_cluster
 from shardwise.model.profile import profile_of
 from shardwise.model.spec import preset
 from shardwise.plan.activations import kept_outputs, saved_bytes, saving_of, working_bytes
 from shardwise.plan.memory import estimate_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack, load_stack
+from shardwise.plan.timing import estimate_time
 from shardwise.plan.updating import matrices
 from shardwise.plan.workload import Workload
 from tests.pure.test_planner_memory import GPT, LLAMA, WORK
@@ -79,6 +81,48 @@ def test_autocast_of_whole_weights_leaves_the_residual_stream_in_fp32() -> None:
     more = [saved_bytes(block, saving_of(Plan.parse("bf16"), stack, 128)) for stack in (plain, wide)]
     scores = 4 * 128 * 2
     assert more[1] - more[0] > scores, "a softmax in fp32 is saved as it is"
+
+
+def test_weights_that_are_gathered_in_fp32_under_autocast_leave_their_casts_until_the_backward_pass() -> None:
+    """Resharding frees what was gathered, and not what a product kept of it: the weight that autocast cast."""
+    said = {"notes": "fully_shard of one's own, weights gathered in fp32 under autocast"}
+    row = variant("fsdp-1", **BARE | said)
+    assert (row.plan.zero, row.stack.residual_bytes, row.stack.gathers_wide) == (3, 4.0, True)
+    for other in ({"notes": "fully_shard under autocast"}, {"notes": "weights gathered in fp32"}):
+        assert not variant("fsdp-1", **BARE | other).stack.gathers_wide, other
+    narrow = replace(load_stack("torchtitan"), fused=False)
+    wide = replace(narrow, gathers_wide=True)
+    profile, block = profile_of(LLAMA), profile_of(LLAMA).blocks[0].params
+
+    def gathered(stack: Stack, plan: str) -> float:
+        return estimate_memory(profile, Plan.parse(plan), WORK, stack=stack).worst.terms["gathered"]
+
+    casts = (LLAMA.num_layers * block + profile.head.params) * 2
+    once = gathered(narrow, "fsdp8 bf16")
+    assert gathered(wide, "fsdp8 bf16") == pytest.approx(2 * once + casts, rel=0.01)
+    again = gathered(wide, "fsdp8 bf16 recompute=blocks")
+    assert again == pytest.approx(gathered(wide, "fsdp8 bf16") - (LLAMA.num_layers - 1) * block * 2, rel=0.01)
+    cluster = load_cluster("h100:8")
+    sent = [estimate_time(profile, cluster, Plan.parse("fsdp8 bf16"), WORK, stack=each) for each in (narrow, wide)]
+    assert sent[1].total > sent[0].total, "twice the bytes"
+
+
+def test_a_clamped_gate_apart_keeps_both_parts_twice() -> None:
+    """gpt-oss: what is clamped, and clamped, the sigmoid and what it multiplies, of each token in each of its experts.
+
+    So does the slope of torchtitan's memory over the batch say: 12.6 GiB per 8,192 tokens beyond a plain gate.
+    """
+    spec = preset("gpt-oss-20b")
+    own, usual = (profile_of(each).blocks[0] for each in (spec, replace(spec, hf="")))
+    apart, fused = (replace(load_stack("torchtitan"), fused=on) for on in (False, True))
+    plan = Plan.parse("fsdp8 bf16")
+    more = {
+        stack.fused: [saved_bytes(each, saving_of(plan, stack, 8192)) for each in (own, usual)]
+        for stack in (apart, fused)
+    }
+    assert more[False][0] - more[False][1] == 3 * spec.experts_per_token * spec.ffn_dim * 2, "bytes per token"
+    assert more[True][0] == more[True][1], "compiled code keeps the two parts"
+    assert variant("fsdp-1", **BARE | {"model": "gpt-oss-20b"}).spec.hf == "gpt_oss"
 
 
 def test_what_torch_and_cuda_of_a_date_hold() -> None:

@@ -258,16 +258,22 @@ def halved(
 
 
 _SHARDS = r"fsdp|fully[ _]shard"
+_WIDE = r"gathers?( and reductions)? in fp32|gathered in fp32"
+"""Words for sharded weights that no mixed-precision policy casts before they are gathered."""
 _APEX = r"(apex|amp|opt[ _-]?level)\W{0,3}o2\b"
 """Cast the weights once, and so all that is computed: words for sharded ones, and for Apex's second level."""
 
 
 def autocast(cells: Cells, stack: Stack, plan: Plan) -> Stack:
-    """The stack; of whole weights in fp32 under autocast, with norms, softmax and the residual stream in fp32.
+    """The stack; of weights in fp32 under autocast, whole or gathered so, with norms, softmax and the residual in fp32.
 
     Apex's second level has fp32 copies for the update alone, and drops all gradients behind it.
     """
-    mixed = stack.name in TORCH and not plan.zero and plan.precision in ("bf16", "fp16")
+    mixed = stack.name in TORCH and plan.precision in ("bf16", "fp16")
+    if mixed and cells.noted(_WIDE) and cells.noted("autocast"):
+        cells.assume("autocast: weights gathered in fp32; the residual stream, norms and softmax in fp32")
+        return replace(stack, residual_bytes=4.0, gathers_wide=plan.zero == 3)
+    mixed = mixed and not plan.zero
     if not mixed or cells.has(rf"{_SHARDS}|{_APEX}"):
         apex = mixed and cells.has(_APEX)
         return replace(stack, master=True, widens_grads=True, zeroes_grads=False) if apex else stack

@@ -175,6 +175,8 @@ def block_flops(block: Block, seq_len: int) -> float:
     return total
 
 
+CLAMPED = ("gpt_oss",)
+"""Architectures whose gate and its factor are clamped before they are multiplied."""
 SCANNED = 60
 """Elements whose passing through memory takes as long as convolution, scan and gated norm of a state-space mixer, per
 channel and token (Nemotron-H and Nemotron-3 on H100 and B200: 50 to 100; their small kernels wait for memory, and no
@@ -274,7 +276,13 @@ def _ffn_ops(spec: ModelSpec, width: int, name: str = "") -> list[Op]:
 
 
 def _activation(spec: ModelSpec, width: int, chosen: int = 0) -> Pointwise:
-    """Gated: keeps gate and up, and apart silu(gate) too; plain: keeps its input, as gelu is one kernel anyway."""
+    """Gated: keeps gate and up, and apart silu(gate) too; plain: keeps its input, as gelu is one kernel anyway.
+
+    Apart, a gate that is clamped keeps both parts twice, its sigmoid, and their product (gpt-oss, in its own code,
+    torchtitan's and that of transformers: no kernel of PyTorch has it).
+    """
+    if spec.ffn == "gated" and spec.hf in CLAMPED:
+        return Pointwise("swiglu", 3 * width, "heads", 2 * width, 6 * width, kernels=6, per_choice=chosen)
     if spec.ffn == "gated":
         return Pointwise("swiglu", 3 * width, "heads", 2 * width, 3 * width, kernels=2, per_choice=chosen)
     return Pointwise("gelu", 2 * width, "heads", width, width, kernels=2, per_choice=chosen)

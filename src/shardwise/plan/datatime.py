@@ -149,7 +149,7 @@ class Sends(NamedTuple):
 
 def sends_of(wire: Wire) -> Sends:
     """What is sent for the parameters of a rank."""
-    width, sharded = compute_width(wire.plan), wire.plan.zero > 0
+    width, sharded = 4.0 if wire.stack.gathers_wide else compute_width(wire.plan), wire.plan.zero > 0
     whole = wire.plan.zero == 3 or wire.stack.keeps_shards  # weights are shards, frozen ones too; else an update's are
     parts = sharded and (wire.plan.zero == 3 or not wire.stack.reduces_whole)
     shards, kind = group_of(wire.plan.axes, "data"), "reduce_scatter" if parts else "all_reduce"

@@ -353,4 +353,5 @@ def gathered_of(division: Division, stages: tuple[Stage, ...], stack: Stack) -> 
         live = max(live, sum(division.dense(block) * (n - again) for block, n, again in courses))
     inside = max(min(live, every) + gradient, 2 * apart) + max(0.0, every - live) * division.part_left
     share = gathered_share(division.profile, packed, width)
-    return (inside * share + ends) * width + kept_whole(division, stages)
+    casts = cast_whole(division, stages, stack) if stack.gathers_wide and width < 4 else 0.0
+    return (inside * share + ends) * (4.0 if casts else width) + casts + kept_whole(division, stages)

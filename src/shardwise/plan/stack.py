@@ -63,6 +63,9 @@ class Stack:
     residual_bytes: float = 0.0
     """Bytes of an element of the residual stream; 0: the compute dtype. Where it is wider, and nothing is fused, each
     product casts what it is fed for itself (`torch.autocast`)."""
+    gathers_wide: bool = False
+    """Data ranks gather weights in fp32, without a mixed-precision policy, and autocast casts them for each product:
+    the backward pass keeps those casts, which are no part of what is freed behind a block."""
     wide_softmax: bool = False
     """Attention in primitives has its softmax in fp32, and casts what that gives (transformers' LLaMA and its kin)."""
     wide_masks: bool = False
