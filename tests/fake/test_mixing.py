@@ -81,6 +81,9 @@ def test_what_works_on_each_token_alone_passes(text: str) -> None:
         (lambda x: torch.ones(x.shape[1], x.shape[1]) @ x, "matmul"),
         (lambda x: F.normalize(x, dim=1), "normalize"),
         (lambda x: F.conv1d(x.mT, torch.ones(DIM, DIM, 3), padding=1).mT, "conv1d with a kernel"),
+        (lambda x: x - x.mean(), "mean over all tokens"),
+        (lambda x: x / (1 + torch.max(x)), "max over all tokens"),
+        (lambda x: x / (1 + x.norm()), "norm over all tokens"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])
@@ -117,3 +120,69 @@ def test_column_layers_that_get_tokens_in_rows_are_refused() -> None:
         with pytest.raises(ModelError, match=r"0\.inner is called with tokens in rows \(2 dims\)") as caught:
             next(placed.parts[0].root.children())(torch.zeros(ROWS, TOKENS, DIM))
     assert caught.value.row == "module.tokens-in-rows"
+
+
+class Normed(Hidden):
+    """Its norm is given the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(DIM, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x.mT).mT)
+
+
+class Turned(nn.BatchNorm1d):
+    """Over features that come last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_of_a_part_of_the_tokens_is_refused(affine: bool) -> None:
+    norm = Turned(DIM, affine=affine)
+    with pytest.raises(ModelError, match=r"mixes-tokens.*layers\.0\.norm: found a Turned, whose statistics"):
+        run("tp2 / seq", fine, fine, norm=norm)
+    within = Tower(fine, fine)
+    for layer in within.layers:
+        layer.hidden = Normed()
+    plan = sw.Plan.parse("tp2 / seq")
+    with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh:
+        placed = sw.apply(within, plan, mesh, rules=RULES)
+        assert placed.parts[0].run(torch.zeros(ROWS, TOKENS, DIM)).shape == (ROWS, DIM)
+
+
+class Beside(Block):
+    """Hands on a number for each token, with a dim of its own or without."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(fine)
+        self.keeps = keeps
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = super().forward(x)
+        return x, x.square().mean(-1, keepdim=self.keeps)
+
+
+class Pair(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, numbers = layer(x)
+        return numbers
+
+
+def test_numbers_of_tokens_without_a_dim_of_their_own_are_refused() -> None:
+    """They left the blocks as those of this rank's tokens."""
+    plan = sw.Plan.parse("tp2 / seq")
+    with fake_world(2), sw.open_mesh(plan, device="cpu") as mesh:
+        for keeps in (True, False):
+            tower = Pair()
+            tower.layers.extend(Beside(keeps) for _ in range(2))
+            part = sw.apply(tower, plan, mesh, rules=RULES).parts[0].run
+            if keeps:
+                assert part(torch.zeros(ROWS, TOKENS, DIM)).shape == (ROWS, TOKENS, 1)
+            else:
+                with pytest.raises(ModelError, match=r"layers\.1 returned a tensor \(3, 6\) beside"):
+                    part(torch.zeros(ROWS, TOKENS, DIM))

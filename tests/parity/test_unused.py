@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +133,77 @@ def test_the_wrapper_of_a_second_model_is_not_the_scripts_to_call(world: Any) ->
     """Torch spoke of unused parameters; `docs/loss.md` has what works."""
     for said in world(2, in_the_loss_of_another, "dp2"):
         assert "found a call of `placed.parts[0].run` by the script itself" in said
+
+
+@dataclass
+class Answer:
+    """Beside what the loss takes a number that it does not."""
+
+    main: Tensor
+    beside: Tensor
+
+
+class Telling(nn.Module):
+    """A second head, whose output is in a dataclass, tuple or dict, or an object that nothing looks into."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.trunk = kind, nn.Linear(DIM, DIM)
+        self.head, self.second = nn.Linear(DIM, 1), nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.trunk(x))
+        main, beside = self.head(hidden)[:, 0], self.second(hidden)[:, 0]
+        if self.kind == "object":
+            return SimpleNamespace(main=main, beside=beside)
+        return (main, beside) if self.kind == "tuple" else Answer(main, beside)
+
+
+def told(text: str, kind: str, *asked: int) -> tuple[str, list[float], dict[str, Tensor]]:
+    """Steps; in those that are `asked` the loss takes the second head, too."""
+    plan = Plan.parse(f"{text} / fp64")
+    with open_mesh(plan) as mesh:
+        placed = apply(lambda: Telling(kind), plan, mesh, seed=3)
+        state = TrainState(placed, adamw(placed, 0.05))
+
+        def loss(output: Any, rows: Tensor) -> Loss:
+            main, beside = output if kind == "tuple" else (output.main, output.beside)
+            both = main + beside if state.step in asked else main
+            return mean_over((both - rows.sum(-1)).square())
+
+        step, numbers = make_step(state, loss), []
+        try:
+            for i in range(3):
+                metrics = step(batch(i)["x"].tensor_split(mesh.batch.size)[mesh.batch.rank])
+                numbers += [metrics.loss, metrics.grad_norm]
+        except ModelError as error:
+            return str(error), numbers, {}
+        return "", numbers, {name: whole(tensor) for name, tensor in state.tensors().items()}
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "tuple"])
+@pytest.mark.parametrize(
+    ("plan", "asked"), [("dp2 / find-unused", ()), ("dp2 / find-unused", (0, 2)), ("dp2 / static-graph", (0, 1, 2))]
+)
+def test_an_output_that_no_loss_takes_is_found_in_any_container(
+    world: Any, plan: str, asked: tuple[int, ...], kind: str
+) -> None:
+    (_, numbers, tensors), *_ = world(1, told, "dp1", kind, *asked)
+    for said, found, theirs in world(2, told, plan, kind, *asked):
+        assert not said and found == pytest.approx(numbers, rel=1e-12)
+        assert theirs.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "tuple"])
+def test_a_static_graph_whose_loss_leaves_an_output_out_is_refused_before_the_update(world: Any, kind: str) -> None:
+    """Its first step looks for the unused, its second one waits for them: torch's error came in the third."""
+    for said, found, _ in world(2, told, "dp2 / static-graph", kind):
+        assert "[module.unused] second.weight, second.bias" in said and "in place of static-graph" in said
+        assert len(found) == 2
+
+
+def test_an_output_in_which_ddp_finds_nothing_is_refused(world: Any) -> None:
+    for said, *_ in world(2, told, "dp2 / find-unused", "object"):
+        assert "SimpleNamespace" in said and "drop that word" in said

@@ -32,6 +32,7 @@ from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.precision import mixed_precision, ruled_modules
 from shardwise.parallel.scalars import scalars_in
 from shardwise.parallel.units import experts_in, groups_in
+from shardwise.parallel.unpacked import Unpacked
 from shardwise.plan.division import sharded_dim
 from shardwise.plan.engines import uses_fully_shard
 from shardwise.plan.plan import Plan
@@ -82,8 +83,8 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         return placed
     communication = plan.communication
     # DDP's two modes look for parameters that the forward does not use, and would count the numbers as one of them
-    carries = mesh.device.type == "cpu" and mesh.num_gradient_ranks <= MAX_RANKS
-    carries = carries and not (communication.find_unused or communication.static_graph)
+    looks = communication.find_unused or communication.static_graph
+    carries = mesh.device.type == "cpu" and mesh.num_gradient_ranks <= MAX_RANKS and not looks
     group = unwrapped(mesh.group(*GRADIENT_AXES))
     parts = []
     for part in placed.parts:
@@ -91,11 +92,12 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         if first is None:
             parts.append(part)
             continue
+        inner = Unpacked(part.root) if looks else Carrier(part.root, first) if carries else part.root
         with warnings.catch_warnings():
             # deprecated in torch 2.13 without a replacement for "never": buffers are equal by construction
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             wrapped = DistributedDataParallel(
-                Carrier(part.root, first) if carries else part.root,
+                inner,
                 process_group=group,
                 bucket_cap_mb=communication.bucket_mb,
                 broadcast_buffers=False,
@@ -104,6 +106,8 @@ def replicate_data(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
                 gradient_as_bucket_view=communication.bucket_view,
                 static_graph=communication.static_graph,
             )
+        if isinstance(inner, Unpacked):
+            inner.around(wrapped)
         parts.append(Part(root=part.root, run=wrapped, stage=part.stage))
     reduced = frozenset(name for name, parameter in placed.named_parameters().items() if parameter.requires_grad)
     return placed.with_(parts=tuple(parts), reduced=reduced)

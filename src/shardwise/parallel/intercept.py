@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
-from shardwise.parallel.mixing import MIXING, SOFTMAX, mixed
+from shardwise.parallel.mixing import MIXING, SOFTMAX, SUMS, mixed
 from shardwise.parallel.ring import Exchange, Pieces, Ranks, exchanged_attention, plan_pieces, ulysses_attention
 from shardwise.parallel.torch_private import flex_is_imported
 from shardwise.plan.plan import ContextKind
@@ -206,7 +206,8 @@ class Divided:
                 )
         if func is F.multi_head_attention_forward:
             raise self.refusal("multi_head_attention_forward", _TOKENS, row="module.mixes-tokens")
-        if found := mixed(func, args, kwargs, (self.rows, own)):
+        is_summand = func in SUMS and len(args) == 1 and not kwargs  # the loss adds these up
+        if not is_summand and (found := mixed(func, args, kwargs, (self.rows, own))):
             raise self.refusal(found, _TOKENS, row="module.mixes-tokens")
 
 

@@ -52,6 +52,12 @@ _DIM_OF: Mapping[Any, int] = {
 }
 """Functions that reduce, order or weigh along a dim -> which of their arguments that is."""
 REDUCING = frozenset(_DIM_OF)
+_TO_ONE = ("sum", "mean", "prod", "std", "var", "amax", "amin", "max", "min", "argmax", "argmin", "median", "norm")
+_WHOLE = frozenset(
+    (*(getattr(owner, name) for owner in (torch, torch.Tensor) for name in _TO_ONE), torch.linalg.vector_norm)
+)
+"""Functions that give one number of all elements where they are told no dim."""
+SUMS = (torch.sum, torch.Tensor.sum)
 _POOLING = (F.adaptive_avg_pool1d, F.avg_pool1d, torch.max_pool1d, F.max_pool1d)
 _MODULES = (
     nn.MultiheadAttention,
@@ -75,6 +81,7 @@ def mixed(
     """How a call mixes tokens of tensors that begin with `shape` (rows, tokens of this rank); empty: it does not.
 
     `numbers`: a tensor of one number per token counts, too; in a forward it may be a row's statistics, as of experts.
+    It is said of a loss, whose sums over everything are added up.
     """
     tensor, name = args[0] if args else kwargs.get("input"), getattr(func, "__name__", "a function")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
@@ -101,6 +108,8 @@ def mixed(
         found = args[-1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims"))
     else:
         found = args[_DIM_OF[func]] if len(args) > _DIM_OF[func] else kwargs.get("dim")
+    if func in _WHOLE and found is None and "axis" not in kwargs and not numbers:
+        return f"{name} over all tokens"
     dims = found if isinstance(found, tuple | list) else [found]
     return f"{name} along the sequence" if any(type(d) is int and d % tensor.dim() == 1 for d in dims) else ""
 
@@ -182,6 +191,22 @@ def refuse_mixing(name: str, module: nn.Module) -> None:
     """
     if is_mixing(module):
         raise _refusal(name, f"a {type(module).__name__}")
+
+
+def refuse_batch_norms(root: nn.Module, blocks: Collection[str], holders: Collection[str]) -> None:
+    """Refuse batch norms of blocks, but for those in a module that is given the whole sequence (`holders`).
+
+    Raises:
+        ModelError: the statistics of one would be of this rank's tokens.
+    """
+    for name, module in root.named_modules():
+        is_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+        if is_norm and _is_within(name, blocks) and not _is_within(name, holders):
+            raise _refusal(name, f"a {type(module).__name__}, whose statistics are of all tokens")
+
+
+def _is_within(name: str, places: Collection[str]) -> bool:
+    return any(name.startswith(f"{place}.") for place in places)
 
 
 def _refusal(name: str, found: str) -> ModelError:

@@ -31,7 +31,7 @@ from shardwise.parallel.blocks import own_blocks
 from shardwise.parallel.declared import HEAD_COUNTS, declares, is_transposed, localise_heads, rules_of
 from shardwise.parallel.linear import AXIS, check_divides
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.mixing import refuse_mixing, watch_blocks
+from shardwise.parallel.mixing import refuse_batch_norms, refuse_mixing, watch_blocks
 from shardwise.parallel.placed import Part, Placed, Placement
 from shardwise.parallel.regions import own
 from shardwise.parallel.tensor_hooks import (
@@ -113,6 +113,7 @@ def shard_tensor(placed: Placed, plan: Plan, mesh: Mesh) -> Placed:
         job = _Job(tp_mesh=mesh.device_mesh[AXIS], sequence=plan.tensor.sequence, loss=plan.tensor.loss)
         placements = _shard_part(part, sites, job, placed.ties) | placements
         if plan.tensor.sequence:
+            refuse_batch_norms(part.root, blocks, job.holders)
             watch_blocks(part.root, () if plan.compile else blocks)  # compiled code is not watched
             _bound_sequence(part, blocks, job)
     return placed.with_(placements=placements)

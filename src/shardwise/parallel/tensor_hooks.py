@@ -235,6 +235,16 @@ def _goes_along(value: Any, stream: torch.Tensor, dim: int) -> bool:
     return value.dim() == stream.dim() and value.shape[: dim + 1] == stream.shape[: dim + 1]
 
 
+def _refuse_numbers(value: Any, stream: torch.Tensor, dim: int, name: str) -> None:
+    """What may be one number for each token of this rank, or as many numbers for each row, is not told apart."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == stream.shape[: dim + 1]:
+        raise ModelError(
+            f"sequence shards: the block {name} returned a tensor {tuple(value.shape)} beside its hidden states "
+            f"{tuple(stream.shape)}, of which each rank has a part; needed: what has a number for each token with a "
+            "dim for the features, as value.unsqueeze(-1), which is gathered with them, or drop `seq` from the plan"
+        )
+
+
 def leave_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -> None:
     """The block's output is gathered along the sequence; of a tuple the first, and what else has a row per token."""
 
@@ -244,6 +254,8 @@ def leave_sequence(block: nn.Module, tp_mesh: DeviceMesh, dim: int, name: str) -
             return gather(outputs, tp_mesh, dim)
         if isinstance(outputs, tuple) and outputs and isinstance(outputs[0], torch.Tensor):
             stream, *rest = outputs
+            for value in rest:
+                _refuse_numbers(value, stream, dim, name)
             return (
                 gather(stream, tp_mesh, dim),
                 *(gather(o, tp_mesh, dim) if _goes_along(o, stream, dim) else o for o in rest),

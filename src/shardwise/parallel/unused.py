@@ -38,9 +38,11 @@ class Unused:
         self.lacks = False
         """What `here` said last."""
         self._groups: list[Watched] = []
-        dials = placed.plan.communication
         self._waits: list[DistributedDataParallel] = []
-        if not (by_hand or dials.find_unused or dials.static_graph):
+        self._advice = "add find-unused to the plan"
+        if placed.plan.communication.static_graph:
+            self._advice += " in place of static-graph"
+        if not by_hand:
             self._waits = [part.run for part in placed.parts if isinstance(part.run, DistributedDataParallel)]
         if placed.mesh.num_gradient_ranks > 1:
             self._groups = [group for part in placed.parts for group in watch_groups(part.run)]
@@ -78,8 +80,8 @@ class Unused:
                 what = ", ".join(name.removeprefix("root.") for name in names[:3]) or "some parameters"
                 raise ModelError(
                     f"{what} ({len(names)} parameters) got no gradient from the backward pass that ends a step, and "
-                    "DDP, which waits for all of them, has not summed those of the others over the ranks; add "
-                    "find-unused to the plan, use fsdp in place of dp, or freeze what nobody trains "
+                    "DDP, which waits for all of them, has not summed those of the others over the ranks; "
+                    f"{self._advice}, use fsdp in place of dp, or freeze what nobody trains "
                     "(requires_grad_(False) in the model's constructor)",
                     row="module.unused",
                 )
